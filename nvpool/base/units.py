@@ -61,3 +61,13 @@ def format_bytes(count: float) -> str:
     if suffix == "B":
         return f"{int(count)} B"
     return f"{count:.{2 if abs(count) < 10 else 1 if abs(count) < 100 else 0}f} {suffix}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in two units at most: '3d 4h', '12 s'."""
+    whole = max(0, round(seconds))
+    for size, name, below, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // below
+            return f"{whole // size} {name}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"

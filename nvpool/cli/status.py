@@ -16,19 +16,34 @@ from nvpool.cli.render import Number, ago, json_option, print_json, print_table,
   pool        id, name, epoch of the pool map, fixed settings, directory, state (serving, degraded)
   processes   role (supervisor, meta, store, mount, reader, holder; of other nodes only meta and store), node, pid (0: it does
               not run; null: of another node), state (starting, serving,
-              restarting, draining, fenced, silent: it runs but does not answer, stopped, dead: a mount whose process is gone,
+              restarting, draining, fenced, waiting (a primary without a lease), promoting, lost (a standby without its
+              records), away (its drive is), silent: it runs but does not answer, stopped, dead: a mount whose process is gone,
               to be unmounted), restarts, since_ms, endpoints, counters; of a shard inodes, sessions, to_collect,
               member and in_map (primary; up: has everything; syncing: has not); of a target
               drive, path, used_bytes, read_path, direct, writes (how large ones go: direct, or cached where the drive takes
               no direct ones), host_full (a sentence when the file system below is full), and bad_blocks: inode, index (of the
               chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);
-              scrub (see nvpool scrub status --json); of a mount mountpoint, engine (kernel, pyfuse3)
+              refused (why its signs of life are not answered; empty: they are), serving_pid; scrub (see nvpool scrub status
+              --json); of a mount mountpoint, engine (kernel, pyfuse3)
   nodes, drives, shards    as `nvpool node ls --json`, `nvpool drive ls --json`, `nvpool shard ls --json`
   members     who has a certificate of the pool
   chains      replicas (counts that there are chains for), total, full, fewer (than they shall have copies), without (any that
               serves), filling, to_copy (copies still to be made), bytes_left (an estimate), seconds_left (null: not known),
               paused, limit_bytes_s
   problems    sentences; none when all is well
+  health      exit_code (of this command), problems: of each kind, severity (unavailable, degraded, damaged, notice), node,
+              name (of the process), target, drive, shard, member (null: it concerns none), count (chains, standbys),
+              reason, remedy (what to run or do; empty: nothing), since_ms (since when that node knows of it), text (the
+              sentence). Kinds: node-silent, process-down, target-left-out, data-unavailable, copies-missing, shard-no-primary,
+              shard-no-standby, standby-missing, shard-at-risk, drain-stalled, drive-away, drive-no-room, host-full, map,
+              bad-block, data-lost, mount-dead
+
+\b
+exit codes:
+  0    all is well; a dead mount of this node alone changes nothing in that
+  3    something can not be read or written, or has fewer copies, standbys or members than it shall have, or a drain stands
+       still: each problem is printed with its remedy. Seconds after a death that mends itself this is so, too: see since
+  4    something that was stored is damaged or lost, and nothing else is wrong
 
 \b
 examples:
@@ -39,7 +54,7 @@ examples:
 @click.argument("pool", envvar="NVPOOL_POOL", required=False)
 @click.option("--wait", "wait_s", type=Number(0.1, 600), default=5.0, show_default=True,
               help="Seconds to wait for an answer.")
-@click.option("--check", is_flag=True, help="Exit with 3 unless every process serves and there is no problem.")
+@click.option("--check", is_flag=True, help="Exit with 3 also while a process starts or ends, or a mount is dead.")
 @json_option
 def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
     """Show a pool: its processes, nodes, drives and problems.
@@ -53,8 +68,8 @@ def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
     else:
         _show(seen)
     if check and (seen["problems"] or any(process["state"] != "serving" for process in seen["processes"])):
-        return 3
-    return 0
+        return seen.get("health", {}).get("exit_code", 0) or 3
+    return seen.get("health", {}).get("exit_code", 0)  # of a node with an earlier version: as it was
 
 
 def _show(seen: dict[str, Any]) -> None:
@@ -77,8 +92,13 @@ def _show(seen: dict[str, Any]) -> None:
         click.echo()
     print_drives(seen["drives"])
     click.echo(f"\n{chains_line(seen['chains'])}")
-    for problem in seen["problems"]:
-        say(f"problem: {problem}")
+    for problem in seen.get("health", {}).get("problems", ()):
+        say(f"problem: {problem['reason']} (since {ago(problem['since_ms'], pool['now_ms'])})")
+        if problem["remedy"]:
+            say(f"  remedy: {problem['remedy']}")
+    if "health" not in seen:
+        for problem in seen["problems"]:
+            say(f"problem: {problem}")
 
 
 def _what(process: dict[str, Any]) -> str:

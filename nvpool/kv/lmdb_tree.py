@@ -356,10 +356,8 @@ def from_lmdb_error(error: lmdb.Error, doing: str) -> NvpoolError:
         return NoSpace(f"{doing}: the map is full")
     if isinstance(error, lmdb.BadValsizeError):
         return InvalidRequest(f"{doing}: a key has 1 to {KEY_BYTES_MAX} bytes")
-    if isinstance(error, lmdb.VersionMismatchError):
-        return WrongFormat(f"{doing}: a file of another version of LMDB")
-    if isinstance(error, lmdb.InvalidError):
-        return CorruptRecord(f"{doing}: it is no file of LMDB (any more), or of another kind of processor")
+    if isinstance(error, lmdb.VersionMismatchError | lmdb.InvalidError):
+        return WrongFormat(f"{doing}: not a file of LMDB that can be read here")
     if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.PanicError | lmdb.BadTxnError):
         return CorruptRecord(f"{doing}: {error}")
     code = getattr(error, "code", 0)

@@ -140,6 +140,16 @@ def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = Non
     return Standing(counts["chains"], counts["full"], counts["short"], counts["filled"], counts["without"], counts["to_copy"])
 
 
+def missing_copies(pool_map: PoolMap) -> Counter[int]:
+    """Target -> chains that have fewer copies than they shall, by the map, and lack the one of this target."""
+    missing: Counter[int] = Counter()
+    for table in pool_map.tables:
+        for chain in table.chains:
+            if len(chain.targets) < table.id:
+                missing.update(target for target in chain.goal if target not in chain.targets)
+    return missing
+
+
 def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
     """InvalidRequest when what is stored has no room on the targets that shall hold it, or these are too few. `used_bytes` of
     the targets that answered: of a silent one it is taken that its chains hold as much as theirs on average. Each target keeps

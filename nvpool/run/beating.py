@@ -78,7 +78,7 @@ class Beating:
         except (NvpoolError, struct.error) as error:
             if not self._silent:
                 log.warning("target %d: no answer to its sign of life: %s", tenure.target, error)
-            self._silent = True
+            self._silent, tenure.refused = True, str(error)
             return
-        self._silent = False
+        self._silent, tenure.refused = False, "" if answer.lease_s else "the leader gives no lease"
         tenure.renewed(sent_s, answer.lease_s, answer.epoch_min)

@@ -7,16 +7,17 @@ else. Called by run/supervisor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from nvpool.base import metrics
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import NvpoolError
 from nvpool.base.metrics_page import Page
+from nvpool.logic.metaplaces import wanted
 from nvpool.logic.poolmap import PoolMap
-from nvpool.logic.rebalance import standing
-from nvpool.logic.shards import endpoints_of, members, process_name
+from nvpool.logic.rebalance import missing_copies, standing
+from nvpool.logic.shards import endpoints_of, members, process_name, up_standbys
 from nvpool.run.child import Child
 from nvpool.run.drives import coming, going, held
 from nvpool.wire.codec import decoded
@@ -66,8 +67,10 @@ async def _page_of(one: Asked, dialer: Dialer, deadline_s: float) -> Page:
     return page
 
 
-def measure_pool(page: Page, pool_map: PoolMap, node: int, leads: bool, children: Iterable[Child]) -> None:
-    """What a supervisor knows: the pool as its map says, and how often its processes have died."""
+def measure_pool(page: Page, pool_map: PoolMap, node: int, leads: bool, children: Iterable[Child],
+                 stalled_s: Mapping[int, float] | None = None) -> None:
+    """What a supervisor knows: the pool as its map says, and how often its processes have died. `stalled_s`: drive -> how long
+    its drain has made no progress."""
     page.set(metrics.POOL_EPOCH, pool_map.epoch)
     page.set(metrics.POOL_LEADS, leads)
     page.set(metrics.POOL_NODES, len(pool_map.nodes))
@@ -83,6 +86,14 @@ def measure_pool(page: Page, pool_map: PoolMap, node: int, leads: bool, children
     for state in ("up", "syncing"):
         page.set(metrics.POOL_STANDBYS, sum(standby.state == state for shard in pool_map.shards for standby in shard.standbys),
                  state=state)
+    for shard in pool_map.shards:
+        page.set(metrics.SHARD_STANDBYS, wanted(shard), shard=shard.id, state="wanted")
+        page.set(metrics.SHARD_STANDBYS, len(up_standbys(shard)), shard=shard.id, state="up")
+    missing = missing_copies(pool_map)
+    for target in targets:
+        page.set(metrics.TARGET_CHAINS_MISSING, missing[target.id], target=target.id)
+        if target.wish in ("drain", "remove"):
+            page.set(metrics.DRAIN_STALLED, (stalled_s or {}).get(target.drive, 0.0), target=target.id)
     for state, counts in (("holds", held(pool_map)), ("to_come", coming(pool_map)), ("to_go", going(pool_map))):
         for target in targets:
             if target.node == node:

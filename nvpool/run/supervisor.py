@@ -12,7 +12,6 @@ import errno
 import json
 import logging
 import math
-import os
 import signal
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -29,44 +28,38 @@ from nvpool.base.errors import (
     Busy,
     Draining,
     InvalidRequest,
-    NvpoolError,
     TooManyOpen,
     Unavailable,
 )
 from nvpool.base.host import host_id
 from nvpool.base.metrics_page import Page
-from nvpool.base.version import VERSION
-from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
 from nvpool.logic.nodes import on_host
-from nvpool.logic.poolmap import Node, PoolMap, Shard, Target, encode_map
+from nvpool.logic.poolmap import PoolMap, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run import measuring, node_metrics
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, keep_alive, notify_ready
-from nvpool.run.drives import Drives, Progress, drives_told
+from nvpool.run.drives import Drives
 from nvpool.run.etcd_keeper import EtcdKeeper
 from nvpool.run.joining import Reception
 from nvpool.run.keeping import MapKeeper
 from nvpool.run.leading import Leading
-from nvpool.run.losses import Losses
-from nvpool.run.metashards import MetaShards, shards_told
+from nvpool.run.metashards import MetaShards
 from nvpool.run.newchains import NewChains
-from nvpool.run.nodes import Nodes, look_after, told_of
+from nvpool.run.nodes import Nodes, look_after
 from nvpool.run.renewing import keep_renewed
 from nvpool.run.scrape import serve_metrics
 from nvpool.run.scrubbing import Scrubbing
-from nvpool.run.scrubbing import told as scrub_told
 from nvpool.run.served import follow_members, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.run.shardplaces import ShardPlaces
 from nvpool.run.standbys import StuckStandbys, has_records
-from nvpool.run.tokens import address_of
-from nvpool.wire.codec import decoded
+from nvpool.run.status import PoolStatus
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
-from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
+from nvpool.wire.v1 import pool_pb2, wire_pb2
 
 _STATUS_DEADLINE_S = 2.0
 _ANSWER_S = 0.3
@@ -100,30 +93,28 @@ class Supervisor:
         self._drain_s = config.supervisor.drain_s
         self._closed = False
         self._begun: set[int] = set()
-        self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         greeting = greeting or Greeting("supervisor", coordinator.pool_map.fingerprint)
         self._identity = greeting.identity
         self._dialer = Dialer(greeting, host_id=host_id())
         self.leading = Leading(coordinator, node, self._dialer, self._pid_of, config.supervisor.replace_after_s)
         self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
+        self._status = PoolStatus(directory, node, coordinator, self.leading, self._dialer, self._etcd, self._children,
+                                  is_stopping=stop.asked.is_set, replace_after_s=config.supervisor.replace_after_s)
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.reign,
                                              change_anywhere=self.leading.change,
                                              has_records=partial(has_records, self._dialer, SYSTEM_CLOCK))
-        self._nodes = Nodes(node, self.leading, self._reception, self._etcd, used=self._used_bytes, answers=self._node_answers,
-                            stop=stop.ask)
+        self._nodes = Nodes(node, self.leading, self._reception, self._etcd, used=self._status.used_bytes,
+                            answers=self._status.node_answers, stop=stop.ask)
         self._places = ShardPlaces(directory, config, node, self.leading, start=partial(self._start_missing, targets=False),
                                    end=self._end_child, again=self._begin_again,
                                    stuck=StuckStandbys(self._dialer, config.supervisor.replace_after_s))
-        self._drives = Drives(directory, config, node, self.leading, used=self._used_bytes, start=self._start_missing,
+        self._drives = Drives(directory, config, node, self.leading, used=self._status.used_bytes, start=self._start_missing,
                               end=self._end_target)
         self._scrubbing = Scrubbing(node, lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))
-        self._losses = Losses(directory)
         self._shards = MetaShards(directory, config, node, self.leading, self._dialer, start=self._start_missing)
         self._new_chains = NewChains(self.leading, self._dialer, rights_s=config.meta.grant_s, has_ended=self._has_ended)
-        self._progress = Progress()
-        self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
     async def run(self) -> None:
         """Keep the processes of this node until the stop; on return all of them have ended.
@@ -142,7 +133,8 @@ class Supervisor:
         alive = asyncio.ensure_future(keep_alive())
         lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run()),
                     asyncio.ensure_future(self._shards.run()), asyncio.ensure_future(self._new_chains.run()),
-                    asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once))]
+                    asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once)),
+                    asyncio.ensure_future(self._status.watch.run())]
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
         if self._config.metrics.listen:
@@ -243,11 +235,6 @@ class Supervisor:
     def _begin_again(self, name: str) -> None:
         if name in self._children:
             self._children[name].signal(signal.SIGTERM)
-
-    async def _used_bytes(self) -> dict[int, int]:
-        """Of each target that answers."""
-        answers = await asyncio.gather(*(self._target_status(target) for target in remaining(self._coordinator.pool_map)))
-        return {one["target"]: one["used_bytes"] for one in answers if one["used_bytes"] is not None}
 
     async def _before_start(self, target: int) -> None:
         if target in self._begun:  # its epochs are raised already
@@ -390,7 +377,7 @@ class Supervisor:
         return pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString()
 
     async def _answer_status(self, call: Call) -> bytes:
-        status = json.dumps(await self.status(call.deadline_s - _ANSWER_S))  # msgspec takes no names that are not UTF-8
+        status = json.dumps(await self._status.told(call.deadline_s - _ANSWER_S))  # msgspec takes no names that are not UTF-8
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
 
     async def _answer_metrics(self, call: Call) -> bytes:
@@ -403,7 +390,7 @@ class Supervisor:
 
     def _measure(self, page: Page) -> None:
         node_metrics.measure_pool(page, self._coordinator.pool_map, self._node, self.leading.manager is not None,
-                               self._children.values())
+                               self._children.values(), self._status.watch.stalled_s())
 
     async def metrics(self, wait_s: float) -> Page:
         """Of this process and all others of its node, within `wait_s`."""
@@ -443,154 +430,9 @@ class Supervisor:
         result = await asyncio.shield(asyncio.ensure_future(verbs[request.verb](arguments)))
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
 
-    # -- status ----------------------------------------------------------------------------------------------------
-
-    async def status(self, until_s: float) -> dict:
-        """What `nvpool status --json` prints: pool, processes, drives, problems. Paths of damaged files are looked for a short
-        time, at most until `until_s`."""
-        pool_map = self._coordinator.pool_map
-        shards = [self._shard_status(shard, member) for shard in pool_map.shards for member in members(shard)]
-        targets = [self._target_status(target) for target in pool_map.targets if not target.is_over]
-        nodes, answers = await asyncio.gather(asyncio.gather(*(self._node_status(node) for node in pool_map.nodes)),
-                                              asyncio.gather(*shards, *targets))
-        metas, stores = answers[:len(shards)], answers[len(shards):]
-        bad_blocks = [bad for store in stores for bad in store["bad_blocks"]]
-        look_s = min(LOOK_S, until_s - SYSTEM_CLOCK.boottime_s())
-        if bad_blocks and look_s > 0:
-            await self._paths.look((bad["inode"] for bad in bad_blocks), look_s)
-        for bad in bad_blocks:
-            path = self._paths.path(bad["inode"])
-            bad["path"] = os.fsdecode(path) if path is not None else None
-        processes = [{"role": "supervisor", "pid": os.getpid(), "state": "draining" if self._stop.asked.is_set() else "serving",
-                      "since_ms": self._since_ms, "restarts": 0, "endpoints": self._endpoints_of_node(pool_map)}]
-        processes += metas
-        processes += stores
-        for name, state in self._directory.states().items():
-            if state.role in ("mount", "reader", "holder"):
-                processes.append({"role": state.role, "name": name, "pid": state.pid, "state": state.state,
-                                  "since_ms": state.since_ms, "mountpoint": state.mountpoint, "engine": state.engine})
-        dead = self._directory.dead_mounts()
-        processes += [{"role": "mount", "name": name, "pid": 0, "state": "dead", "since_ms": state.since_ms,
-                       "mountpoint": state.mountpoint} for name, state in dead.items()]
-        serving = frozenset(store["target"] for store in stores if store["state"] in ("serving", "draining"))
-        used = {store["target"]: store["used_bytes"] for store in stores if store["used_bytes"] is not None}
-        chains = self._progress.told(pool_map, serving, used)
-        drives = drives_told(pool_map, {store["target"]: store for store in stores})
-        several = len(pool_map.nodes) > 1
-        problems = [p["name"] + (f" on node {p['node']}" if several else "") + f" is {p['state']}" +
-                    (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
-                    if p["state"] not in ("serving", "starting") or p.get("reason")]
-        if chains["without"]:
-            problems.append(f"{chains['without']} chains have no target that serves: what they hold can not be read or written "
-                            f"until one is back")
-        if chains["fewer"]:
-            problems.append(f"{chains['fewer']} chains have fewer copies than they shall, {chains['filling']} are being filled")
-        problems += [f"node {one['node']} ({one['name']}) does not answer: {one['reason']}" for one in nodes
-                     if one.get("reason") and one["wish"] in ("", "draining")]
-        problems += [f"standby {p['name']} of shard {p['shard']} does not have everything yet" for p in metas
-                     if p.get("in_map") == "syncing" and p["state"] in ("serving", "starting")]
-        problems += [f"drive {one['drive']} has been away for long: what it held is made again elsewhere, and it gets its "
-                     f"share when it is back; when it will not come back: nvpool drive remove --lost"
-                     for one in drives if one["wish"] == "away"]
-        problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
-        problems += [f"drive {one['drive']} has no room for the {one['chains_to_come']} chains that it is to get; make some: "
-                     f"nvpool drive add" for one in drives if one["lacks_room"]]
-        problems += self._etcd.problems() if self._etcd is not None else []
-        problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
-        if until_s > SYSTEM_CLOCK.boottime_s():
-            problems += await self._losses.told(pool_map)
-        degraded = bool(problems)
-        problems += [f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone; clean it up with: nvpool "
-                     f"umount {state.mountpoint}" for state in dead.values()]
-        return {"nodes": nodes, "members": pool_map.members,
-                "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
-                         "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
-                         "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
-                         "software": f"nvpool {VERSION}", "now_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000,
-                         "state": "degraded" if degraded else "serving"},
-                "processes": [{"node": self._node} | process for process in processes], "drives": drives,
-                "shards": shards_told(pool_map, metas), "chains": chains, "problems": problems}
-
-    def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
-        return next((node.endpoints for node in pool_map.nodes if node.id == self._node), ())
-
-    def _seen(self, name: str, role: str, endpoints: tuple[str, ...], node: int) -> dict:
-        child = self._children.get(name)
-        if child is None and node != self._node:
-            return {"role": role, "name": name, "node": node, "pid": None, "state": "serving", "restarts": None, "since_ms": 0,
-                    "endpoints": endpoints, "counters": {}}  # unless it does not answer
-        if child is None:
-            return {"role": role, "name": name, "node": node, "pid": 0, "state": "stopped", "restarts": 0, "since_ms": 0,
-                    "endpoints": endpoints, "counters": {}}
-        return {"role": role, "name": name, "node": node, "pid": child.pid, "state": child.state, "restarts": child.restarts,
-                "since_ms": child.since_ms, "endpoints": endpoints, "adopted": child.adopted, "last_end": child.last_end,
-                "counters": {}} | ({"reason": child.reason} if child.reason else {})
-
-    async def _node_status(self, node: Node) -> dict:
-        pool_map = self._coordinator.pool_map
-        seen = {"node": node.id, "name": node.name, "address": address_of(node), "member": node.member, "state": "serving",
-                "endpoints": node.endpoints} | told_of(pool_map, node, self.leading.leader())
-        if node.id != self._node:
-            await self._ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=pool_map.epoch), pool_pb2.MapReply)
-        return seen
-
-    async def _node_answers(self, node: Node) -> bool:
-        seen = {"state": "serving", "endpoints": node.endpoints}
-        return await self._ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply) is not None
-
-    async def _shard_status(self, shard: Shard, member: int) -> dict:
-        seen = self._seen(process_name(shard.id, member), "meta", endpoints_of(shard, member), node_and_path(shard, member)[0])
-        state = next((standby.state for standby in shard.standbys if standby.member == member), "primary")
-        seen |= {"shard": shard.id, "member": member, "in_map": state}
-        reply = await self._ask(seen, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(), meta_pb2.MetaStatusReply)
-        if reply is not None:
-            if reply.state not in ("standby", "filling"):  # it does what it is there for
-                seen |= {"state": reply.state or seen["state"], "inodes": reply.inodes, "sessions": reply.sessions,
-                         "orphans": reply.orphans, "to_collect": reply.to_collect}
-            seen["counters"] = dict(reply.counters)
-        return seen
-
-    async def _target_status(self, target: Target) -> dict:
-        seen = self._seen(f"target-{target.id}", "store", target.endpoints, target.node)
-        drive = next(drive for drive in self._coordinator.pool_map.drives if drive.id == target.drive)
-        seen |= {"target": target.id, "drive": target.drive, "path": drive.path, "capacity_bytes": target.capacity_bytes,
-                 "used_bytes": None, "bad_blocks": []}
-        reply = await self._ask(seen, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target.id),
-                                data_pb2.DataStatusReply)
-        if reply is not None:
-            seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
-                     "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
-                     "writes": reply.writes, "host_full": reply.host_full, "lacks_room": reply.lacks_room,
-                     "counters": dict(reply.counters), "scrub": scrub_told(reply.scrubbing),
-                     "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
-                                    for bad in reply.bad]}
-            if reply.fenced_because:
-                seen["reason"] = reply.fenced_because
-        return seen
-
-    async def _ask(self, seen: dict, method: int, request, reply_type):
-        """The process's own word, or None and the reason in `seen`, when it has none within the deadline."""
-        if seen["state"] != "serving":
-            return None
-        try:
-            reply = await self._dialer.call(seen["endpoints"], method, request.SerializeToString(),
-                                            deadline_s=SYSTEM_CLOCK.boottime_s() + _STATUS_DEADLINE_S)
-            return decoded(reply_type, reply.message)
-        except NvpoolError as error:
-            seen["state"], seen["reason"] = "silent", str(error)
-            return None
-
-
 def _without_descriptors() -> Busy:
     return Busy("the supervisor has no file descriptor left: end some of its clients, or raise its limit (LimitNOFILE=, "
                 "ulimit -Hn) and start it again", retry_after_s=1.0)
-
-
-def _told(store: dict, bad: dict) -> str:
-    path = bad["path"]
-    file = f"file {printable(os.fsencode(path))}, " if path else "a file without a name, " if path == "" else ""
-    return (f"bad block on target {store['target']} ({store['path']}): {file}inode {bad['inode']} chunk {bad['index']} block "
-            f"{bad['block']} {bad['text']}" + ("; `nvpool fsck` names the file" if path is None else ""))
 
 
 def _read(kind, call: Call):

@@ -25,6 +25,7 @@ class Telling:
         if self._draining:
             status["state"] = "draining"
         status["chunks"] = max(0, status["chunks"])
+        status["refused"] = self.tenure.refused
         if self.upkeep is not None:
             status["counters"] |= self.upkeep.counters()
             status["scrubbing"] = self.upkeep.rounds.told()

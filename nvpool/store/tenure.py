@@ -37,6 +37,8 @@ class Tenure:
         """Whether the map says what the target may have lost. Before that it answers nobody."""
         self.shared = False
         self.until_s = until_s
+        self.refused = ""
+        """Why the last sign of life was not answered with a lease; empty: it was."""
         self.changed: Callable[[], None] = lambda: None
         """Called after a new map: those who wait for us to know it are told soon."""
         self._clock = clock

@@ -54,7 +54,7 @@ class PoolInUse(Pool):
     def seen_by(self, node: Node) -> dict:
         """What status tells there; empty while it can not."""
         done = node.nvpool("status", str(node.path), "--json", check=False)
-        return json.loads(done.stdout) if done.returncode == 0 else {}
+        return json.loads(done.stdout) if done.stdout.startswith("{") else {}
 
     def until_copied(self, *nodes: Node) -> None:
         """Every chain has its copies, where they shall be."""

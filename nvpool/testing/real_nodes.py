@@ -70,7 +70,8 @@ class Node:
         return self.machine.run(*NVPOOL, *words, check=check, timeout_s=240)
 
     def json(self, *words: str):
-        return json.loads(self.nvpool(*words, "--json").stdout)
+        """What a command prints; of `status` also where it ends with the code of a problem."""
+        return json.loads(self.nvpool(*words, "--json", check=words[0] != "status").stdout)
 
     def drives(self, count: int = 1, capacity: str = CAPACITY) -> list[str]:
         """Words for the command that makes the pool or lets the node in."""
@@ -88,7 +89,7 @@ class Node:
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
         while True:
             done = self.nvpool("status", str(self.path), "--json", check=False)
-            if done.returncode == 0:
+            if done.stdout.startswith("{"):
                 seen = json.loads(done.stdout)
                 if not seen["problems"] and all(one["state"] == "serving" for one in (*seen["processes"], *seen["nodes"])):
                     return seen

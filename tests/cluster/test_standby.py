@@ -5,14 +5,17 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 
 import pytest
 
-from nvpool.logic.shards import process_name
+from nvpool.base.directory import holder_of
+from nvpool.logic.shards import node_and_path, process_name
 from nvpool.sdk.filesystem import FileSystem
 from nvpool.testing.command import CommandPool, nvpool
 from nvpool.testing.load import CheckingLoad, ClientLoad, Pauses
@@ -184,7 +187,78 @@ def test_what_a_standby_needs_is_shown_by_status(pool):
     os.kill(standby, signal.SIGSTOP)
     try:
         (pool.mountpoint / "made").touch()
-        found = json.loads(nvpool("status", pool.path, "--json").stdout)
+        done = nvpool("status", pool.path, "--json", check=False)
+        found = json.loads(done.stdout)
+        assert done.returncode == 3 == found["health"]["exit_code"]
+        problem, = found["health"]["problems"]
+        assert (problem["kind"], problem["shard"], problem["member"]) == ("shard-no-standby", 1, 1) and problem["remedy"]
         assert any("meta-1.1" in problem for problem in found["problems"]), found["problems"]
     finally:
         os.kill(standby, signal.SIGCONT)
+
+
+def records_of(pool, member):
+    path = node_and_path(pool.shard, member)[1]
+    return Path(path) if path else pool.directory.shard(1)
+
+
+def status_of(pool):
+    """Exit code and what status says in fields."""
+    done = nvpool("status", pool.path, "--json", check=False)
+    return done.returncode, json.loads(done.stdout)["health"]["problems"]
+
+
+def test_members_whose_records_are_removed_are_filled_again(pool):
+    (pool.mountpoint / "kept").write_text("kept")
+    assert status_of(pool) == (0, [])
+    standby, primary = 1, 0
+    for lost in (standby, primary):
+        shutil.rmtree(records_of(pool, lost))
+        os.kill(pool.pid(lost), signal.SIGKILL)
+        pool.until(lambda lost=lost: pool.shard.member != lost, "the other member is the primary")
+        (pool.mountpoint / f"made-without-{lost}").touch()
+        code, problems = status_of(pool)
+        if problems:  # else it was filled meanwhile
+            problem, = problems
+            assert code == 3 and (problem["kind"], problem["shard"], problem["node"]) == ("shard-no-standby", 1, 1)
+            assert "nvpool shard standbys" in problem["remedy"] and problem["since_ms"]
+        pool.until_up()
+    pool.until(lambda: status_of(pool) == (0, []), "all is well")
+    assert sorted(os.listdir(pool.mountpoint)) == ["kept", "made-without-0", "made-without-1"]
+    assert (pool.mountpoint / "kept").read_text() == "kept"
+    pool.check()
+
+
+@pytest.mark.parametrize("is_removed", [True, False], ids=["removed", "emptied"])
+def test_a_standby_emptied_while_stopped_never_leads(pool, is_removed):
+    (pool.mountpoint / "kept").write_text("kept")
+    nvpool("umount", pool.mountpoint)
+    supervisor = holder_of(pool.directory.lock).pid
+    os.kill(supervisor, signal.SIGTERM)
+    pool.until(lambda: holder_of(pool.directory.lock) is None, "the pool is stopped")
+    place, = (records_of(pool, standby.member) for standby in pool.shard.standbys)
+    shutil.rmtree(place)
+    if not is_removed:
+        place.mkdir()
+    nvpool("dev", "up", pool.path, "--mount", pool.mountpoint)
+    assert (pool.mountpoint / "kept").read_text() == "kept"
+    pool.until_up()
+    assert (pool.mountpoint / "kept").read_text() == "kept" and os.listdir(pool.mountpoint) == ["kept"]
+    pool.check()
+
+
+def test_status_names_a_missing_copy_and_its_remedy(pool):
+    target = pool.directory.state_of("target-2").pid
+    os.kill(target, signal.SIGSTOP)
+    try:
+        pool.until(lambda: {one["kind"] for one in status_of(pool)[1]} >= {"process-down"}, "the store is missed")
+        done = nvpool("status", pool.path, check=False)
+        problem = next(one for one in status_of(pool)[1] if one["kind"] == "process-down")
+        assert done.returncode == 3 and "problem: target-2" in done.stderr and "remedy: " in done.stderr
+        assert (problem["node"], problem["target"], problem["drive"]) == (1, 2, 2)
+        assert f"kill -9 {target}" in problem["remedy"]
+        os.kill(target, signal.SIGKILL)  # as the remedy says
+        pool.until(lambda: status_of(pool) == (0, []), "the remedy mends it")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(target, signal.SIGCONT)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import random
 from dataclasses import replace
 
@@ -43,6 +44,39 @@ def history(base, *terms, retain_bytes=1 << 20):
     for sequence, term in enumerate(terms, base[0] + 1):
         made.note(sequence, term, b"x" * 10)
     return made
+
+
+def test_a_member_without_records_is_not_promoted(tmp_path):
+    async def main():
+        path = tmp_path / "empty"
+        path.mkdir()
+        standby = StandbyKv(path, OPTIONS)
+        assert standby.state() == ("empty", "")
+        with pytest.raises(CorruptRecord, match="holds no whole records"):
+            await standby.promote(2)
+        assert os.listdir(path) == [], "nothing is made in their place"
+
+    run(main())
+
+
+def test_damaged_records_of_a_standby_are_filled_anew(tmp_path):
+    async def main():
+        path = tmp_path / "damaged"
+        kv = await MemberKv.open_member(path, OPTIONS)
+        kv.apply([(b"a", b"1")])
+        await kv.close()
+        (path / "data.mdb").write_bytes(b"")
+        standby = StandbyKv(path, OPTIONS)
+        state, reason = standby.state()
+        assert state == "lost" and "damaged" in reason
+        assert (await standby.begin(3)).last == Position(0, 0)
+        await standby.install(3, Position(7, 3))
+        assert standby.state() == ("filling", "")
+        await standby.installed(3)
+        assert standby.state() == ("standby", "") and standby.last.sequence == 7
+        await standby.close()
+
+    run(main())
 
 
 # -- history ----------------------------------------------------------------------------------------------------------

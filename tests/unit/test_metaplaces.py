@@ -103,6 +103,27 @@ def test_a_standby_on_a_drained_or_lost_drive_moves():
         assert where(played(replace(there, targets=targets))) == [(1, 0), (2, 3)]
 
 
+def test_a_stuck_standby_is_replaced_on_another_drive():
+    there = a_map(1, 1, 1, standbys=(standby(1, 2, 2, "syncing"),))
+    assert metaplaces.next_step(there) is there, "it may be on its way"
+    added = metaplaces.next_step(there, stuck={(1, 1)})
+    assert where(added)[1:] == [(2, 2), (3, 3)] and added.shards[0].standbys_wanted == 1
+    assert metaplaces.next_step(added, stuck={(1, 1)}) is added, "the old one stays until the new one is up"
+    made = shards.standby_made(added, 1, 2, "/d3/nvpool-p-meta-1.2", ("stream://h:12",))
+    now = made.shards[0]
+    up = shards.standby_up(made, 1, 2, now.term, now.epoch)
+    assert where(metaplaces.next_step(up, stuck={(1, 1)}))[1:] == [(3, 3)]
+
+
+def test_a_stuck_standby_stays_where_there_is_no_other_drive():
+    there = a_map(1, 1, standbys=(standby(1, 2, 2, "syncing"),))
+    full = a_map(0, 1, standbys=(standby(1, 2, 1, "syncing"),))
+    assert metaplaces.next_step(full, stuck={(1, 1)}) is full
+    assert where(metaplaces.next_step(there, stuck={(1, 1)}))[1:] == [(2, 2), (1, 1)]
+    up = a_map(1, 1, 1, standbys=(standby(1, 2, 2, "up"),))
+    assert metaplaces.next_step(up, stuck={(1, 1)}) is up, "one that is up is never given up"
+
+
 def test_a_drive_is_gone_when_metadata_beside_it_is_elsewhere_too():
     there = a_map(1, 2, standbys=(standby(1, 2, 2),))
     there = shards.primary_lost(there, 1)

@@ -51,9 +51,15 @@ class Bench:
         self.clock = ManualClock()
         self.left_s = 100.0
         self.reign = Reign(self)
+        self.answer = None
+        self.records: dict[int, bool | None] = {}
+        """Of standbys that were asked: True unless it is said here."""
         self.keeper = ShardKeeper(lambda: self.map, self.change, self.clock, lambda: SECRET, lambda: self.reign,
-                                  change_anywhere=self.change_anywhere)
+                                  change_anywhere=self.change_anywhere, has_records=self.has_records)
         self.right = ServiceRight(self.clock, SECRET, 1)
+
+    async def has_records(self, shard, member):
+        return await self.answer(shard, member) if self.answer is not None else self.records.get(member, True)
 
     async def change(self, decide):
         assert self.reign is not None
@@ -124,6 +130,64 @@ async def test_a_process_that_lives_again_is_not_taken_for_the_one_that_ended():
     # it ended, and began again before anybody saw: the one that is up has what it may have lost
     reply = await bench.alive(0, 0)
     assert reply.term == 0 and decode_map(reply.map).shards[0].member == 1
+
+
+@in_a_loop
+async def test_a_standby_without_records_never_follows():
+    bench = Bench("up", "up")
+    bench.records = {1: False}
+    bench.keeper.member_ended(1, 0)
+    await bench.keeper.run_once()
+    assert (bench.shard.member, bench.shard.term) == (2, 2)
+    assert {one.member: one.state for one in bench.shard.standbys} == {0: "syncing", 1: "syncing"}
+
+
+@in_a_loop
+async def test_the_only_standby_without_records_is_demoted():
+    bench = Bench("up")
+    bench.records = {1: False}
+    bench.keeper.member_ended(1, 0)
+    for _ in range(3):
+        await bench.keeper.run_once()
+    assert (bench.shard.member, bench.shard.term, bench.shard.standbys[0].state) == (0, 1, "syncing")
+    assert (await bench.alive(0, 0)).term == 2, "the old primary goes on"
+
+
+@in_a_loop
+async def test_a_standby_that_does_not_answer_is_waited_for():
+    bench = Bench("up")
+    bench.records = {1: None}
+    bench.keeper.member_ended(1, 0)
+    await bench.keeper.run_once()
+    assert (bench.shard.member, bench.shard.term) == (0, 1)
+    with pytest.raises(Unavailable, match="meta-1.1 on node 1 may have changes .*nvpool shard standbys POOL 1 0"):
+        await bench.alive(0, 0)
+    bench.records = {}
+    await bench.keeper.run_once()
+    assert (bench.shard.member, bench.shard.term) == (1, 2)
+
+
+@in_a_loop
+async def test_a_primary_begins_where_its_standby_lost_records():
+    bench = Bench("up")
+    bench.records = {1: False}
+    assert (await bench.alive(0, 0)).term == 2
+    assert (bench.shard.member, bench.shard.standbys[0].state) == (0, "syncing")
+
+
+@in_a_loop
+async def test_a_primary_heard_while_standbys_are_asked_stays():
+    bench = Bench("up")
+    await bench.keeper.run_once()
+    bench.clock.advance(LEASE_S + 0.1)
+
+    async def heard(shard, member):
+        await bench.alive(0, 1)
+        return True
+
+    bench.answer = heard
+    await bench.keeper.run_once()
+    assert (bench.shard.member, bench.shard.term) == (0, 1)
 
 
 @in_a_loop

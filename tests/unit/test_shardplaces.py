@@ -1,6 +1,7 @@
 """The places of shards' members on a node, with a coordinator in memory and no processes."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -10,7 +11,8 @@ from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Busy, NotFound
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.poolmap import Shard, Standby
+from nvpool.logic.poolmap import Drive, Shard, Standby
+from nvpool.run import shardplaces
 from nvpool.run.keeping import used_ports
 from nvpool.run.leading import Leading
 from nvpool.run.making import free_ports
@@ -45,6 +47,39 @@ def test_a_drive_that_is_not_there_keeps_no_other_member_from_its_place(tmp_path
         await coordinator.close()
 
     asyncio.run(run())
+
+
+def test_a_removed_directory_of_a_standby_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(shardplaces, "MADE_AGAIN_S", 0.0)
+    store, away = tmp_path / "d1" / "nvpool-pool-target-1", tmp_path / "d2" / "nvpool-pool-target-2"
+    store.mkdir(parents=True)
+    away.parent.mkdir()
+
+    def at(member, state, drive):
+        path = drive.with_name(f"nvpool-pool-meta-1.{member}")
+        return Standby(member, 1, (f"stream://127.0.0.1:{10 + member}",), state, str(path))
+
+    standbys = at(1, "syncing", store), at(2, "up", store), at(3, "syncing", away)
+    shard = Shard(1, 1, ("stream://127.0.0.1:1",), standbys=standbys)
+
+    async def nothing(name: str) -> None:
+        pass
+
+    async def run() -> None:
+        first = first_map()
+        local = [replace(one, endpoints=("stream+unix:/here",)) for one in (*first.nodes, *first.targets)]
+        drives = tuple(Drive(number, 1, str(path), 1 << 30) for number, path in enumerate((store, away), 1))
+        targets = tuple(replace(local[1], id=number, drive=number) for number in (1, 2))
+        coordinator = await EmbeddedCoordinator.found(MemoryKv(), replace(first, nodes=tuple(local[:1]), drives=drives,
+                                                                          targets=targets, shards=(shard,), tables=()))
+        places = ShardPlaces(PoolDirectory(tmp_path), Config(), 1, Leading(coordinator, 1, None, lambda target: None),
+                             start=lambda: None, end=nothing, again=lambda name: None)
+        await places.run_once()
+        await coordinator.close()
+
+    asyncio.run(run())
+    made = [Path(one.path).is_dir() for one in standbys]
+    assert made == [True, False, False], "not of one that the map counts on, nor on a drive that is not mounted"
 
 
 def test_a_shard_is_not_added_at_a_port_that_another_process_was_given_meanwhile(tmp_path):

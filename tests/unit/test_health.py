@@ -1,0 +1,218 @@
+"""What status says of a pool: problems, reasons and remedies, decided from a map and what processes said."""
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from nvpool.base.clock import ManualClock
+from nvpool.logic.health import Health, Problem, exit_code, with_since
+from nvpool.logic.poolmap import Chain, ChainTable, Drive, Moving, Node, PoolMap, Settings, Shard, Standby, Target
+from nvpool.run.health import STALLED_S, HealthWatch
+
+
+def a_map(nodes=2, replicas=2, **fields) -> PoolMap:
+    """A drive on each node; all hold the two chains of the table."""
+    targets = tuple(Target(n, n, n, 1 << 30, (f"stream://n{n}:{n}",)) for n in range(1, nodes + 1))
+    holders = tuple(range(1, nodes + 1))[:replicas]
+    standby = Standby(1, 2, ("stream://n2:2",), "up", "/d2/nvpool-pool-meta-1.1")
+    first = PoolMap(
+        6, "pool", "p", 7, Settings(),
+        nodes=tuple(Node(n, f"name{n}", f"h{n}", (f"stream://n{n}:7",)) for n in range(1, nodes + 1)), targets=targets,
+        drives=tuple(Drive(n, n, f"/d{n}/nvpool-pool-target-{n}", 1 << 30) for n in range(1, nodes + 1)),
+        tables=(ChainTable(replicas, (Chain(1, holders), Chain(1, holders))),),
+        shards=(Shard(1, 1, ("stream://n1:1",), standbys=(standby,)),))
+    return replace(first, **fields)
+
+
+def seen(pool_map, *, silent=(), stores=None, metas=None, **named):
+    """Problems of the map, where all processes serve but for what is said of them."""
+    stores, metas = stores or {}, metas or {}
+    shard = pool_map.shards[0]
+    states = {shard.member: ("primary", shard.node)} | {one.member: (one.state, one.node) for one in shard.standbys}
+
+    def process(name, node, **more):
+        away = {"state": "silent", "reason": "nobody answers"} if node in silent else {}
+        return {"name": name, "node": node, "state": "serving", "pid": 4711} | more | away
+
+    return Health(
+        pool_map, [{"node": one.id, "name": one.name, "wish": "", "state": "silent" if one.id in silent else "serving"}
+                   | ({"reason": "nobody answers"} if one.id in silent else {}) for one in pool_map.nodes],
+        [process(f"meta-1.{member}", node, shard=1, member=member, in_map=state, **metas.get(member, {}))
+         for member, (state, node) in states.items()],
+        [process(f"target-{one.id}", one.node, target=one.id, drive=one.drive, path=f"/d{one.id}", **stores.get(one.id, {}))
+         for one in pool_map.targets if not one.is_over], pool="/srv/pool", replace_after_s=600, **named).problems()
+
+
+def kinds(problems):
+    return {problem.kind: problem for problem in problems}
+
+
+def with_target(pool_map, number, **fields):
+    return replace(pool_map, targets=tuple(replace(one, **fields) if one.id == number else one for one in pool_map.targets))
+
+
+def without_copy(pool_map, number, joining=()):
+    holders = tuple(one.id for one in pool_map.targets)
+    short = Chain(2, tuple(one for one in holders if one != number), joining, goal=holders)
+    return replace(pool_map, tables=(ChainTable(len(holders), (short, short)),))
+
+
+def test_a_healthy_pool_has_no_problem_and_code_0():
+    assert seen(a_map()) == [] and exit_code([]) == 0
+
+
+def test_a_dead_node_is_named_once_with_its_processes():
+    pool_map = without_copy(with_target(a_map(), 2, state="down"), 2)
+    found = kinds(seen(pool_map, silent={2}))
+    assert set(found) == {"node-silent", "copies-missing", "shard-no-standby"} and exit_code(found.values()) == 3
+    node = found["node-silent"]
+    assert node.node == 2 and "target-2" in node.reason and "meta-1.1" in node.reason
+    assert "nvpool node remove /srv/pool 2 --lost" in node.remedy
+    copies = found["copies-missing"]
+    assert (copies.node, copies.target, copies.drive, copies.count) == (2, 2, 2, 2) and "1 of 2" in copies.reason
+    assert "start node 2" in copies.remedy
+
+
+def test_missing_copies_name_the_cause_and_the_command():
+    pool_map = without_copy(with_target(a_map(3, 3), 3, state="down"), 3)
+    down = kinds(seen(pool_map, stores={3: {"state": "restarting", "reason": "no chunk store"}}))
+    again = kinds(seen(pool_map, stores={3: {"state": "starting", "reason": "no chunk store"}}))
+    assert down["copies-missing"].reason == again["copies-missing"].reason, "steady between two tries to start it"
+    assert "no chunk store" in down["copies-missing"].reason and "no other drive" in down["copies-missing"].reason
+    assert "nvpool drive replace /srv/pool 3 NEW_PATH --lost" in down["copies-missing"].remedy
+    hangs = kinds(seen(pool_map, stores={3: {"state": "silent", "reason": "late"}}))
+    assert "kill -9 4711 on node 3" in hangs["process-down"].remedy
+
+    filled = kinds(seen(without_copy(a_map(3, 3), 3, joining=(3,))))
+    assert set(filled) == {"copies-missing"} and "2 are being filled now" in filled["copies-missing"].reason
+    full = kinds(seen(without_copy(a_map(3, 3), 3, joining=(3,)), stores={3: {"lacks_room": True}}))
+    assert "no room" in full["copies-missing"].reason and "nvpool drive add" in full["copies-missing"].remedy
+
+
+def test_a_store_that_serves_and_is_left_out_is_told_as_that():
+    pool_map = without_copy(with_target(a_map(), 2, state="down"), 2)
+    found = kinds(seen(pool_map, stores={2: {"refused": "this node does not lead the pool", "serving_pid": 99}}))
+    left_out = found["target-left-out"]
+    assert "says that it serves, and the pool map leaves it out" in left_out.reason
+    assert "this node does not lead the pool" in left_out.reason and "kill 99 on node 2" in left_out.remedy
+    assert left_out.target == 2 and left_out.node == 2
+
+
+def test_chains_without_a_target_are_unavailable():
+    pool_map = replace(a_map(), tables=(ChainTable(1, (Chain(1, (2,)),)),))
+    found = seen(pool_map, stores={2: {"state": "stopped"}})
+    assert found[0].kind == "data-unavailable" and found[0].severity == "unavailable" and found[0].target == 2
+    assert "nvpool drive remove /srv/pool 2 --lost --give-up" in found[0].remedy
+
+
+@pytest.mark.parametrize(("state", "reason", "words"), [
+    ("waiting", "it has no lease: this node does not lead", "no lease"), ("silent", "late", "kill -9"),
+    ("restarting", "/srv/pool/meta/shard-1 is missing", "load a dump")])
+def test_a_shard_without_a_serving_primary_is_unavailable(state, reason, words):
+    problem = kinds(seen(a_map(), metas={0: {"state": state, "reason": reason}}))["shard-no-primary"]
+    assert problem.severity == "unavailable" and (problem.shard, problem.member, problem.node) == (1, 0, 1)
+    assert reason in problem.reason and words in problem.text
+
+
+def test_a_primary_that_waits_for_a_standby_says_for_which():
+    problem = kinds(seen(a_map(), silent={2}, metas={0: {"state": "starting"}}))["shard-no-primary"]
+    assert "waits for meta-1.1 on node 2" in problem.reason
+    assert "nvpool shard standbys /srv/pool 1 0" in problem.remedy
+
+
+def syncing(pool_map, state="syncing"):
+    shard = pool_map.shards[0]
+    return replace(pool_map, shards=(replace(shard, standbys=(replace(shard.standbys[0], state=state),)),))
+
+
+@pytest.mark.parametrize(("said", "words", "remedy"), [
+    ({"state": "lost", "reason": "its records are gone"}, "has lost its records: its records are gone", "made again by itself"),
+    ({"state": "away", "reason": "x"}, "on a drive that is away", "nvpool drive remove /srv/pool 2 --lost"),
+    ({"state": "serving"}, "does not have everything yet", "wait"),
+    ({"state": "silent", "reason": "late", "pid": 8}, "is silent: late", "kill -9 8 on node 2")])
+def test_a_missing_standby_says_why_and_what_to_do(said, words, remedy):
+    problem = kinds(seen(syncing(a_map()), metas={1: said}))["shard-no-standby"]
+    assert words in problem.reason and remedy in problem.remedy and (problem.shard, problem.member, problem.node) == (1, 1, 2)
+    assert "nvpool shard standbys /srv/pool 1 0, and then 1" in problem.remedy
+
+
+def test_too_few_drives_for_the_standbys_is_told():
+    pool_map = a_map()
+    shard = replace(pool_map.shards[0], standbys=(), standbys_wanted=2)
+    problem = kinds(seen(replace(pool_map, shards=(shard,))))["shard-no-standby"]
+    assert "2 drives for 3 members" in problem.reason and "nvpool shard standbys /srv/pool 1 1" in problem.remedy
+
+
+def drained(**fields):
+    pool_map = with_target(a_map(3), 1, wish="drain")
+    moving = Chain(3, (1, 2), goal=(2, 3))
+    return replace(pool_map, tables=(ChainTable(2, (moving, moving)),), **fields)
+
+
+def test_a_drain_is_a_problem_only_when_it_stands_still():
+    assert "drain-stalled" not in kinds(seen(drained()))
+    problem = kinds(seen(drained(), stalled_s={1: 75.0}))["drain-stalled"]
+    assert (problem.node, problem.target, problem.drive, problem.count) == (1, 1, 1, 2)
+    assert "for 1 min 15 s" in problem.reason and "--cancel" in problem.remedy
+
+
+def test_a_drain_that_stands_still_says_what_it_waits_for():
+    paused = kinds(seen(drained(moving=Moving(paused=True)), stalled_s={1: 0.0}))["drain-stalled"]
+    assert "paused" in paused.reason and paused.remedy == "nvpool pool rebalance /srv/pool --resume"
+    down = kinds(seen(with_target(drained(), 3, state="down"), silent={3}, stalled_s={1: 99.0}))["drain-stalled"]
+    assert "target 3 (drive 3) on node 3 shall take them" in down.reason and "start node 3" in down.remedy
+    full = kinds(seen(drained(), stores={3: {"lacks_room": True}}, stalled_s={1: 99.0}))["drain-stalled"]
+    assert "no room" in full.reason and "nvpool drive add /srv/pool" in full.remedy
+
+
+def test_exit_codes_put_what_is_missing_before_damage():
+    damaged, notice, degraded = (Problem("x", "y", severity=one) for one in ("damaged", "notice", "degraded"))
+    assert exit_code([notice]) == 0 and exit_code([damaged, notice]) == 4 and exit_code([damaged, degraded]) == 3
+
+
+def test_a_problem_keeps_the_time_since_when_it_is_known():
+    first, = with_since([Problem("x", "one way", target=1)], {}, 1000)
+    later = [Problem("x", "another way", target=1), Problem("x", "one way", target=2)]
+    again, other = with_since(later, {first.key: 1000}, 5000)
+    assert (first.since_ms, again.since_ms, other.since_ms) == (1000, 1000, 5000)
+
+
+def test_a_drain_stands_still_when_nothing_is_copied():
+    clock, maps, copied = ManualClock(), [drained()], [0]
+
+    async def copied_bytes():
+        return copied[0]
+
+    watch = HealthWatch(lambda: maps[0], copied_bytes, clock)
+
+    def looked(after_s):
+        clock.advance(after_s)
+        asyncio.run(watch.run_once())
+        return watch.stalled_s()
+
+    assert looked(0) == {} and looked(STALLED_S - 1) == {}
+    copied[0] = 1 << 20
+    assert looked(1) == {}, "bytes are copied of a chain that has not left yet"
+    assert looked(STALLED_S - 1) == {} and looked(1) == {1: STALLED_S}
+    maps[0] = replace(maps[0], tables=(ChainTable(2, (Chain(4, (2, 3)), maps[0].tables[0].chains[1])),))
+    assert looked(1) == {}
+    maps[0] = replace(maps[0], moving=Moving(paused=True))
+    assert 1 in looked(1), "a pause is told of at once"
+
+
+def test_since_is_when_the_map_changed_not_when_asked():
+    clock, maps = ManualClock(), [a_map()]
+
+    async def copied_bytes():
+        return 0
+
+    watch = HealthWatch(lambda: maps[0], copied_bytes, clock)
+    asyncio.run(watch.run_once())
+    maps[0] = without_copy(with_target(a_map(), 2, state="down"), 2)
+    clock.advance(5)
+    asyncio.run(watch.run_once())
+    went_ms = clock.wall_ns() // 1_000_000
+    clock.advance(100)
+    missing, = (one for one in watch.since(seen(maps[0], stores={2: {"state": "stopped"}})) if one.kind == "copies-missing")
+    assert missing.since_ms == went_ms
