@@ -7,7 +7,7 @@
 Three nodes in network namespaces with TLS between them, two drives each, two replicas of each chunk, a standby of the
 metadata; a client with a mount on a fourth. A checking load writes, truncates, renames and reads on the mount all the time, and
 compares. A round kills processes, or has for some seconds a link cut, one way only, slow or late or a process stopped, or both;
-every seventh round does so in the middle of the drain of a drive. nvpool/testing/node_faults.py lists the faults. The seed and
+every tenth round does so in the middle of the drain of a drive. nvpool/testing/node_faults.py lists the faults. The seed and
 the number of a round decide all choices. A daemon that was killed is restarted as systemd does it.
 
 Measured of each round, and its bound:
@@ -66,7 +66,7 @@ NOTICED_S = 5.0
 UNANSWERED_S = 10.0
 GIVEN_UP_S = 180.0
 """Longer than any bound: a pool that is not whole then is replaced by another one."""
-HELD_S = (4.0, 7.0)
+HELD_S = (4.0, 6.0)
 """Of a condition: longer than any lease."""
 CHECKED_ROUNDS = 25
 LOGS_KEPT, LOG_BYTES = 20, 256 << 10
@@ -77,7 +77,7 @@ KILLS = {"primary": 8, "leader": 6, "primary and leader": 3, "primary and its su
 """How often each is chosen, against the others."""
 ALONE, BOTH = 0.3, 0.55
 """Shares of rounds with a kill alone, and with a kill during a condition; the rest is a condition alone."""
-DRAINS = 1 / 7
+DRAINS = 0.1
 CLIENT_CUT = "client cut from primary"
 
 
