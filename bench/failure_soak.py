@@ -51,6 +51,7 @@ from report import commit, machine, put_into_readme  # noqa: E402
 from subjects.contract import MARK, Failed  # noqa: E402
 from workspace import minutes, say, workspace  # noqa: E402
 
+from nvpool.base.errors import NvpoolError  # noqa: E402
 from nvpool.testing import machines, real_etcd  # noqa: E402
 from nvpool.testing.load import CheckingLoad, Pauses  # noqa: E402
 from nvpool.testing.machines import Machines  # noqa: E402
@@ -63,6 +64,9 @@ HERE = Path(__file__).resolve().parent
 CHANGE_S, WHOLE_S, DRAIN_S = 5.0, 60.0, 60.0
 NOTICED_S = 5.0
 """After it `status` has to know of what the map says."""
+NEWER_S = 1.0
+"""Until a map that a node knows is on its disk."""
+EPOCHS_KEPT = 100
 UNANSWERED_S = 10.0
 GIVEN_UP_S = 180.0
 """Longer than any bound: a pool that is not whole then is replaced by another one."""
@@ -120,6 +124,8 @@ class Truth:
         """None while no copy is missing."""
         self.missing = ""
         self.settled = False
+        self.by_epoch: dict[int, tuple[str, float | None]] = {}
+        """What the last maps said, and since when."""
         self._sampled = Sampled(self._look, 0.1)
 
     def __enter__(self) -> Truth:
@@ -133,7 +139,7 @@ class Truth:
     def _look(self) -> None:
         try:
             seen = newest_map(self._pool)
-        except (OSError, ValueError):
+        except (OSError, NvpoolError):
             return
         self.missing = missing_copies(seen)
         self.settled = is_settled(seen)
@@ -141,6 +147,9 @@ class Truth:
             self.missing_since = None
         elif self.missing_since is None:
             self.missing_since = time.monotonic()
+        self.by_epoch[seen.epoch] = self.missing, self.missing_since
+        while len(self.by_epoch) > EPOCHS_KEPT:
+            del self.by_epoch[next(iter(self.by_epoch))]
 
 
 class Watch:
@@ -163,7 +172,7 @@ class Watch:
         self._sampled.stop()
 
     def _look(self) -> None:
-        since = self._truth.missing_since
+        began, since = time.monotonic(), self._truth.missing_since
         code, seen, said = asked(self._node)
         if not seen:
             self.unanswered_s = max(self.unanswered_s, time.monotonic() - self._answered_s)
@@ -172,10 +181,15 @@ class Watch:
         self._answered_s = time.monotonic()
         self.codes.add(code)
         self.words.update(map(in_general, seen["problems"]))
-        if (not code or not seen["problems"]) and since is not None and self._truth.missing_since == since and (
-                time.monotonic() - since > NOTICED_S):
+        if code and seen["problems"]:
+            return
+        missing, its_since = self._truth.by_epoch.get(seen["pool"]["epoch"], ("", None))
+        if its_since is None and since is not None:  # it may know a newer map than the disk, or an old one
+            time.sleep(NEWER_S)
+            missing, its_since = self._truth.missing, since if self._truth.missing_since == since else None
+        if its_since is not None and began - its_since > NOTICED_S:
             self.wrong.append(f"status ended with {code} and {len(seen['problems'])} problems, though for "
-                              f"{time.monotonic() - since:.1f} s the map has been without: {self._truth.missing}")
+                              f"{began - its_since:.1f} s the map has been without: {missing}")
 
 
 def in_general(problem: str) -> str:
@@ -185,7 +199,10 @@ def in_general(problem: str) -> str:
 
 def asked(node: Node) -> tuple[int, dict, str]:
     """Exit code and answer of `nvpool status --check` there; an empty answer where there is none."""
-    done = node.nvpool("status", str(node.path), "--json", "--check", check=False)
+    try:
+        done = node.nvpool("status", str(node.path), "--json", "--check", check=False)
+    except subprocess.TimeoutExpired as error:
+        return -1, {}, str(error)
     with contextlib.suppress(ValueError):
         seen = json.loads(done.stdout)
         if isinstance(seen, dict) and "problems" in seen:
