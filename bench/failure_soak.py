@@ -17,6 +17,7 @@ Measured of each round, and its bound:
 * whole: from the end of the fault until the pool map has all copies of all chains and a standby that has everything, nothing
   moves, and `nvpool status --check` ends with 0: 60 s.
 * drain: `drive drain --wait` ends with 0 within 60 s of the end of the fault, and `--cancel --wait` within 60 s.
+* start: `nvpoold` of a node ends as often as it is killed: it is never refused when it is restarted.
 * status: never 0 while the map has been without copies for 5 s or more; on an untouched node never 10 s without an answer.
 * data: no error at the load, no wrong byte, all names there; `nvpool fsck` finds nothing (every 25 rounds and after a round
   that missed a bound).
@@ -197,6 +198,10 @@ def in_general(problem: str) -> str:
     return re.sub(r"\b\d+ (?=chains|of|are)", "N ", problem)[:200]
 
 
+def last_line(path: Path) -> str:
+    return next(iter(path.read_text(errors="replace").splitlines()[::-1]), "")[-300:]
+
+
 def asked(node: Node) -> tuple[int, dict, str]:
     """Exit code and answer of `nvpool status --check` there; an empty answer where there is none."""
     try:
@@ -285,7 +290,7 @@ class Soak:
         switch = Machines(4, self._directory)
         with switch as hosts:
             self._pool = PoolInUse(switch, hosts)
-            managers = [ServiceManager(node) for node in self._pool.nodes[:3]]
+            managers = self._managers = [ServiceManager(node) for node in self._pool.nodes[:3]]
             try:
                 first, second, third, _ = self._pool.nodes
                 self._pool.join(second, self._pool.found("--chunk-size", "256KiB"))
@@ -336,6 +341,7 @@ class Soak:
         missed, moments = row["missed"], []
         draining = Draining(self._pool, chance) if drains else None
         began = ended = time.monotonic()
+        ends = [manager.ended for manager in self._managers]
         with contextlib.ExitStack() as watching:
             watch = None
             try:
@@ -375,6 +381,10 @@ class Soak:
         if "skipped" not in row and change[0] > CHANGE_S:
             missed.append(f"change: {change[1]} took {change[0]:.1f} s")
         missed += [f"data: {error}"[:400] for error in self._load.seen(began)["errors"]]
+        for number, (manager, before) in enumerate(zip(self._managers, ends, strict=True), 1):
+            if (count := manager.ended - before) > faults.supervisors_killed[number]:
+                missed.append(f"start: nvpoold of node {number} ended {count} times and was killed "
+                              f"{faults.supervisors_killed[number]} times: {last_line(manager.errors)}")
         row["took_s"] = round(time.monotonic() - began, 1)
         row["load"] = round(os.getloadavg()[0], 1)
         return row
@@ -413,9 +423,10 @@ class Soak:
                 with open(path, "rb") as file:
                     file.seek(max(0, path.stat().st_size - LOG_BYTES))
                     (place / path.name).write_bytes(file.read())
-        for node in self._pool.nodes[:3]:
-            with contextlib.suppress(OSError):
-                shutil.copy(node.directory.poolmap, to / node.machine.name / "poolmap.json")
+        for node, manager in zip(self._pool.nodes, self._managers, strict=False):
+            for path in (node.directory.poolmap, manager.errors):
+                with contextlib.suppress(OSError):
+                    shutil.copy(path, to / node.machine.name)
 
 
 class Draining:
