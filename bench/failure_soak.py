@@ -7,7 +7,7 @@
 Three nodes in network namespaces with TLS between them, two drives each, two replicas of each chunk, a standby of the
 metadata; a client with a mount on a fourth. A checking load writes, truncates, renames and reads on the mount all the time, and
 compares. A round kills processes, or has for some seconds a link cut, one way only, slow or late or a process stopped, or both;
-every seventh round does so in the middle of the drain of a drive. nvpool/testing/node_faults.py lists the faults. The seed and
+every tenth round does so in the middle of the drain of a drive. nvpool/testing/node_faults.py lists the faults. The seed and
 the number of a round decide all choices. A daemon that was killed is restarted as systemd does it.
 
 Measured of each round, and its bound:
@@ -17,6 +17,7 @@ Measured of each round, and its bound:
 * whole: from the end of the fault until the pool map has all copies of all chains and a standby that has everything, nothing
   moves, and `nvpool status --check` ends with 0: 60 s.
 * drain: `drive drain --wait` ends with 0 within 60 s of the end of the fault, and `--cancel --wait` within 60 s.
+* start: `nvpoold` of a node ends as often as it is killed: it is never refused when it is restarted.
 * status: never 0 while the map has been without copies for 5 s or more; on an untouched node never 10 s without an answer.
 * data: no error at the load, no wrong byte, all names there; `nvpool fsck` finds nothing (every 25 rounds and after a round
   that missed a bound).
@@ -51,6 +52,7 @@ from report import commit, machine, put_into_readme  # noqa: E402
 from subjects.contract import MARK, Failed  # noqa: E402
 from workspace import minutes, say, workspace  # noqa: E402
 
+from nvpool.base.errors import NvpoolError  # noqa: E402
 from nvpool.testing import machines, real_etcd  # noqa: E402
 from nvpool.testing.load import CheckingLoad, Pauses  # noqa: E402
 from nvpool.testing.machines import Machines  # noqa: E402
@@ -63,10 +65,13 @@ HERE = Path(__file__).resolve().parent
 CHANGE_S, WHOLE_S, DRAIN_S = 5.0, 60.0, 60.0
 NOTICED_S = 5.0
 """After it `status` has to know of what the map says."""
+NEWER_S = 1.0
+"""Until a map that a node knows is on its disk."""
+EPOCHS_KEPT = 100
 UNANSWERED_S = 10.0
 GIVEN_UP_S = 180.0
 """Longer than any bound: a pool that is not whole then is replaced by another one."""
-HELD_S = (4.0, 7.0)
+HELD_S = (4.0, 6.0)
 """Of a condition: longer than any lease."""
 CHECKED_ROUNDS = 25
 LOGS_KEPT, LOG_BYTES = 20, 256 << 10
@@ -77,7 +82,7 @@ KILLS = {"primary": 8, "leader": 6, "primary and leader": 3, "primary and its su
 """How often each is chosen, against the others."""
 ALONE, BOTH = 0.3, 0.55
 """Shares of rounds with a kill alone, and with a kill during a condition; the rest is a condition alone."""
-DRAINS = 1 / 7
+DRAINS = 0.1
 CLIENT_CUT = "client cut from primary"
 
 
@@ -120,6 +125,8 @@ class Truth:
         """None while no copy is missing."""
         self.missing = ""
         self.settled = False
+        self.by_epoch: dict[int, tuple[str, float | None]] = {}
+        """What the last maps said, and since when."""
         self._sampled = Sampled(self._look, 0.1)
 
     def __enter__(self) -> Truth:
@@ -133,7 +140,7 @@ class Truth:
     def _look(self) -> None:
         try:
             seen = newest_map(self._pool)
-        except (OSError, ValueError):
+        except (OSError, NvpoolError):
             return
         self.missing = missing_copies(seen)
         self.settled = is_settled(seen)
@@ -141,6 +148,9 @@ class Truth:
             self.missing_since = None
         elif self.missing_since is None:
             self.missing_since = time.monotonic()
+        self.by_epoch[seen.epoch] = self.missing, self.missing_since
+        while len(self.by_epoch) > EPOCHS_KEPT:
+            del self.by_epoch[next(iter(self.by_epoch))]
 
 
 class Watch:
@@ -163,7 +173,7 @@ class Watch:
         self._sampled.stop()
 
     def _look(self) -> None:
-        since = self._truth.missing_since
+        began, since = time.monotonic(), self._truth.missing_since
         code, seen, said = asked(self._node)
         if not seen:
             self.unanswered_s = max(self.unanswered_s, time.monotonic() - self._answered_s)
@@ -172,10 +182,15 @@ class Watch:
         self._answered_s = time.monotonic()
         self.codes.add(code)
         self.words.update(map(in_general, seen["problems"]))
-        if (not code or not seen["problems"]) and since is not None and self._truth.missing_since == since and (
-                time.monotonic() - since > NOTICED_S):
+        if code and seen["problems"]:
+            return
+        missing, its_since = self._truth.by_epoch.get(seen["pool"]["epoch"], ("", None))
+        if its_since is None and since is not None:  # it may know a newer map than the disk, or an old one
+            time.sleep(NEWER_S)
+            missing, its_since = self._truth.missing, since if self._truth.missing_since == since else None
+        if its_since is not None and began - its_since > NOTICED_S:
             self.wrong.append(f"status ended with {code} and {len(seen['problems'])} problems, though for "
-                              f"{time.monotonic() - since:.1f} s the map has been without: {self._truth.missing}")
+                              f"{began - its_since:.1f} s the map has been without: {missing}")
 
 
 def in_general(problem: str) -> str:
@@ -183,9 +198,16 @@ def in_general(problem: str) -> str:
     return re.sub(r"\b\d+ (?=chains|of|are)", "N ", problem)[:200]
 
 
+def last_line(path: Path) -> str:
+    return next(iter(path.read_text(errors="replace").splitlines()[::-1]), "")[-300:]
+
+
 def asked(node: Node) -> tuple[int, dict, str]:
     """Exit code and answer of `nvpool status --check` there; an empty answer where there is none."""
-    done = node.nvpool("status", str(node.path), "--json", "--check", check=False)
+    try:
+        done = node.nvpool("status", str(node.path), "--json", "--check", check=False)
+    except subprocess.TimeoutExpired as error:
+        return -1, {}, str(error)
     with contextlib.suppress(ValueError):
         seen = json.loads(done.stdout)
         if isinstance(seen, dict) and "problems" in seen:
@@ -268,7 +290,7 @@ class Soak:
         switch = Machines(4, self._directory)
         with switch as hosts:
             self._pool = PoolInUse(switch, hosts)
-            managers = [ServiceManager(node) for node in self._pool.nodes[:3]]
+            managers = self._managers = [ServiceManager(node) for node in self._pool.nodes[:3]]
             try:
                 first, second, third, _ = self._pool.nodes
                 self._pool.join(second, self._pool.found("--chunk-size", "256KiB"))
@@ -319,6 +341,7 @@ class Soak:
         missed, moments = row["missed"], []
         draining = Draining(self._pool, chance) if drains else None
         began = ended = time.monotonic()
+        ends = [manager.ended for manager in self._managers]
         with contextlib.ExitStack() as watching:
             watch = None
             try:
@@ -358,6 +381,10 @@ class Soak:
         if "skipped" not in row and change[0] > CHANGE_S:
             missed.append(f"change: {change[1]} took {change[0]:.1f} s")
         missed += [f"data: {error}"[:400] for error in self._load.seen(began)["errors"]]
+        for number, (manager, before) in enumerate(zip(self._managers, ends, strict=True), 1):
+            if (count := manager.ended - before) > faults.supervisors_killed[number]:
+                missed.append(f"start: nvpoold of node {number} ended {count} times and was killed "
+                              f"{faults.supervisors_killed[number]} times: {last_line(manager.errors)}")
         row["took_s"] = round(time.monotonic() - began, 1)
         row["load"] = round(os.getloadavg()[0], 1)
         return row
@@ -396,9 +423,10 @@ class Soak:
                 with open(path, "rb") as file:
                     file.seek(max(0, path.stat().st_size - LOG_BYTES))
                     (place / path.name).write_bytes(file.read())
-        for node in self._pool.nodes[:3]:
-            with contextlib.suppress(OSError):
-                shutil.copy(node.directory.poolmap, to / node.machine.name / "poolmap.json")
+        for node, manager in zip(self._pool.nodes, self._managers, strict=False):
+            for path in (node.directory.poolmap, manager.errors):
+                with contextlib.suppress(OSError):
+                    shutil.copy(path, to / node.machine.name)
 
 
 class Draining:

@@ -69,7 +69,7 @@ def check_formats(directory: PoolDirectory) -> None:
     from pathlib import Path
 
     from nvpool.kv.directory import FORMAT
-    from nvpool.logic.shards import members, node_and_path
+    from nvpool.logic.shards import endpoints_of, members, node_and_path
     from nvpool.run.served import read_map
     from nvpool.store.chunkstore import FORMAT_TEXT
     try:
@@ -80,7 +80,9 @@ def check_formats(directory: PoolDirectory) -> None:
     node = directory.node
     stores = [directory.store(paths[target.drive], target.id) for target in pool_map.targets
               if target.node == node and target.state != "gone"]
-    places = [(shard, *node_and_path(shard, member)) for shard in pool_map.shards for member in members(shard)]
+    # The path of a member without endpoints is not its own: it is that of the store beside which the member is to be made.
+    places = [(shard, *node_and_path(shard, member)) for shard in pool_map.shards for member in members(shard)
+              if endpoints_of(shard, member)]
     shards = [Path(path) if path else directory.shard(shard.id) for shard, where, path in places if where == node]
     parts = [(directory.map, FORMAT), *((shard, FORMAT) for shard in shards),
              *((store, FORMAT_TEXT) for store in stores), *((store / "index", FORMAT) for store in stores)]

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from nvpool.base.host import identity_of
@@ -44,6 +45,7 @@ class Faults:
         self.touched: set[int] = set()
         """Nodes that the faults of this round concern; `status` is asked of another one where there is one."""
         self.notes: list[str] = []
+        self.supervisors_killed: Counter[int] = Counter()
 
     def node(self, number: int) -> Node:
         return self.pool.nodes[number - 1]
@@ -91,8 +93,11 @@ class Faults:
 
     def kill(self, victim: str) -> None:
         """Kill the processes of one of VICTIMS. NotNow, and nothing is killed, where one of them does not run."""
-        for pid in VICTIMS[victim](self):
+        pids = VICTIMS[victim](self)
+        supervisors = {found.pid: number for number in NODES if (found := self.node(number).directory.supervisor()) is not None}
+        for pid in pids:
             end_process(pid)
+        self.supervisors_killed.update(supervisors[pid] for pid in pids if pid in supervisors)
 
     def _note(self, number: int, what: str) -> None:
         self.touched.add(number)

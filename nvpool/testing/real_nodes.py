@@ -81,9 +81,9 @@ class Node:
             words += ["--drive", f"{place}:{capacity}"]
         return words
 
-    def serve(self, environment: dict[str, str] | None = None) -> subprocess.Popen:
+    def serve(self, environment: dict[str, str] | None = None, **more) -> subprocess.Popen:
         return self.machine.popen(sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(self.path), "--log", "file",
-                                  env=environment)
+                                  env=environment, **more)
 
     def until_all_serve(self, wait_s: float = 240.0) -> dict:
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s

@@ -29,9 +29,12 @@ class ServiceManager:
         self._node = node
         self._stopping = threading.Event()
         self._path = node.machine.place / "notify"
+        self.errors = node.machine.place / "nvpoold.stderr"
+        """What daemons say before they have opened their log."""
         self._thread = threading.Thread(target=self._keep, name=f"manager of {node.machine.name}", daemon=True)
         self._process: subprocess.Popen | None = None
-        self.restarts = 0
+        self.ended = 0
+        """How many of its daemons have ended."""
 
     def take_over(self, wait_s: float = 120.0) -> None:
         """End what runs there in an orderly way, however it was started, and start it anew."""
@@ -58,9 +61,10 @@ class ServiceManager:
 
     def _keep(self) -> None:
         while not self._stopping.is_set():
-            self._process = self._node.serve(os.environ | {"NOTIFY_SOCKET": str(self._path)})
+            with open(self.errors, "ab") as file:
+                self._process = self._node.serve(os.environ | {"NOTIFY_SOCKET": str(self._path)}, stderr=file)
             self._process.wait()
-            self.restarts += 1
+            self.ended += 1
             self._stopping.wait(RESTART_S)
 
     def stop(self) -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from nvpool.base.directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, check_name, holder_of, write_whole
 from nvpool.base.errors import InUse, InvalidRequest, NotFound, WrongFormat
 from nvpool.base.host import Identity, boot_id, host_id, identity_of, own_identity, runs
 from nvpool.base.mounts import Mount
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target, encode_map
+from nvpool.run.nvpoold import check_formats
+from nvpool.store.chunkstore import FORMAT_TEXT as STORE_FORMAT
 
 
 @pytest.fixture
@@ -166,3 +170,22 @@ def test_names_that_would_not_do_are_refused(name):
     with pytest.raises(InvalidRequest):
         check_name(name)
     check_name("training-1")
+
+
+def test_check_formats_skips_standby_that_is_not_made(tmp_path):
+    directory = PoolDirectory(tmp_path / "pool")
+    directory.path.mkdir()
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    (drive / "FORMAT").write_text(STORE_FORMAT)
+    planned = Standby(member=2, node=1, endpoints=(), path=str(drive))
+    pool_map = PoolMap(format=MAP_FORMAT, pool_id="p", name="p", epoch=1, settings=Settings(),
+                       nodes=(Node(1, "a", "1", ()), Node(2, "b", "2", ())), drives=(Drive(1, 1, str(drive), 1 << 30),),
+                       targets=(Target(1, 1, 1, 1 << 30, ()),),
+                       shards=(Shard(id=1, node=2, endpoints=("stream://10.0.0.2:1",), standbys=(planned,)),))
+    directory.poolmap.write_bytes(encode_map(pool_map))
+    check_formats(directory)  # a standby is to be made beside the store, whose format is not that of a shard
+    made = replace(planned, endpoints=("stream://10.0.0.1:1",))
+    directory.poolmap.write_bytes(encode_map(replace(pool_map, shards=(replace(pool_map.shards[0], standbys=(made,)),))))
+    with pytest.raises(WrongFormat, match="Nothing was started"):
+        check_formats(directory)
