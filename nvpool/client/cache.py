@@ -137,6 +137,8 @@ class Cache:
         self._clock = clock
         self.on_change: Callable[[OpenInode], None] = lambda file: None
         """Told of an open inode that is about to have newer attributes than those that we read by."""
+        self.on_cut: Callable[[OpenInode], None] = lambda file: None
+        """Told of an open inode with writes of ours that was truncated."""
 
     # -- attributes ----------------------------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class Cache:
                 if attr.cut > opened.cut:
                     before, opened.cut, opened.truncated = opened.cut, attr.cut, attr.cut - attr.punches
                     if opened.written is not None and opened.truncated > before:
-                        opened.written.was_cut()
+                        self.on_cut(opened)
                     if opened.volume and opened.truncated > before:
                         opened.paid = opened.size
             return

@@ -173,8 +173,9 @@ _VERSION = 1
 _DEFAULT_LAYOUT = Layout()
 _S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
 _SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
-_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = (1 << bit for bit in range(17, 27))
-_KNOWN = (1 << 27) - 1
+_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME, _RESERVED = (
+    1 << bit for bit in range(17, 28))
+_KNOWN = (1 << 28) - 1
 _HEAD = struct.Struct("<I")
 _SIZE_CODES = ("", "H", "I", "Q")
 _OWNER_CODES = ("", "HH", "II", "H")
@@ -193,15 +194,16 @@ class Inode:
     `size` of a directory is the number of its entries, of a symlink the length of its target. `parent` is a directory's.
     `change` grows with each change, `cut` with each truncation and hole that may have had something to cut; the last `punches`
     of its numbers were holes, so the file ends where it was reported to end under any of them. `volume`: of its root, or 0.
+    `reserved`: end of the places given to appends that were not reported yet; none are open where it is not above `size`.
     """
 
     __slots__ = ("number", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change",
-                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches", "volume")
+                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches", "volume", "reserved")
 
     def __init__(self, number: int, mode: int, links: int = 1, uid: int = 0, gid: int = 0, size: int = 0,
                  blocks: int = 0, atime_ns: int = 0, mtime_ns: int = 0, ctime_ns: int = 0, change: int = 1, cut: int = 0,
                  rdev: int = 0, table: int = 1, chunk_bits: int = 20, flags: int = 0, parent: int = 0,
-                 target: bytes = b"", punches: int = 0, volume: int = 0) -> None:
+                 target: bytes = b"", punches: int = 0, volume: int = 0, reserved: int = 0) -> None:
         self.number = number
         self.mode = mode
         self.links = links
@@ -222,6 +224,7 @@ class Inode:
         self.target = target
         self.punches = punches
         self.volume = volume
+        self.reserved = reserved
 
     @property
     def is_directory(self) -> bool:
@@ -263,6 +266,7 @@ def _inode_struct(head: int) -> struct.Struct:
     code += _TIME_CODES[ctime] + _TIME_CODES[atime] + ("Q" if head & _CUT else "") + ("Q" if head & _BLOCKS else "")
     code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
     code += ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "") + ("Q" if head & _VOLUME else "")
+    code += "Q" if head & _RESERVED else ""
     made = _structs[head] = struct.Struct(code)
     return made
 
@@ -333,6 +337,9 @@ def encode_inode(i: Inode) -> bytes:
     if i.volume:
         head |= _VOLUME
         add(i.volume)
+    if i.reserved > size:
+        head |= _RESERVED
+        add(i.reserved)
     values[0] = head
     return (_structs.get(head) or _inode_struct(head)).pack(*values) + i.target
 
@@ -351,7 +358,7 @@ def inode_fields(number: int, raw: bytes) -> tuple:
         raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few") from None
     mode, mtime, change = values[1], values[2], values[3]
     at = 4
-    size = uid = gid = cut = rdev = flags = parent = punches = volume = 0
+    size = uid = gid = cut = rdev = flags = parent = punches = volume = reserved = 0
     links = 1
     ctime = atime = mtime
     table, chunk_bits = _DEFAULT_LAYOUT
@@ -396,13 +403,16 @@ def inode_fields(number: int, raw: bytes) -> tuple:
         at += 1
     if head & _VOLUME:
         volume = values[at]
+        at += 1
+    if head & _RESERVED:
+        reserved = values[at]
     if head & _TOUCHED:
         flags |= TOUCHED
     target = raw[layout.size:]
     if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
         raise CorruptRecord(f"the record of inode {number} contradicts itself")
     return (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits, flags,
-            parent, bytes(target), punches, volume)
+            parent, bytes(target), punches, volume, reserved)
 
 
 # -- dentries --------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from nvpool.kv.contract import Kv
 from nvpool.logic.partition import partition_of_name
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import records
+from nvpool.meta.appends import AppendInProgress, Appends
 from nvpool.meta.atonce import answers_at_once
 from nvpool.meta.cuts import Cuts
 from nvpool.meta.fsck import Mend
@@ -125,6 +126,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._view = View(self._kv, identity, self._secret, self._options.grant_s, locks)
         self._view.is_open = lambda inode: inode in self._sessions.holders
         self._view.rooms = Rooms(self._clock, self._options.watch_s)
+        self._view.appends = Appends(self._clock)
         self._removals.clear()
         self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
         self._collector = Collector(self._kv, self._view, self._targets, self._clock, self._options.linger_s,
@@ -400,6 +402,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 self._commit(call, draft, session, slot, index, sequence)
             except CutInProgress as wait:
                 self._wait_for_cut(call, wait.inode)
+            except AppendInProgress as wait:
+                self._later(call, partial(self._view.appends.wait, wait.inode))
             except WrongShard as error:
                 if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
                     self._keep_refusal(session, slot, sequence, error)  # if the partition comes back it is not to be made
