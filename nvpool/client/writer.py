@@ -22,8 +22,8 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
 from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB
-from nvpool.client.cache import OpenInode
 from nvpool.client.appended import PUBLISH_S, Appended, open_end
+from nvpool.client.cache import OpenInode
 from nvpool.client.flushing import Stored
 from nvpool.client.keeping import Keeping, KeptFile
 from nvpool.client.once import asking

@@ -92,7 +92,8 @@ cdef struct Seen:               # the attributes of an inode
     int64_t atime_ns, mtime_ns, ctime_ns
     uint32_t mode, links, uid, gid, rdev
 
-cdef uint32_t leaves_open = os.O_ACCMODE | os.O_TRUNC, keeps_cache = Opening.KEEP_CACHE.value, no_flush = Opening.NOFLUSH.value
+cdef uint32_t bypasses_pages = os.O_DIRECT
+cdef uint32_t leaves_open = os.O_ACCMODE | os.O_TRUNC | bypasses_pages, keeps_cache = Opening.KEEP_CACHE.value, no_flush = Opening.NOFLUSH.value
 cdef uint32_t has_xattrs = HAS_XATTRS
 cdef long right_to_read = RIGHT_TO_READ
 cdef uint64_t small_bytes = SMALL_BYTES
@@ -849,7 +850,8 @@ cdef class Known:
             return False
         inode, written = get(file, file_inode), get(file, file_written)
         if (get(handle, handle_closed) or inode in self._owners or get(file, file_located) or get(file, file_volume)
-                or get(file, file_lost) or get(handle, handle_append) or get(ahead, ahead_units)
+                or get(file, file_lost) or get(handle, handle_append) or <uint32_t>get(handle, handle_flags) & bypasses_pages
+                or get(ahead, ahead_units)
                 or ahead in <set>get(file, file_ahead) or written is not None and written.unsettled):
             return False
         assign(handle, handle_closed, True)

@@ -41,12 +41,13 @@ class _Open:
     """The open reservation of one file: its end and since when it is as long as that, its session (0: not known), and the
     requests that wait for it."""
 
-    __slots__ = ("end", "since_s", "session", "waiting")
+    __slots__ = ("end", "since_s", "session", "waiting", "is_wanted")
 
     def __init__(self, end: int, since_s: float, session: int) -> None:
         self.end = end
         self.since_s = since_s
         self.session = session
+        self.is_wanted = False  # another client was told to wait: it is not extended any more
         self.waiting: list[asyncio.Future[None]] = []
 
 
@@ -62,9 +63,10 @@ class Appends:
         if inode.reserved <= inode.size:
             return
         found = self._found(inode)
-        if own == inode.reserved and not found.waiting:
+        if own == inode.reserved and not found.is_wanted:
             return
         if self._clock.boottime_s() < found.since_s + self._append_s:
+            found.is_wanted = True
             raise AppendInProgress(inode.number)
         _log.warning("inode %d: an append was not reported within %g s; the next record is placed behind it", inode.number,
                      self._append_s)
@@ -89,7 +91,7 @@ class Appends:
         if found is None:
             self._begin(number, end, session)
         else:
-            found.end, found.since_s, found.session = end, self._clock.boottime_s(), session
+            found.end, found.since_s, found.session, found.is_wanted = end, self._clock.boottime_s(), session, False
 
     def is_of(self, inode: Inode, session: int) -> bool:
         """Whether the open reservation is known to be the session's."""

@@ -31,17 +31,14 @@ _DENTRY_KEY = struct.Struct(">HQ")
 _PREFIX = struct.Struct(">H")
 _LOCK_KEY = struct.Struct(">BQQQ")
 _PART_KEY = struct.Struct(">HQH")
-IDENTITY_KEY = _PREFIX.pack(IDENTITY)
-BOUNDS_KEY = _PREFIX.pack(BOUNDS)
-COUNTS_KEY = _PREFIX.pack(COUNTS)
+IDENTITY_KEY, BOUNDS_KEY, COUNTS_KEY = _PREFIX.pack(IDENTITY), _PREFIX.pack(BOUNDS), _PREFIX.pack(COUNTS)
 _PART_PREFIX = _PREFIX.pack(PART)
 END_OF_KEYS = b"\xff\xff"
 _SCATTER_1, _SCATTER_2 = 0x5851F42D4C957, 0x2545F4914F6CD
 """Odd numbers, by which counters are scattered one to one over 51 bits (multiply, fold, multiply). Keys that rise within each
 of 4,096 ranges leave B-tree pages half full (each range ends within one): 99 bytes of LMDB an inode. Scattered: 67 bytes."""
 _GATHER_1, _GATHER_2 = pow(_SCATTER_1, -1, 1 << COUNTER_BITS), pow(_SCATTER_2, -1, 1 << COUNTER_BITS)
-HASH_AT = 10
-NAME_AT = 17
+HASH_AT, NAME_AT = 10, 17
 
 
 def prefix(partition: int, kind: int) -> bytes:
@@ -173,12 +170,11 @@ _VERSION = 1
 _DEFAULT_LAYOUT = Layout()
 _S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
 _SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
-_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME, _RESERVED = (
-    1 << bit for bit in range(17, 28))
-_KNOWN = (1 << 28) - 1
+_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = (1 << bit for bit in range(17, 27))
+_RESERVED = 1 << 29
+_KNOWN = (1 << 27) - 1 | _RESERVED
 _HEAD = struct.Struct("<I")
-_SIZE_CODES = ("", "H", "I", "Q")
-_OWNER_CODES = ("", "HH", "II", "H")
+_SIZE_CODES, _OWNER_CODES = ("", "H", "I", "Q"), ("", "HH", "II", "H")
 _TIME_CODES = ("", "I", "q")
 _structs: dict[int, struct.Struct] = {}
 
@@ -204,26 +200,13 @@ class Inode:
                  blocks: int = 0, atime_ns: int = 0, mtime_ns: int = 0, ctime_ns: int = 0, change: int = 1, cut: int = 0,
                  rdev: int = 0, table: int = 1, chunk_bits: int = 20, flags: int = 0, parent: int = 0,
                  target: bytes = b"", punches: int = 0, volume: int = 0, reserved: int = 0) -> None:
-        self.number = number
-        self.mode = mode
-        self.links = links
-        self.uid = uid
-        self.gid = gid
-        self.size = size
-        self.blocks = blocks
-        self.atime_ns = atime_ns
-        self.mtime_ns = mtime_ns
-        self.ctime_ns = ctime_ns
-        self.change = change
-        self.cut = cut
-        self.rdev = rdev
-        self.table = table
-        self.chunk_bits = chunk_bits
-        self.flags = flags
-        self.parent = parent
-        self.target = target
-        self.punches = punches
-        self.volume = volume
+        self.number, self.mode, self.links = number, mode, links
+        self.uid, self.gid, self.size = uid, gid, size
+        self.blocks, self.atime_ns, self.mtime_ns = blocks, atime_ns, mtime_ns
+        self.ctime_ns, self.change, self.cut = ctime_ns, change, cut
+        self.rdev, self.table, self.chunk_bits = rdev, table, chunk_bits
+        self.flags, self.parent, self.target = flags, parent, target
+        self.punches, self.volume = punches, volume
         self.reserved = reserved
 
     @property
@@ -259,7 +242,7 @@ class Inode:
 def _inode_struct(head: int) -> struct.Struct:
     """The layout of an inode whose first 32 bits are `head`: version (8 bits) and which fields follow how wide (24)."""
     size, owner, ctime, atime = head >> _SIZE & 3, head >> _OWNER & 3, head >> _CTIME & 3, head >> _ATIME & 3
-    if head & 0xFF != _VERSION or head >> 8 > _KNOWN >> 8 or ctime > 2 or atime > 2:
+    if head & 0xFF != _VERSION or head & ~_KNOWN or ctime > 2 or atime > 2:
         raise CorruptRecord(f"no inode record begins with {head:#010x}")
     code = "<IHq" + ("Q" if head & _CHANGE else "B") + _SIZE_CODES[size] + _OWNER_CODES[owner]
     code += "I" if head >> _LINKS & 1 else ""

@@ -172,6 +172,11 @@ class Core:
     def is_open(self, inode: int) -> bool:
         return inode in self.cache.open
 
+    def size_here(self, inode: int) -> int | None:
+        """Of a file that is open here, as it is known; None: it is not open."""
+        file = self.cache.open.get(inode)
+        return None if file is None else file.size
+
     def _opens_told(self, inodes: list[int]) -> None:
         for inode in inodes:
             file = self.cache.open.get(inode)

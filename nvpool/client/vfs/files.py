@@ -322,7 +322,8 @@ class Files(Together, Locks):
         if not len(buffer):
             return 0
         if handle.append if append is None else append:
-            return await self._append(file, buffer)
+            await self._append(file, buffer)
+            return len(buffer)
         check_range(file.layout, offset, len(buffer))
         if offset + len(buffer) > file.paid:
             fits = await self.rooms.have(file, offset, offset + len(buffer)) - offset
@@ -350,6 +351,14 @@ class Files(Together, Locks):
         self.reader.changed(file)  # by now the bytes are on their way; nobody can have read in between
         return True
 
+    async def append(self, handle: FileHandle, buffer) -> int:
+        """As `write` at the end of the file, whatever the handle was opened for. The place of the first byte."""
+        if not handle.writable or handle.closed:
+            raise BadHandle("the handle is not open for writing")
+        if handle.file.lost:
+            raise LockLost()
+        return await self._append(handle.file, buffer) if len(buffer) else handle.size
+
     async def _append(self, file: OpenInode, buffer) -> int:
         length = len(buffer)
         async with self.writer.appended(file).turn:
@@ -365,7 +374,7 @@ class Files(Together, Locks):
                 raise
         self.reader.changed(file)
         self.writer.publish(file)
-        return length
+        return offset
 
     async def _pay_whole(self, file: OpenInode, offset: int, length: int) -> None:
         """Have the volume promise room for all of a record. QuotaExceeded where only a part of it fits, or nothing."""
