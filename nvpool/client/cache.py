@@ -293,6 +293,10 @@ class Cache:
         held = self.leases.held(parent)
         return inode if held is not None and sent_s >= held.since_s else None
 
+    def names_of(self, inode: int) -> list[tuple[int, bytes]]:
+        """Names (directory, name) that stand for it, as far as they are known. Looks through all entries: for rare cases."""
+        return [place for place, known in self._entries.items() if known[0] == inode]
+
     def put_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
         """`inode` 0: the name does not exist. Ignored where we have changed names of the directory since `sent_s`, when the
         question was sent. `lease`: the inode's, of the same answer."""

@@ -251,6 +251,7 @@ cdef class Known:
     cdef object _engine, _ops, _cache, _leases, _siblings, _clock, _spent
     cdef object _owners
     cdef object _vfs, _meta, _writer, _published
+    cdef set _refused
     cdef dict _files, _told, _seen, _paged, _open, _attrs, _entries, _whole, _lent, _directories
     cdef bytearray _buffer
     cdef int _fd
@@ -276,6 +277,7 @@ cdef class Known:
         cache = vfs.cache
         self._engine, self._ops, self._cache, self._leases, self._siblings = engine, ops, cache, vfs.leases, vfs.siblings
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
+        self._refused = ops.pages.refused
         self._paged = ops._paged
         self._opens = not ops.options.writeback
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
@@ -851,7 +853,7 @@ cdef class Known:
         inode, written = get(file, file_inode), get(file, file_written)
         if (get(handle, handle_closed) or inode in self._owners or get(file, file_located) or get(file, file_volume)
                 or get(file, file_lost) or get(handle, handle_append) or <uint32_t>get(handle, handle_flags) & bypasses_pages
-                or get(ahead, ahead_units)
+                or get(ahead, ahead_units) or self._refused
                 or ahead in <set>get(file, file_ahead) or written is not None and written.unsettled):
             return False
         assign(handle, handle_closed, True)

@@ -15,7 +15,7 @@ from functools import partial
 
 from nvpool.base.clock import stopwatch_s
 from nvpool.fuse.bypassing import ASIDE
-from nvpool.fuse.ops import SET_IDS
+from nvpool.fuse.privilege_ops import SET_IDS
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import WRITE_KILL_SUIDGID, Op
 
@@ -61,7 +61,7 @@ cdef class Flushing:
         engine, ops = writes.engine, writes.ops
         ops._changes += 1
         if error is not None:
-            ops._seen.pop(self.inode, None)
+            ops.failed(self.inode)
             engine._step_ended(self.unique, "flush", engine._done, None, error)
             return
         del (<dict>engine._work)[self.unique]
@@ -126,7 +126,7 @@ cdef class Writes:
             if not self.plain.take_at(handle, self.buffer, WRITE_BYTES, size, head.unique):
                 return False
         except Exception as error:
-            ops._seen.pop(file.inode, None)
+            ops.failed(file.inode)
             engine._fail(head.unique, error, "write")
             return True
         engine.written_bytes += size

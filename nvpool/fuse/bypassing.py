@@ -7,7 +7,10 @@
   when the file grows over them they would become its content. So the rest of the last page is set to zeros before growth is
   answered.
 
-Both wait for pages that are being read, at most PAGES_S. The engine sets `drop` and `store`.
+* A kernel that writes pages back (--writeback) has a size of its own, and goes by it though a write was refused. It drops it
+  with the inode: so its names are taken back when nobody here has the file open any more.
+
+The first two wait for pages that are being read, at most PAGES_S. The engine sets `drop`, `store` and `forget`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ PAGES_S = 1.0
 """Mostly it takes 0.1 ms. Longer, and a page waits for a store that is silent; it is dropped when that has answered."""
 
 
-async def _nothing(inode: int, offset: int, what) -> None:
+async def _nothing(*_) -> None:
     """An engine that cannot."""
 
 
@@ -37,6 +40,10 @@ class Bypassing:
         """Set by the engine: drop the pages of (inode, offset, length). Waits for pages that are being read."""
         self.store: Callable[[int, int, bytes], Awaitable[None]] = _nothing
         """Set by the engine: put bytes of (inode, offset) into the pages. Waits as `drop`."""
+        self.forget: Callable[[list[tuple[int, bytes]]], Awaitable[None]] = _nothing
+        """Set by the engine: have the kernel drop names (directory, name), and with the last one an inode that is not open."""
+        self.refused: set[int] = set()
+        """Open inodes of which the kernel may have pages and a size that were refused."""
 
     def opened(self, inode: int) -> None:
         """One descriptor more that bypasses pages."""
@@ -57,6 +64,16 @@ class Bypassing:
         """[offset, offset + length) was written past the pages."""
         if self.has_pages(file):
             await self._within(self.drop(file.inode, offset, length))
+
+    def refuse(self, inode: int) -> None:
+        """What the kernel has written back was refused: it has told of that, and is not to show it."""
+        self.refused.add(inode)
+        self.moved(inode, 0)
+
+    def forget_refused(self, inode: int, names: list[tuple[int, bytes]]) -> None:
+        """Nobody here has the inode open any more."""
+        self.refused.discard(inode)
+        self._own(self.forget(names))
 
     def moved(self, inode: int, offset: int) -> None:
         """From `offset` on pages have other bytes than the file: a record went to another place than the kernel had it."""

@@ -73,7 +73,7 @@ class KernelRequests:
         ops.invalidate_attributes = self._invalidate_attributes
         ops.invalidate = self._invalidate
         ops.invalidate_all_names = self._invalidate_all_names
-        ops.pages.drop, ops.pages.store = self._drop_pages, self._store_pages
+        ops.pages.drop, ops.pages.store, ops.pages.forget = self._drop_pages, self._store_pages, self._forget_names
 
     def _memory(self, byte_count: int) -> bytearray | memoryview:
         """What requests are read into."""
@@ -149,6 +149,9 @@ class KernelRequests:
 
     async def _store_pages(self, inode: int, offset: int, content: bytes) -> None:
         await self.notices.write(self._fd, [replies.store(inode, offset, len(content)) + content])
+
+    async def _forget_names(self, names: list[tuple[int, bytes]]) -> None:
+        await self.notices.write(self._fd, [replies.inval_entry(parent, name) for parent, name in names])
 
     def _invalidate_all_names(self) -> bool:
         if kernel_version() < EPOCH_MIN:

@@ -437,6 +437,8 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         self._handles.give_back(handle)
         if bypasses(file.flags):
             self.pages.closed(file.inode)
+        if file.inode in self.pages.refused:
+            self._forget_refused(file.inode)
         self.published.closed(file.inode, handle)
         if file.inode in self._paged and not self._vfs.is_open(file.inode):
             del self._paged[file.inode]

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from nvpool.base.errors import QuotaExceeded
 from nvpool.client.vfs.contract import Caller
 from nvpool.fuse.bypassing import Bypassing, leaves_a_tail
 from nvpool.fuse.privilege_ops import SET_IDS, PrivilegeOps
@@ -37,7 +38,7 @@ class WriteOps(PrivilegeOps):
             if not self._vfs.write_now(file, offset, buffer, unique):
                 return False
         except BaseException:
-            self._seen.pop(file.inode, None)
+            self.failed(file.inode)
             raise
         finally:
             if file.inode not in self._paged:
@@ -45,13 +46,28 @@ class WriteOps(PrivilegeOps):
         self._changes += 1
         return True
 
+    def failed(self, inode: int) -> None:
+        """The kernel's pages have what was to be written, and no store does."""
+        self._seen.pop(inode, None)
+        if self.options.writeback:
+            self.pages.refuse(inode)
+
+    def _there(self, inode: int) -> int:
+        """The number by which the kernel knows a directory."""
+        return inode
+
+    def _forget_refused(self, inode: int) -> None:
+        """A descriptor is closed of a file of which the kernel has what was refused."""
+        if not self._vfs.is_open(inode):
+            names = self._vfs.cache.names_of(inode)
+            self.pages.forget_refused(inode, [(self._there(parent), name) for parent, name in names])
+
     @contextlib.contextmanager
     def _changing(self, file):
-        """Where that fails, the kernel's pages have what was to be written, and no store does."""
         try:
             yield
         except BaseException:
-            self._seen.pop(file.inode, None)
+            self.failed(file.inode)
             raise
         finally:
             self._changes += 1
@@ -90,6 +106,8 @@ class WriteOps(PrivilegeOps):
                 taken = await self._vfs.write(file, offset, buffer, False)
                 if offset > size and not self.options.writeback:
                     await self.pages.written_behind(file.inode, size, offset)
+                if taken < len(buffer) and self.options.writeback:  # the kernel takes no notice of what it wrote back in part
+                    raise QuotaExceeded("the volume's quota is used up: what was written back fits in part only")
             if direct:
                 await self.pages.written(file, place, taken)
             if handle in self._appending and (syncs or file.flags & os.O_DSYNC):
