@@ -13,9 +13,6 @@ from nvpool.client.written import Turn, WrittenFile
 PUBLISH_S = 0.02
 """From an append until it is sent: appends that follow within travel with it. A reader sees a record so much later."""
 
-WITHDRAW_ANY = (1 << 64) - 1
-"""ReportRequest.withdrawn of a client that does not know where its reservation ends: the answer was lost."""
-
 
 class Appended:
     """Reserved places of one open inode: [start, end) of the file, given under the cut number `cut`."""

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Cancelled, LockLost, NotFound, NvpoolError, StaleCut
 from nvpool.base.grants import WRITE
-from nvpool.base.units import BLOCK_BYTES
-from nvpool.client.appended import WITHDRAW_ANY, open_end
+from nvpool.base.units import BLOCK_BYTES, WITHDRAW_ANY
+from nvpool.client.appended import open_end
 from nvpool.client.begun import Begun, OnEnd
 from nvpool.client.cache import OpenInode
 from nvpool.client.keeping import Keeping

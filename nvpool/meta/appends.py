@@ -22,8 +22,6 @@ _log = logging.getLogger(__name__)
 
 APPEND_S = 10.0
 """Longer than the pool needs to take out a silent store, shorter than the deadline of a client's request."""
-WITHDRAW_ANY = (1 << 64) - 1
-"""ReportRequest.withdrawn of a client that does not know where its reservation ends."""
 SHARED_S = 1.0
 """For so long after a client had to wait, all who append to the file are told to report at once."""
 _FILES_MAX = 4096

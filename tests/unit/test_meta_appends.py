@@ -7,9 +7,10 @@ import pytest
 from nvpool.base import errors
 from nvpool.base.clock import ManualClock
 from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.base.units import WITHDRAW_ANY
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta import records
-from nvpool.meta.appends import APPEND_S, WITHDRAW_ANY
+from nvpool.meta.appends import APPEND_S
 from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
 from nvpool.wire.v1 import meta_pb2 as pb

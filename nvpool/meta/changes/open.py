@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from nvpool.base.errors import InvalidRequest, IsADirectory, StaleCut
+from nvpool.base.units import WITHDRAW_ANY
 from nvpool.logic.layout import check_range
 from nvpool.meta import records
-from nvpool.meta.appends import WITHDRAW_ANY
 from nvpool.meta.records import Inode
 from nvpool.meta.view import CutInProgress, Draft, View, fill_attr
 from nvpool.wire.v1 import meta_pb2
