@@ -20,6 +20,9 @@ PARTITION_COUNT = 4096
 PARTITION_BITS = 12
 SLOTS_PER_SESSION = 64
 
+WITHDRAW_ANY = (1 << 64) - 1
+"""ReportRequest.withdrawn of a client that does not know where its reservation ends: the answer was lost."""
+
 NAME_BYTES_MAX = 255
 SYMLINK_BYTES_MAX = 4095
 XATTR_NAME_BYTES_MAX = 255

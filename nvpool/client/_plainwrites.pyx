@@ -233,7 +233,8 @@ cdef class Closing:
         """Whether that was begun; else nothing has happened."""
         written, writer = self.written, self.writes.writer
         reporting = written.reporting
-        if written.error is not None or written.paused or not (written.wrote or written.stored_end) or reporting.taken:
+        if (written.error is not None or written.paused or not (written.wrote or written.stored_end) or reporting.taken
+                or written.appended is not None and written.is_broken):
             return False
         reporting.taken = True
         self.end_told, self.stored_told = written.stored_end, written.stored_bytes

@@ -137,6 +137,8 @@ class Cache:
         self._clock = clock
         self.on_change: Callable[[OpenInode], None] = lambda file: None
         """Told of an open inode that is about to have newer attributes than those that we read by."""
+        self.on_cut: Callable[[OpenInode], None] = lambda file: None
+        """Told of an open inode with writes of ours that was truncated."""
 
     # -- attributes ----------------------------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class Cache:
                 if attr.cut > opened.cut:
                     before, opened.cut, opened.truncated = opened.cut, attr.cut, attr.cut - attr.punches
                     if opened.written is not None and opened.truncated > before:
-                        opened.written.was_cut()
+                        self.on_cut(opened)
                     if opened.volume and opened.truncated > before:
                         opened.paid = opened.size
             return
@@ -290,6 +292,10 @@ class Cache:
             return inode
         held = self.leases.held(parent)
         return inode if held is not None and sent_s >= held.since_s else None
+
+    def names_of(self, inode: int) -> list[tuple[int, bytes]]:
+        """Names (directory, name) that stand for it, as far as they are known. Looks through all entries: for rare cases."""
+        return [place for place, known in self._entries.items() if known[0] == inode]
 
     def put_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
         """`inode` 0: the name does not exist. Ignored where we have changed names of the directory since `sent_s`, when the

@@ -78,7 +78,7 @@ class Keeping:
         file = written.file
         error = written.error.errno if written.error is not None else 0
         met = written.met.errno if written.met is not None else 0
-        self.memory.files.put(written.entry, written.stored_end, written.stored_bytes, file.cut, error, met, file.inode)
+        self.memory.files.put(written.entry, written.stored_up_to, written.stored_bytes, file.cut, error, met, file.inode)
 
     def end(self, written: WrittenFile) -> None:
         """Nothing of the file is here any more, but what is on its way: that goes when it has arrived."""

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Cancelled, LockLost, NotFound, NvpoolError, StaleCut
 from nvpool.base.grants import WRITE
-from nvpool.base.units import BLOCK_BYTES
+from nvpool.base.units import BLOCK_BYTES, WITHDRAW_ANY
+from nvpool.client.appended import open_end
 from nvpool.client.begun import Begun, OnEnd
 from nvpool.client.cache import OpenInode
 from nvpool.client.keeping import Keeping
@@ -40,6 +41,7 @@ class Told(NamedTuple):
     stored: int
     wrote: bool
     cut: int
+    withdrawn: int = 0
 
 
 class Sending:
@@ -57,6 +59,8 @@ class Sending:
     _unflushed: Unflushed
     plain: Any
     _hold: Callable[[WrittenFile, int], None]
+    _clip: Callable[[WrittenFile, int], None]
+    _give_up: Callable[[WrittenFile, int], None]
     take_error: Callable[[WrittenFile], NvpoolError]
 
     def _own(self, work: Coroutine) -> None:
@@ -158,6 +162,8 @@ class Sending:
                     if self._clock.boottime_s() > deadline_s:
                         raise
                     await self._refresh(file, WRITE)
+                    if written.appended is not None and segment.number in written.appended.void:
+                        return  # appended before the file was cut, and gone with what was cut
                     if file.cut == cut:
                         await asyncio.sleep(self._options.retry_first_s)
             if file.lost:
@@ -175,7 +181,8 @@ class Sending:
     def _has_stored(self, written: WrittenFile, segment: Segment, cut: int) -> None:
         """A store has it, under this cut number."""
         if written.file.truncated <= cut:
-            written.stored_end = max(written.stored_end, segment.end)
+            end = segment.end if not written.is_broken else min(segment.end, written.appended.broken)
+            written.has_stored(segment, end)
             written.stored_bytes += segment.end - segment.start
         # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
         # and only one more stamp tells.
@@ -187,6 +194,9 @@ class Sending:
         log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", segment.end - segment.start,
                   segment.start, written.file.inode, error)
         written.meet(error)
+        appended = written.appended
+        if appended is not None and segment.end > appended.start and segment.start < open_end(written):
+            self._give_up(written, max(segment.start, appended.start))
 
     def _left(self, written: WrittenFile, unit: int, segment: Segment, stored: Writing | None = None) -> None:
         """The segment is not here any more: it is `stored`, or was noted so before, or was dropped."""
@@ -196,6 +206,11 @@ class Sending:
         sending.remove(segment)
         if not sending:
             del written.sending[unit]
+        if written.ahead:
+            written.catch_up()
+        if written.appended is not None and written.appended.void:
+            written.appended.void.discard(segment.number)
+            written.find_end()
         if written.flushing is not None:
             written.flushing.look()  # what it sends now the service works at while we go on
         if stored is not None:  # before the pieces that stand for it go: a successor has to know that it is to be flushed
@@ -231,12 +246,14 @@ class Sending:
     @staticmethod
     def _telling(written: WrittenFile) -> Told:
         """What there is to be reported; if there is anything, it counts as said."""
-        told = Told(written.stored_end, written.stored_bytes, written.wrote, written.file.cut)
+        told = Told(written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written))
         written.wrote = False
         written.stored_bytes = 0
         return told
 
     def _was_told(self, written: WrittenFile, told: Told) -> None:
+        if told.withdrawn:
+            written.appended.close()
         if written.stored_end <= told.end:
             written.stored_end = 0
             written.find_end()
@@ -254,7 +271,8 @@ class Sending:
     def begin_flush(self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]) -> Flush | bool | None:
         """As Files.begin_flush. `otherwise` makes what does all of it the ordinary way."""
         written = file.written
-        if written.flushing is not None or written.paused or written.error is not None or written.reporting.taken:
+        if (written.flushing is not None or written.paused or written.error is not None or written.reporting.taken
+                or written.is_broken):
             return None
         flush = (self.plain.flush(written, self._number, on_end, otherwise) if self.plain is not None
                  else Flush(self, written, self._number, on_end, otherwise))
@@ -303,8 +321,8 @@ class Flush:
     def report(self) -> bool:
         """Whether that was begun; else nothing has happened."""
         writer, written = self._writer, self._written
-        if written.error is not None or written.paused or not (written.wrote or written.stored_end) \
-                or not written.reporting.take():
+        if written.error is not None or written.is_broken or written.paused \
+                or not (written.wrote or written.stored_end) or not written.reporting.take():
             return False
         told = writer._telling(written)
         report = writer._begin_report(written.file, told.end, told.stored, told.wrote, self._reported)
@@ -352,6 +370,16 @@ class Flush:
     def _end(self, error: BaseException | None) -> None:
         self._ended = True
         self.on_end(None, error)
+
+
+def withdrawn(written: WrittenFile) -> int:
+    """ReportRequest.withdrawn: where the reservation ends of which nothing is on its way any more; 0: it stays."""
+    if not written.is_broken:
+        return 0
+    appended = written.appended
+    if any(segment.end > appended.broken for segment in written.segments()):
+        return 0
+    return WITHDRAW_ANY if appended.doubtful else appended.end
 
 
 def _closed() -> Cancelled:

@@ -15,24 +15,28 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
 from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB
+from nvpool.client.appended import PUBLISH_S, Appended, open_end
 from nvpool.client.cache import OpenInode
 from nvpool.client.flushing import Stored
 from nvpool.client.keeping import Keeping, KeptFile
 from nvpool.client.once import asking
 from nvpool.client.options import ClientOptions
-from nvpool.client.sending import BeginReport, Sending
+from nvpool.client.sending import BeginReport, Sending, withdrawn
 from nvpool.client.unflushed import Unflushed
 from nvpool.client.writing import Writing
 from nvpool.client.written import Record, Segment, WrittenFile, copies, kept
 
 log = logging.getLogger(__name__)
 
+_LAST = 1 << 62
+"""Above the number of any segment."""
 _TAIL_BYTES = 256 * KIB
 """Up to this size small writes grow one buffer: growing larger ones would copy too much."""
 
@@ -118,7 +122,11 @@ class Writer(Sending):
         written.wrote = written.begun = True
         written.wrote_s = self._clock.boottime_s()
         if file.truncated <= left.cut:
-            written.stored_end, written.stored_bytes = left.stored_end, left.stored_bytes
+            written.stored_bytes = left.stored_bytes
+            if left.pieces:
+                written.ahead = ((_LAST, left.stored_end),) if left.stored_end else ()
+            else:
+                written.stored_end = left.stored_end
         for piece in left.pieces:
             self._put_unit(written, piece.offset >> written.unit_bits, piece.offset, piece.data, written.wrote_s, piece.record)
         written.find_end()
@@ -312,11 +320,12 @@ class Writer(Sending):
             return
         async with written.reporting:
             while True:
-                if not (written.wrote or written.stored_end or sync):
+                if not (written.wrote or written.stored_end or sync or withdrawn(written)):
                     return
                 told = self._telling(written)
                 try:
-                    await self._report(file, told.end, told.stored, told.wrote, sync)
+                    report = partial(self._report, file, told.end, told.stored, told.wrote, sync)
+                    await (report(told.withdrawn) if told.withdrawn else report())
                 except BaseException as error:
                     self._not_told(written, told, error)
                     if not isinstance(error, StaleCut):
@@ -363,6 +372,9 @@ class Writer(Sending):
         self._clip(written, size)
         await self.pause(file)
         written.stored_end = min(written.stored_end, size)
+        written.ahead = tuple((number, min(end, size)) for number, end in written.ahead)
+        if written.appended is not None:
+            written.appended.close()  # with the truncation: what stays of it lies before the file's end
         written.find_end()
         self._note(written)
 
@@ -411,6 +423,64 @@ class Writer(Sending):
         if freed:
             self._tell(written)
 
+    def was_cut(self, file: OpenInode) -> None:
+        """The file was truncated, by others or by us. Appends that others cut are gone, as if they had been there before; other
+        bytes that are here come after the truncation."""
+        written = file.written
+        appended = written.appended
+        if appended is not None and appended.end > file.attr.size:
+            appended.void.update(segment.number for segments in written.sending.values() for segment in segments
+                                 if segment.end > appended.start)
+            self._clip(written, appended.start)
+            appended.close()
+        written.was_cut()
+
+    # -- appends -------------------------------------------------------------------------------------------------------
+
+    def appended(self, file: OpenInode) -> Appended:
+        """What is known of appends to the file."""
+        written = file.written or self._written(file)
+        if written.appended is None:
+            written.appended = Appended()
+        return written.appended
+
+    def _give_up(self, written: WrittenFile, place: int) -> None:
+        """What was appended from `place` on can not be stored, or not taken: nothing of it comes."""
+        appended = written.appended
+        if appended.broken is not None:
+            place = min(place, appended.broken)
+        appended.broken = place
+        self._clip(written, place)
+        written.ahead = tuple((number, min(end, place)) for number, end in written.ahead)
+        written.find_end()
+
+    def withdraw(self, file: OpenInode, place: int, doubtful: bool = False) -> None:
+        """A place that was reserved for an append, or may have been, is not used."""
+        appended = self.appended(file)
+        appended.doubtful = appended.doubtful or doubtful
+        self._give_up(file.written, place)
+        self.publish(file)
+
+    def publish(self, file: OpenInode) -> None:
+        """Send and report what was appended, soon."""
+        written = file.written
+        if not written.appended.publishing:
+            written.appended.publishing = True
+            self._own(self._publish(file, written))
+
+    async def _publish(self, file: OpenInode, written: WrittenFile) -> None:
+        appended = written.appended
+        try:
+            while file.written is written and written.unsettled and (open_end(written) or written.is_broken):
+                if not (appended.shared or appended.broken is not None):
+                    await asyncio.sleep(PUBLISH_S)
+                await self.store(file)
+                await self.settle(file)
+        except NvpoolError:
+            pass  # kept, and told again with the next flush or in a second
+        finally:
+            appended.publishing = False
+
     # -- what is written without bytes of ours ---------------------------------------------------------------------------
 
     def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, stored: Stored | None = None) -> None:
@@ -448,7 +518,8 @@ class Writer(Sending):
                         segment.due = True
             if written.dirty:
                 self._pump(written)
-            if (written.stored_end or written.wrote and written.wrote_s <= oldest_s) and not written.reporting.taken:
+            if (written.stored_end or written.wrote and written.wrote_s <= oldest_s or written.is_broken) \
+                    and not written.reporting.taken:
                 self._own(self._settle_quietly(file))
             elif written.clean and not file.handles:
                 self._drop(written)
@@ -484,7 +555,7 @@ class Writer(Sending):
             return
         if not written.clean:
             written.meet(LockLost())
-        written.stored_end, written.stored_bytes, written.wrote = 0, 0, False
+        written.stored_end, written.stored_bytes, written.wrote, written.ahead = 0, 0, False, ()
         self.forget(file)
         written.find_end()
 

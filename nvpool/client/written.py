@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 from nvpool.base.checksum import piece_checksums
 from nvpool.base.errors import NvpoolError
@@ -16,6 +17,8 @@ from nvpool.client.cache import OpenInode
 _UNIT_BITS_MAX = 20
 _KEEP_BYTES = 32 * KIB
 """From this size a write that cannot change any more (bytes) is kept as it is; smaller ones are gathered by copying."""
+_ORDERED_MAX = 256
+"""Segments of a file up to which their order is looked at: what is written here and there leaves holes anyway."""
 
 
 Record = tuple[int, int]
@@ -90,7 +93,7 @@ class WrittenFile:
     """What the writer holds of one open inode."""
 
     __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
-                 "reporting", "paused", "stored_bytes", "begun", "entry", "flushing", "met")
+                 "reporting", "paused", "stored_bytes", "begun", "entry", "flushing", "met", "ahead", "appended")
 
     def __init__(self, file: OpenInode):
         self.file = file
@@ -98,7 +101,8 @@ class WrittenFile:
         self.dirty: dict[int, list[Segment]] = {}     # by unit; disjoint and in order
         self.sending: dict[int, list[Segment]] = {}   # by unit; disjoint down to blocks
         self.end = 0            # of all bytes that the service does not know of: dirty, on the way, stored and unreported
-        self.stored_end = 0     # of those that stores have
+        self.stored_end = 0     # of those that stores have, as far as nothing older before them is missing
+        self.ahead: tuple[tuple[int, int], ...] = ()  # segments that stores have sooner: number and end
         self.wrote = False      # since the service last stamped the time
         self.wrote_s = 0.0
         self.error: NvpoolError | None = None  # that nobody was told of
@@ -111,6 +115,7 @@ class WrittenFile:
         self.paused = 0         # nothing is sent while the file is being cut
         self.flushing = None    # who is told on the spot when a segment has ended; see client/sending
         self.entry = -1         # in the memory that outlives this process
+        self.appended: Any = None  # from the first append on; see client/appended
 
     def segments(self) -> Iterator[Segment]:
         """Older ones before newer ones that lie over them."""
@@ -127,20 +132,56 @@ class WrittenFile:
     def was_cut(self) -> None:
         """The file was truncated: what stores had under the old cut number and nobody knew of is gone."""
         self.stored_end = 0
+        self.ahead = ()
         self.find_end()
 
     def find_end(self) -> None:
-        self.end = max((segment.end for segment in self.segments()), default=0)
-        self.end = max(self.end, self.stored_end)
+        void = self.appended.void if self.appended is not None else ()
+        self.end = max((segment.end for segment in self.segments() if segment.number not in void), default=0)
+        self.end = max(self.end, self.stored_up_to)
+
+    @property
+    def stored_up_to(self) -> int:
+        """End of all that stores have and the service does not know, gaps or not."""
+        return max(self.stored_end, *[end for _, end in self.ahead]) if self.ahead else self.stored_end
+
+    def has_stored(self, segment: Segment, end: int) -> None:
+        """Stores have the segment, which is still here; it counts up to `end`. The file is not to be reported to end there
+        while something that was written before, and makes the file longer too, is missing: others would read zeros."""
+        if end > self.file.attr.size and (self.dirty or len(self.sending) > 1 or self.ahead
+                                          or any(len(segments) > 1 for segments in self.sending.values())):
+            self.ahead = (*self.ahead, (segment.number, end))
+            self.catch_up(segment)
+        else:
+            self.stored_end = max(self.stored_end, end)
+
+    def catch_up(self, stored: Segment | None = None) -> None:
+        """Count what was stored ahead of others and is not any more. `stored`: a segment that is still here, and at a store."""
+        size = self.file.attr.size
+        missing = []
+        if sum(map(len, self.sending.values())) + sum(map(len, self.dirty.values())) <= _ORDERED_MAX:
+            missing = [segment for segment in self.segments() if segment is not stored and segment.end > size]
+        kept = []
+        for number, end in self.ahead:
+            if any(segment.number < number and segment.start < end for segment in missing):
+                kept.append((number, end))
+            else:
+                self.stored_end = max(self.stored_end, end)
+        self.ahead = tuple(kept)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether places that were reserved for appends have to be withdrawn."""
+        return self.appended is not None and self.appended.broken is not None
 
     @property
     def unsettled(self) -> bool:
         """Whether the service does not know all of our writes."""
-        return bool(self.wrote or self.dirty or self.sending or self.stored_end or self.reporting.taken)
+        return bool(self.wrote or self.dirty or self.sending or self.stored_end or self.reporting.taken or self.is_broken)
 
     @property
     def clean(self) -> bool:
-        return not (self.dirty or self.sending or self.wrote or self.stored_end or self.error)
+        return not (self.dirty or self.sending or self.wrote or self.stored_end or self.error or self.is_broken)
 
 
 def kept(data, stays: bool = False):

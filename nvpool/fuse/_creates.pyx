@@ -72,6 +72,7 @@ cdef enum:
     READ_RIGHT = 1
 
 cdef uint32_t ACCESS = os.O_ACCMODE, EXCLUSIVE = os.O_EXCL, TRUNCATE = os.O_TRUNC, APPEND = os.O_APPEND
+cdef uint32_t DIRECT = os.O_DIRECT
 cdef uint32_t WRITES_ONLY = os.O_WRONLY, READS_AND_WRITES = os.O_RDWR
 
 cdef uint64_t FIRST = RESENT - 1
@@ -708,6 +709,8 @@ cdef class Creates(Asking):
             ops._keeps_pages(attr)
         opened_file.number = number
         self.files[number] = opened_file
+        if one.flags & DIRECT or one.flags & APPEND and not reads_only:  # as bypassing.bypasses
+            ops.pages.opened(inode)
         if not reads_only:
             self.published._writing.add(number)
             found = PyDict_GetItem(self.barred, inode)

@@ -92,7 +92,8 @@ cdef struct Seen:               # the attributes of an inode
     int64_t atime_ns, mtime_ns, ctime_ns
     uint32_t mode, links, uid, gid, rdev
 
-cdef uint32_t leaves_open = os.O_ACCMODE | os.O_TRUNC, keeps_cache = Opening.KEEP_CACHE.value, no_flush = Opening.NOFLUSH.value
+cdef uint32_t bypasses_pages = os.O_DIRECT
+cdef uint32_t leaves_open = os.O_ACCMODE | os.O_TRUNC | bypasses_pages, keeps_cache = Opening.KEEP_CACHE.value, no_flush = Opening.NOFLUSH.value
 cdef uint32_t has_xattrs = HAS_XATTRS
 cdef long right_to_read = RIGHT_TO_READ
 cdef uint64_t small_bytes = SMALL_BYTES
@@ -250,6 +251,7 @@ cdef class Known:
     cdef object _engine, _ops, _cache, _leases, _siblings, _clock, _spent
     cdef object _owners
     cdef object _vfs, _meta, _writer, _published
+    cdef set _refused
     cdef dict _files, _told, _seen, _paged, _open, _attrs, _entries, _whole, _lent, _directories
     cdef bytearray _buffer
     cdef int _fd
@@ -275,6 +277,7 @@ cdef class Known:
         cache = vfs.cache
         self._engine, self._ops, self._cache, self._leases, self._siblings = engine, ops, cache, vfs.leases, vfs.siblings
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
+        self._refused = ops.pages.refused
         self._paged = ops._paged
         self._opens = not ops.options.writeback
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
@@ -849,7 +852,8 @@ cdef class Known:
             return False
         inode, written = get(file, file_inode), get(file, file_written)
         if (get(handle, handle_closed) or inode in self._owners or get(file, file_located) or get(file, file_volume)
-                or get(file, file_lost) or get(handle, handle_append) or get(ahead, ahead_units)
+                or get(file, file_lost) or get(handle, handle_append) or <uint32_t>get(handle, handle_flags) & bypasses_pages
+                or get(ahead, ahead_units) or self._refused
                 or ahead in <set>get(file, file_ahead) or written is not None and written.unsettled):
             return False
         assign(handle, handle_closed, True)

@@ -14,7 +14,8 @@ import os
 from functools import partial
 
 from nvpool.base.clock import stopwatch_s
-from nvpool.fuse.ops import SET_IDS
+from nvpool.fuse.bypassing import ASIDE
+from nvpool.fuse.privilege_ops import SET_IDS
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import WRITE_KILL_SUIDGID, Op
 
@@ -40,6 +41,7 @@ cdef struct Counted:            # fuse_out_header, fuse_write_out
 
 cdef uint32_t kill_set_ids = WRITE_KILL_SUIDGID
 cdef uint32_t set_ids = SET_IDS
+cdef uint32_t aside = ASIDE
 cdef uint64_t resent = <uint64_t>1 << 63
 cdef object flush_key = int(Op.FLUSH), flush_number = Op.FLUSH
 
@@ -59,7 +61,7 @@ cdef class Flushing:
         engine, ops = writes.engine, writes.ops
         ops._changes += 1
         if error is not None:
-            ops._seen.pop(self.inode, None)
+            ops.failed(self.inode)
             engine._step_ended(self.unique, "flush", engine._done, None, error)
             return
         del (<dict>engine._work)[self.unique]
@@ -102,15 +104,16 @@ cdef class Writes:
         cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self.buffer)
         cdef Header head
         cdef uint64_t offset
-        cdef uint32_t size, flags
+        cdef uint32_t size, flags, open_flags
         cdef PyObject *found
         memcpy(&head, at, sizeof(Header))
         memcpy(&offset, at + 48, 8)
         memcpy(&size, at + 56, 4)
         memcpy(&flags, at + 60, 4)
+        memcpy(&open_flags, at + 72, 4)
         engine, ops = self.engine, self.ops
         if (count < WRITE_BYTES or head.length != count or WRITE_BYTES + <Py_ssize_t>size != count or offset
-                or head.unique & resent or engine._from):
+                or open_flags & aside or head.unique & resent or engine._from):
             return False
         found = PyDict_GetItem(self.files, head.handle)
         if found is NULL:
@@ -123,7 +126,7 @@ cdef class Writes:
             if not self.plain.take_at(handle, self.buffer, WRITE_BYTES, size, head.unique):
                 return False
         except Exception as error:
-            ops._seen.pop(file.inode, None)
+            ops.failed(file.inode)
             engine._fail(head.unique, error, "write")
             return True
         engine.written_bytes += size

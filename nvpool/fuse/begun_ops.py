@@ -45,7 +45,7 @@ class Ending:
         ops = self._ops
         ops._changes += 1
         if error is not None and self._inode:
-            ops._seen.pop(self._inode, None)
+            ops.failed(self._inode)
         self.on_end(None, error)
 
 

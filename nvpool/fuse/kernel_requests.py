@@ -16,6 +16,7 @@ from typing import Any
 from nvpool.base.clock import stopwatch_s
 from nvpool.base.faulted import fault_in
 from nvpool.client.vfs.contract import NOW, Caller
+from nvpool.fuse.bypassing import ASIDE
 from nvpool.fuse.engine import kernel_version
 from nvpool.fuse.noticing import ByProcess, ByThreads
 from nvpool.fuse.ops import ASK, FuseOps, errno_of
@@ -72,6 +73,7 @@ class KernelRequests:
         ops.invalidate_attributes = self._invalidate_attributes
         ops.invalidate = self._invalidate
         ops.invalidate_all_names = self._invalidate_all_names
+        ops.pages.drop, ops.pages.store, ops.pages.forget = self._drop_pages, self._store_pages, self._forget_names
 
     def _memory(self, byte_count: int) -> bytearray | memoryview:
         """What requests are read into."""
@@ -141,6 +143,15 @@ class KernelRequests:
         notices = [replies.inval_entry(parent, name, expire_only=True) for parent, name in names]
         notices += [replies.inval_inode(inode, 0, 0) for inode in inodes]
         await self.notices.write(self._fd, notices)
+
+    async def _drop_pages(self, inode: int, offset: int, length: int) -> None:
+        await self.notices.write(self._fd, [replies.inval_inode(inode, offset, length)])
+
+    async def _store_pages(self, inode: int, offset: int, content: bytes) -> None:
+        await self.notices.write(self._fd, [replies.store(inode, offset, len(content)) + content])
+
+    async def _forget_names(self, names: list[tuple[int, bytes]]) -> None:
+        await self.notices.write(self._fd, [replies.inval_entry(parent, name) for parent, name in names])
 
     def _invalidate_all_names(self) -> bool:
         if kernel_version() < EPOCH_MIN:
@@ -224,6 +235,10 @@ class KernelRequests:
         self.written_bytes += len(payload)
         if not self._keeps:
             payload = bytes(payload)
+        if open_flags & ASIDE and (open_flags & os.O_APPEND or self._ops.has_pages(handle)):
+            self._start(unique, "write", self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs, open_flags),
+                        self._count)
+            return
         try:
             taken = self._ops.write_now(handle, offset, payload, drop_set_ids, unique & FIRST)
         except Exception as error:
@@ -232,7 +247,8 @@ class KernelRequests:
         if taken:
             self._count(unique, len(payload))
         else:
-            self._start(unique, "write", self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs), self._count)
+            self._start(unique, "write", self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs, open_flags),
+                        self._count)
 
     def _on_lookup(self, count: int) -> None:
         unique, parent, name, _, _, _ = requests.decode_lookup(self._buffer, count)

@@ -22,7 +22,6 @@ already (/proc/self/fd).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -38,11 +37,13 @@ from nvpool.client.vfs.takeover import OpenBefore
 from nvpool.client.vfs.together import Asked
 from nvpool.fuse.again_ops import AgainOps
 from nvpool.fuse.begun_ops import Creating, Ending, Opened
+from nvpool.fuse.bypassing import Bypassing, bypasses
 from nvpool.fuse.cached_ops import FuseOptions
 from nvpool.fuse.handles import Handles
 from nvpool.fuse.list_ops import ListOps
 from nvpool.fuse.lock_ops import LockOps
-from nvpool.fuse.privilege_ops import CAPABILITY, SET_IDS, PrivilegeOps, without_set_ids
+from nvpool.fuse.privilege_ops import CAPABILITY, without_set_ids
+from nvpool.fuse.write_ops import WriteOps
 from nvpool.wire.v1.meta_pb2 import Attr
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def errno_of(error: BaseException, request: str) -> int:
     return errno.EIO
 
 
-class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
+class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
     """See the module. Used from one event loop; methods may run at the same time."""
 
     shows_subtree = False
@@ -89,6 +90,7 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
         AgainOps.__init__(self, vfs)
         self._files: dict[int, object] = {}
         self._appending: dict[int, Caller] = {}  # handle -> who opened it
+        self.pages = Bypassing(self._own)
         ListOps.__init__(self)
         self._handles = Handles(self.kept)
         self.published.begin(self._handles)
@@ -159,12 +161,17 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
             mtime_ns = None  # a change of size is stamped by the service
         if drop_set_ids and mode is None:
             mode = without_set_ids((await self._vfs.getattr(inode)).mode)
+        before = None
         if size is not None:
             self.published.bar(inode)
+            if not self.options.writeback:
+                before = self._vfs.size_here(inode)
         try:
             attr = await self._vfs.setattr(
                 inode, mode=mode, uid=uid, gid=gid, size=size, atime_ns=atime_ns, mtime_ns=mtime_ns, caller=caller,
                 handle=self._files.get(handle))
+            if before is not None and before < size:
+                await self.pages.growing(inode, before, size)
         finally:
             self._changes += 1
             if size is not None:
@@ -308,6 +315,8 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
         """Whether it is open for appending."""
         file.number = handle
         self._files[handle] = file
+        if bypasses(flags):
+            self.pages.opened(file.inode)
         if flags & os.O_ACCMODE == os.O_RDONLY:
             return False
         self.published.opened_to_write(file.inode, handle)
@@ -361,57 +370,6 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
         """Awaitable of up to `size` bytes as one buffer, short only at the end of the file. After `read_now`."""
         return self._vfs.read(self._files[handle], offset, size)
 
-    def write_now(self, handle: int, offset: int, buffer, drop_set_ids: bool, unique: int) -> bool:
-        """Whether `buffer` was taken as by `write`, without waiting. Where what is written is kept (`kept`), it was copied."""
-        file = self._files[handle]
-        if drop_set_ids and file.attr.mode & SET_IDS:
-            return False
-        try:
-            if not self._vfs.write_now(file, offset, buffer, unique):
-                return False
-        except BaseException:
-            self._seen.pop(file.inode, None)
-            raise
-        finally:
-            if file.inode not in self._paged:
-                self._paging(file.inode)
-        self._changes += 1
-        return True
-
-    @contextlib.contextmanager
-    def _changing(self, file):
-        """Where that fails, the kernel's pages have what was to be written, and no store does."""
-        try:
-            yield
-        except BaseException:
-            self._seen.pop(file.inode, None)
-            raise
-        finally:
-            self._changes += 1
-
-    def syncs_itself(self, handle: int) -> bool:
-        """Whether the kernel leaves what O_SYNC and O_DSYNC ask for to us: past its pages it sends no FSYNC behind a write."""
-        return handle in self._appending
-
-    async def synced(self, handle: int, taken: int) -> int:
-        """`taken`, when what was written is durable."""
-        await self.fsync(handle, False)
-        return taken
-
-    async def write(self, handle: int, offset: int, buffer, drop_set_ids: bool = False, syncs: bool = False) -> int:
-        """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: as in
-        setattr. `syncs`: it is durable too, where `syncs_itself`."""
-        file = self._files[handle]
-        if drop_set_ids and file.attr.mode & SET_IDS:
-            await self._drop_set_ids(file)
-        with self._changing(file):
-            if handle not in self._appending:
-                return await self._vfs.write(file, offset, buffer)
-            taken = await self._append(file, buffer, self._appending[handle])
-            if syncs or file.flags & os.O_DSYNC:
-                await self._vfs.fsync(file, False)
-            return taken
-
     async def flush(self, handle: int, owner: int | None = None) -> None:
         """close(2): what was written is at the stores and the size is known to all, or the error is told here. The record locks
         of `owner` on the file end."""
@@ -430,7 +388,10 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
         file = self._files[handle]
         try:
             await self._take_privileges(file, caller)
+            size = file.size
             await self._vfs.fallocate(file, offset, length, mode)
+            if file.size > size and not self.options.writeback:
+                await self.pages.growing(file.inode, size, file.size)
         finally:
             self._changes += 1
 
@@ -449,7 +410,11 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
         file = self._files[handle_out]
         try:
             await self._take_privileges(file, caller)
-            return await self._vfs.copy_range(self._files[handle_in], offset_in, file, offset_out, length)
+            size = file.size
+            copied = await self._vfs.copy_range(self._files[handle_in], offset_in, file, offset_out, length)
+            if offset_out > size and not self.options.writeback:
+                await self.pages.growing(file.inode, size, offset_out)
+            return copied
         finally:
             self._changes += 1
 
@@ -470,6 +435,10 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
 
     def _released(self, file, handle: int) -> None:
         self._handles.give_back(handle)
+        if bypasses(file.flags):
+            self.pages.closed(file.inode)
+        if file.inode in self.pages.refused:
+            self._forget_refused(file.inode)
         self.published.closed(file.inode, handle)
         if file.inode in self._paged and not self._vfs.is_open(file.inode):
             del self._paged[file.inode]
@@ -542,6 +511,8 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
                 self._open_directory(one.number, one.inode, DirHandle(one.inode))
             else:
                 self._files[one.number] = handles[one.number]
+                if bypasses(handles[one.number].flags):
+                    self.pages.opened(one.inode)
                 if handles[one.number].append:
                     self._appending[one.number] = one.caller
             if one.unique:

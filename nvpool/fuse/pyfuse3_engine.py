@@ -415,6 +415,7 @@ class Pyfuse3Engine:
         self._requests = _Requests(ops, on_ready)
         ops.invalidate_attributes = self._invalidate_attributes
         ops.invalidate = self._invalidate
+        ops.pages.drop, ops.pages.store = self._drop_pages, self._store_pages
         self._mount_point = mount_point
         self._options = options
         self._on_burst = on_burst
@@ -459,6 +460,14 @@ class Pyfuse3Engine:
         """In a thread, since the kernel waits for requests of ours."""
         await asyncio.get_running_loop().run_in_executor(None, _invalidate_all, list(names), list(inodes))
 
+    async def _drop_pages(self, inode: int, offset: int, length: int) -> None:
+        """All of them: libfuse's wrapper knows no range."""
+        await self._invalidate((), (inode,))
+
+    async def _store_pages(self, inode: int, offset: int, content: bytes) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, _told, functools.partial(
+            pyfuse3.notify_store, inode, offset, content))
+
     def stop(self) -> None:
         """Take no further request; `serve` returns when those in work are answered."""
         if self._loop is not None and not self._loop.closing:
@@ -488,8 +497,12 @@ class Pyfuse3Engine:
 def _invalidate_all(names: list[tuple[int, bytes]], inodes: list[int]) -> None:
     for notice in (*[functools.partial(pyfuse3.invalidate_entry, *place) for place in names],
                    *[functools.partial(pyfuse3.invalidate_inode, inode) for inode in inodes]):
-        try:
-            notice()
-        except OSError as error:
-            if error.errno != errno.ENOENT:  # which is what the kernel does not know any more
-                log.warning("the kernel has not taken a notice: %s", error)
+        _told(notice)
+
+
+def _told(notice: Callable[[], object]) -> None:
+    try:
+        notice()
+    except OSError as error:
+        if error.errno != errno.ENOENT:  # which is what the kernel does not know any more
+            log.warning("the kernel has not taken a notice: %s", error)

@@ -56,7 +56,7 @@ STEP_BYTES = 4 << 20
 """A step ends when its lines have so many bytes: attributes may have 64 KiB each, a payload 32 MiB."""
 _PAIRS = 100
 
-_INODE_FIELDS = tuple(f for f in records.Inode.__slots__ if f not in ("number", "target"))
+_INODE_FIELDS = tuple(f for f in records.Inode.__slots__ if f not in ("number", "target", "reserved"))
 _PART_FIELDS = ("mode", "uid", "gid", "table", "chunk_bits", "flags")
 
 

@@ -31,17 +31,14 @@ _DENTRY_KEY = struct.Struct(">HQ")
 _PREFIX = struct.Struct(">H")
 _LOCK_KEY = struct.Struct(">BQQQ")
 _PART_KEY = struct.Struct(">HQH")
-IDENTITY_KEY = _PREFIX.pack(IDENTITY)
-BOUNDS_KEY = _PREFIX.pack(BOUNDS)
-COUNTS_KEY = _PREFIX.pack(COUNTS)
+IDENTITY_KEY, BOUNDS_KEY, COUNTS_KEY = _PREFIX.pack(IDENTITY), _PREFIX.pack(BOUNDS), _PREFIX.pack(COUNTS)
 _PART_PREFIX = _PREFIX.pack(PART)
 END_OF_KEYS = b"\xff\xff"
 _SCATTER_1, _SCATTER_2 = 0x5851F42D4C957, 0x2545F4914F6CD
 """Odd numbers, by which counters are scattered one to one over 51 bits (multiply, fold, multiply). Keys that rise within each
 of 4,096 ranges leave B-tree pages half full (each range ends within one): 99 bytes of LMDB an inode. Scattered: 67 bytes."""
 _GATHER_1, _GATHER_2 = pow(_SCATTER_1, -1, 1 << COUNTER_BITS), pow(_SCATTER_2, -1, 1 << COUNTER_BITS)
-HASH_AT = 10
-NAME_AT = 17
+HASH_AT, NAME_AT = 10, 17
 
 
 def prefix(partition: int, kind: int) -> bytes:
@@ -174,10 +171,10 @@ _DEFAULT_LAYOUT = Layout()
 _S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
 _SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
 _CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = (1 << bit for bit in range(17, 27))
-_KNOWN = (1 << 27) - 1
+_RESERVED = 1 << 29
+_KNOWN = (1 << 27) - 1 | _RESERVED
 _HEAD = struct.Struct("<I")
-_SIZE_CODES = ("", "H", "I", "Q")
-_OWNER_CODES = ("", "HH", "II", "H")
+_SIZE_CODES, _OWNER_CODES = ("", "H", "I", "Q"), ("", "HH", "II", "H")
 _TIME_CODES = ("", "I", "q")
 _structs: dict[int, struct.Struct] = {}
 
@@ -193,35 +190,24 @@ class Inode:
     `size` of a directory is the number of its entries, of a symlink the length of its target. `parent` is a directory's.
     `change` grows with each change, `cut` with each truncation and hole that may have had something to cut; the last `punches`
     of its numbers were holes, so the file ends where it was reported to end under any of them. `volume`: of its root, or 0.
+    `reserved`: end of the places given to appends that were not reported yet; none are open where it is not above `size`.
     """
 
     __slots__ = ("number", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change",
-                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches", "volume")
+                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches", "volume", "reserved")
 
     def __init__(self, number: int, mode: int, links: int = 1, uid: int = 0, gid: int = 0, size: int = 0,
                  blocks: int = 0, atime_ns: int = 0, mtime_ns: int = 0, ctime_ns: int = 0, change: int = 1, cut: int = 0,
                  rdev: int = 0, table: int = 1, chunk_bits: int = 20, flags: int = 0, parent: int = 0,
-                 target: bytes = b"", punches: int = 0, volume: int = 0) -> None:
-        self.number = number
-        self.mode = mode
-        self.links = links
-        self.uid = uid
-        self.gid = gid
-        self.size = size
-        self.blocks = blocks
-        self.atime_ns = atime_ns
-        self.mtime_ns = mtime_ns
-        self.ctime_ns = ctime_ns
-        self.change = change
-        self.cut = cut
-        self.rdev = rdev
-        self.table = table
-        self.chunk_bits = chunk_bits
-        self.flags = flags
-        self.parent = parent
-        self.target = target
-        self.punches = punches
-        self.volume = volume
+                 target: bytes = b"", punches: int = 0, volume: int = 0, reserved: int = 0) -> None:
+        self.number, self.mode, self.links = number, mode, links
+        self.uid, self.gid, self.size = uid, gid, size
+        self.blocks, self.atime_ns, self.mtime_ns = blocks, atime_ns, mtime_ns
+        self.ctime_ns, self.change, self.cut = ctime_ns, change, cut
+        self.rdev, self.table, self.chunk_bits = rdev, table, chunk_bits
+        self.flags, self.parent, self.target = flags, parent, target
+        self.punches, self.volume = punches, volume
+        self.reserved = reserved
 
     @property
     def is_directory(self) -> bool:
@@ -256,13 +242,14 @@ class Inode:
 def _inode_struct(head: int) -> struct.Struct:
     """The layout of an inode whose first 32 bits are `head`: version (8 bits) and which fields follow how wide (24)."""
     size, owner, ctime, atime = head >> _SIZE & 3, head >> _OWNER & 3, head >> _CTIME & 3, head >> _ATIME & 3
-    if head & 0xFF != _VERSION or head >> 8 > _KNOWN >> 8 or ctime > 2 or atime > 2:
+    if head & 0xFF != _VERSION or head & ~_KNOWN or ctime > 2 or atime > 2:
         raise CorruptRecord(f"no inode record begins with {head:#010x}")
     code = "<IHq" + ("Q" if head & _CHANGE else "B") + _SIZE_CODES[size] + _OWNER_CODES[owner]
     code += "I" if head >> _LINKS & 1 else ""
     code += _TIME_CODES[ctime] + _TIME_CODES[atime] + ("Q" if head & _CUT else "") + ("Q" if head & _BLOCKS else "")
     code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
     code += ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "") + ("Q" if head & _VOLUME else "")
+    code += "Q" if head & _RESERVED else ""
     made = _structs[head] = struct.Struct(code)
     return made
 
@@ -333,6 +320,9 @@ def encode_inode(i: Inode) -> bytes:
     if i.volume:
         head |= _VOLUME
         add(i.volume)
+    if i.reserved > size:
+        head |= _RESERVED
+        add(i.reserved)
     values[0] = head
     return (_structs.get(head) or _inode_struct(head)).pack(*values) + i.target
 
@@ -351,7 +341,7 @@ def inode_fields(number: int, raw: bytes) -> tuple:
         raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few") from None
     mode, mtime, change = values[1], values[2], values[3]
     at = 4
-    size = uid = gid = cut = rdev = flags = parent = punches = volume = 0
+    size = uid = gid = cut = rdev = flags = parent = punches = volume = reserved = 0
     links = 1
     ctime = atime = mtime
     table, chunk_bits = _DEFAULT_LAYOUT
@@ -396,13 +386,16 @@ def inode_fields(number: int, raw: bytes) -> tuple:
         at += 1
     if head & _VOLUME:
         volume = values[at]
+        at += 1
+    if head & _RESERVED:
+        reserved = values[at]
     if head & _TOUCHED:
         flags |= TOUCHED
     target = raw[layout.size:]
     if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
         raise CorruptRecord(f"the record of inode {number} contradicts itself")
     return (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits, flags,
-            parent, bytes(target), punches, volume)
+            parent, bytes(target), punches, volume, reserved)
 
 
 # -- dentries --------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from nvpool.kv.contract import Kv
 from nvpool.logic.partition import partition_of_name
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import records
+from nvpool.meta.appends import AppendInProgress, Appends
 from nvpool.meta.atonce import answers_at_once
 from nvpool.meta.cuts import Cuts
 from nvpool.meta.fsck import Mend
@@ -124,7 +125,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._locks = LockWaits(self._kv, locks, self._clock)
         self._view = View(self._kv, identity, self._secret, self._options.grant_s, locks)
         self._view.is_open = lambda inode: inode in self._sessions.holders
-        self._view.rooms = Rooms(self._clock, self._options.watch_s)
+        self._view.rooms, self._view.appends = Rooms(self._clock, self._options.watch_s), Appends(self._clock)
         self._removals.clear()
         self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
         self._collector = Collector(self._kv, self._view, self._targets, self._clock, self._options.linger_s,
@@ -354,7 +355,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             try:
                 draft = decide(self._view, request, self._clock.wall_ns())
             except CutInProgress as wait:
-                self._wait_for_cut(call, wait.inode)
+                self._wait_for(call, wait)
                 return
             if draft.dirty:
                 if self._kv.full:
@@ -398,8 +399,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                     self._later(call, wait)  # what was decided is thrown away
                     return
                 self._commit(call, draft, session, slot, index, sequence)
-            except CutInProgress as wait:
-                self._wait_for_cut(call, wait.inode)
+            except (CutInProgress, AppendInProgress) as wait:
+                self._wait_for(call, wait)
             except WrongShard as error:
                 if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
                     self._keep_refusal(session, slot, sequence, error)  # if the partition comes back it is not to be made
@@ -581,9 +582,10 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             return False
         return True
 
-    def _wait_for_cut(self, call: Call, inode: int) -> None:
-        done = self._view.cutting[inode]
-        self._later(call, lambda: asyncio.shield(done))
+    def _wait_for(self, call: Call, wait: CutInProgress | AppendInProgress) -> None:
+        view, inode = self._view, wait.inode
+        self._later(call, partial(asyncio.shield, view.cutting[inode]) if isinstance(wait, CutInProgress)
+                    else partial(view.appends.wait, inode))
 
     def _later(self, call: Call, wait: Callable[[], Awaitable]) -> None:
         """Handle the call anew when the wait is over: nothing of it is decided yet."""
@@ -595,5 +597,4 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
 
 
 _ALWAYS = frozenset((wire.META_STATUS,))
-
 __all__ = ["MetaOptions", "MetaService"]

@@ -8,6 +8,7 @@ or in `changes` waits; what has to wait first is said by CutInProgress, which on
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 from nvpool.base.errors import (
@@ -26,6 +27,7 @@ from nvpool.kv.contract import Kv
 from nvpool.logic.partition import name_hasher, partition_of_name
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import parts, records
+from nvpool.meta.appends import Appends
 from nvpool.meta.locks import LockTable
 from nvpool.meta.parts import Part
 from nvpool.meta.records import DIVIDED, TRASHED, WIDE, Inode, Intent
@@ -82,6 +84,7 @@ class View:
         self.promise: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: ()
         """See Watches.lend."""
         self.rooms: Rooms | None = None
+        self.appends: Appends | None = None
         self.access = Access()
         self.trashes: set[int] = set()
         """Volumes that may have something in their trash."""
@@ -365,6 +368,9 @@ class Draft:
             else:
                 found.use.bytes += grown
         inode.size = size
+        if inode.reserved and inode.reserved <= size:
+            inode.reserved = 0
+            self.then = partial(self.view.appends.ended, inode.number)
 
     def _counts(self, inode: Inode) -> bool:
         """Whether an inode without a name counts in its volume."""
@@ -379,6 +385,10 @@ class Draft:
             inode.mtime_ns = now
         inode.change += 1
         self.dirty[inode.number] = inode
+
+    def keep(self, inode: Inode) -> None:
+        """Write the record of a file of which nothing has changed that clients see."""
+        self.effects[records.inode_key(inode.number)] = records.encode_inode(inode)
 
     def birth(self, partition: int, **fields) -> Inode:
         """A new inode with the next number; all its times are now."""
@@ -449,6 +459,9 @@ class Draft:
         if inode.number in self.view.cutting:
             raise CutInProgress(inode.number)
         self.resized(inode, size)
+        if inode.reserved:  # what is on its way to there was written before, and goes with what is cut
+            inode.reserved = 0
+            self.then = partial(self.view.appends.ended, inode.number)
         inode.blocks = min(inode.blocks, records.blocks_of(size))
         if inode.flags & records.TOUCHED:
             inode.punches = 0

@@ -50,14 +50,18 @@ class _Node:
 
 
 class FileHandle:
-    __slots__ = ("inode", "flags", "attr", "node", "flocks", "number")  # as in client/vfs/contract
+    __slots__ = ("inode", "flags", "attr", "node", "file", "flocks", "number")  # as in client/vfs/contract
 
     def __init__(self, node: _Node, flags: int) -> None:
         self.inode = node.attr.inode
         self.flags = flags
         self.attr = node.attr
-        self.node = node
+        self.node = self.file = node
         self.flocks: set[int] = set()
+
+    @property
+    def size(self) -> int:
+        return len(self.node.content)
 
 
 class DirHandle(NamedTuple):
@@ -355,9 +359,18 @@ class MemoryVfs:
     def write_now(self, handle: FileHandle, offset: int, buffer, unique: int = 0) -> bool:
         return False
 
-    async def write(self, handle: FileHandle, offset: int, buffer) -> int:
+    def size_here(self, inode: int) -> int | None:
+        node = self._nodes.get(inode)
+        return len(node.content) if node is not None and node.handles else None
+
+    async def append(self, handle: FileHandle, buffer) -> int:
+        place = handle.size
+        await self.write(handle, place, buffer, False)
+        return place
+
+    async def write(self, handle: FileHandle, offset: int, buffer, append: bool | None = None) -> int:
         node = handle.node
-        if handle.flags & os.O_APPEND:
+        if handle.flags & os.O_APPEND and append is not False:
             offset = len(node.content)
         end = offset + len(buffer)
         if end > len(node.content):

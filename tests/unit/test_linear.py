@@ -136,7 +136,8 @@ def test_sizes_are_the_largest_that_was_written_since_the_last_cut():
 def test_records_lie_apart_and_in_their_order():
     first, second = Record(b"<one>", 0, 1, "a"), Record(b"<two>", 2, 3, "b")
     assert not records_problems(b"<one><two>", [first, second])
-    assert not records_problems(b"<one>\0\0\0<two>", [first, second])
+    assert records_problems(b"<one>\0\0\0<two>", [first, second])
+    assert not records_problems(b"<one>\0\0\0<two>", [first, second, Record(b"<lost>", 2, inf, "b")])
     assert records_problems(b"<two><one>", [first, second])
     assert records_problems(b"<on<two>", [first, second]) and records_problems(b"<one><one><two>", [first, second])
     assert records_problems(b"<one>noise<two>", [first, second])

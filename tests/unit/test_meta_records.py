@@ -35,6 +35,8 @@ INODES = {
     "device": Inode(FILE, 0o60660, rdev=0x0801, atime_ns=T, mtime_ns=T, ctime_ns=T),
     "file with holes": Inode(FILE, 0o100644, size=1 << 20, blocks=8, atime_ns=T, mtime_ns=T, ctime_ns=T, cut=9, punches=4,
                              flags=records.TOUCHED),
+    "file with open appends": Inode(FILE, 0o100644, size=100, blocks=8, atime_ns=T, mtime_ns=T, ctime_ns=T, volume=FILE,
+                                    flags=records.TOUCHED, reserved=300),
     "times before 1970": Inode(FILE, 0o100644, atime_ns=-5, mtime_ns=-7, ctime_ns=T),
 }
 

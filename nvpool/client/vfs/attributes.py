@@ -99,8 +99,9 @@ class Attributes(Core):
             await self._settle(inode)  # what is stamped by a later report would lie over the time that is set here
         if size is None:
             return self._merged(self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller)))
-        if file.volume and size > file.attr.size:
-            await self._settle(inode)  # what it takes of the volume is to be counted once
+        if size > file.attr.size:
+            # others must not see the new end before they can read what lies before it; in a volume it is counted once
+            await self._settle(inode)
         self.reader.changed(file)
         await self.writer.begin_cut(file, size)
         try:

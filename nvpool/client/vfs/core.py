@@ -60,6 +60,7 @@ class Core:
         self.keeping = Keeping(kept) if kept is not None else None
         self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report,
                              begin_report=self._begin_report, keeping=self.keeping)
+        self.cache.on_cut = self.writer.was_cut
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
         self.writer.plain = plain_writes(self)
@@ -171,6 +172,11 @@ class Core:
     def is_open(self, inode: int) -> bool:
         return inode in self.cache.open
 
+    def size_here(self, inode: int) -> int | None:
+        """Of a file that is open here, as it is known; None: it is not open."""
+        file = self.cache.open.get(inode)
+        return None if file is None else file.size
+
     def _opens_told(self, inodes: list[int]) -> None:
         for inode in inodes:
             file = self.cache.open.get(inode)
@@ -198,9 +204,9 @@ class Core:
                 file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
         return self.cache.newer(attr.inode, attr.change) or attr
 
-    async def _report(self, file: OpenInode, end: int, stored: int, wrote: bool, sync: bool) -> None:
+    async def _report(self, file: OpenInode, end: int, stored: int, wrote: bool, sync: bool, withdrawn: int = 0) -> None:
         request = meta_pb2.ReportRequest(inode=file.inode, cut=file.cut, end=end, wrote=wrote, sync=sync,
-                                         blocks_delta=(stored + 511) // 512)
+                                         blocks_delta=(stored + 511) // 512, withdrawn=withdrawn)
         self._reported(file, wrote, await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply,
                                                            file=file))
 

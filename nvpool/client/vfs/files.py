@@ -10,8 +10,19 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Protocol
 
-from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, StaleCut, WritesLost
+from nvpool.base.errors import (
+    BadHandle,
+    InvalidRequest,
+    LockLost,
+    NotFound,
+    NvpoolError,
+    QuotaExceeded,
+    Refused,
+    StaleCut,
+    WritesLost,
+)
 from nvpool.base.grants import READ, WRITE
+from nvpool.client.appended import open_end
 from nvpool.client.begun import Begun, OnEnd, Sent
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Later
@@ -297,10 +308,12 @@ class Files(Together, Locks):
             await self._confirm(handle.file)
         return found
 
-    async def write(self, handle: FileHandle, offset: int, buffer) -> int:
+    async def write(self, handle: FileHandle, offset: int, buffer, append: bool | None = None) -> int:
         """Take all of `buffer`, or as much of it as fits into its volume; it is stored later, at the latest by flush. An error
         of an earlier write is raised here, once. QuotaExceeded where nothing of it fits, and nothing is taken.
-        For O_APPEND handles the place is the end of the file as the service has it, and `offset` is ignored."""
+        For O_APPEND handles the place is the end of the file as the service has it, and `offset` is ignored; `append` says it
+        where the flag was changed since the file was opened. An append is taken whole or refused. The file ends behind it for
+        others when they can read it: with the next close or fsync here, at the latest some hundredths of a second later."""
         if not handle.writable or handle.closed:
             raise BadHandle("the handle is not open for writing")
         file = handle.file
@@ -308,8 +321,9 @@ class Files(Together, Locks):
             raise LockLost()
         if not len(buffer):
             return 0
-        if handle.append:
-            offset = await self._reserve(handle, len(buffer))
+        if handle.append if append is None else append:
+            await self._append(file, buffer)
+            return len(buffer)
         check_range(file.layout, offset, len(buffer))
         if offset + len(buffer) > file.paid:
             fits = await self.rooms.have(file, offset, offset + len(buffer)) - offset
@@ -337,32 +351,67 @@ class Files(Together, Locks):
         self.reader.changed(file)  # by now the bytes are on their way; nobody can have read in between
         return True
 
-    async def _reserve(self, handle: FileHandle, length: int) -> int:
-        file = handle.file
-        if file.written is not None and file.written.end > file.attr.size:
-            # the service must know of what lies before: records are appended behind it
+    async def append(self, handle: FileHandle, buffer) -> int:
+        """As `write` at the end of the file, whatever the handle was opened for. The place of the first byte."""
+        if not handle.writable or handle.closed:
+            raise BadHandle("the handle is not open for writing")
+        if handle.file.lost:
+            raise LockLost()
+        return await self._append(handle.file, buffer) if len(buffer) else handle.size
+
+    async def _append(self, file: OpenInode, buffer) -> int:
+        length = len(buffer)
+        async with self.writer.appended(file).turn:
+            self.writer.raise_error(file)
+            await self._pay_whole(file, file.size, length)
+            offset = await self._reserve(file, length)
+            try:
+                await self._pay_whole(file, offset, length)
+                self.reader.changed(file)
+                await self.writer.write(file, offset, buffer)
+            except BaseException:
+                self.writer.withdraw(file, offset)
+                raise
+        self.reader.changed(file)
+        self.writer.publish(file)
+        return offset
+
+    async def _pay_whole(self, file: OpenInode, offset: int, length: int) -> None:
+        """Have the volume promise room for all of a record. QuotaExceeded where only a part of it fits, or nothing."""
+        end = offset + length
+        if end > file.paid and await self.rooms.have(file, offset, end) < end:
+            raise QuotaExceeded(f"a record of {length} bytes does not fit into the volume's quota; remove files and purge its "
+                                f"trash, if it has one (nvpool trash purge), or: nvpool volume resize")
+
+    async def _reserve(self, file: OpenInode, length: int) -> int:
+        """A place behind the file's end, which is published when stores have the bytes (`client/appended`)."""
+        appended = self.writer.appended(file)
+        if appended.broken is not None or file.written.end > max(file.attr.size, appended.end):
+            # nothing is placed behind what is given up; and what other writes put behind the end comes before this
             await self.writer.store(file)
             await self.writer.settle(file)
         losses = self.chunks.ended.losses
         for last in (False, False, True):
-            request = meta_pb2.ReserveRequest(inode=file.inode, length=length, cut=file.cut)
-            async def ask(request=request) -> meta_pb2.ReserveReply:
-                return await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file,
-                                              once=True)
-
+            request = meta_pb2.ReserveRequest(inode=file.inode, length=length, cut=file.cut, deferred=True,
+                                              own=open_end(file.written))
             try:
-                reply = await (self.rooms.repeat(file, file.volume, ask, lambda: self._settle(file.inode)) if file.volume
-                               else ask())
+                reply = await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file,
+                                               once=True)
                 break
             except StaleCut:
                 if last:
                     raise
                 await self._refresh(file, WRITE)  # somebody has cut it since: the end is elsewhere now
+            except Refused:
+                raise
+            except BaseException:
+                self.writer.withdraw(file, max(file.attr.size, appended.end), doubtful=True)
+                raise
         if reply.HasField("attr"):
             self.cache.put_attr(reply.attr)
         self.chunks.ended.note(file, losses, reply.offset)
-        if file.volume:
-            file.paid = max(file.paid, reply.offset + length)
+        appended.reserve(reply.offset, reply.offset + length, file.attr.size)
+        appended.shared = reply.shared
         return reply.offset
 
     async def flush(self, handle: FileHandle, owner: int | None = None) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from nvpool.base.errors import InvalidRequest, IsADirectory, StaleCut
+from nvpool.base.units import WITHDRAW_ANY
 from nvpool.logic.layout import check_range
 from nvpool.meta import records
 from nvpool.meta.records import Inode
@@ -31,7 +34,7 @@ def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
     """The file ends at `end` at least. Refused with StaleCut when the writer did not know of a truncation."""
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
-    if request.wrote or request.end:
+    if request.wrote or request.end or request.withdrawn:
         _check_writer(inode, request.cut)
         check_range(inode.layout, request.end, 0)
         inode.flags |= records.TOUCHED  # a loss of power may have taken the mark that the writer's grant left
@@ -43,6 +46,10 @@ def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
         elif request.wrote:
             inode.blocks = min(inode.blocks + request.blocks_delta, records.blocks_of(inode.size))
             draft.stamp(inode, content=True)
+        if request.withdrawn and inode.reserved > inode.size and (
+                request.withdrawn == inode.reserved
+                or request.withdrawn == WITHDRAW_ANY and view.appends.is_of(inode, request.change.session)):
+            draft.cut(inode, inode.size)  # of what was to be there some may be at stores: nobody must ever see it
     if request.release:
         draft.closed = inode.number
     draft.sync = request.sync
@@ -52,8 +59,9 @@ def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
 
 
 def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
-    """[offset, offset + length) at the end of the file is the caller's alone: the file ends behind it from now on, so
-    that records of several nodes never overlap. What the caller does not write there reads as zeros."""
+    """[offset, offset + length) behind the end of the file is the caller's alone, so that records of several nodes never
+    overlap. A `deferred` one leaves the size as it is until the caller reports the bytes; others that append wait until then
+    (`meta/appends`). Without that, as older clients ask, the file ends behind it from now on."""
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     if inode.number in view.cutting:
@@ -61,12 +69,22 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
     _check_writer(inode, request.cut)
     if not request.length:
         raise InvalidRequest("an append of no bytes needs no place")
-    check_range(inode.layout, inode.size, request.length)
-    reply = draft.reply = meta_pb2.ReserveReply(offset=inode.size)
-    grown = records.blocks_of(inode.size + request.length) - records.blocks_of(inode.size)
-    draft.resized(inode, inode.size + request.length)
-    inode.blocks += grown
-    draft.stamp(inode, content=True)
+    if inode.volume and view.access.restricted:
+        view.access.check_change(inode.volume)
+    view.appends.check(inode, request.own)
+    offset = max(inode.size, inode.reserved)
+    check_range(inode.layout, offset, request.length)
+    reply = draft.reply = meta_pb2.ReserveReply(offset=offset)
+    if request.deferred:
+        inode.reserved = offset + request.length
+        reply.shared = view.appends.is_shared(inode.number)
+        draft.keep(inode)  # nobody has to be told: what others see of the file is as before
+        draft.then = partial(view.appends.given, inode.number, inode.reserved, request.change.session)
+    else:
+        grown = records.blocks_of(offset + request.length) - records.blocks_of(inode.size)
+        draft.resized(inode, offset + request.length)
+        inode.blocks += grown
+        draft.stamp(inode, content=True)
     fill_attr(reply.attr, inode)
     return draft
 

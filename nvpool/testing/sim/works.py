@@ -18,6 +18,7 @@ from nvpool.base.errors import InvariantBroken, LockLost, NoSpace
 from nvpool.client.session import Client
 from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, Caller
 from nvpool.logic.lockranges import EXCLUSIVE, UNLOCKED
+from nvpool.meta.appends import APPEND_S
 from nvpool.testing.sim.linear import (
     INITIAL,
     Access,
@@ -270,9 +271,24 @@ class Appends(_Rounds):
         self._records: dict[int, list[Record]] = {}
         self._contents: dict[int, bytes] = {}
         self._number = 0
+        self._zeros: list[str] = []
 
     def acts(self) -> list[tuple[int, Act]]:
-        return [(2, self._append)]
+        return [(2, self._append), (1, self._read)]
+
+    async def _read(self, worker: Worker) -> None:
+        """A reader sees a record late or whole. Not where a client died in an append, or was silent for its turn."""
+        inode = await self._newest(worker)
+        if inode is None:
+            return
+        handle = await worker.client.vfs.open(inode, os.O_RDONLY, CALLER)
+        try:
+            content = bytes(await worker.client.vfs.read(handle, 0, CHUNK_BYTES))
+        finally:
+            await worker.client.vfs.release(handle)
+        now = self._loop.time()
+        if b"\0" in content and all(one.end < inf or one.begin > now - APPEND_S for one in self._records.get(inode, ())):
+            self._zeros.append(f"{worker.name} read zeros at {content.find(0)} of {inode:#x}, at {now:g} s")
 
     async def _append(self, worker: Worker) -> None:
         inode = await self._newest(worker)
@@ -303,8 +319,8 @@ class Appends(_Rounds):
             self._contents[inode] = bytes(found)
 
     def problems(self) -> list[str]:
-        return [f"records in {inode:#x}: {problem}" for inode, content in self._contents.items()
-                for problem in records_problems(content, self._records[inode])]
+        return self._zeros + [f"records in {inode:#x}: {problem}" for inode, content in self._contents.items()
+                              for problem in records_problems(content, self._records[inode])]
 
 
 def records_problems(content: bytes, records: list[Record]) -> list[str]:
@@ -319,7 +335,7 @@ def records_problems(content: bytes, records: list[Record]) -> list[str]:
     places.sort(key=lambda one: one[0])
     end = 0
     for before, (place, record) in zip([None, *places], places, strict=False):
-        if content[end:place].strip(b"\0") and all(one.end < inf for one in records):
+        if end < place and all(one.end < inf for one in records):
             problems.append(f"bytes {end} to {place} are nobody's: {content[end:place][:40]!r}")
         if before is not None and record.end < before[1].begin:
             problems.append(f"{before[1].content[:20]!r} lies before {record.content[:20]!r}, which was there before it began")

@@ -501,7 +501,7 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("change", "inode", "cut", "end", "wrote", "sync", "release", "blocks_delta")
+    __slots__ = ("change", "inode", "cut", "end", "wrote", "sync", "release", "blocks_delta", "withdrawn")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
@@ -510,6 +510,7 @@ class ReportRequest(_message.Message):
     SYNC_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_DELTA_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     change: Change
     inode: int
     cut: int
@@ -518,27 +519,34 @@ class ReportRequest(_message.Message):
     sync: bool
     release: bool
     blocks_delta: int
-    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., cut: _Optional[int] = ..., end: _Optional[int] = ..., wrote: _Optional[bool] = ..., sync: _Optional[bool] = ..., release: _Optional[bool] = ..., blocks_delta: _Optional[int] = ...) -> None: ...
+    withdrawn: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., cut: _Optional[int] = ..., end: _Optional[int] = ..., wrote: _Optional[bool] = ..., sync: _Optional[bool] = ..., release: _Optional[bool] = ..., blocks_delta: _Optional[int] = ..., withdrawn: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("change", "inode", "length", "cut")
+    __slots__ = ("change", "inode", "length", "cut", "deferred", "own")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
     change: Change
     inode: int
     length: int
     cut: int
-    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., length: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
+    deferred: bool
+    own: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., length: _Optional[int] = ..., cut: _Optional[int] = ..., deferred: _Optional[bool] = ..., own: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("offset", "attr")
+    __slots__ = ("offset", "attr", "shared")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     ATTR_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     offset: int
     attr: Attr
-    def __init__(self, offset: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
+    shared: bool
+    def __init__(self, offset: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ..., shared: _Optional[bool] = ...) -> None: ...
 
 class ListDirRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs", "name", "packed", "spread", "rights")
