@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
+from nvpool.base.errors import DirectoryGone, NotFound
 from nvpool.wire.entries import NOTHING_LISTED, Listed
 from nvpool.wire.v1.meta_pb2 import Attr
 
@@ -28,8 +29,9 @@ def _seen(task: asyncio.Task) -> None:
         task.exception()
 
 
-def _add_each(add: Callable[[bytes, Attr, int], bool], entries: Listed, first: int) -> int:
+def _add_each(add: Callable[[bytes, Attr, int], bool], entries: Listed, first: int, ops: ListOps, untrue: Container[int]) -> int:
     for at in range(first, len(entries)):
+        ops.name_is_kept = entries.inodes[at] not in untrue
         if not add(entries.names[at], entries.attr(at), entries.cursor(at)):
             return at
     return len(entries)
@@ -73,6 +75,8 @@ class ListOps:
         self._directories: dict[int, _OpenDirectory] = {}
 
     async def opendir(self, inode: int) -> int:
+        if self._is_withdrawn(inode):
+            raise NotFound(f"directory {inode:#x} may have another name by now")
         opened = await self._vfs.opendir(inode)
         handle = self._handles.directory(inode)
         self._open_directory(handle, inode, opened)
@@ -80,6 +84,10 @@ class ListOps:
 
     def _open_directory(self, handle: int, inode: int, opened) -> None:
         self._directories[handle] = _OpenDirectory(inode, opened)
+
+    def is_listed(self, inode: int) -> bool:
+        """Whether the directory is open here."""
+        return any(directory.inode == inode for directory in self._directories.values())
 
     async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool],
                       add_all: Callable[[Listed, int, set[int]], int] | None = None) -> None:
@@ -91,7 +99,13 @@ class ListOps:
         Cursors: 0 the beginning, 1 behind '.', 2 behind '..', others are the metadata service's: valid in any process, at any
         time, while the directory changes. A name that is there all the time is seen once; memory is 1 + AHEAD_MAX batches.
         """
-        directory = self._directories[handle]
+        try:
+            await self._list(self._directories[handle], cursor, add, add_all)
+        except DirectoryGone as error:
+            raise NotFound(*error.args) from None
+
+    async def _list(self, directory: _OpenDirectory, cursor: int, add: Callable[[bytes, Attr, int], bool],
+                    add_all: Callable[[Listed, int, set[int]], int] | None) -> None:
         if cursor < 2:
             own = await self._vfs.getattr(directory.inode)
             if cursor == 0 and not add(b".", Attr(inode=own.inode, mode=S_IFDIR), 1):
@@ -106,8 +120,9 @@ class ListOps:
                 await self._read_batch(directory, cursor)
             entries, first = directory.entries, directory.at
             if first < len(entries):
-                untrue = self._vfs.outdated(entries.inodes, directory.read_s)
-                directory.at = add_all(entries, first, untrue) if add_all is not None else _add_each(add, entries, first)
+                untrue = self._vfs.outdated(entries.inodes, directory.read_s) | self._vfs.unpromised(entries)
+                directory.at = (add_all(entries, first, untrue) if add_all is not None
+                                else _add_each(add, entries, first, self, untrue))
                 if directory.at > first:
                     self._telling_names(directory.inode, entries, first, directory.at, untrue)
                     directory.cursor = cursor = entries.cursor(directory.at - 1)
