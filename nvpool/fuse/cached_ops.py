@@ -65,6 +65,9 @@ LOOK_S = 0.5
 RENEWALS_MAX = 64
 """Leases that are renewed at a time; other pages are dropped, and read anew under a new lease."""
 
+WALK_S = 1.0
+WALKING_MAX = 1024
+"""Threads that were told ESTALE, and come again at once."""
 ANSWERED_MAX = 4096
 """Directories without a name of which the kernel was told once that it is stale."""
 
@@ -105,6 +108,10 @@ class _Named:
             self._placed += 1
         return self._places.get(inode, [])
 
+    def take_back(self, inode: int) -> list[tuple[int, bytes, int]]:
+        """As `places_of`, for the recall itself: they are not kept any more."""
+        return self.places_of(inode) and self._places.pop(inode)
+
 
 async def _nothing(names: Iterable[Place], inodes: Iterable[int]) -> None:
     """An engine that can not."""
@@ -125,6 +132,7 @@ class CachedOps:
         """Whether the kernel may keep the name that was told last, for options.entry_timeout_s."""
         self._locked: dict[int, int] = {}  # directory -> so many of our requests in work change names in it
         self._withdrawn: dict[int, None] = {}  # inodes whose names were taken back, and not told anew since
+        self._walking: dict[int, float] = {}  # thread whose path the kernel walks anew -> since when
         self._answered_stale: dict[int, None] = {}  # directories that are gone
         self._changes = 0  # made through this mount; counted when they are done
         self._paged: dict[int, tuple[float, bool]] = {}  # open inode -> its pages are right until then, by a lease
@@ -240,7 +248,7 @@ class CachedOps:
             self.published.take_back(inode)
             self.invalidate_attributes(inode)
             for named in self._named:
-                for parent, name, child in named.places_of(inode):
+                for parent, name, child in named.take_back(inode):
                     names[parent, name] = None
                     self._withdrawn[child] = None
             if self._paged.pop(inode, None) is not None:
@@ -267,12 +275,20 @@ class CachedOps:
         if count:
             self._locked[directory] = count
 
-    def _is_withdrawn(self, inode: int) -> bool:
-        """Whether the kernel may have come to the inode by a name from before a recall. Once: then it walks the path anew."""
-        if self._withdrawn and inode in self._withdrawn:
-            del self._withdrawn[inode]
-            return True
-        return False
+    def _is_withdrawn(self, inode: int, pid: int = 0) -> bool:
+        """Whether the kernel may have come to the inode by a name from before a recall. Once for an inode, since it then walks
+        the path anew, and once for a thread: `pid` has walked anew already, and what it found may be changed since."""
+        if self._walking and (since_s := self._walking.pop(pid, None)) is not None and (
+                self._clock.boottime_s() - since_s < WALK_S):
+            return False
+        if not self._withdrawn or inode not in self._withdrawn:
+            return False
+        del self._withdrawn[inode]
+        if pid:
+            self._walking[pid] = self._clock.boottime_s()
+            for old in too_old(self._walking, WALKING_MAX):
+                del self._walking[old]
+        return True
 
     def _is_kept(self, inode: int) -> bool:
         """Whether the kernel may keep a name of the inode."""

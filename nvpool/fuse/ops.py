@@ -238,7 +238,7 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
     async def open(self, inode: int, flags: int, caller: Caller, drop_set_ids: bool = False) -> Opened:
         """`drop_set_ids`: as in setattr, where O_TRUNC cuts."""
         flags = self.flags_below(flags)
-        if self._is_withdrawn(inode):
+        if self._is_withdrawn(inode, caller.pid):
             raise NotFound(f"inode {inode:#x} may have another name by now")
         file = await self._vfs.open(inode, flags, caller)
         if drop_set_ids:
