@@ -7,6 +7,7 @@ through this mount since: the kernel keeps the attributes that a listing carries
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Container
 
@@ -18,6 +19,9 @@ S_IFDIR = 0o040000
 
 LIST_BATCH = 512
 """Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 390 (64 KiB) a request."""
+
+SEEK_BATCH = 32
+"""Entries asked for at first behind a place that was sought; each batch that is read on from there is four times as large."""
 
 AHEAD_MAX = 2
 """Batches of a listing that nobody has come for yet: the shard makes one while another is on its way, or waits here."""
@@ -52,22 +56,32 @@ class _Batch:
 
 
 class _OpenDirectory:
-    """A listing's place. `entries[at:]` were read ahead and follow `cursor`; `coming` follows them, batch by batch. `newest`:
-    the last batch that was asked for."""
+    """A listing's place. `entries[at:]` were read ahead and follow `cursor`, all `entries` follow `begin`; `coming` follows them,
+    batch by batch. `newest`: the last batch that was asked for; `batch`: how many entries that may have."""
 
-    __slots__ = ("inode", "handle", "entries", "at", "cursor", "more", "read_s", "changes", "coming", "newest")
+    __slots__ = ("inode", "handle", "entries", "at", "begin", "cursor", "more", "read_s", "changes", "coming", "newest", "batch")
 
     def __init__(self, inode: int, handle) -> None:
         self.inode = inode
         self.handle = handle
         self.entries = NOTHING_LISTED
         self.at = 0
-        self.cursor = -1
+        self.begin = self.cursor = -1
         self.more = True
         self.read_s = 0.0
         self.changes = -1
         self.coming: deque[_Batch] = deque()
         self.newest: _Batch | None = None
+        self.batch = LIST_BATCH
+
+    def try_seek(self, cursor: int) -> bool:
+        """Go to a place within the entries that were read last."""
+        entries = self.entries
+        at = 0 if cursor == self.begin else bisect_left(entries.words, (cursor,)) + 1  # they are in the order of their cursors
+        if at > len(entries) or at and entries.cursor(at - 1) != cursor:
+            return False
+        self.at, self.cursor = at, cursor
+        return True
 
 
 class ListOps:
@@ -112,11 +126,12 @@ class ListOps:
                 return
             if not add(b"..", Attr(inode=self._above(own), mode=S_IFDIR), 2):
                 return
-            directory.cursor = -1  # a listing from the beginning sees the directory as it is now
+            directory.begin = directory.cursor = -1  # a listing from the beginning sees the directory as it is now
+            directory.entries, directory.at = NOTHING_LISTED, 0
             self._drop_coming(directory)
             cursor = 2
         while True:
-            if cursor != directory.cursor or self._is_old(directory.changes, directory.read_s):
+            if self._is_old(directory.changes, directory.read_s) or cursor != directory.cursor and not directory.try_seek(cursor):
                 await self._read_batch(directory, cursor)
             entries, first = directory.entries, directory.at
             if first < len(entries):
@@ -146,11 +161,17 @@ class ListOps:
         first = coming[0] if coming else None
         if first is None or first.cursor != cursor or first.task.cancelled() or self._is_old(first.changes, first.asked_s):
             self._drop_coming(directory)
+            if cursor == 2:
+                directory.batch = LIST_BATCH
+            elif cursor != directory.cursor:
+                directory.batch = SEEK_BATCH
+            else:
+                directory.batch = min(4 * directory.batch, LIST_BATCH)
             self._ask_batch(directory, cursor)
         batch = coming.popleft()
         self._ask_on(directory)
         directory.entries, directory.more = await batch.task
-        directory.at = 0
+        directory.at, directory.begin = 0, cursor
         directory.cursor, directory.changes, directory.read_s = cursor, batch.changes, batch.asked_s
 
     def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> None:
@@ -161,7 +182,7 @@ class ListOps:
             if directory.newest is batch:
                 self._ask_on(directory)
 
-        batch.task = self._own(self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH, answered))
+        batch.task = self._own(self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, directory.batch, answered))
         batch.task.add_done_callback(_seen)
         directory.coming.append(batch)
         directory.newest = batch
@@ -169,7 +190,8 @@ class ListOps:
     def _ask_on(self, directory: _OpenDirectory) -> None:
         """For what follows all that was asked for, where that is known and there is room."""
         newest = directory.newest
-        if newest is not None and newest.behind is not None and len(directory.coming) < AHEAD_MAX:
+        if (newest is not None and newest.behind is not None and len(directory.coming) < AHEAD_MAX
+                and directory.batch == LIST_BATCH):
             self._ask_batch(directory, newest.behind)
 
     @staticmethod
