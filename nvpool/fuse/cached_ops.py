@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
 from itertools import repeat
 from typing import NamedTuple
 
-from nvpool.base.errors import DirectoryGone, NotFound, NvpoolError
+from nvpool.base.errors import DirectoryGone, NvpoolError
 from nvpool.base.oldest import too_old
 from nvpool.fuse.published import Published
 from nvpool.wire.entries import Listed
@@ -306,9 +306,10 @@ class CachedOps:
             del self._answered_stale[old]
         return True
 
-    def _gone(self, error: DirectoryGone, *directories: int) -> NvpoolError:
-        """What a request for a name in a directory that is gone is answered: there is no such name, mostly."""
-        return error if any([self._is_stale(directory) for directory in directories]) else NotFound(*error.args)
+    def _gone(self, error: DirectoryGone, *directories: int) -> DirectoryGone:
+        """What a request for a name in a directory that is gone is answered: mostly that there is no such name."""
+        error.may_be_stale = any([self._is_stale(directory) for directory in directories])
+        return error
 
     @contextlib.contextmanager
     def _changing_names(self, *directories: int):

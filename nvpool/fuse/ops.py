@@ -65,7 +65,9 @@ def errno_of(error: BaseException, request: str) -> int:
 
     What is none of ours is a bug: EIO, and the log has the traceback.
     """
-    if isinstance(error, DirectoryGone) or isinstance(error, NotFound) and request in BY_INODE:
+    if isinstance(error, DirectoryGone):
+        return errno.ESTALE if error.may_be_stale else errno.ENOENT
+    if isinstance(error, NotFound) and request in BY_INODE:
         return errno.ESTALE
     if isinstance(error, errors.Bug):
         log.error("%s: %s", request, error, exc_info=error)
