@@ -303,6 +303,8 @@ class DirectoryGone(NotFound):
 
     errno = errno.ENOENT
     wire_code = 133
+    may_be_stale = True
+    """Whether the asker may have come there by a name from before; a mount sets it."""
 
 
 # -- Stale -----------------------------------------------------------------------------------------------------------

@@ -161,6 +161,12 @@ class Cache:
             return None
         return attr_of(held) if type(held) is bytes else held
 
+    def known_attr(self, inode: int) -> Attr | None:
+        """The newest attributes that were ever told, however old they are."""
+        opened = self.open.get(inode)
+        held = opened.attr if opened is not None else self._attrs.get(inode, (None, NEVER_S))[0]
+        return attr_of(held) if type(held) is bytes else held
+
     def flags(self, inode: int) -> int | None:
         """Those of the attributes, however old they are."""
         opened = self.open.get(inode)
@@ -287,11 +293,19 @@ class Cache:
         inode, born_s, sent_s, lease = self._entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
         if inode is None or inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s):
             return inode
+        return inode if self._cover(parent, inode, sent_s, lease) else None
+
+    def cover(self, parent: int, name: bytes, inode: int) -> int:
+        """The inode whose lease promises that the name goes on standing for `inode`: that one or the directory; 0: none."""
+        known = self._entries.get((parent, name))
+        return self._cover(parent, inode, known[2], known[3]) if known is not None and known[0] == inode else 0
+
+    def _cover(self, parent: int, inode: int, sent_s: float, lease: Lease | None) -> int:
         held = self.leases.held(inode) if inode else None
         if held is not None and (sent_s >= held.since_s or lease is not None and held.number == lease.number):
             return inode
         held = self.leases.held(parent)
-        return inode if held is not None and sent_s >= held.since_s else None
+        return parent if held is not None and sent_s >= held.since_s else 0
 
     def names_of(self, inode: int) -> list[tuple[int, bytes]]:
         """Names (directory, name) that stand for it, as far as they are known. Looks through all entries: for rare cases."""

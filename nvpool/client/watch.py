@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, StaleSession
-from nvpool.client.leases import WATCH_SHARE, Leases, ShardWatch
+from nvpool.client.leases import NEVER_S, WATCH_SHARE, Leases, ShardWatch
 from nvpool.client.options import ClientOptions
 from nvpool.wire import codec
 from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import meta_pb2
 
 IDLE_S = 60.0
-"""Who has no use for leases for so long does not watch, until he asks again."""
+"""A session that has used no lease for so long gives all of them up and stops watching until its next question."""
 ANSWER_S = 10.0
 
 
@@ -35,6 +35,7 @@ async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb
         if watch.used:
             watch.used, used_s = False, sent_s
         elif sent_s - used_s > IDLE_S:
+            await _leave(watch, session, send, leases, sent_s + ANSWER_S)
             return
         request = meta_pb2.WatchRequest(session=session, watch=watch.number, seen=watch.seen)
         try:
@@ -56,3 +57,17 @@ async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb
         watch.until_s = max(watch.until_s, sent_s + reply.watch_ms * WATCH_SHARE / 1000)
         if inodes:
             await ended(inodes)
+
+
+async def _leave(watch: ShardWatch, session: int, send: Callable[[meta_pb2.WatchRequest, float], Awaitable], leases: Leases,
+                 deadline_s: float) -> None:
+    """Give up all leases at the shard. A watch that only stops holds up changes of other clients until its time is over."""
+    leases.end_all(watch)
+    watch.until_s = NEVER_S
+    request = meta_pb2.WatchRequest(session=session, watch=watch.number, seen=watch.seen, leaves=True)
+    try:
+        reply = decoded(meta_pb2.WatchReply, await send(request, deadline_s))
+    except NvpoolError:
+        return  # the leases end by themselves
+    leases.end_all(watch)  # also those of answers that have come meanwhile
+    watch.number, watch.seen = reply.watch, reply.number

@@ -238,7 +238,7 @@ cdef bint take_reply(const uint8_t *at, Py_ssize_t count, Born *b) noexcept nogi
             return False
         at += length
     return (b.created and b.file.begin is not NULL and b.parent.begin is not NULL and b.grant is not NULL
-            and not b.lease_ms >> 32 and b.file.mode & S_IFMT == S_IFREG and not b.file.volume and not b.parent.volume
+            and b.lease_ms and not b.lease_ms >> 32 and b.file.mode & S_IFMT == S_IFREG and not b.file.volume and not b.parent.volume
             and not b.file.size and b.file.chunk_bits < 64)
 
 
@@ -700,7 +700,7 @@ cdef class Creates(Asking):
             if now_s >= <double>ops._naming_until_s or len(naming.told) >= named_together:
                 ops._name_anew()
                 naming = ops._naming
-            (<list?>naming.told).append((inode, parent, name))
+            (<list?>naming.told).append((inode, parent, name, inode))
         self.told[inode] = change
         if len(self.told) > told_max:
             ops._telling(attr)

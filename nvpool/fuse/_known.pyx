@@ -249,9 +249,10 @@ cdef object attr_of(const uint8_t *record):
 cdef class Known:
     """As known.py says. `engine` has the buffer, and what closed files are kept in until nobody waits."""
     cdef object _engine, _ops, _cache, _leases, _siblings, _clock, _spent
-    cdef object _owners
+    cdef object _owners, _cover
     cdef object _vfs, _meta, _writer, _published
     cdef set _refused
+    cdef dict _withdrawn
     cdef dict _files, _told, _seen, _paged, _open, _attrs, _entries, _whole, _lent, _directories
     cdef bytearray _buffer
     cdef int _fd
@@ -278,7 +279,7 @@ cdef class Known:
         self._engine, self._ops, self._cache, self._leases, self._siblings = engine, ops, cache, vfs.leases, vfs.siblings
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
         self._refused = ops.pages.refused
-        self._paged = ops._paged
+        self._paged, self._withdrawn = ops._paged, ops._withdrawn
         self._opens = not ops.options.writeback
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
         self._files, self._told, self._seen, self._owners = ops._files, ops._told, ops._seen, vfs._owners
@@ -450,28 +451,28 @@ cdef class Known:
         return attr
 
     cdef object entry(self, object parent, tuple key, double now_s):
-        """As Cache.entry."""
+        """As Cache.entry of no age; `_cover` is that of Cache.cover."""
         cdef PyObject *found = PyDict_GetItem(self._entries, key)
         cdef tuple known
-        cdef double born_s, sent_s, since_s
+        cdef double sent_s, since_s
         if found is NULL:
             return None
         known = <tuple>found
         inode = known[0]
-        born_s, sent_s = known[1], known[2]
+        sent_s = known[2]
         if inode:
             lease = self.lease(inode, now_s)
             if lease is not None:
                 since_s = (<tuple>lease)[1]
                 other = known[3]
                 if sent_s >= since_s or other is not None and (<tuple>lease)[4] == (<tuple>other)[4]:
+                    self._cover = inode
                     return inode
-            if self.is_believed(born_s, self._fresh_s, now_s) and self._leases.is_news(inode, sent_s):
-                return inode
         lease = self.lease(parent, now_s)
         if lease is not None:
             since_s = (<tuple>lease)[1]
             if sent_s >= since_s:
+                self._cover = parent
                 return inode
         return None
 
@@ -542,7 +543,9 @@ cdef class Known:
             if now_s >= ops._naming_until_s or len(told) >= named_together:
                 ops._name_anew()
                 told = ops._naming.told
-            told.append((inode, parent, name))
+            told.append((self._cover, parent, name, inode))
+        if PyDict_Size(self._withdrawn):
+            self._withdrawn.pop(inode, None)
         self._told[inode] = seen.change
         memset(out + 16, 0, 16)
         memcpy(out + 16, &seen.inode, 8)
@@ -577,6 +580,8 @@ cdef class Known:
         if flags & leaves_open or not self._opens or self._published.on:
             return False
         inode = head.node
+        if PyDict_Size(self._withdrawn) and inode in self._withdrawn:
+            return False
         cdef double now_s = self.now_s()
         lease = self.lease(inode, now_s)
         if lease is None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nvpool.base.errors import DirectoryGone
 from nvpool.client.vfs.contract import Caller
 
 if TYPE_CHECKING:
@@ -28,15 +29,16 @@ class Opened(NamedTuple):
 
 class Ending:
     """A change that ends with nothing but an error. `inode`: of a file whose pages the kernel has, and no store, where it
-    fails."""
+    fails. `directory`: of the name that is changed."""
 
-    __slots__ = ("begun", "on_end", "_ops", "_inode")
+    __slots__ = ("begun", "on_end", "_ops", "_inode", "_directory")
 
-    def __init__(self, ops: FuseOps, inode: int = 0) -> None:
+    def __init__(self, ops: FuseOps, inode: int = 0, directory: int = 0) -> None:
         self.begun: Any = None
         self.on_end: Callable[[Any, BaseException | None], None]
         self._ops = ops
         self._inode = inode
+        self._directory = directory
 
     def cancel(self) -> bool:
         return self.begun.cancel()
@@ -46,13 +48,17 @@ class Ending:
         ops._changes += 1
         if error is not None and self._inode:
             ops.failed(self._inode)
+        if self._directory:
+            ops._unlock(self._directory)
+            if isinstance(error, DirectoryGone):
+                error = ops._gone(error, self._directory)
         self.on_end(None, error)
 
 
 class Creating:
     """client/vfs Making, for the kernel."""
 
-    __slots__ = ("begun", "on_end", "_ops", "_parent", "_name", "_flags", "_caller", "_unique", "_handle", "_task")
+    __slots__ = ("begun", "on_end", "_ops", "_parent", "_name", "_flags", "_caller", "_unique", "_handle", "_task", "_locks")
 
     def __init__(self, ops: FuseOps, parent: int, name: bytes, flags: int, caller: Caller, unique: int) -> None:
         self.begun: Any = None
@@ -65,6 +71,17 @@ class Creating:
         self._unique = unique
         self._handle = 0
         self._task: asyncio.Task | None = None
+        self._locks = False
+
+    def hold(self) -> None:
+        """It is in work, and changes names in its directory."""
+        self._locks = True
+        self._ops._lock(self._parent)
+
+    def _let_go(self) -> None:
+        if self._locks:
+            self._locks = False
+            self._ops._unlock(self._parent)
 
     def cancel(self) -> bool:
         return self._task.cancel() if self._task is not None else self.begun.cancel()
@@ -76,17 +93,23 @@ class Creating:
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
         # a new inode: the kernel has no pages of it, and nobody a lock
         appending = bool(flags & os.O_APPEND) and not reads_only
+        self._let_go()
+        ops.name_is_kept = True  # there is a lease on what was made
         self.on_end((attr, Opened(handle, appending, ops.options.writeback, reads_only)), None)
 
     def opened(self, file) -> None:
         ops = self._ops
-        ops._telling_name(self._parent, self._name, file.attr)
+        attr = ops._telling_name(self._parent, self._name, file.attr)
+        if not ops.name_is_kept and ops.options.entry_timeout_s:
+            ops._keep_name(attr.inode, self._parent, self._name, attr.inode)  # so it was told
+        ops.name_is_kept = False
         ops._keeps_pages(file.attr)
         ops._keep_open(self._handle, file, self._flags, self._caller)
 
     def found(self, attr, file) -> None:
         ops = self._ops
         ops._changes += 1
+        self._let_go()
         try:
             told = ops._telling_name(self._parent, self._name, attr), ops._opened(file, self._flags, self._caller, self._unique)
         except Exception as error:
@@ -110,4 +133,5 @@ class Creating:
 
     def failed(self, error: BaseException) -> None:
         self._ops._changes += 1
-        self.on_end(None, error)
+        self._let_go()
+        self.on_end(None, self._ops._gone(error, self._parent) if isinstance(error, DirectoryGone) else error)

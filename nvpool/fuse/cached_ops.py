@@ -4,34 +4,38 @@ The kernel answers for itself for as long as it was told to (FuseOptions). What 
 believe any longer than that, and mostly not that long: the metadata service tells us before it lets others change what there
 is a lease on, and we tell the kernel before we say that we know. So the change comes after the kernel has forgotten.
 
-* names that the kernel was told of in the last seconds are remembered, to be taken back; those that are not there it is not
-  to keep (they could be taken back only under a lock of their directory that a request of its own may hold).
+* names are given to the kernel to keep only under a lease, on the inode or on its directory, by which a recall comes before
+  the name stands for anything else; without one the kernel asks each time. Names that it keeps are remembered, to be taken
+  back; those that are not there it is not to keep (they could be taken back only under a lock of their directory that a
+  request of its own may hold).
+* a notice about a name waits for a lock of its directory, and a look-up that is being answered may overtake it. So an inode
+  whose names were taken back is refused once with ESTALE when it is opened before the kernel has looked it up anew: then the
+  kernel walks the path again, without its caches. So no open ever goes by a name from before a recall.
 * attributes: each recall invalidates them; each open too, where it finds a `change` that the kernel was not told of.
 * pages: at each open the kernel is told to keep them exactly when the inode's `change` is the one under which they were read,
   or written here and nowhere else. While the file is open they are kept as long as there is a lease, which is renewed; where
   there is none, for a second.
 
-Notices go out in a thread and may have to wait there for requests that wait for us. A recall waits for them NOTICE_S at most,
-and then has all names asked for again, which needs no lock (Linux 6.16; on older kernels the name is late by one request).
+Notices go out in a thread and may have to wait there for requests that wait for us, so a recall waits for them only for a
+moment. Notice.INC_EPOCH, by which Linux 6.16 forgets all names without a lock, is not used: it unhashes directories, and what is
+mounted on top of one (a bind mount, a tmpfs) is then unmounted by the next walk.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
 from itertools import repeat
 from typing import NamedTuple
 
-from nvpool.base.errors import NvpoolError
+from nvpool.base.errors import DirectoryGone, NvpoolError
 from nvpool.base.oldest import too_old
 from nvpool.fuse.published import Published
 from nvpool.wire.entries import Listed
 from nvpool.wire.v1.meta_pb2 import Attr
-
-log = logging.getLogger(__name__)
 
 HAS_XATTRS = 1
 """In Attr.flags."""
@@ -47,8 +51,11 @@ NAMED_MAX = 1 << 16
 NAMED_TOGETHER = 512
 """Names that are remembered and forgotten as one."""
 
-NOTICE_S = 0.05
-"""Mostly it takes 0.1 ms. Longer, and a request is in the way that may itself wait for the change which waits for us."""
+NAMES_NOTICE_S = 0.003
+"""Mostly it takes 0.1 ms. Longer, and a request holds the directory that may itself wait for the change which waits for us: two
+nodes that remove the names of one directory would wait for this at each of them."""
+PAGES_NOTICE_S = 0.05
+"""As long as reads of these pages may take."""
 
 UNTOLD_S = 1.0
 """For so long at most pages of a file that others may change without our knowledge are kept while it is open."""
@@ -57,6 +64,12 @@ LOOK_S = 0.5
 """How often it is looked whether pages of open files are still promised."""
 RENEWALS_MAX = 64
 """Leases that are renewed at a time; other pages are dropped, and read anew under a new lease."""
+
+WALK_S = 1.0
+WALKING_MAX = 1024
+"""Threads that were told ESTALE, and come again at once."""
+ANSWERED_MAX = 4096
+"""Directories without a name of which the kernel was told once that it is stale."""
 
 Place = tuple[int, bytes]
 """A name: its directory, and itself."""
@@ -76,23 +89,28 @@ class FuseOptions(NamedTuple):
 
 
 class _Named:
-    """Names that the kernel was told of within a short time, and believes until then: inodes, directories, names."""
+    """Names that the kernel was told of within a short time, and believes until then: the inode whose recall takes the name
+    back, directory, name, and the inode that it stands for."""
 
     __slots__ = ("until_s", "told", "_places", "_placed")
 
     def __init__(self, until_s: float) -> None:
         self.until_s = until_s
-        self.told: list[tuple[int, int, bytes]] = []
-        self._places: dict[int, list[Place]] = {}
+        self.told: list[tuple[int, int, bytes, int]] = []
+        self._places: dict[int, list[tuple[int, bytes, int]]] = {}
         self._placed = 0  # so many are in there
 
-    def places_of(self, inode: int) -> list[Place]:
-        """Where it was told to be."""
+    def places_of(self, inode: int) -> list[tuple[int, bytes, int]]:
+        """What its recall takes back: directory, name, and what that stands for."""
         while self._placed < len(self.told):  # mostly nobody ever wants to know
-            one, parent, name = self.told[self._placed]
-            self._places.setdefault(one, []).append((parent, name))
+            cover, parent, name, child = self.told[self._placed]
+            self._places.setdefault(cover, []).append((parent, name, child))
             self._placed += 1
         return self._places.get(inode, [])
+
+    def take_back(self, inode: int) -> list[tuple[int, bytes, int]]:
+        """As `places_of`, for the recall itself: they are not kept any more."""
+        return self.places_of(inode) and self._places.pop(inode)
 
 
 async def _nothing(names: Iterable[Place], inodes: Iterable[int]) -> None:
@@ -110,6 +128,13 @@ class CachedOps:
         self._named_count = 0
         self._naming = _Named(0.0)  # the last one, to which is added until then
         self._naming_until_s = 0.0
+        self.name_is_kept = False
+        """Whether the kernel may keep the name that was told last, for options.entry_timeout_s."""
+        self._locked: dict[int, int] = {}  # directory -> so many of our requests in work change names in it
+        self._withdrawn: dict[int, None] = {}  # inodes whose names were taken back, and not told anew since
+        self._walking: dict[int, float] = {}  # thread whose path the kernel walks anew -> since when
+        self._answered_stale: dict[int, None] = {}  # directories that are gone
+        self._changes = 0  # made through this mount; counted when they are done
         self._paged: dict[int, tuple[float, bool]] = {}  # open inode -> its pages are right until then, by a lease
         self._looking: asyncio.TimerHandle | None = None
         self._renewing = 0
@@ -126,8 +151,6 @@ class CachedOps:
         self.invalidate: Callable[[Iterable[Place], Iterable[int]], Awaitable[None]] = _nothing
         """Set by the engine: the kernel asks again for these names, and drops all pages of these inodes. Waits for requests
         that hold the names' directories, and for pages that are being read or written."""
-        self.invalidate_all_names: Callable[[], bool] = lambda: False
-        """Set by the engine: the kernel asks again for each name. Must not wait. False where it can not do that."""
 
     @property
     def knows_by(self):
@@ -167,21 +190,39 @@ class CachedOps:
         return attr
 
     def _telling_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
-        """The kernel is told that the name stands for what has these attributes."""
-        if self.options.entry_timeout_s:
-            if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
-                self._name_anew()
-            self._naming.told.append((attr.inode, parent, name))
+        """The kernel is told that the name stands for what has these attributes, and keeps that if `name_is_kept`."""
+        inode = attr.inode
+        cover = self._vfs.name_cover(parent, name, inode) if self.options.entry_timeout_s else 0
+        self.name_is_kept = cover != 0
+        if cover:
+            self._keep_name(cover, parent, name, inode)
+        if self._withdrawn:
+            self._withdrawn.pop(inode, None)
         return self._telling(attr)
+
+    def _keep_name(self, cover: int, parent: int, name: bytes, inode: int) -> None:
+        if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
+            self._name_anew()
+        self._naming.told.append((cover, parent, name, inode))
+
+    def _moving_name(self, inode: int, parent: int, name: bytes) -> None:
+        """What the kernel keeps of the inode it keeps by this name from now on, after a rename of its own."""
+        if inode and self.options.entry_timeout_s and any(named.places_of(inode) for named in self._named):
+            self._keep_name(inode, parent, name, inode)
 
     def _telling_names(self, parent: int, entries: Listed, first: int, until: int, untrue: Container[int]) -> None:
         """As `_telling_name` of the entries from `first` on and before `until`, all told at once; of those inodes that are
-        `untrue`, the attributes not."""
+        `untrue` the kernel was told neither what it may keep nor attributes."""
         inodes = entries.inodes[first:until]
         if self.options.entry_timeout_s:
             if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
                 self._name_anew()
-            self._naming.told += zip(inodes, repeat(parent), entries.names[first:until], strict=False)
+            told = zip(inodes, repeat(parent), entries.names[first:until], inodes, strict=False)
+            self._naming.told += [one for one in told if one[0] not in untrue] if untrue else told
+        if self._withdrawn:
+            for inode in inodes:
+                if inode not in untrue:
+                    self._withdrawn.pop(inode, None)
         changes = zip(inodes, entries.changes[first:until], strict=True)
         self._told.update([one for one in changes if one[0] not in untrue] if untrue else changes)
         for old in too_old(self._told, TOLD_MAX):
@@ -201,21 +242,87 @@ class CachedOps:
 
     async def _recalled(self, inodes: list[int]) -> None:
         """Others are about to change these: on return the kernel knows."""
-        names: list[Place] = []
+        names: dict[Place, None] = {}
         paged = []
         for inode in inodes:
             self.published.take_back(inode)
             self.invalidate_attributes(inode)
             for named in self._named:
-                names += named.places_of(inode)
+                for parent, name, child in named.take_back(inode):
+                    names[parent, name] = None
+                    self._withdrawn[child] = None
             if self._paged.pop(inode, None) is not None:
                 paged.append(inode)
-        if not names and not paged:
-            return
-        telling = self._own(self.invalidate(dict.fromkeys(names), paged))
-        await asyncio.wait((telling,), timeout=NOTICE_S)
-        if not telling.done() and names and not self.invalidate_all_names():
-            log.debug("%d names are taken back when a request in their directories has ended", len(names))
+        for old in too_old(self._withdrawn, TOLD_MAX):
+            del self._withdrawn[old]
+        if locked := [place for place in names if place[0] in self._locked]:
+            # The kernel takes these back when those requests have ended, which may wait for the very change that waits for us.
+            self._own(self.invalidate(locked, ()))
+            for place in locked:
+                del names[place]
+        telling = self._own(self.invalidate(names, ())) if names else None
+        if paged:
+            await asyncio.wait((self._own(self.invalidate((), paged)),), timeout=PAGES_NOTICE_S)
+        if telling is not None:
+            await asyncio.wait((telling,), timeout=NAMES_NOTICE_S)
+
+    def _lock(self, directory: int) -> None:
+        """A request that changes names in it is in work: the kernel holds its lock until that is answered."""
+        self._locked[directory] = self._locked.get(directory, 0) + 1
+
+    def _unlock(self, directory: int) -> None:
+        count = self._locked.pop(directory) - 1
+        if count:
+            self._locked[directory] = count
+
+    def _is_withdrawn(self, inode: int, pid: int = 0) -> bool:
+        """Whether the kernel may have come to the inode by a name from before a recall. Once for an inode, since it then walks
+        the path anew, and once for a thread: `pid` has walked anew already, and what it found may be changed since."""
+        if self._walking and (since_s := self._walking.pop(pid, None)) is not None and (
+                self._clock.boottime_s() - since_s < WALK_S):
+            return False
+        if not self._withdrawn or inode not in self._withdrawn:
+            return False
+        del self._withdrawn[inode]
+        if pid:
+            self._walking[pid] = self._clock.boottime_s()
+            for old in too_old(self._walking, WALKING_MAX):
+                del self._walking[old]
+        return True
+
+    def _is_kept(self, inode: int) -> bool:
+        """Whether the kernel may keep a name of the inode."""
+        now_s = self._clock.boottime_s()
+        return any(named.until_s > now_s and named.places_of(inode) for named in self._named)
+
+    def _is_stale(self, directory: int) -> bool:
+        """Whether the kernel is to walk the path anew that led to a directory which is gone: it may have gone by a name that it
+        keeps. Once: who has it open, or works in it, gets there each time."""
+        withdrawn = self._is_withdrawn(directory)
+        if directory in self._answered_stale or not withdrawn and not self._is_kept(directory):
+            return False
+        self._answered_stale[directory] = None
+        for old in too_old(self._answered_stale, ANSWERED_MAX):
+            del self._answered_stale[old]
+        return True
+
+    def _gone(self, error: DirectoryGone, *directories: int) -> DirectoryGone:
+        """What a request for a name in a directory that is gone is answered: mostly that there is no such name."""
+        error.may_be_stale = any([self._is_stale(directory) for directory in directories])
+        return error
+
+    @contextlib.contextmanager
+    def _changing_names(self, *directories: int):
+        for directory in directories:
+            self._lock(directory)
+        try:
+            yield
+        except DirectoryGone as error:
+            raise self._gone(error, *directories) from None
+        finally:
+            for directory in directories:
+                self._unlock(directory)
+            self._changes += 1
 
     def _told_of_before(self, inodes: Iterable[int]) -> None:
         """Of these open files the kernel may have what we have not told it, and what was changed since."""

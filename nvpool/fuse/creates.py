@@ -74,4 +74,5 @@ class CreatesAtOnce(PlainReading):
         creating.begun = ops._vfs.go_on_creating(sent, parent, name, mode, flags, caller, unique, creating)
         creating.on_end = partial(self._step_ended, unique, "create", self._created)
         self._work[unique] = creating, *self._work[unique][1:]
+        creating.hold()
         return creating

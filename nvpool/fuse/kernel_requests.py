@@ -17,7 +17,6 @@ from nvpool.base.clock import stopwatch_s
 from nvpool.base.faulted import fault_in
 from nvpool.client.vfs.contract import NOW, Caller
 from nvpool.fuse.bypassing import ASIDE
-from nvpool.fuse.engine import kernel_version
 from nvpool.fuse.noticing import ByProcess, ByThreads
 from nvpool.fuse.ops import ASK, FuseOps, errno_of
 from nvpool.fuse.protocol import replies, requests
@@ -37,10 +36,6 @@ from nvpool.fuse.spent import Spent
 from nvpool.fuse.step import WAITS, Step
 
 log = logging.getLogger(__name__)
-
-EPOCH_MIN = (6, 16)
-"""The first Linux with Notice.INC_EPOCH."""
-
 
 _DIRECT_IO, _KEEP_CACHE, _NOFLUSH = Opening.DIRECT_IO.value, Opening.KEEP_CACHE.value, Opening.NOFLUSH.value
 
@@ -72,7 +67,6 @@ class KernelRequests:
         self._held = ops.held
         ops.invalidate_attributes = self._invalidate_attributes
         ops.invalidate = self._invalidate
-        ops.invalidate_all_names = self._invalidate_all_names
         ops.pages.drop, ops.pages.store, ops.pages.forget = self._drop_pages, self._store_pages, self._forget_names
 
     def _memory(self, byte_count: int) -> bytearray | memoryview:
@@ -153,12 +147,6 @@ class KernelRequests:
     async def _forget_names(self, names: list[tuple[int, bytes]]) -> None:
         await self.notices.write(self._fd, [replies.inval_entry(parent, name) for parent, name in names])
 
-    def _invalidate_all_names(self) -> bool:
-        if kernel_version() < EPOCH_MIN:
-            return False
-        self._send(replies.inc_epoch())
-        return True
-
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def _done(self, unique: int, _result=None) -> None:
@@ -174,7 +162,8 @@ class KernelRequests:
 
     def _entry(self, unique: int, attr) -> None:
         if attr is not None:
-            self._send(replies.entry(unique, attr, self._keep_entry, self._keep_attr))
+            keep = self._keep_entry if self._ops.name_is_kept else replies.NOT_KEPT
+            self._send(replies.entry(unique, attr, keep, self._keep_attr))
         elif self._keep_absent > (0, 0):
             self._send(replies.absent(unique, self._keep_absent))
         else:
@@ -185,7 +174,8 @@ class KernelRequests:
 
     def _created(self, unique: int, result) -> None:
         attr, opened = result
-        self._send(replies.created(unique, attr, self._keep_entry, self._keep_attr, opened.handle, _opening(opened)))
+        keep = self._keep_entry if self._ops.name_is_kept else replies.NOT_KEPT
+        self._send(replies.created(unique, attr, keep, self._keep_attr, opened.handle, _opening(opened)))
 
     def _count(self, unique: int, size: int) -> None:
         self._send(replies.count(unique, size))

@@ -14,9 +14,10 @@ without a mount. Below it is the client's Vfs; this layer adds only what a *kern
 * listings, and what is read ahead of them: `fuse/list_ops`.
 
 Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
-inode is gone, and all where the directory of a name is: Linux then walks the path once more without trusting its caches, so
-what was replaced on another node is found. For the same reason a file without a name can be opened only while it is open here
-already (/proc/self/fd).
+inode is gone: Linux then walks the path once more without trusting its caches, so what was replaced on another node is found.
+So is a request for a name in a directory that is gone, if the kernel may have come there by a name that it keeps; else, and
+when it comes again, there is no such name (ENOENT), as on a local file system. A file without a name can be opened while it is
+open here (/proc/self/fd), and by who has just looked it up.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import asyncio
 import errno
 import logging
 import os
+import stat
 
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
@@ -32,7 +34,7 @@ from nvpool.base.errors import DirectoryGone, NotFound, NotSupported, NvpoolErro
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.once import asking
-from nvpool.client.vfs.contract import Caller, DirHandle
+from nvpool.client.vfs.contract import RENAME_EXCHANGE, Caller, DirHandle
 from nvpool.client.vfs.takeover import OpenBefore
 from nvpool.client.vfs.together import Asked
 from nvpool.fuse.again_ops import AgainOps
@@ -64,7 +66,9 @@ def errno_of(error: BaseException, request: str) -> int:
 
     What is none of ours is a bug: EIO, and the log has the traceback.
     """
-    if isinstance(error, DirectoryGone) or isinstance(error, NotFound) and request in BY_INODE:
+    if isinstance(error, DirectoryGone):
+        return errno.ESTALE if error.may_be_stale else errno.ENOENT
+    if isinstance(error, NotFound) and request in BY_INODE:
         return errno.ESTALE
     if isinstance(error, errors.Bug):
         log.error("%s: %s", request, error, exc_info=error)
@@ -94,7 +98,6 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         ListOps.__init__(self)
         self._handles = Handles(self.kept)
         self.published.begin(self._handles)
-        self._changes = 0  # made through this mount; counted when they are done
 
     @property
     def open_files(self) -> int:
@@ -106,11 +109,12 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         """None: there is no such name, and the kernel may remember that for options.negative_timeout_s."""
         if name in DOTS:
             attr = await self.getattr(parent)
+            self.name_is_kept = False
             return attr if name == b"." else await self.getattr(attr.parent or parent)
         try:
             return self._telling_name(parent, name, await self._vfs.lookup(parent, name))
-        except DirectoryGone:
-            raise
+        except DirectoryGone as error:
+            raise self._gone(error, parent) from None
         except NotFound:
             if not self._tell_absent(parent, name):
                 raise
@@ -140,6 +144,8 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
                    ) -> tuple[Attr | None, BaseException | None]:
         if attr is not None:
             return self._telling_name(asked.parent, asked.name, attr), None
+        if isinstance(error, DirectoryGone):
+            return None, self._gone(error, asked.parent)
         if type(error) is NotFound and self._tell_absent(asked.parent, asked.name):
             return None, None
         return None, error
@@ -150,7 +156,23 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         return None if attr is None else self._telling(attr)
 
     async def getattr(self, inode: int) -> Attr:
-        return self._telling(await self._vfs.getattr(inode))
+        try:
+            return self._telling(await self._vfs.getattr(inode))
+        except NotFound:
+            attr = self._removed(inode)
+            if attr is None:
+                raise
+            return attr
+
+    def _removed(self, inode: int) -> Attr | None:
+        """The last attributes of a directory that another node has removed, for who has it open here or works in it."""
+        known = self._vfs.known_attr(inode)
+        if known is None or not stat.S_ISDIR(known.mode) or not self.is_listed(inode) and self._is_stale(inode):
+            return None
+        attr = Attr()
+        attr.CopyFrom(known)
+        attr.links = attr.size = 0
+        return attr
 
     async def setattr(self, inode: int, caller: Caller, handle: int | None, *, mode: int | None = None, uid: int | None = None,
                       gid: int | None = None, size: int | None = None, atime_ns: int | None = None,
@@ -184,49 +206,38 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         return await self._vfs.readlink(inode)
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
-        try:
+        with self._changing_names(parent):
             return self._telling_name(parent, name, await self._vfs.mknod(parent, name, mode, rdev, caller))
-        finally:
-            self._changes += 1
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Attr:
-        try:
+        with self._changing_names(parent):
             return self._telling_name(parent, name, await self._vfs.mkdir(parent, name, mode, caller))
-        finally:
-            self._changes += 1
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attr:
-        try:
+        with self._changing_names(parent):
             return self._telling_name(parent, name, await self._vfs.symlink(parent, name, target, caller))
-        finally:
-            self._changes += 1
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
-        try:
+        with self._changing_names(parent):
             return self._telling_name(parent, name, await self._vfs.link(inode, parent, name, caller))
-        finally:
-            self._changes += 1
 
     async def unlink(self, parent: int, name: bytes, caller: Caller) -> None:
-        try:
+        with self._changing_names(parent):
             await self._vfs.unlink(parent, name, caller)
-        finally:
-            self._changes += 1
 
     async def rmdir(self, parent: int, name: bytes, caller: Caller) -> None:
-        try:
+        with self._changing_names(parent):
             await self._vfs.rmdir(parent, name, caller)
-        finally:
-            self._changes += 1
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller) -> None:
         """flags of renameat2: 1 NOREPLACE, 2 EXCHANGE; others are refused."""
         if flags & ~3 or flags == 3:
             raise errors.InvalidRequest(f"rename flags {flags:#x}")
-        try:
-            await self._vfs.rename(parent, name, new_parent, new_name, flags, caller)
-        finally:
-            self._changes += 1
+        with self._changing_names(parent, new_parent):
+            moved, other = await self._vfs.rename(parent, name, new_parent, new_name, flags, caller)
+        self._moving_name(moved, new_parent, new_name)
+        if flags == RENAME_EXCHANGE:
+            self._moving_name(other, parent, name)
 
     async def access(self, inode: int, mask: int, caller: Caller) -> None:
         await self._vfs.access(inode, mask, caller)
@@ -236,17 +247,19 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
     async def open(self, inode: int, flags: int, caller: Caller, drop_set_ids: bool = False) -> Opened:
         """`drop_set_ids`: as in setattr, where O_TRUNC cuts."""
         flags = self.flags_below(flags)
+        if self._is_withdrawn(inode, caller.pid):
+            raise NotFound(f"inode {inode:#x} may have another name by now")
         file = await self._vfs.open(inode, flags, caller)
         if drop_set_ids:
             await self._drop_set_ids(file)
-        if not file.attr.links and not any(other.inode == inode for other in self._files.values()):
+        if not file.attr.links and self._is_kept(inode) and not any(other.inode == inode for other in self._files.values()):
             await self._vfs.release(file)
             raise NotFound(f"inode {inode:#x} has no name any more")
         return self._opened_anew(file, flags, caller, asking())
 
     def open_now(self, inode: int, flags: int, caller: Caller, unique: int = 0) -> Opened | None:
         """What `open` would return, where nobody has to be asked; else None. `unique`: the kernel's request."""
-        file = self._vfs.open_now(inode, flags)
+        file = self._vfs.open_now(inode, flags) if inode not in self._withdrawn else None
         return None if file is None else self._opened_anew(file, flags, caller, unique)
 
     def _opened_anew(self, file, flags: int, caller: Caller, unique: int) -> Opened:
@@ -256,10 +269,8 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
         flags = self.flags_below(flags)
-        try:
+        with self._changing_names(parent):
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
-        finally:
-            self._changes += 1
         return self._telling_name(parent, name, attr), self._opened(file, flags, caller, asking())
 
     def begin_create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int) -> Creating | None:
@@ -271,13 +282,19 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         flags = self.flags_below(flags)
         creating = Creating(self, parent, name, flags, caller, unique)
         creating.begun = self._vfs.begin_create(parent, name, mode, flags, caller, unique, creating)
-        return None if creating.begun is None else creating
+        if creating.begun is None:
+            return None
+        creating.hold()
+        return creating
 
     def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int) -> Ending | None:
         """`unlink`, as `begin_create`."""
-        ending = Ending(self)
+        ending = Ending(self, directory=parent)
         ending.begun = self._vfs.begin_unlink(parent, name, caller, unique, ending.ended)
-        return None if ending.begun is None else ending
+        if ending.begun is None:
+            return None
+        self._lock(parent)
+        return ending
 
     def begin_flush(self, handle: int) -> Ending | bool | None:
         """`flush`, as `begin_create`; True: it is done. Only for who has no locks."""
@@ -533,7 +550,9 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         return Opened(handle, handle in self._appending, False)
 
     async def create_again(self, handle: int) -> tuple[Attr, Opened]:
-        return await self.getattr(self._files[handle].inode), self.open_again(handle)
+        attr = await self.getattr(self._files[handle].inode)
+        self.name_is_kept = False
+        return attr, self.open_again(handle)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ class _Loop:
         await self._ended.wait()
 
 
-def _entry(attr, options) -> EntryAttributes:
+def _entry(attr, options, kept: bool = True) -> EntryAttributes:
     entry = EntryAttributes()
     entry.st_ino = attr.inode
     entry.st_mode = attr.mode
@@ -204,7 +204,7 @@ def _entry(attr, options) -> EntryAttributes:
     entry.st_mtime_ns = attr.mtime_ns
     entry.st_ctime_ns = attr.ctime_ns
     entry.attr_timeout = options.attr_timeout_s
-    entry.entry_timeout = options.entry_timeout_s
+    entry.entry_timeout = options.entry_timeout_s if kept else 0.0
     return entry
 
 
@@ -257,7 +257,10 @@ class _Requests(pyfuse3.Operations):
         attr = self._ops.lookup_now(parent_inode, name)
         if attr is ASK:
             attr = await self._ops.lookup(parent_inode, name)
-        return self._missing if attr is None else _entry(attr, self._options)
+        return self._missing if attr is None else self._named(attr)
+
+    def _named(self, attr) -> EntryAttributes:
+        return _entry(attr, self._options, self._ops.name_is_kept)
 
     def forget(self, inode_list):
         self._ops.forget(inode_list)
@@ -283,11 +286,11 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def mknod(self, parent_inode, name, mode, rdev, ctx):
-        return _entry(await self._ops.mknod(parent_inode, name, mode, rdev, _caller(ctx)), self._options)
+        return self._named(await self._ops.mknod(parent_inode, name, mode, rdev, _caller(ctx)))
 
     @_answering
     async def mkdir(self, parent_inode, name, mode, ctx):
-        return _entry(await self._ops.mkdir(parent_inode, name, mode, _caller(ctx)), self._options)
+        return self._named(await self._ops.mkdir(parent_inode, name, mode, _caller(ctx)))
 
     @_answering
     async def unlink(self, parent_inode, name, ctx):
@@ -299,7 +302,7 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def symlink(self, parent_inode, name, target, ctx):
-        return _entry(await self._ops.symlink(parent_inode, name, target, _caller(ctx)), self._options)
+        return self._named(await self._ops.symlink(parent_inode, name, target, _caller(ctx)))
 
     @_answering
     async def rename(self, parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx):
@@ -307,7 +310,7 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def link(self, inode, new_parent_inode, new_name, ctx):
-        return _entry(await self._ops.link(inode, new_parent_inode, new_name, _caller(ctx)), self._options)
+        return self._named(await self._ops.link(inode, new_parent_inode, new_name, _caller(ctx)))
 
     @_answering
     async def open(self, inode, flags, ctx):
@@ -318,7 +321,7 @@ class _Requests(pyfuse3.Operations):
     @_answering
     async def create(self, parent_inode, name, mode, flags, ctx):
         attr, opened = await self._ops.create(parent_inode, name, mode, flags, _caller(ctx))
-        return FileInfo(opened.handle, opened.direct_io, opened.keep_cache), _entry(attr, self._options)
+        return FileInfo(opened.handle, opened.direct_io, opened.keep_cache), self._named(attr)
 
     @_answering
     async def flush(self, fh):
@@ -338,9 +341,8 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def readdir(self, fh, start_id, token):
-        options = self._options
         await self._ops.readdir(
-            fh, start_id, lambda name, attr, cursor: readdir_reply(token, name, _entry(attr, options), cursor))
+            fh, start_id, lambda name, attr, cursor: readdir_reply(token, name, self._named(attr), cursor))
 
     @_answering
     async def releasedir(self, fh):

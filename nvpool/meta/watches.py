@@ -312,7 +312,8 @@ class Watches:
         if self._unheard and now_s < self._unheard_until_s:
             await self._until_heard_all()
         while left := {watch: until_s for watch, until_s in left.items()
-                       if watch.begins and self._clock.boottime_s() < until_s and self._watches.get(watch.session) is watch}:
+                       if watch.begins and watch.until_s and self._clock.boottime_s() < until_s
+                       and self._watches.get(watch.session) is watch}:
             self._heeded.clear()
             try:
                 async with asyncio.timeout(max(0.0, max(left.values()) - self._clock.boottime_s())):
@@ -379,11 +380,14 @@ class Watches:
             before, watch.call = watch.call, None
             before.fail(Busy("another request of the session watches"))
         watch.due = False
+        if request.leaves:
+            self._leave(watch)
         if request.watch != watch.number:
             watch.begins = True
             watch.pending.clear()
             watch.told.clear()
-            watch.until_s = max(watch.until_s, now_s + self._watch_s)
+            if not request.leaves:
+                watch.until_s = max(watch.until_s, now_s + self._watch_s)
             call.reply(pb.WatchReply(watch=watch.number, number=watch.seen, watch_ms=self._watch_ms,
                                      map_epoch=self.map_epoch()).SerializeToString())
             return
@@ -405,6 +409,15 @@ class Watches:
             self._answer(watch, call)
         else:
             asyncio.get_running_loop().call_later(self._watch_s / 3, self._answer, watch, call)
+
+    def _leave(self, watch: _Watch) -> None:
+        """End all leases of a session that asks for it; no change waits for it until it watches again."""
+        self._begin_anew(watch)
+        watch.until_s = 0.0
+        self._has_come(watch.session)
+        self._heeded.set()
+        for number in list(self._recalls):
+            self._knows(watch, number)
 
     def _answer(self, watch: _Watch, call: Call) -> None:
         if watch.call is not call:

@@ -274,7 +274,7 @@ class MemoryVfs:
         self._drop(directory, name)
         self._lose_name(node, directory)
 
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller) -> None:
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller) -> tuple[int, int]:
         old, new = self._directory(parent), self._directory(new_parent)
         moved = self._child(old, name)
         there = self._nodes[new.names[new_name][0]] if new_name in new.names else None
@@ -284,8 +284,9 @@ class MemoryVfs:
             raise errors.NotFound()
         if there is not None and flags & RENAME_NOREPLACE:
             raise errors.AlreadyExists()
+        inodes = moved.attr.inode, there.attr.inode if there is not None else 0
         if there is moved:
-            return
+            return inodes
         is_directory = stat.S_ISDIR(moved.attr.mode)
         if is_directory:
             above = new_parent
@@ -303,7 +304,7 @@ class MemoryVfs:
                                                     (moved.attr.inode, new.names[new_name][1]))
             self._touch(old, new)
             self._touch(moved, there, content=False)
-            return
+            return inodes
         if there is not None:
             if stat.S_ISDIR(there.attr.mode):
                 if not is_directory:
@@ -321,6 +322,7 @@ class MemoryVfs:
             old.attr.links -= 1
             new.attr.links += 1
         self._touch(moved, content=False)
+        return inodes
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -485,6 +487,15 @@ class MemoryVfs:
 
     def outdated(self, inodes: list[int], since_s: float) -> set[int]:
         return set()
+
+    def unpromised(self, listed: Listed) -> set[int]:
+        return set()
+
+    def name_cover(self, parent: int, name: bytes, inode: int) -> int:
+        return inode
+
+    def known_attr(self, inode: int) -> None:
+        return None
 
     async def releasedir(self, handle: DirHandle) -> None:
         pass

@@ -664,7 +664,7 @@ def test_a_client_without_leases_believes_for_a_moment():
                 await kernel.close(inode, handle)
                 await kernel.attributes(inode)
                 await kernel.once(Op.LOOKUP, (), names=(b"f",))
-                await kernel.name(1, b"f")
+                await kernel.name(1, b"f", here=False)
                 client.vfs.cache.distrust()
                 before = answered(kernel.engine._known)
                 for _ in range(2):

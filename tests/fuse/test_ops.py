@@ -14,7 +14,7 @@ from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.client.vfs.contract import Caller
-from nvpool.fuse.list_ops import AHEAD_MAX, LIST_BATCH
+from nvpool.fuse.list_ops import AHEAD_MAX, LIST_BATCH, SEEK_BATCH
 from nvpool.fuse.ops import BY_INODE, FuseOps, FuseOptions, errno_of
 from nvpool.testing.memory_vfs import MemoryVfs
 from nvpool.testing.pool import run
@@ -211,10 +211,49 @@ def test_entries_read_ahead_are_not_used_after_a_change_or_when_they_are_old(fs)
     before = fs.vfs.calls["readdir"]
     cursor = fs.listed(handle, cursor, 1)[-1][1]
     cursor = fs.listed(handle, cursor, 1)[-1][1]
-    assert fs.vfs.calls["readdir"] == before + 1
+    assert fs.vfs.calls["readdir"] == before, "a place in what was read last is sought there"
     fs.clock.advance(2.0)
     fs.listed(handle, cursor, 1)
-    assert fs.vfs.calls["readdir"] == before + 2
+    assert fs.vfs.calls["readdir"] == before + 1
+
+
+def test_seek_in_a_listing_asks_for_few_entries():
+    async def run():
+        vfs, asked = MemoryVfs(), []
+
+        async def readdir(handle, cursor, limit, answered=None, list_some=vfs.readdir):
+            asked.append(limit)
+            return await list_some(handle, cursor, limit, answered)
+
+        vfs.readdir = readdir
+        ops = FuseOps(vfs, clock=ManualClock())
+        for number in range(4 * LIST_BATCH):
+            await vfs.mknod(ROOT, b"f%05d" % number, 0o100644, 0, ME)
+        handle = await ops.opendir(ROOT)
+        places, behind = [], 0
+
+        async def some(cursor, count):
+            told = []
+            await ops.readdir(handle, cursor, lambda name, _, place: len(told) < count and not told.append((name, place)))
+            return told
+
+        while told := await some(behind, 100):
+            places += told
+            behind = told[-1][1]
+        assert len(places) == 4 * LIST_BATCH + 2
+        for number in (5, 3 * LIST_BATCH, 700, 2 * LIST_BATCH, 2 * LIST_BATCH + 3):
+            del asked[:]
+            assert await some(places[number][1], 1) == [places[number + 1]]
+            await asyncio.sleep(0)
+            assert sum(asked) <= SEEK_BATCH
+        del asked[:]
+        told, behind = [], places[100][1]
+        while part := await some(behind, 100):
+            told += part
+            behind = part[-1][1]
+        assert told == places[101:] and asked[:3] == [SEEK_BATCH, 4 * SEEK_BATCH, LIST_BATCH]
+        await ops.releasedir(handle)
+    asyncio.run(run())
 
 
 def test_a_rewound_listing_sees_the_directory_as_it_is_now(fs):

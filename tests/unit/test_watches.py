@@ -119,6 +119,40 @@ def test_an_answer_that_was_lost_after_a_pause_is_told_again():
     run(main())
 
 
+def test_session_that_leaves_is_not_waited_for():
+    async def main() -> None:
+        shard = Shard()
+        number, _ = shard.watches.begin(ONE)
+        shard.watches.begin(OTHER)
+        assert shard.watches.lend(ONE, (7, 8)) == {7, 8}
+        waiting = asyncio.ensure_future(shard.watches.recall(OTHER, (7,))())
+        left = Asked()
+        shard.watches.ask(left, meta_pb2.WatchRequest(session=ONE, watch=number, leaves=True))
+        assert left.answer.watch != number, "all its leases have ended"
+        await waiting
+        assert shard.watches.recall(OTHER, (8,)) is None
+        assert shard.watches.lend(ONE, (9,)) == ()
+        first = shard.ask(ONE, left.answer.watch, left.answer.number)
+        assert first.answer.watch == left.answer.watch and shard.watches.lend(ONE, (9,)) == {9}
+    run(main())
+
+
+def test_idle_client_gives_up_its_leases_at_the_shard():
+    async def main() -> None:
+        async with Case(ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=0.9), clock=Standing()) as case:
+            state, watches = state_of(case.one), case.pool.meta._watches
+            await case.one.mkdir(ROOT_INODE, b"there", 0o755, ME)
+            await case.one.lookup(ROOT_INODE, b"there")
+            await asyncio.sleep(0.5)
+            case.pool.clock.ahead_s += 61.0
+            await asyncio.wait([state.watching], timeout=30)
+            assert state.watching.done()
+            assert watches._watches[state.session].until_s == 0.0, "a change of another client waits for nothing"
+            await case.one.getattr(ROOT_INODE)
+            assert not state.watching.done(), "the next question watches again"
+    run(main())
+
+
 def test_names_that_are_made_after_a_pause_are_not_asked_for_one_by_one():
     async def main() -> None:
         async with Case(ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=6.0), clock=Standing()) as case:

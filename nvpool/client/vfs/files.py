@@ -212,7 +212,7 @@ class Files(Together, Locks):
         entry = reply.entry
         if entry.elsewhere:
             making.go_on(self._open_elsewhere(parent, name, mode, flags, caller, entry.attr.inode))
-        elif reply.created and entry.attr.inode not in self.cache.open:
+        elif reply.created and entry.lease_ms and entry.attr.inode not in self.cache.open:
             refused = None
             try:
                 making.made(entry.attr)

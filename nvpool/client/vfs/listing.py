@@ -48,6 +48,14 @@ class Listing(Names):
         that others do."""
         return self.leases.outdated(inodes, since_s)
 
+    def unpromised(self, listed: Listed) -> set[int]:
+        """The inodes of which nobody promises that their names go on standing for them."""
+        inodes = listed.inodes
+        if not inodes or listed.promised == len(inodes) and self.leases.held(inodes[-1]) is not None:
+            return set()
+        held = self.leases.held
+        return {inode for at, inode in enumerate(inodes) if not listed.is_promised(at) or held(inode) is None}
+
     async def releasedir(self, directory: DirHandle) -> None:
         """Nothing is kept for a listing."""
 

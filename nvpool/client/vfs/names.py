@@ -41,24 +41,33 @@ class Names(Wide):
         super().__init__(*arguments, **named)
         self.siblings = Siblings(self.clock, self._look_on)
         # who is told before a directory changes knows what is not in it; else it is believed for a moment
-        self._absent_s = 0.0 if self.options.leases else self.options.fresh_s
+        self._name_s = self._absent_s = 0.0 if self.options.leases else self.options.fresh_s
 
     async def lookup(self, parent: int, name: bytes) -> Attr:
-        """The attributes of what the name stands for, true within the last `fresh_s` or by a lease. NotFound, NotADirectory,
-        NameTooLong."""
+        """The attributes of what the name stands for now (for a client without leases: within the last `fresh_s`); they were
+        true within the last `fresh_s` or by a lease. NotFound, NotADirectory, NameTooLong."""
         if self.cache.is_absent(parent, name, self._absent_s):
             raise NotFound
-        return await self._find(parent, name, self.options.fresh_s)
+        return await self._find(parent, name, self._name_s, self.options.fresh_s)
 
     def lookup_now(self, parent: int, name: bytes) -> Attr | None:
         """What `lookup` would return or raise NotFound of, where nobody has to be asked; else None."""
-        inode = self.cache.entry(parent, name, self.options.fresh_s)
+        inode = self.cache.entry(parent, name, self._name_s)
         if inode == 0 or inode is None and self.cache.is_absent(parent, name, self._absent_s):
             raise NotFound
         attr = self.getattr_now(inode) if inode is not None else None
         if attr is not None:
             self.siblings.hit(parent, name)
         return attr
+
+    def name_cover(self, parent: int, name: bytes, inode: int) -> int:
+        """The inode (its own or the directory's) of which a recall comes before the name, looked up or made just now, stands
+        for anything else; 0: nobody promises that."""
+        return self.cache.cover(parent, name, inode)
+
+    def known_attr(self, inode: int) -> Attr | None:
+        """The newest attributes that were ever told, however old they are."""
+        return self.cache.known_attr(inode)
 
     def getattr_now(self, inode: int) -> Attr | None:
         """What `getattr` would return, where nobody has to be asked; else None."""
@@ -70,19 +79,20 @@ class Names(Wide):
 
     async def walk(self, parent: int, name: bytes) -> Attr:
         """As `lookup`, for the components of a path: believes what was true within `attr_s`."""
-        return await self._find(parent, name, self.options.attr_s)
+        return await self._find(parent, name, self.options.attr_s, self.options.attr_s)
 
     async def look(self, parent: int, name: bytes) -> Attr:
-        """As `lookup`, true now: for a file that is to be opened."""
-        return await self._find(parent, name, 0.0)
+        """As `lookup`, attributes true now too: for a file that is to be opened."""
+        return await self._find(parent, name, 0.0, 0.0)
 
-    async def _find(self, parent: int, name: bytes, age_s: float) -> Attr:
+    async def _find(self, parent: int, name: bytes, name_s: float, age_s: float) -> Attr:
+        """`name_s`, `age_s`: how old the name and the attributes may be where there is no lease."""
         if len(name) > NAME_BYTES_MAX:
             raise NameTooLong
-        attr = await self._found_here(parent, name, age_s)
+        attr = await self._found_here(parent, name, name_s, age_s)
         if attr is None and (coming := self.siblings.coming(parent)) is not None:
             await asyncio.wait((coming,), timeout=COMING_S)
-            attr = await self._found_here(parent, name, age_s)
+            attr = await self._found_here(parent, name, name_s, age_s)
         if attr is not None:
             self.siblings.hit(parent, name)
             return self._merged(attr)
@@ -94,9 +104,9 @@ class Names(Wide):
             attr = file.attr
         return self._merged(attr)
 
-    async def _found_here(self, parent: int, name: bytes, age_s: float) -> Attr | None:
+    async def _found_here(self, parent: int, name: bytes, name_s: float, age_s: float) -> Attr | None:
         """What nobody has to be asked for. NotFound."""
-        inode = self.cache.entry(parent, name, age_s)
+        inode = self.cache.entry(parent, name, name_s)
         if inode == 0:
             raise NotFound
         if inode is None:
@@ -326,8 +336,9 @@ class Names(Wide):
         self.cache.forget_attr(reply.inode)
         self._named(parent, name, 0, sent_s, reply)
 
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller) -> None:
-        """The moved file's bytes are flushed first where its new name stands for something: after a loss of power that name
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int,
+                     caller: Caller) -> tuple[int, int]:
+        """The inode that was moved, and the one that had its new name (0: none). The moved file's bytes are flushed first where its new name stands for something: after a loss of power that name
         shows the old bytes or the new, also without fsync."""
         check_name(name)
         check_name(new_name)
@@ -352,19 +363,20 @@ class Names(Wide):
             self._named(new_parent, new_name, reply.inode, self.clock.boottime_s())  # no lease is left that it could be old by
         else:
             self.cache.forget_attr(new_parent)
+        return reply.inode, reply.replaced
 
     async def _flush_before_replace(self, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
         moved = self.cache.entry(parent, name, self.options.attr_s)
         if moved is None:
             try:
-                moved = (await self._find(parent, name, self.options.fresh_s)).inode
+                moved = (await self._find(parent, name, self._name_s, self.options.fresh_s)).inode
             except NotFound:
                 return  # the service says so, or that this very request has been carried out
         file = self.cache.open.get(moved)
         if not self.writer.unflushed(moved) and (file is None or file.written is None or file.written.clean):
             return
         try:
-            await self._find(new_parent, new_name, self.options.fresh_s)
+            await self._find(new_parent, new_name, self._name_s, self.options.fresh_s)
         except NotFound:
             return
         if file is not None:

@@ -163,7 +163,7 @@ class Together(Through):
 
     async def _find_for(self, asked: Asked) -> None:
         try:
-            attr = await self._find(asked.parent, asked.name, self.options.fresh_s)
+            attr = await self._find(asked.parent, asked.name, self._name_s, self.options.fresh_s)
         except asyncio.CancelledError as error:
             asked.end(None, error)
             raise

@@ -41,6 +41,7 @@ DIRENT_BYTES, DIRENT_PLUS_BYTES = _DIRENT.size, _DIRENT_PLUS.size
 _PACK_PLUS = _DIRENT_PLUS.pack_into
 
 Times = tuple[int, int]
+NOT_KEPT: Times = (0, 0)
 SECOND_NS = 1_000_000_000
 
 

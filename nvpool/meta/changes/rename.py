@@ -50,7 +50,7 @@ def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
             draft.stamp(other)
         else:
             _replace(draft, moved, other, new_parent, request.new_name)
-            draft.reply.replaced = other.number
+        draft.reply.replaced = other.number
     _move(draft, moved, old_parent, new_parent)
     draft.effects[new_key] = records.encode_dentry(new_partition, number, moved.kind)
     if flags != EXCHANGE:

@@ -125,16 +125,18 @@ class OpenSessionReply(_message.Message):
     def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., watch: _Optional[int] = ..., watch_ms: _Optional[int] = ..., linger_ms: _Optional[int] = ..., name_key: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "watch", "seen")
+    __slots__ = ("session", "map_epoch", "watch", "seen", "leaves")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WATCH_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     watch: int
     seen: int
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., watch: _Optional[int] = ..., seen: _Optional[int] = ...) -> None: ...
+    leaves: bool
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., watch: _Optional[int] = ..., seen: _Optional[int] = ..., leaves: _Optional[bool] = ...) -> None: ...
 
 class WatchReply(_message.Message):
     __slots__ = ("watch", "number", "inodes", "watch_ms", "map_epoch")
