@@ -1,0 +1,73 @@
+"""Connections of a client to the primaries of shards, also those that the dialer has replaced and on which requests wait."""
+
+import asyncio
+from types import SimpleNamespace
+
+from msgspec.structs import replace
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import Disconnected
+from nvpool.client import primaries
+from nvpool.client.primaries import Primaries
+from nvpool.logic.poolmap import Shard, changed
+from nvpool.testing.contracts.transport import Kept, refused, soon, until
+from nvpool.wire.dial import Dialer
+from nvpool.wire.inproc_transport import InprocTransport
+from nvpool.wire.transport import Greeting
+from tests.unit.test_placement import a_pool
+
+
+def a_map():
+    found = a_pool((4, 4), 2, nodes=2)
+    return replace(found, shards=(Shard(1, 1, ("inproc://first",)),))
+
+
+def with_silent_primary(check):
+    """`check(view, connection, waiting)`: a request waits for a silent primary on a connection that was replaced since."""
+    async def main():
+        transport, kept = InprocTransport(), Kept()
+        listener = await transport.listen("inproc://first", Greeting("the primary"), kept)
+        dialer = Dialer(Greeting("we"), transports={"inproc": transport})
+        view = SimpleNamespace(map=a_map(), changed=[], followed=0)
+
+        def follow():
+            view.followed += 1
+
+        view.follow = follow
+        asked = Primaries(view, dialer, SYSTEM_CLOCK)
+        shard = view.map.shards[0]
+        connection = await asked.connection(shard, soon())
+        waiting = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
+        await kept.count(1)
+        dialer.redial(shard.endpoints)
+        try:
+            async with asyncio.timeout(60):
+                await check(view, connection, waiting)
+        finally:
+            asked.close()
+            await dialer.close()
+            await listener.close()
+
+    asyncio.run(main())
+
+
+def test_silence_on_a_replaced_connection_is_noticed(monkeypatch):
+    monkeypatch.setattr(primaries, "SILENT_S", 0.1)
+    monkeypatch.setattr(primaries, "LOOK_S", 0.02)
+
+    async def check(view, connection, waiting):
+        await until(lambda: view.followed)
+        waiting.cancel()
+
+    with_silent_primary(check)
+
+
+def test_replaced_connection_to_a_former_primary_is_closed():
+    async def check(view, connection, waiting):
+        new = changed(view.map, shards=(replace(view.map.shards[0], endpoints=("inproc://second",)),))
+        for told in view.changed:
+            told(new)
+        await refused(Disconnected, waiting)
+        assert connection.closed
+
+    with_silent_primary(check)
