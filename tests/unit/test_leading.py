@@ -12,7 +12,7 @@ from nvpool.logic.poolmap import changed
 from nvpool.run.leading import Leading
 from nvpool.testing.meta_shard import DirectCall
 from nvpool.wire.v1.meta_pb2 import ShardAliveRequest
-from nvpool.wire.v1.pool_pb2 import AliveRequest, Forwardable, Forwarded
+from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest, Forwardable, Forwarded
 from nvpool.wire.v1.wire_pb2 import META_ALIVE, POOL_ALIVE
 from tests.unit.test_placement import a_pool
 
@@ -177,6 +177,21 @@ def test_forwarding_in_the_name_of_others_is_denied(member, forwarded, leads):
     passing(check, member=member, request=ShardAliveRequest(shard=1, forwarded=forwarded))
 
 
+@pytest.mark.parametrize("forwarded", [Forwarded(), Forwarded(node=3, hops=1)], ids=["older", "today"])
+def test_leader_hears_targets_whose_supervisor_passes_them_on(forwarded):
+    """A supervisor of an older version, which does not say that it has passed the sign on, is understood."""
+    async def check(others, leading, call):
+        leading.manager = SimpleNamespace(alive=lambda request: AliveReply(epoch=request.target))
+        leading.alive(call)
+        assert AliveReply.FromString(call.answer[0]).epoch == target
+        shard = DirectCall(META_ALIVE, ShardAliveRequest(shard=1, forwarded=forwarded).SerializeToString())
+        shard.peer = call.peer
+        assert await leading.ask_leader(shard) is None  # to be answered here
+
+    target = next(target.id for target in Others().pool_map.targets if target.node == 3)
+    passing(check, member="node/n3", method=POOL_ALIVE, request=AliveRequest(target=target, pid=9, forwarded=forwarded))
+
+
 def test_node_speaks_for_its_own_targets_only():
     async def check(others, leading, call):
         assert others.pool_map.target_by_id[1].node == 1
@@ -197,6 +212,7 @@ def test_each_passed_on_request_has_the_field_with_one_number():
     for kind in (*kinds.values(), AliveRequest):
         made = kind(forwarded=Forwarded(node=4, hops=2)).SerializeToString()
         assert Forwardable.FromString(made).forwarded == Forwarded(node=4, hops=2)
+        assert made == bytes.fromhex("a20604" "0804" "1002")  # as other versions of nvpool read it
 
 
 def test_answer_after_a_change_of_leader_may_have_been_applied():
