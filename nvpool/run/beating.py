@@ -80,4 +80,4 @@ class Beating:
             self._silent = True
             return
         self._silent = False
-        tenure.renewed(sent_s, answer.lease_s, answer.epoch_min)
+        tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)
