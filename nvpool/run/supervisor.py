@@ -545,6 +545,7 @@ class Supervisor:
             seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
                      "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
                      "writes": reply.writes, "host_full": reply.host_full, "lacks_room": reply.lacks_room,
+                     "moving_wait": reply.resync_wait or reply.strays_wait,
                      "counters": dict(reply.counters), "scrub": scrub_told(reply.scrubbing),
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
                                     for bad in reply.bad]}
