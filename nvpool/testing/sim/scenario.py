@@ -5,7 +5,8 @@
 
 Judged: what the clients were told of blocks, names, sizes, appended records, locks (`sim/works`, `sim/naming`, `sim/listing`)
 and volumes (`sim/quotas`); what is there in the end; that fsck finds nothing, replicas are equal, chains whole and partitions
-where they are to be then; that drains end (`sim/drains`); that nobody waits for ever, and no process met an error that is a bug;
+where they are to be then; that drains end (`sim/drains`); that nobody waits for ever, and no process met an error that is a
+bug;
 what `sim/truths` looks at all the time.
 """
 
