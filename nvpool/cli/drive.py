@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.units import format_bytes, parse_bytes
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
@@ -31,6 +32,8 @@ wait_option = click.option("--wait", is_flag=True, help="Return when it is done,
                                                         "on in the pool; the same command waits again.")
 drive_argument = click.argument("drive", metavar="DRIVE")
 
+STALL_S = 30.0
+"""Without a change before a command that waits reports a stall: longer than drained chunks are kept for clients."""
 PAUSED = "paused; go on with: nvpool pool rebalance --resume"
 
 
@@ -51,7 +54,8 @@ def drive() -> None:
 @drive.command(epilog="""\b
 --json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process), wish
 (empty, draining, drained, removing, lost, away), chains (that it holds), share (of all chains), chains_to_come, chains_to_go,
-lacks_room (for those to come), metadata (shards of which a member lies there)
+lacks_room (for those to come), moving_wait (why moving chains, or removing what was moved, waits at this drive), metadata
+(shards of which a member lies there)
 
 \b
 example: nvpool drive ls /srv/pool
@@ -113,6 +117,7 @@ async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict
     from nvpool.cli.reach import statuses
     seen: dict[str, Any] = {}
     most = 0
+    stall = Stall(SYSTEM_CLOCK.boottime_s())
 
     async def watch() -> dict[str, Any]:
         nonlocal seen, most
@@ -120,13 +125,41 @@ async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict
             most = max(most, left(seen))
             if not left(seen):
                 return seen
+            now_s = SYSTEM_CLOCK.boottime_s()
+            stall.note((left(seen), seen["chains"]["bytes_left"], *(one["used_bytes"] for one in seen["drives"])), now_s)
+            if quiet and stall.is_due(now_s):
+                say(f"{title}: {left(seen)} left, " + ", ".join(word for word in (stall.text(now_s), tell(seen)) if word))
 
     def look() -> Look:
         if not seen:
             return Look(0, None, in_bytes=False)
-        return Look(most - left(seen), most, tell(seen), in_bytes=False)
+        words = (stall.text(SYSTEM_CLOCK.boottime_s()), tell(seen))
+        return Look(most - left(seen), most, ", ".join(word for word in words if word), in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)
+
+
+class Stall:
+    """Time for which nothing has changed of what a command waits for."""
+
+    def __init__(self, now_s: float) -> None:
+        self._state: tuple = ()
+        self._since_s = self._said_s = now_s
+
+    def note(self, state: tuple, now_s: float) -> None:
+        if state != self._state:
+            self._state, self._since_s, self._said_s = state, now_s, now_s
+
+    def text(self, now_s: float) -> str:
+        stalled_s = now_s - self._since_s
+        return f"no progress for {stalled_s:.0f} s" if stalled_s >= STALL_S else ""
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether a stall is to be reported now by a command that shows no progress."""
+        if now_s - self._said_s < STALL_S:
+            return False
+        self._said_s = now_s
+        return True
 
 
 def say_what_waits(done: dict[str, Any]) -> None:
@@ -138,14 +171,27 @@ def say_what_waits(done: dict[str, Any]) -> None:
 
 def is_emptied(drives: list[dict[str, Any]]) -> bool:
     """Whether one of the drives has given away all its chains, and still removes what it had of them."""
-    return any(one["wish"] == "drained" and one["state"] == "serving" and one["used_bytes"] for one in drives)
+    return any(one["wish"] == "drained" and one["state"] == "serving" and one.get("used_bytes") for one in drives)
 
 
 def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
     """What is known of when all is moved, or of what keeps it. `shards`: of which members are to be moved."""
     full = [str(one["drive"]) for one in seen["drives"] if one.get("lacks_room")]  # an older node does not say it
     room = f"drive {', '.join(full)} has no room; make some: nvpool drive add" if full else ""
-    return ", ".join(word for word in (_kept_by(seen, shards), room, time_left(seen["chains"])) if word)
+    words = (_kept_by(seen, shards), room, *_of_drives(seen), time_left(seen["chains"]))
+    return ", ".join(word for word in words if word)
+
+
+def _of_drives(seen: dict[str, Any]) -> list[str]:
+    """What the drives say that chains come to or go from: how much is left there, and why it does not go on."""
+    words = []
+    for one in seen["drives"]:
+        name, wait = f"drive {one['drive']} (target {one.get('target')})", one.get("moving_wait")
+        if is_emptied([one]):
+            words.append(f"{name} removes the last {format_bytes(one['used_bytes'])}" + (f": {wait}" if wait else ""))
+        elif wait and (one["chains_to_come"] or one["chains_to_go"]) and not one.get("lacks_room"):
+            words.append(f"{name}: {wait}")
+    return words
 
 
 def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:

@@ -25,7 +25,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from nvpool.base.errors import ChecksumMismatch, InvalidRequest, NoSpace, NvpoolError, StaleCut, StaleVersion
-from nvpool.base.ids import RequestId, is_done, version, version_parts
+from nvpool.base.ids import RequestId, is_done, version_parts
+from nvpool.base.ids import version as make_version
 from nvpool.logic.poolmap import Chain
 
 
@@ -83,7 +84,7 @@ class Offer(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a member has of a chunk. `floor`: versions up to it were given to chunks of the inode that are gone; `cut`: of the
+    """What a member has of a chunk. `floor`: of the inode, see `raised`; `cut`: of the
     inode, the newest known, or that waits for pending writes to be decided; `requests`: the last that were done to it, as
     (session, slot, sequence); `pending`: the version of the write that is not decided, or 0."""
 
@@ -122,16 +123,57 @@ def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
         return Answer.DONE, 0  # whatever has changed since
     if offer.cut < held.cut:
         return Answer.CUT, 0
-    if offer.version <= max(held.version, held.floor):
-        return Answer.TOO_LOW, max(held.version, held.floor)
+    if offer.version <= held.version or not is_above(offer.version, held.floor):
+        return Answer.TOO_LOW, next_version(held, version_parts(offer.version)[0]) - 1
     return (Answer.TAKE if offer.base == held.version else Answer.FETCH), 0
 
 
+COUNTER_MAX = (1 << 31) - 1
+"""Highest counter that a head gives. A store marks a chunk whose write was lost with the bit above it (store/recovery)."""
+_OLD_FLOOR_COUNTER = 1 << 30
+
+
+def raised(floor: int, version: int) -> int:
+    """The version floor of an inode after a chunk of this version is gone.
+
+    A floor holds the highest epoch and, apart from it, the highest counter of all chunks of the inode that are gone. The chunks
+    of an inode belong to many chains, each with its own epoch. So a head gives versions of its own chain's epoch above the
+    floor's counter, and none of them was given before, whichever chain the floor comes from.
+    """
+    epoch, counter = version_parts(floor)
+    its_epoch, its_counter = version_parts(version)
+    return make_version(max(epoch, its_epoch), max(counter, its_counter if its_counter <= COUNTER_MAX else 0))
+
+
+def is_above(version: int, floor: int) -> bool:
+    """Whether the version was given to none of the chunks that the floor stands for."""
+    (epoch, counter), (floor_epoch, floor_counter) = version_parts(version), version_parts(floor)
+    return epoch > floor_epoch or counter > floor_counter
+
+
+def of_old_floor(highest: int) -> int:
+    """The floor for a record or message of an older build, which holds the highest version as one number.
+
+    That number hides the counters of chains with lower epochs. The result's counter is above any that they can have given.
+    """
+    epoch, counter = version_parts(highest)
+    return make_version(epoch, max(_OLD_FLOOR_COUNTER, counter if counter <= COUNTER_MAX else 0)) if highest else 0
+
+
 def next_version(held: Held, epoch: int, above: int = 0) -> int:
-    """What the head gives: above all that the chunk had, and above `above`. Begins anew with each epoch of the chain."""
-    floor = max(held.version, held.floor, above)
-    at_epoch, counter = version_parts(floor)
-    return version(at_epoch, counter + 1) if epoch <= at_epoch else version(epoch, 1)
+    """The version that the head of a chain at this epoch gives: above the chunk's, above its inode's floor and above `above`.
+
+    It carries the chain's epoch, unless the chunk, or a member with an older build, had a later one already.
+    """
+    at_epoch, counter = version_parts(max(held.version, above))
+    if at_epoch < epoch:
+        at_epoch, counter = epoch, 0
+    floor_epoch, floor_counter = version_parts(held.floor)
+    if at_epoch <= floor_epoch:
+        counter = max(counter, floor_counter)
+    if counter >= COUNTER_MAX:  # this epoch has no more
+        at_epoch, counter = max(at_epoch, floor_epoch) + 1, 0
+    return make_version(at_epoch, counter + 1)
 
 
 _CUT_STEP = 4

@@ -81,4 +81,4 @@ class Beating:
             self._silent, tenure.refused = True, str(error)
             return
         self._silent, tenure.refused = False, "" if answer.lease_s else "the leader gives no lease"
-        tenure.renewed(sent_s, answer.lease_s, answer.epoch_min)
+        tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)

@@ -181,6 +181,7 @@ class PoolStatus:
             seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
                      "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
                      "writes": reply.writes, "host_full": reply.host_full, "lacks_room": reply.lacks_room,
+                     "moving_wait": reply.resync_wait or reply.strays_wait,
                      "counters": dict(reply.counters), "scrub": scrub_told(reply.scrubbing),
                      "serving_pid": reply.pid, "refused": reply.refused,
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}

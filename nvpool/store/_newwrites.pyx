@@ -349,6 +349,7 @@ cdef class NewWrites:
             return False
         epochs = replica._chain_epochs
         if epochs is not None:
+            epochs = (<dict?>epochs).get(r.table) or (<dict>epochs)[0]
             if <uint64_t>len(<list?>epochs) != chain_count:
                 return False
             chain_epoch = (<list>epochs)[chunk_hash(r.inode, r.index) % chain_count]

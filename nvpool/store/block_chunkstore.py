@@ -41,11 +41,11 @@ from nvpool.base.errors import (
     WrongFormat,
 )
 from nvpool.base.host import boot_id
-from nvpool.base.ids import RequestId, is_done, version_parts
-from nvpool.base.ids import version as make_version
+from nvpool.base.ids import RequestId, is_done
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.contract import Effect, Kv
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.logic.replication import Held, next_version
 from nvpool.store import copies, placing, told, trim, verifier
 from nvpool.store.allocator import Allocator, Transaction, Waiting
 from nvpool.store.chunkstore import (
@@ -249,7 +249,7 @@ class BlockChunkStore(WholeChunks):
         record = self.index.inode(inode)
         if request is not None and is_done(chunk.requests, request):
             return chunk.version
-        if cut < record.cut:
+        if cut < record.cut and not version:
             raise StaleCut(f"inode {inode} was cut ({record.cut}) after this write began ({cut})")
         new_version = self.next_version(chunk, record, epoch, version)
         if placed is None or placed.sums is None:
@@ -320,13 +320,11 @@ class BlockChunkStore(WholeChunks):
                 self.drop_placed(placed)
 
     def next_version(self, chunk: Chunk, record: InodeRecord, epoch: int, given: int) -> int:
-        floor = max(chunk.version, record.floor)
-        if given:
-            if given <= floor:
-                raise StaleEpoch(f"chunk {chunk.index} of inode {chunk.inode} has version {floor} already, not {given}")
-            return given
-        at_epoch, counter = version_parts(floor)
-        return make_version(max(epoch, at_epoch), counter + 1 if epoch <= at_epoch else 1)
+        if not given:
+            return next_version(Held(chunk.version, record.floor), epoch)
+        if given <= chunk.version:
+            raise StaleEpoch(f"chunk {chunk.index} of inode {chunk.inode} has version {chunk.version} already, not {given}")
+        return given
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
                    request: RequestId | None = None, epoch: int = 1,

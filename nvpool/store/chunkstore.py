@@ -414,8 +414,11 @@ class ChunkStore(Protocol):
 
     def keep_note(self, raw: bytes) -> None: ...
 
-    async def discard(self, inode: int, index: int) -> int:
-        """Remove the chunk, also one that can not be read; the bytes that it occupied. The inode's cut stays. Not flushed."""
+    async def discard(self, inode: int, index: int, is_wanted: Callable[[], bool] | None = None) -> int:
+        """Remove the chunk, also one that can not be read; the bytes that it occupied. The inode's cut stays. Not flushed.
+
+        `is_wanted` is asked in the step that removes, after all waits; nothing is removed when it says no.
+        """
 
     on_bad: Callable[[], None] | None
     """Called for each block that is found to be bad, when it is noted; None at first."""

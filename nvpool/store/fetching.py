@@ -19,6 +19,7 @@ from nvpool.base.units import BLOCK_BYTES, MIB
 from nvpool.logic.chainset import decode_chains
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
+from nvpool.logic.replication import of_old_floor
 from nvpool.store.chunkstore import CHUNK_BLOCKS_MAX, ChunkCopy, ChunkStore, ChunkVersion, InodeCut
 from nvpool.store.replica import Replica
 from nvpool.wire.transport import Call
@@ -82,7 +83,7 @@ class Giving:
             chunks=b"".join([CHUNK_VERSION.pack(inode, index, blocks, version, cut, table)
                              for inode, index, table, version, cut, blocks in step.chunks]),
             inodes=b"".join([INODE_CUT.pack(*one) for one in step.inodes]),
-            busy=self._busy(), used_bytes=self._store.status()["used_bytes"]).SerializeToString())
+            busy=self._busy(), used_bytes=self._store.status()["used_bytes"], split_floors=True).SerializeToString())
 
     def fetch(self, call: Call) -> None:
         request = self._parse(pb.FetchRequest, call)
@@ -145,15 +146,17 @@ def encode_copy(copy: ChunkCopy, pending: bool) -> pb.FetchedChunk:
         inode=copy.inode, index=copy.index, pending=pending, version=copy.version, table=copy.table, cut=copy.cut,
         requests=b"".join([_REQUEST.pack(session, sequence, slot) for session, slot, sequence in copy.requests]),
         inode_cut=copy.known.cut, floor=copy.known.floor, chunk_bits=copy.known.chunk_bits,
-        runs=b"".join([_RUN.pack(*run) for run in copy.runs]), checksums=copy.checksums, bad=copy.bad, more=copy.more)
+        runs=b"".join([_RUN.pack(*run) for run in copy.runs]), checksums=copy.checksums, bad=copy.bad, more=copy.more,
+        split_floor=True)
 
 
 def decode_copy(one: pb.FetchedChunk, content: memoryview) -> ChunkCopy:
     try:
         return ChunkCopy(one.inode, one.index, one.version, one.table or 1, one.cut,
                          tuple([(session, slot, sequence) for session, sequence, slot in _REQUEST.iter_unpack(one.requests)]),
-                         InodeCut(one.inode, one.inode_cut, one.floor, one.chunk_bits), tuple(_RUN.iter_unpack(one.runs)),
-                         one.checksums, content, tuple(one.bad), one.more)
+                         InodeCut(one.inode, one.inode_cut, one.floor if one.split_floor else of_old_floor(one.floor),
+                                  one.chunk_bits),
+                         tuple(_RUN.iter_unpack(one.runs)), one.checksums, content, tuple(one.bad), one.more)
     except struct.error:
         raise CorruptFrame("a fetched chunk that can not be read came") from None
 
@@ -162,7 +165,8 @@ def decode_versions(reply: pb.VersionsReply) -> tuple[list[ChunkVersion], list[I
     try:
         return ([ChunkVersion(inode, index, table, version, cut, blocks)
                  for inode, index, blocks, version, cut, table in CHUNK_VERSION.iter_unpack(reply.chunks)],
-                [InodeCut(*one) for one in INODE_CUT.iter_unpack(reply.inodes)])
+                [InodeCut(inode, cut, floor if reply.split_floors else of_old_floor(floor), chunk_bits)
+                 for inode, cut, floor, chunk_bits in INODE_CUT.iter_unpack(reply.inodes)])
     except struct.error:
         raise CorruptFrame("a listing of versions that can not be read came") from None
 

@@ -22,11 +22,10 @@ from nvpool.base.errors import (
     StaleEpoch,
     StaleGrant,
 )
-from nvpool.base.ids import RequestId, is_done, version_parts
-from nvpool.base.ids import version as make_version
+from nvpool.base.ids import RequestId, is_done
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.logic.chainset import ChainSet
-from nvpool.logic.replication import after_cut
+from nvpool.logic.replication import Held, after_cut, next_version, raised
 from nvpool.store.chunkstore import (
     ALL_INODES,
     CHUNK_BLOCKS_MAX,
@@ -150,9 +149,9 @@ class MemoryChunkStore:
                 return chunk.version
             if request.slot > 0xFFFF:
                 raise InvalidRequest("no slot")
-        if cut < its_cut:
+        if cut < its_cut and not version:
             raise StaleCut
-        new_version = self._next(max(chunk.version, floor), epoch, version)
+        new_version = self._next(chunk.version, floor, epoch, version)
         if len(checksums) != len(piece_checksums(bytes(len(buffer)), offset)):
             raise InvalidRequest("the checksums do not fit the write")
         if piece_checksums(buffer, offset) != bytes(checksums):
@@ -205,13 +204,12 @@ class MemoryChunkStore:
         return self.write_now(*arguments, **named)
 
     @staticmethod
-    def _next(floor: int, epoch: int, given: int) -> int:
-        if given:
-            if given <= floor:
-                raise StaleEpoch
-            return given
-        its_epoch, counter = version_parts(floor)
-        return make_version(epoch, 1) if epoch > its_epoch else make_version(its_epoch, counter + 1)
+    def _next(version: int, floor: int, epoch: int, given: int = 0) -> int:
+        if not given:
+            return next_version(Held(version, floor), epoch)
+        if given <= version:
+            raise StaleEpoch(f"the chunk has version {version} already, not {given}")
+        return given
 
     def _merged(self, inode, index, chunk: _Chunk, offset: int, buffer: bytes) -> dict[int, tuple[bytes, int]]:
         first, end = offset // BLOCK_BYTES, -(-(offset + len(buffer)) // BLOCK_BYTES)
@@ -257,7 +255,7 @@ class MemoryChunkStore:
             if first >= last or chunk.cut >= cut:  # written under this number, so after the first time it came
                 continue
             if (first, last) == (0, whole):
-                floor = max(floor, chunk.version)
+                floor = raised(floor, chunk.version)
                 self._used -= len(self._chunks.pop(name).blocks)
                 continue
             last = CHUNK_BYTES_MAX if last == whole else last
@@ -319,7 +317,7 @@ class MemoryChunkStore:
         if self.fail_writes:
             raise self.fail_writes.pop(0)
         self._used += len(kept) + len(new) - len(chunk.blocks)
-        self._chunks[inode, index] = _Chunk(self._next(max(chunk.version, floor), epoch, 0), max(cut, chunk.cut),
+        self._chunks[inode, index] = _Chunk(self._next(chunk.version, floor, epoch), max(cut, chunk.cut),
                                             self._with_request(chunk.requests, request), {**kept, **new},
                                             table or chunk.table)
         self._forget_bad()
@@ -445,8 +443,8 @@ class MemoryChunkStore:
 
     def _raise_cut(self, known: InodeCut) -> None:
         cut, floor = self._inodes.get(known.inode, (0, 0))
-        if known.cut > cut or known.floor > floor:
-            self._inodes[known.inode] = max(cut, known.cut), max(floor, known.floor)
+        if known.cut > cut or raised(floor, known.floor) != floor:
+            self._inodes[known.inode] = max(cut, known.cut), raised(floor, known.floor)
 
     def unreadable(self, inode: int, index: int) -> bool:
         return False  # there are no records
@@ -460,8 +458,10 @@ class MemoryChunkStore:
     def keep_note(self, raw: bytes) -> None:
         self._note = raw
 
-    async def discard(self, inode: int, index: int) -> int:
+    async def discard(self, inode: int, index: int, is_wanted: Callable[[], bool] | None = None) -> int:
         self._refuse_when_fenced()
+        if is_wanted is not None and not is_wanted():
+            return 0
         chunk = self._chunks.pop((inode, index), None)
         self._forget_bad()
         self._used -= len(chunk.blocks) if chunk else 0

@@ -52,6 +52,7 @@ from typing import NamedTuple
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.base.ids import RequestId
+from nvpool.logic.replication import of_old_floor
 
 SEGMENT_BITS = 6
 SEGMENT_BLOCKS = 1 << SEGMENT_BITS
@@ -117,7 +118,7 @@ def with_request(requests: tuple[tuple[int, int, int], ...], request: RequestId)
 
 
 class InodeRecord(NamedTuple):
-    """`floor`: versions up to this one were given to chunks of the inode that are gone; a new one begins above."""
+    """What an index holds of an inode; `floor`: see logic/replication.raised."""
 
     cut: int = 0
     floor: int = 0
@@ -455,13 +456,16 @@ def decode_held(key: bytes, raw: bytes) -> tuple[int, float, list[tuple[int, int
 
 
 _INODE = struct.Struct("<BBHQQ")
+_SPLIT_FLOOR = 1
+"""Flag of an inode record: the floor's epoch and counter are each the highest. Older builds keep the highest version, without
+the flag, and ignore it; a floor of this kind is never below that, so they can read these records."""
 
 
 def encode_inode(record: InodeRecord) -> bytes:
-    return _INODE.pack(_FORMAT, record.chunk_bits, 0, record.cut, record.floor)
+    return _INODE.pack(_FORMAT, record.chunk_bits, _SPLIT_FLOOR if record.floor else 0, record.cut, record.floor)
 
 
 def decode_inode(key: bytes, raw: bytes) -> InodeRecord:
     check_format(key, raw, _INODE.size)
-    _, chunk_bits, _, cut, floor = _INODE.unpack(raw)
-    return InodeRecord(cut, floor, chunk_bits)
+    _, chunk_bits, flags, cut, floor = _INODE.unpack(raw)
+    return InodeRecord(cut, floor if flags & _SPLIT_FLOOR else of_old_floor(floor), chunk_bits)

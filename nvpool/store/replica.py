@@ -29,7 +29,8 @@ class Replica:
                  ask_map: Callable[[], None] = lambda: None):
         self._store = store
         self._target = target
-        self._chain_epochs: list[int] | None = None
+        self._chain_epochs: dict[int, list[int]] | None = None
+        """Of the chains by their tables, 0 where a chain is not ours; table 0: the highest of all tables."""
         self._places: dict[int, list[Place | None]] = {}
         self.shares = False
         """Whether any chain of this target has another member."""
@@ -43,15 +44,14 @@ class Replica:
     def update_map(self, pool_map: PoolMap) -> None:
         """Remember where this target stands in each chain. Of a chunk whose table is not told the highest epoch counts: a
         version's epoch has only to grow."""
-        epochs = [0] * len(pool_map.tables[0].chains) if pool_map.tables else []
         self._places = {}
         self.losing.update_map(pool_map)
         for table in pool_map.tables:
-            places = self._places[table.id] = [place_in(chain, self._target) for chain in table.chains]
-            for number, place in enumerate(places):
-                if place is not None:
-                    epochs[number] = max(epochs[number], place.epoch)
-        self._chain_epochs = epochs or None
+            self._places[table.id] = [place_in(chain, self._target) for chain in table.chains]
+        by_table = {table: [place.epoch if place is not None else 0 for place in places]
+                    for table, places in self._places.items()}
+        highest = [max(epochs) for epochs in zip(*by_table.values(), strict=True)]
+        self._chain_epochs = {0: highest} | by_table if by_table else None
         self.shares = any(place is not None and len(place.members) > 1 for places in self._places.values() for place in places)
         if self._peers is not None:
             self._peers.use_map(pool_map)
@@ -96,25 +96,26 @@ class Replica:
         """See ChunkStore.write_now; of a chunk that is not shared. WrongTarget when the chunk's chain is not ours: fetch the
         map, choose again."""
         return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request,
-                                     epoch=self._epoch(inode, index), version=version, placed=placed, table=table)
+                                     epoch=self._epoch(table, inode, index), version=version, placed=placed, table=table)
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int,
                    request: RequestId | None, given_up: Callable[[], bool], table: int = 0) -> tuple[int, int]:
         """See ChunkStore.copy. WrongTarget when one of the chunks is not ours; NotSupported of a chunk that is shared;
         BytesLost of one of which something may have been lost."""
-        self._epoch(*source[:2])
+        self._epoch(0, *source[:2])
         if any(self.losing.since(0, *name) is not None for name in (source[:2], (inode, index))):
             raise BytesLost("chunks of which something was lost are copied by reading and writing them")
         if self.shares and self.is_shared(table, inode, index):
             raise NotSupported("chunks with several replicas are copied by reading and writing them")
         return await self._store.copy(source, inode, index, offset, length, cut=cut, request=request,
-                                      epoch=self._epoch(inode, index), given_up=given_up, table=table)
+                                      epoch=self._epoch(table, inode, index), given_up=given_up, table=table)
 
-    def _epoch(self, inode: int, index: int) -> int:
-        """Of the chunk's chain."""
+    def _epoch(self, table: int, inode: int, index: int) -> int:
+        """The epoch of the chunk's chain; the highest of any table where the table is 0, not told, or not in our map."""
         if self._chain_epochs is None:
             return 1
-        epoch = self._chain_epochs[chain_of(inode, index)]
+        epochs = self._chain_epochs.get(table or self._store.table_of(inode, index))
+        epoch = (epochs or self._chain_epochs[0])[chain_of(inode, index)]
         if not epoch:
             raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
         return epoch
@@ -140,8 +141,8 @@ class Replica:
             await self.writes.wait_to_read(decisions, deadline_s)
 
     async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int) -> int:
-        """See ChunkStore.cut."""
-        if not self.shares or self.writes is None:
+        """See ChunkStore.cut. A chunk may become shared while this waits, so writes are kept out in any case."""
+        if self.writes is None:
             return await self._store.cut(inode, size, cut, chunk_bits, end)
         await self.writes.begin_cut([inode], cut)
         try:
@@ -151,7 +152,7 @@ class Replica:
 
     async def remove(self, inodes: list[int]) -> tuple[int, int]:
         """See ChunkStore.remove."""
-        if not self.shares or self.writes is None:
+        if self.writes is None:
             return await self._store.remove(inodes)
         await self.writes.begin_cut(inodes, 0)
         try:

@@ -116,15 +116,16 @@ class StoreService(WritesOne, Telling):
         self.replica = Replica(store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None))
         self._giving = giving = Giving(store, self.replica, target, parse=self._parse, authority=self._authority,
                                        later=self._later, busy=lambda: self.waiting)
+        self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
         self.upkeep = None if dialer is None else Upkeep(store, target, dialer, grant_secret, clock, on_fail=on_fail,
                                                          bytes_per_s=resync_bytes_per_s, scrub_interval_s=scrub_interval_s,
-                                                         scrub_bytes_per_s=scrub_bytes_per_s, busy=lambda: self.waiting)
+                                                         scrub_bytes_per_s=scrub_bytes_per_s, busy=lambda: self.waiting,
+                                                         is_caught_up=lambda: self.tenure.is_caught_up)
         if self.upkeep is not None and self.replica.writes is not None:
             writes, repair = self.replica.writes, self.upkeep.repair
             writes.fetch, writes.mend, writes.rebuild = self.upkeep.resync.pull, repair.mended, repair.rebuilt
         orders = Orders(store, self.upkeep, parse=self._parse, authority=self._authority, later=self._later,
                         epoch=lambda: self._epoch)
-        self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
         self.at_once = reads_at_once(target, self._grants, store, self.replica.pending, self.tenure, self.use, clock)
         """What a listener asks first; None where every request is handled."""
         answer_new_writes(self, grant_secret)

@@ -30,6 +30,9 @@ class Telling:
             status["counters"] |= self.upkeep.counters()
             status["scrubbing"] = self.upkeep.rounds.told()
             status["lacks_room"] = self.upkeep.resync.progress.lacks_room
+            status["resync_wait"] = self.upkeep.resync.progress.waits_for
+            strays = self.upkeep.strays
+            status["strays_left"], status["strays_wait"] = strays.left_chunks, strays.waits_for
         reply = pb.DataStatusReply(target=self.target, pid=os.getpid(), **status,
                                    bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()])
         call.reply(reply.SerializeToString())

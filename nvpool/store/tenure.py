@@ -44,6 +44,7 @@ class Tenure:
         self._clock = clock
         self._lender = lender
         self._epoch = self._epoch_min = 0
+        self._epoch_told: int | None = None
         self._readable: frozenset[tuple[int, int]] = frozenset()
 
     def update_map(self, pool_map: PoolMap) -> None:
@@ -65,8 +66,18 @@ class Tenure:
         """Of the map that is followed."""
         return self._epoch
 
-    def renewed(self, sent_s: float, lease_s: float, epoch_min: int) -> None:
-        """A sign of life that was sent at `sent_s` has been answered so."""
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether the map that is followed is at least as new as each that an earlier process of this target followed.
+
+        It is from when it has reached the epoch that a leader told this process first. Later maps are newer in any case.
+        """
+        return self._epoch_told is not None and self._epoch >= self._epoch_told
+
+    def renewed(self, sent_s: float, lease_s: float, epoch_min: int, epoch: int = 0) -> None:
+        """A sign of life that was sent at `sent_s` has been answered so; `epoch` is that of the leader's map."""
+        if self._epoch_told is None and epoch:
+            self._epoch_told = epoch
         self.until_s = max(self.until_s, sent_s + lease_s)
         self._epoch_min = max(self._epoch_min, epoch_min)
         self._tell()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from nvpool.base.checksum import ZERO_BLOCK, ZERO_BLOCK_CHECKSUM, crc32c
 from nvpool.base.errors import Busy, ChecksumMismatch, CorruptRecord, InvalidRequest, StaleCut
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.contract import Effect
-from nvpool.logic.replication import after_cut
+from nvpool.logic.replication import after_cut, raised
 from nvpool.store.allocator import Transaction, Waiting
 from nvpool.store.chunkstore import LOST_CHECKSUM, MustWait
 from nvpool.store.index import SEGMENTS_MAX
@@ -111,13 +111,15 @@ def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effect
 
 
 async def drop(store: BlockChunkStore, inode: int, first: int, number: int | None = None,
-                until: int = CHUNK_INDEX_MAX + 1) -> tuple[int, int]:
+                until: int = CHUNK_INDEX_MAX + 1, is_wanted: Callable[[], bool] | None = None) -> tuple[int, int]:
     """Remove the chunks of the inode from index `first` to before `until`; (chunks, blocks). With the `number` of a cut only
-    those written before it, and the floor is kept."""
+    those written before it, and the floor is kept. `is_wanted`: see ChunkStore.discard."""
     chunks = blocks = 0
     while first < until:
         if store.kv.full:
             await store.kv.room()
+        if is_wanted is not None and not is_wanted():
+            break
         if number is not None:
             _check_newest(store, inode, number)
         try:
@@ -151,14 +153,14 @@ async def drop(store: BlockChunkStore, inode: int, first: int, number: int | Non
                 transaction.free_places(segment.disk)
                 blocks += len(segment.disk) - segment.disk.count(0)
                 if head is not None:
-                    floor = max(floor, head.version)
+                    floor = raised(floor, head.version)
         if not gone:
             continue
         bad = [name for name in store.quarantine.within(inode, range(gone[0], gone[-1] + 1)) if name[1] in gone]
         effects += [(bad_key(*name), None) for name in bad]
         if number is not None:
             record = store.index.inode(inode)
-            _apply_inode(store, inode, record._replace(floor=max(record.floor, floor)), effects, transaction, gone)
+            _apply_inode(store, inode, record._replace(floor=raised(record.floor, floor)), effects, transaction, gone)
         else:
             store.apply(transaction, effects, inode, gone, reclaims=True)
         for index in gone:

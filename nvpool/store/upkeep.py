@@ -29,13 +29,15 @@ class Upkeep:
     def __init__(self, store: ChunkStore, target: int, dialer: Dialer, secret: bytes, clock: Clock, *,
                  bytes_per_s: float = RESYNC_BYTES_PER_S, scrub_interval_s: float = INTERVAL_S,
                  scrub_bytes_per_s: float = SCRUB_BYTES_PER_S, busy: Callable[[], bool] = bool,
-                 on_fail: Callable[[str], None] = lambda reason: None) -> None:
-        """`busy`: whether clients' requests wait here. `on_fail` is told when a part of it has died of a fault in itself."""
+                 on_fail: Callable[[str], None] = lambda reason: None,
+                 is_caught_up: Callable[[], bool] = lambda: False) -> None:
+        """`busy`: whether clients' requests wait here. `on_fail` is told when a part of it has died of a fault in itself.
+        `is_caught_up`: see Strays."""
         self.others = OtherTargets(dialer, secret, clock)
         self._bytes_per_s = bytes_per_s
         self.throttle = Throttle(bytes_per_s, clock, busy)
         self.resync = Resync(store, target, self.others, clock, self.throttle, on_fail=on_fail)
-        self.strays = Strays(store, target, clock, self.throttle, on_fail)
+        self.strays = Strays(store, target, clock, self.throttle, on_fail, is_caught_up=is_caught_up)
         self.repair = Repair(store, target, self.others, clock, self.throttle, on_fail)
         self.rounds = Rounds(store, target, self.repair, clock, busy, interval_s=scrub_interval_s,
                              bytes_per_s=scrub_bytes_per_s, on_fail=on_fail)

@@ -19,6 +19,7 @@ from nvpool.base.errors import Busy, CorruptRecord
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.kv.contract import Effect
 from nvpool.logic.chainset import ChainSet
+from nvpool.logic.replication import raised
 from nvpool.store import rebuild, trim
 from nvpool.store.allocator import Transaction, Waiting
 from nvpool.store.chunkstore import (
@@ -283,9 +284,10 @@ class WholeChunks:
 
     def _newer_record(self, known: InodeCut) -> InodeRecord | None:
         now = self.index.inode(known.inode)
-        if known.cut <= now.cut and known.floor <= now.floor:
+        floor = raised(now.floor, known.floor)
+        if known.cut <= now.cut and floor == now.floor:
             return None
-        return InodeRecord(max(known.cut, now.cut), max(known.floor, now.floor), known.chunk_bits or now.chunk_bits)
+        return InodeRecord(max(known.cut, now.cut), floor, known.chunk_bits or now.chunk_bits)
 
     def unreadable(self, inode: int, index: int) -> bool:
         return rebuild.is_unreadable(self, inode, index)
@@ -300,9 +302,9 @@ class WholeChunks:
     def keep_note(self, raw: bytes) -> None:
         self.kv.apply([(NOTE_KEY, raw)], reclaims=True)
 
-    async def discard(self, inode: int, index: int) -> int:
+    async def discard(self, inode: int, index: int, is_wanted: Callable[[], bool] | None = None) -> int:
         self.refuse_when_fenced()
-        return (await trim.drop(self, inode, index, None, index + 1))[1] * BLOCK_BYTES
+        return (await trim.drop(self, inode, index, None, index + 1, is_wanted))[1] * BLOCK_BYTES
 
     def table_of(self, inode: int, index: int) -> int:
         chunk = self.index.chunk(inode, index)

@@ -110,9 +110,12 @@ class WriteBatch:
 
     async def _discard(self, number: int) -> None:
         """What is here of the chunk is from before its chain was begun anew."""
-        inode, _, _, index, *_ = self.headers[number]
+        inode, cut, _, index, offset, length, grant_number, flags = self.headers[number]
+        losing, table = self._replica.losing, self._check_grant(grant_number, inode, cut)
         try:
-            await self._store.discard(inode, index)
+            # Asked again when it is removed: another request may have written the chunk while this one waited.
+            await self._store.discard(inode, index, lambda: losing.check_write(table, inode, index, offset, length,
+                                                                               bool(flags & ALL_OF_BLOCKS)))
         except NvpoolError as error:
             self._refused[inode, index] = error.wire_code
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -122,6 +123,45 @@ def all_is_there(pool, written):
     assert [name for name, content in written.items() if client.read_bytes(name) != content] == []
     client.close()
     # chunks whose chains have moved away stay a minute, for readers with an older map
+    assert pool.fsck() == []
+
+
+def truncate_files(pool, number, stop, errors):
+    """Files of several chunks, so of several chains, that are written and cut until `stop`."""
+    client, chance = pool.connect(), random.Random(number)
+    with client.open(f"/cut-{number}", "w+b", buffering=0) as file:
+        while not stop.is_set():
+            try:
+                for _ in range(4):
+                    file.seek(chance.randrange(6 * MIB))
+                    file.write(bytes(chance.choice((5000, 70_000))))
+                file.fsync()
+                file.truncate(chance.randrange(6 * MIB))
+            except OSError as error:
+                errors.append(error)
+    client.close()
+
+
+def test_drains_end_under_truncations(pool):
+    """The chains have different epochs after the first drain; versions that mix them kept chunks on the drive."""
+    stop, errors = threading.Event(), []
+    threads = [threading.Thread(target=truncate_files, args=(pool, number, stop, errors)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        nvpool(pool, "drive", "drain", 1, "--wait")
+        nvpool(pool, "drive", "drain", 1, "--cancel", "--wait")
+        nvpool(pool, "drive", "drain", 3, "--wait")
+        one = next(one for one in pool.status()["drives"] if one["drive"] == 3)
+        assert (one["chains"], one["wish"], one["used_bytes"]) == (0, "drained", 0)
+        nvpool(pool, "drive", "drain", 3, "--cancel", "--wait")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert errors == []
+    assert not [process for process in pool.status()["processes"] if process.get("restarts")], "no store has fenced itself"
+    full(pool)
     assert pool.fsck() == []
 
 

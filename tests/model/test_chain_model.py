@@ -15,7 +15,8 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nvpool.base.ids import RequestId, is_done
+from nvpool.base.ids import RequestId, is_done, version_parts
+from nvpool.base.ids import version as make_version
 from nvpool.logic.poolmap import Chain
 from nvpool.logic.replication import (
     Answer,
@@ -30,6 +31,7 @@ from nvpool.logic.replication import (
     next_step,
     next_version,
     place_in,
+    raised,
     taking_part,
     until,
 )
@@ -76,6 +78,8 @@ class Member:
         self.links: dict[int, int] = {}
         self.own_links: dict[int, int] = {}
         self.cut_waits = 0
+        self.floor = 0        # both raised by a resync of the inode's chunks in other chains
+        self.raised_cut = 0
         self.tainted = False  # was cut before it was in line with the others: resync copies such a chunk whatever its version
 
     @property
@@ -83,7 +87,7 @@ class Member:
         return place_in(self.chain, self.number)
 
     def held(self) -> Held:
-        return Held(self.version, 0, max(self.cut, self.cut_waits), self.requests,
+        return Held(self.version, self.floor, max(self.cut, self.cut_waits, self.raised_cut), self.requests,
                     self.pending.offer.version if self.pending else 0)
 
 
@@ -105,6 +109,7 @@ class World:
     # -- what members do ---------------------------------------------------------------------------------------------
 
     def commit(self, member: Member, version: int, content: Content, request: RequestId | None) -> None:
+        assert version_parts(version)[0] <= self.chain.epoch, f"version {version:x} is of another chain"
         if not member.tainted:
             known = self.contents.setdefault(version, content)
             assert known == content, f"version {version:x} is {known} and {content}"
@@ -287,6 +292,8 @@ class World:
             self.catch_up(pick)
         elif kind == 17:
             self.cut_at(living[pick % len(living)], pick // 8)
+        elif kind == 18:
+            self.raise_cuts(living[pick % len(living)], pick)
 
     def deliver(self, pick: int) -> bool:
         ways = [way for way, queue in self.wires.items() if queue]
@@ -335,6 +342,7 @@ class World:
             fresh = Member(member.number, self.chain, member.process + 1)
             fresh.version, fresh.content, fresh.cut, fresh.requests, fresh.tainted = (
                 member.version, member.content, member.cut, member.requests, member.tainted)
+            fresh.floor, fresh.raised_cut = member.floor, member.raised_cut
             self.members[member.number] = fresh
 
     def catch_up(self, pick: int) -> None:
@@ -367,6 +375,12 @@ class World:
                 self.do_cut(member)
         if all(self.members[number].cut >= self.cut for number in (*self.chain.targets, *self.chain.joining)):
             self.granted = self.cut
+
+    def raise_cuts(self, member: Member, pick: int) -> None:
+        """The member learns of the inode's cut and floor from a target of another chain, which is older or younger."""
+        member.floor = raised(member.floor, make_version(pick % 13, pick % 7))
+        if pick & 1:
+            member.raised_cut = self.cut
 
     def read(self, pick: int) -> None:
         """At any target of the chain: others are not asked by who knows the map, and have no lease."""
@@ -415,7 +429,7 @@ class World:
 def run(members: int, choices: bytes) -> World:
     world = World(members)
     for kind, pick in struct.iter_unpack("BB", choices):
-        world.step(kind % 18, pick)
+        world.step(kind % 19, pick)
         world.check()
     world.quiet()
     return world

@@ -12,12 +12,12 @@ from nvpool.client import flushing
 from nvpool.client.vfs import wide
 from nvpool.cluster import embedded
 from nvpool.kv import shipping
-from nvpool.logic import transitions
+from nvpool.logic import replication, transitions
 from nvpool.meta import gate, parts, records
 from nvpool.meta.moving import giver, ranges, taker
 from nvpool.meta.spanning import holds, participant
 from nvpool.run import leading
-from nvpool.store import chain, resync, service, tenure
+from nvpool.store import chain, memory, resync, service, strays, tenure
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.testing.sim import listing, members, naming, works
 from nvpool.testing.sim import pool as sim_pool
@@ -191,3 +191,16 @@ def test_supervisor_that_disowns_its_daemons_is_found(monkeypatch):
     """It takes every process that shows the certificate of a node for another node's supervisor."""
     monkeypatch.setattr(leading.Leading, "_hops", lambda self, call, forwarded: 1 if call.peer.member else forwarded.hops)
     assert found(range(1, 21), seconds=15.0, etcd=True)
+
+
+def test_a_version_floor_that_mixes_the_epochs_of_chains(monkeypatch):
+    """And a collector that takes such a chunk for one of a newer map, as builds up to 0.1.0 did."""
+    monkeypatch.setattr(memory, "raised", max)
+    monkeypatch.setattr(replication, "is_above", int.__gt__)
+    for module in (memory, chain):
+        monkeypatch.setattr(module, "next_version", lambda held, epoch, above=0: replication.make_version(
+            max(epoch, max(held.version, held.floor) >> 32), (max(held.version, held.floor, above) & 0xFFFFFFFF) + 1))
+    monkeypatch.setattr(strays.Strays, "_goes", lambda self, name, version: self._is_due(name)
+                        and version >> 32 <= self._epochs[name])
+    assert found(range(1, 41), replicas=2, standbys=0, shards=1, moving=False, etcd=False, kinds={"kill": 1, "cut": 1},
+                 of="target", only=(works.Blocks, works.Sizes), draining=True, clients=4)

@@ -11,6 +11,7 @@ import pytest
 from nvpool.testing.sim.loop import Stuck, VirtualLoop
 from nvpool.testing.sim.quotas import Quotas
 from nvpool.testing.sim.scenario import simulate
+from nvpool.testing.sim.works import Blocks, Sizes
 
 SEEDS = range(1, 13)
 
@@ -21,6 +22,14 @@ def test_nothing_is_violated(seed):
     assert not problems
     # Chance shares the steps out: the least of one seed in forty is 16 or 17, with and without a change of the client.
     assert min(done["writes"], done["reads"], done["names"]) > 10 and done["deaths"] + done["cuts"] > 0
+
+
+@pytest.mark.parametrize("seed", (2, 3))
+def test_drains_end_under_truncations(seed):
+    problems, done = simulate(seed, draining=True, replicas=2, standbys=0, shards=1, moving=False, etcd=False,
+                              kinds={"kill": 1, "cut": 1, "die": 1}, of="target", only=(Blocks, Sizes), clients=4)
+    assert not problems
+    assert done["drains"] > 1 and done["cuts_made"] > 10
 
 
 def test_a_removed_volume_leaves_nothing_also_where_its_files_are_changed_meanwhile():

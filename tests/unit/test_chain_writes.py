@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from nvpool.base.errors import Busy, ChecksumMismatch, CorruptRecord, NoSpace, StaleEpoch
-from nvpool.base.ids import ROOT_INODE
+from nvpool.base.ids import ROOT_INODE, version, version_parts
 from nvpool.base.units import KIB, MIB
 from nvpool.client import hedging as hedging_module
 from nvpool.client.options import ClientOptions
@@ -20,7 +20,7 @@ from nvpool.client.vfs import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap, changed
 from nvpool.store.allocator import Transaction
-from nvpool.store.chunkstore import ALL_INODES
+from nvpool.store.chunkstore import ALL_INODES, InodeCut
 from nvpool.store.reads import READ, RESULT
 from nvpool.store.records import encode_segment, segment_key
 from nvpool.testing.holding_pool import HoldingPool
@@ -79,6 +79,64 @@ def held_by(pool: LocalPool, inode: int) -> dict[int, dict[int, tuple]]:
     """target -> chunk index -> (version, blocks)."""
     return {number: {one.index: (one.version, one.blocks) for one in service.store.describe(inode, 0, 4096)[0]}
             for number, service in pool.stores.items()}
+
+
+@pytest.mark.parametrize("raised", ["floor", "cut"])
+@in_loop
+async def test_a_raised_inode_does_not_refuse_a_decided_write(tmp_path, raised):
+    """Between a write's version and its commit at the head a resync of another chain of the file lifts what is known of it."""
+    async with made(tmp_path) as (pool, vfs):
+        handle = await written(vfs, b"file", bytes(300_000))
+        inode = handle.file.inode
+        head = pool.pool_map.chain(2, chain_of(inode, 0)).targets[0]
+        store, writes = pool.stores[head].store, pool.stores[head].replica.writes
+        prepare, cut = store.prepare, store.held(inode, 0).cut
+        known = InodeCut(inode, cut + (raised == "cut"), version(14, 120) if raised == "floor" else 0, 18)
+
+        async def prepared_and_raised(*arguments):
+            placed = await prepare(*arguments)
+            assert writes.pending
+            await store.raise_cuts([known])
+            return placed
+
+        store.prepare = prepared_and_raised
+        await vfs.write(handle, 0, b"x" * 5000)
+        await vfs.fsync(handle, False)
+        assert not any(service.store.fenced_because for service in pool.stores.values())
+        assert len({tuple(held.items()) for held in held_by(pool, inode).values() if held}) <= 2
+        assert await read_all(vfs, inode, 300_000) == b"x" * 5000 + bytes(295_000)
+        store.prepare = prepare
+        chain = pool.pool_map.chain(2, chain_of(inode, 0))
+        await vfs.write(handle, 0, b"y")
+        if raised == "floor":  # of a cut that was made nowhere the client learns nothing
+            await vfs.fsync(handle, False)
+            assert version_parts(store.held(inode, 0).version)[0] == chain.epoch
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@in_loop
+async def test_chunks_after_a_truncation_have_their_chains_epoch(tmp_path, replicas):
+    async with made(tmp_path, replicas=replicas) as (pool, vfs):
+        handle = await written(vfs, b"file", bytes(2 * MIB))
+        inode = handle.file.inode
+        old = max(version_parts(chunk)[0] for held in held_by(pool, inode).values() for chunk, _ in held.values())
+        for step in range(3):
+            await pool.change_map(lambda pool_map, step=step: changed(pool_map, tables=tuple(
+                msgspec.structs.replace(table, chains=tuple(
+                    msgspec.structs.replace(chain, epoch=chain.epoch + (number % 3 >= step))
+                    for number, chain in enumerate(table.chains))) for table in pool_map.tables)))
+        await vfs.release(handle)
+        vfs = (await pool.client("knows the map", FAST)).vfs
+        handle = await vfs.open(inode, 2, ME)
+        for size in (0, 700_000, 0):
+            await vfs.setattr(inode, size=size, caller=ME)
+            await vfs.write(handle, 0, bytes(2 * MIB))
+            await vfs.fsync(handle, False)
+        for held in held_by(pool, inode).values():
+            for index, (its_version, _) in held.items():
+                epoch = pool.pool_map.chain(replicas, chain_of(inode, index)).epoch
+                assert version_parts(its_version)[0] == epoch > old
+
 
 
 def check_replicas(pool: LocalPool, inode: int, chunks: range, replicas: int) -> None:

@@ -10,6 +10,7 @@ from nvpool.base.checksum import crc32c
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.cli import progress, reach
 from nvpool.cli.drive import moving_on
+from nvpool.cli.drive import wait_until_moved as wait_until_drained
 from nvpool.cli.place import Place, PlaceType
 from nvpool.cli.shard import wait_until_moved
 from nvpool.sdk import dumpfile
@@ -106,6 +107,41 @@ def test_who_waits_for_moving_is_told_what_keeps_it():
     assert moving_on(seen, [2]).startswith("about")
     drives[1]["lacks_room"] = True
     assert moving_on(seen).startswith("drive 2 has no room; make some: nvpool drive add, about")
+
+
+def test_a_drain_says_which_target_waits_and_why():
+    chains = {"paused": False, "filling": 0, "to_copy": 3, "bytes_left": 4096, "seconds_left": None}
+    drives = [{"drive": 1, "target": 4, "node": 1, "chains_to_come": 0, "chains_to_go": 3, "wish": "draining",
+               "state": "serving", "used_bytes": 8192, "moving_wait": ""},
+              {"drive": 2, "target": 5, "node": 1, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "serving",
+               "used_bytes": 0, "moving_wait": "target 4: Busy"}]
+    seen = {"drives": drives, "chains": chains, "nodes": []}
+    assert moving_on(seen) == "drive 2 (target 5): target 4: Busy, about 4.00 KiB left"
+    drives[1] |= {"chains_to_come": 0, "moving_wait": ""}
+    drives[0] |= {"chains_to_go": 0, "wish": "drained", "moving_wait": "chunks are kept for 8 s more"}
+    chains["to_copy"] = 0
+    assert moving_on(seen) == "drive 1 (target 4) removes the last 8.00 KiB: chunks are kept for 8 s more"
+    drives[0] |= {"used_bytes": 0}
+    assert moving_on(seen) == ""
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_command_that_waits_reports_a_stall(monkeypatch, capsys, quiet):
+    drive = {"drive": 1, "target": 4, "node": 1, "chains_to_come": 0, "chains_to_go": 0, "wish": "drained", "state": "serving",
+             "used_bytes": 4096, "moving_wait": "", "metadata": []}
+
+    async def statuses(pool, instead):
+        for used in (4096, 4096, 0):
+            yield {"drives": [drive | {"used_bytes": used}], "nodes": [],
+                   "chains": {"paused": False, "filling": 0, "to_copy": 0, "bytes_left": 0, "seconds_left": None}}
+            await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(reach, "statuses", statuses)
+    monkeypatch.setattr("nvpool.cli.drive.STALL_S", 0.01)
+    monkeypatch.setattr(progress, "LINE_S", 0.02)
+    asyncio.run(wait_until_drained("p", "draining drive 1", quiet, 1))
+    said = capsys.readouterr().err
+    assert "no progress for 0 s, drive 1 (target 4) removes the last 4.00 KiB" in said
 
 
 @pytest.mark.parametrize(("paused", "expected"), [

@@ -23,8 +23,9 @@ from nvpool.logic.poolmap import (
     decode_map,
     encode_map,
 )
+from nvpool.logic.replication import of_old_floor
 from nvpool.store.chunkstore import ChunkCopy, InodeCut
-from nvpool.store.fetching import CHUNK_VERSION, INODE_CUT, WANTED, encode_copy
+from nvpool.store.fetching import CHUNK_VERSION, INODE_CUT, WANTED, decode_copy, encode_copy
 from nvpool.store.service import EXTENT
 from nvpool.wire import codec
 from nvpool.wire.entries import pack_entry
@@ -36,6 +37,9 @@ SESSION = 0x0001_0000_0000_0005
 NAMED_WITHOUT_EPOCH = {"ChunkDescription", "BadBlock", "FetchedChunk", "DataStatusRequest", "DataStatusReply",
                          "Scrubbing", "UseRequest", "UseReply"}
 """Parts of messages; and the status and the figures of a process, which have none of the pool in them."""
+
+OF_OLDER_BUILDS = {"FetchReply"}
+"""Golden messages that this build reads and does not send."""
 
 
 def numbers() -> dict[str, int | list[int]]:
@@ -95,9 +99,11 @@ def messages() -> dict[str, str]:
                                                 chunks=CHUNK_VERSION.pack(INODE, 7, 3, ids.version(7, 9), 5, 2),
                                                 inodes=INODE_CUT.pack(INODE, 6, ids.version(6, 1), 20),
                                                 end_inode=INODE, end_index=7, busy=True, used_bytes=1 << 40),
+        "VersionsReply, split floors": data_pb2.VersionsReply(
+            map_epoch=epoch, inodes=INODE_CUT.pack(INODE, 6, ids.version(6, 1), 20), split_floors=True),
         "FetchRequest": data_pb2.FetchRequest(map_epoch=epoch, target=2, authority=a_grant(),
                                               chunks=WANTED.pack(INODE, 7, 2, 1024, 512)),
-        "FetchReply": data_pb2.FetchReply(map_epoch=epoch, busy=True, chunks=[encode_copy(
+        "FetchReply, split floors": data_pb2.FetchReply(map_epoch=epoch, busy=True, chunks=[encode_copy(
             ChunkCopy(INODE, 7, ids.version(7, 9), 2, 5, ((SESSION, 63, 77),), InodeCut(INODE, 6, ids.version(6, 1), 20),
                       ((0, 1), (5, 2)), b"aaaabbbbcccc", bytes(3 * 4096), (5,), True), True),
             data_pb2.FetchedChunk(inode=1, index=2, status=402)]),
@@ -152,7 +158,16 @@ def test_numbers_are_those_of_the_golden_file():
 
 
 def test_grants_and_data_messages_have_the_bytes_of_the_golden_file():
-    assert messages() == json.loads((GOLDEN / "messages.json").read_text())
+    golden = json.loads((GOLDEN / "messages.json").read_text())
+    assert {name: golden.pop(name) for name in OF_OLDER_BUILDS}.keys() == OF_OLDER_BUILDS
+    assert messages() == golden
+
+
+def test_a_fetched_chunk_of_an_older_build_is_read():
+    raw = bytes.fromhex(json.loads((GOLDEN / "messages.json").read_text())["FetchReply"])
+    reply = data_pb2.FetchReply.FromString(raw)
+    copy = decode_copy(reply.chunks[0], memoryview(bytes(3 * 4096)))
+    assert copy.version == ids.version(7, 9) and copy.known == InodeCut(INODE, 6, of_old_floor(ids.version(6, 1)), 20)
 
 
 def test_the_pool_map_is_the_one_of_the_golden_file_and_places_chunks_as_ever():

@@ -440,7 +440,7 @@ def test_who_is_fenced_closed_full_or_watched_leaves_it(tmp_path):
             assert left_with(store.allocator, "_cached", {})
             assert left_with(store.index, "young", {(1, 0): None})
             assert left_with(store.index, "_old", {(1, 0): None})
-            epochs = service.replica._chain_epochs
+            epochs = service.replica._chain_epochs[1]
             mine = epochs[chain_of(1, 0)]
             epochs[chain_of(1, 0)] = 0  # the chain is another target's
             assert is_left()

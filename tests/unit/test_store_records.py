@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM
 from nvpool.base.errors import CorruptRecord, WrongFormat
+from nvpool.logic.replication import of_old_floor
 from nvpool.store import records
 from nvpool.store.allocator import decode_bitmap, decode_deltas, encode_bitmap, encode_deltas
 from nvpool.store.records import NO_BLOCKS, Head, InodeRecord, Segment
@@ -115,7 +116,8 @@ def test_the_stored_formats_have_not_changed():
         "small file of table 2": records.encode_segment(segment_of([1000]), Head(3 << 32 | 1, 0, (), 2), 0, 1).hex(),
         "small key": records.segment_key(5, 0, 0).hex(),
         "inode key": records.inode_key(5).hex(),
-        "inode": records.encode_inode(InodeRecord(7, 0x0000000100000009, 20)).hex(),
+        "inode, split floor": records.encode_inode(InodeRecord(7, 0x0000000100000009, 20)).hex(),
+        "inode without floor": records.encode_inode(InodeRecord(7, 0, 20)).hex(),
         "group key": records.group_key(3).hex(),
         "delta key": records.delta_key(3).hex(),
         "deltas": encode_deltas(array("I", [5 | 9 << 13, 1 << 31 | 8191]), 8192).hex(),
@@ -126,7 +128,16 @@ def test_the_stored_formats_have_not_changed():
         "superblock, first 96 bytes": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[:96].hex(),
         "superblock, checksum": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[-4:].hex(),
     }
-    assert made == json.loads(GOLDEN.read_text())
+    golden = json.loads(GOLDEN.read_text())
+    of_older_builds = {name: golden.pop(name) for name in ("inode",)}
+    assert made == golden
+    inode = records.decode_inode(b"k", bytes.fromhex(of_older_builds["inode"]))
+    assert inode == InodeRecord(7, of_old_floor(0x0000000100000009), 20)
+
+
+def test_inode_record_keeps_its_floor():
+    for record in (InodeRecord(7, 5 << 32 | 9, 20), InodeRecord(7, 0, 20), InodeRecord(0, 1 << 32, 0)):
+        assert records.decode_inode(b"k", records.encode_inode(record)) == record
 
 
 def test_free_map_records_are_read_as_they_were_written():

@@ -295,10 +295,23 @@ async def versions_grow_with_the_epoch_and_never_return(subject: Subject) -> Non
     assert await put(store, 1, 0, 0, data, version=version(4, 7)) == version(4, 7)
     await refused(errors.StaleEpoch, put(store, 1, 0, 0, data, version=version(4, 7)))
     await store.cut(1, 0, 1, 20)
-    assert await put(store, 1, 0, 0, data, cut=1) == version(4, 8)
+    assert await put(store, 1, 0, 0, data, cut=1, epoch=4) == version(4, 8)
     await subject.restart()
     await subject.store.cut(1, 0, 2, 20)
-    assert await put(subject.store, 1, 0, 0, data, cut=2) == version(4, 9)
+    assert await put(subject.store, 1, 0, 0, data, cut=2, epoch=4) == version(4, 9)
+
+
+@check
+async def a_version_has_the_epoch_of_its_own_chain(subject: Subject) -> None:
+    """Chunks of one inode belong to chains with different epochs, also after a cut."""
+    for _ in range(5):
+        await put(subject.store, 1, 0, 0, b"old", epoch=3)
+    await put(subject.store, 1, 1, 0, b"young", epoch=9)
+    await subject.store.cut(1, 0, 1, 20)
+    await subject.restart()
+    assert await put(subject.store, 1, 0, 0, b"new", epoch=3, cut=1) == version(3, 6)
+    assert await put(subject.store, 1, 1, 0, b"new", epoch=9, cut=1) == version(9, 6)
+    assert await put(subject.store, 1, 2, 0, b"new", epoch=10, cut=1) == version(10, 1)
 
 
 @check

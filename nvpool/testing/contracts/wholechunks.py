@@ -289,7 +289,23 @@ async def cuts_are_raised_and_never_lowered(subject: Subject) -> None:
         await refused(errors.StaleCut, put(subject.store, 4, 0, 0, b"late", cut=1))
         assert await content(subject.store, 1, 0, 1) == b"x"
         await subject.restart()
-    assert await put(subject.store, 1, 7, 0, b"on time", cut=5) == version(3, 4)
+    assert await put(subject.store, 1, 7, 0, b"on time", cut=5, epoch=2) == version(2, 4)
+    await subject.store.raise_cuts([InodeCut(1, 5, version(2, 8), 20)])
+    assert await put(subject.store, 1, 8, 0, b"epoch and counter are raised apart", cut=5, epoch=3) == version(3, 9)
+
+
+@check
+async def a_decided_write_is_carried_out_whatever_was_raised(subject: Subject) -> None:
+    """Other members of the chain have it; and the cut, when it comes here, takes it away."""
+    store = subject.store
+    await put(store, 1, 0, 0, b"first", version=version(12, 1))
+    await store.raise_cuts([InodeCut(1, 5, version(14, 120), 20)])
+    assert await put(store, 1, 0, 0, b"decided", version=version(12, 2)) == version(12, 2)
+    assert await content(store, 1, 0, 7) == b"decided"
+    await refused(errors.StaleEpoch, put(store, 1, 0, 0, b"again", version=version(12, 2)))
+    await store.cut(1, 0, 5, 20)
+    assert await content(store, 1, 0, 7) == bytes(7)
+    assert await put(store, 1, 0, 0, b"anew", cut=5, epoch=12) == version(12, 121)
 
 
 @check
@@ -297,7 +313,8 @@ async def a_discarded_chunk_is_gone_and_its_neighbours_are_not(subject: Subject)
     store = subject.store
     for index in range(3):
         await put(store, 1, index, 0, some_bytes(500 * KIB, index))
-    assert await store.discard(1, 1) == 500 * KIB
+    assert await store.discard(1, 1, lambda: False) == 0
+    assert await store.discard(1, 1, lambda: True) == 500 * KIB
     assert await store.discard(1, 1) == 0
     await subject.restart()
     assert [one.index for one in listed(subject.store)[0]] == [0, 2]

@@ -254,7 +254,7 @@ class SimPool:
             try:
                 reply = await calls.call(endpoints, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0)
                 answer = pool_pb2.AliveReply.FromString(bytes(reply.message))
-                tenure.renewed(sent_s, answer.lease_s, answer.epoch_min)
+                tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)
             except NvpoolError:
                 pass
             await asyncio.sleep(max(0.05, sent_s + BEAT_S - clock.boottime_s()))
@@ -354,6 +354,8 @@ class SimPool:
     def _ends(self, process: Process, reason: str) -> None:
         """By itself; somewhat later it is started again."""
         self.truths.happened(self.loop.time(), f"{process.name} ends: {reason}")
+        if "could not be carried out" in reason and "already" in reason:
+            self.truths.violated(f"{process.name}, a healthy store, fences itself: {reason}")
         if process.alive:
             process.kill()
             self.loop.call_later(self.chance.uniform(0.1, 0.6), self._supervise, process)

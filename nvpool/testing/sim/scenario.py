@@ -5,8 +5,9 @@
 
 Judged: what the clients were told of blocks, names, sizes, appended records, locks (`sim/works`, `sim/naming`, `sim/listing`)
 and volumes (`sim/quotas`); what is there in the end; that fsck finds nothing, replicas are equal, chains whole and partitions
-where they are to be then; that nobody waits for ever, and no process met an error that is a bug; what `sim/truths` looks at all
-the time.
+where they are to be then; that drains end (`sim/drains`); that nobody waits for ever, and no process met an error that is a
+bug;
+what `sim/truths` looks at all the time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from nvpool.client.session import Client
 from nvpool.logic import chainset
 from nvpool.sdk.checkup import Checkup, check_metadata
 from nvpool.testing.sim.endpoints import EndpointFaults
+from nvpool.testing.sim.drains import Drains
 from nvpool.testing.sim.faults import KINDS, KINDS_OF_ETCD, KINDS_OF_ROT, KINDS_WITH_FULL, KINDS_WITH_POWER, Faults
 from nvpool.testing.sim.listing import Listings
 from nvpool.testing.sim.loop import VirtualLoop
@@ -43,22 +45,25 @@ MOVING_SHARE = 0.5
 ETCD_SHARE = 0.34
 VOLUMES_SHARE = 0.4
 """Of the seeds: in these there are volumes, too. Drawn apart, so that the others go as they went before."""
+DRAINING_SHARE = 0.5
+"""Of the seeds with more targets than replicas: in these drives are drained. Drawn apart, too."""
 QUIET_S = 5.0
 WHOLE_S = 120
 """In which all chains have all their copies, once nothing fails any more."""
 COUNTED = ("writes", "reads", "cuts_made", "names", "listed", "sizes", "appends", "locks", "unknown", "deaths", "stops",
-           "cuts", "endpoints", "power", "full", "rotten", "etcd", "shards", "moved", "terms", "volumes", "quotas", "removed")
+           "cuts", "endpoints", "power", "full", "rotten", "etcd", "shards", "moved", "terms", "volumes", "quotas", "removed",
+           "drains")
 
 
 class Scenario:
     """`kinds`, `of`: what breaks, see Faults; `replicas`, `standbys`, `shards` at the beginning, `moving` (whether shards come
-    and go), `etcd` (whether it has the map), `only` (kinds of work), `volumes` (whether there are any): chosen by the
-    seed where they are not given."""
+    and go), `etcd` (whether it has the map), `only` (kinds of work), `volumes` (whether there are any), `draining` (whether
+    drives are drained; then there are more targets than replicas): chosen by the seed where they are not given."""
 
     def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 20.0, clients: int = 3, replicas: int | None = None,
                  standbys: int | None = None, shards: int | None = None, moving: bool | None = None, etcd: bool | None = None,
                  kinds: dict[str, int] | None = None, of: str = "", only: tuple[type[Work], ...] = (),
-                 volumes: bool | None = None) -> None:
+                 volumes: bool | None = None, draining: bool | None = None) -> None:
         self._loop = loop
         self._seed = seed
         self._seconds = seconds
@@ -74,6 +79,9 @@ class Scenario:
         etcd = chance.random() < ETCD_SHARE if etcd is None else etcd
         if etcd and chosen and kinds is not KINDS_OF_ROT:
             kinds = kinds | KINDS_OF_ETCD
+        targets = max(targets, replicas + 1) if draining else targets
+        share = DRAINING_SHARE if targets > replicas else 0.0
+        self._draining = random.Random(f"{seed} drains").random() < share if draining is None else draining
         self._pool = SimPool(loop, str(seed), targets=targets, replicas=replicas, options=OPTIONS,
                              standbys=members if standbys is None else standbys,
                              shards=shards, etcd=etcd, durability="always" if "power" in kinds else "interval")
@@ -110,6 +118,8 @@ class Scenario:
             wishing = self._loop.create_task(wishes.run() if self._moving else asyncio.sleep(0))
             endpoints = EndpointFaults(pool, random.Random(f"{self._seed} endpoints"), lambda: self._over, self.done)
             misleading = self._loop.create_task(endpoints.run() if self._breaks_endpoints else asyncio.sleep(0))
+            drains = Drains(pool, random.Random(f"{self._seed} drained"), lambda: self._over, self.done)
+            draining = self._loop.create_task(drains.run() if self._draining else asyncio.sleep(0))
             working = [self._loop.create_task(self._work(client, number)) for number, client in enumerate(clients)]
             await asyncio.sleep(self._seconds)
             self._over = True
@@ -117,6 +127,7 @@ class Scenario:
             await misleading
             await faults.mend()
             await wishing
+            await draining
             _, late = await asyncio.wait(working, timeout=300.0)
             problems = [f"{len(late)} clients still wait, five minutes after all was mended"] if late else []
             for task in working:
@@ -125,6 +136,8 @@ class Scenario:
                 task.cancel()
             if not problems:
                 problems += await wishes.until_at_rest()
+            if self._draining and not problems:
+                problems += await drains.until_ended()
             if not problems:
                 judge = await pool.client("judge")
                 problems += await self._look(judge) + await self._check(judge)

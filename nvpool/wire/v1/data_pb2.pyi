@@ -401,7 +401,7 @@ class VersionsRequest(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., chains: _Optional[bytes] = ..., begun: _Optional[bool] = ..., after_inode: _Optional[int] = ..., after_index: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class VersionsReply(_message.Message):
-    __slots__ = ("map_epoch", "chunks", "inodes", "more", "end_inode", "end_index", "busy", "used_bytes")
+    __slots__ = ("map_epoch", "chunks", "inodes", "more", "end_inode", "end_index", "busy", "used_bytes", "split_floors")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     INODES_FIELD_NUMBER: _ClassVar[int]
@@ -410,6 +410,7 @@ class VersionsReply(_message.Message):
     END_INDEX_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FLOORS_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     chunks: bytes
     inodes: bytes
@@ -418,7 +419,8 @@ class VersionsReply(_message.Message):
     end_index: int
     busy: bool
     used_bytes: int
-    def __init__(self, map_epoch: _Optional[int] = ..., chunks: _Optional[bytes] = ..., inodes: _Optional[bytes] = ..., more: _Optional[bool] = ..., end_inode: _Optional[int] = ..., end_index: _Optional[int] = ..., busy: _Optional[bool] = ..., used_bytes: _Optional[int] = ...) -> None: ...
+    split_floors: bool
+    def __init__(self, map_epoch: _Optional[int] = ..., chunks: _Optional[bytes] = ..., inodes: _Optional[bytes] = ..., more: _Optional[bool] = ..., end_inode: _Optional[int] = ..., end_index: _Optional[int] = ..., busy: _Optional[bool] = ..., used_bytes: _Optional[int] = ..., split_floors: _Optional[bool] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("map_epoch", "target", "authority", "chunks")
@@ -433,7 +435,7 @@ class FetchRequest(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., chunks: _Optional[bytes] = ...) -> None: ...
 
 class FetchedChunk(_message.Message):
-    __slots__ = ("inode", "index", "status", "pending", "version", "table", "cut", "requests", "inode_cut", "floor", "chunk_bits", "runs", "checksums", "bad", "more")
+    __slots__ = ("inode", "index", "status", "pending", "version", "table", "cut", "requests", "inode_cut", "floor", "chunk_bits", "runs", "checksums", "bad", "more", "split_floor")
     INODE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -449,6 +451,7 @@ class FetchedChunk(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     BAD_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FLOOR_FIELD_NUMBER: _ClassVar[int]
     inode: int
     index: int
     status: int
@@ -464,7 +467,8 @@ class FetchedChunk(_message.Message):
     checksums: bytes
     bad: _containers.RepeatedScalarFieldContainer[int]
     more: bool
-    def __init__(self, inode: _Optional[int] = ..., index: _Optional[int] = ..., status: _Optional[int] = ..., pending: _Optional[bool] = ..., version: _Optional[int] = ..., table: _Optional[int] = ..., cut: _Optional[int] = ..., requests: _Optional[bytes] = ..., inode_cut: _Optional[int] = ..., floor: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., runs: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., bad: _Optional[_Iterable[int]] = ..., more: _Optional[bool] = ...) -> None: ...
+    split_floor: bool
+    def __init__(self, inode: _Optional[int] = ..., index: _Optional[int] = ..., status: _Optional[int] = ..., pending: _Optional[bool] = ..., version: _Optional[int] = ..., table: _Optional[int] = ..., cut: _Optional[int] = ..., requests: _Optional[bytes] = ..., inode_cut: _Optional[int] = ..., floor: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., runs: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., bad: _Optional[_Iterable[int]] = ..., more: _Optional[bool] = ..., split_floor: _Optional[bool] = ...) -> None: ...
 
 class FetchReply(_message.Message):
     __slots__ = ("map_epoch", "chunks", "busy")
@@ -559,7 +563,7 @@ class DataStatusRequest(_message.Message):
     def __init__(self, target: _Optional[int] = ...) -> None: ...
 
 class DataStatusReply(_message.Message):
-    __slots__ = ("target", "state", "capacity_bytes", "used_bytes", "chunks", "device", "kind", "read_path", "bad", "counters", "pid", "fenced_because", "direct", "writes", "host_full", "scrubbing", "lacks_room", "refused")
+    __slots__ = ("target", "state", "capacity_bytes", "used_bytes", "chunks", "device", "kind", "read_path", "bad", "counters", "pid", "fenced_because", "direct", "writes", "host_full", "scrubbing", "lacks_room", "refused", "strays_left", "strays_wait", "resync_wait")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -585,6 +589,9 @@ class DataStatusReply(_message.Message):
     SCRUBBING_FIELD_NUMBER: _ClassVar[int]
     LACKS_ROOM_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    STRAYS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    STRAYS_WAIT_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_WAIT_FIELD_NUMBER: _ClassVar[int]
     target: int
     state: str
     capacity_bytes: int
@@ -603,7 +610,10 @@ class DataStatusReply(_message.Message):
     scrubbing: Scrubbing
     lacks_room: bool
     refused: str
-    def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ..., direct: _Optional[bool] = ..., writes: _Optional[str] = ..., host_full: _Optional[str] = ..., scrubbing: _Optional[_Union[Scrubbing, _Mapping]] = ..., lacks_room: _Optional[bool] = ..., refused: _Optional[str] = ...) -> None: ...
+    strays_left: int
+    strays_wait: str
+    resync_wait: str
+    def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ..., direct: _Optional[bool] = ..., writes: _Optional[str] = ..., host_full: _Optional[str] = ..., scrubbing: _Optional[_Union[Scrubbing, _Mapping]] = ..., lacks_room: _Optional[bool] = ..., refused: _Optional[str] = ..., strays_left: _Optional[int] = ..., strays_wait: _Optional[str] = ..., resync_wait: _Optional[str] = ...) -> None: ...
 
 class UseRequest(_message.Message):
     __slots__ = ("target", "for_s")
