@@ -167,6 +167,8 @@ CLIENT_READS = _counter("client_reads_total", "Pieces of reads by the way they c
                         "it (from the kernel's memory or from the drive), small files kept whole, read-ahead.", "way")
 CLIENT_MESSAGES = _counter("client_messages_total", "Messages to stores that carried them.")
 CLIENT_WRITES = _counter("client_writes_total", "Pieces of writes that stores have taken.")
+CLIENT_PRIMARY_SILENT = _gauge("client_primary_silent_seconds", "For how long the primary of a shard has not answered this "
+                               "client; 0 while it does.", "shard")
 CLIENT_UNSTORED = _gauge("client_unstored_bytes", "Written bytes that no store has yet.")
 CLIENT_REPEATS = _counter("client_repeats_total", "Requests that were asked again: by whom they are answered.", "service")
 CLIENT_HEDGED = _counter("client_hedged_reads_total", "Reads that another replica was asked for too, because the first was "
