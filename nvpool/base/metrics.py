@@ -108,7 +108,8 @@ SCRUB_ENDED = _gauge("scrub_last_round_end_time_seconds", "When the last whole r
 
 # -- a metadata shard --------------------------------------------------------------------------------------------------------
 
-META_SERVING = _gauge("meta_serving", "1 while this member is the primary of its shard and may answer: it has its lease.", "shard")
+META_SERVING = _gauge("meta_serving", "1 while this member is the primary of its shard and may answer: it has its lease.",
+                      "shard")
 META_INODES = _gauge("meta_inodes", "Inodes of the shard.", "shard")
 META_OPEN = _gauge("meta_open_inodes", "Inodes that some session has open.", "shard")
 META_SESSIONS = _gauge("meta_sessions", "Sessions of clients.", "shard")
