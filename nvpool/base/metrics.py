@@ -108,7 +108,8 @@ SCRUB_ENDED = _gauge("scrub_last_round_end_time_seconds", "When the last whole r
 
 # -- a metadata shard --------------------------------------------------------------------------------------------------------
 
-META_SERVING = _gauge("meta_serving", "1 while this member is the primary of its shard and serves.", "shard")
+META_SERVING = _gauge("meta_serving", "1 while this member is the primary of its shard and may answer: it has its lease.",
+                      "shard")
 META_INODES = _gauge("meta_inodes", "Inodes of the shard.", "shard")
 META_OPEN = _gauge("meta_open_inodes", "Inodes that some session has open.", "shard")
 META_SESSIONS = _gauge("meta_sessions", "Sessions of clients.", "shard")
@@ -167,6 +168,8 @@ CLIENT_READS = _counter("client_reads_total", "Pieces of reads by the way they c
                         "it (from the kernel's memory or from the drive), small files kept whole, read-ahead.", "way")
 CLIENT_MESSAGES = _counter("client_messages_total", "Messages to stores that carried them.")
 CLIENT_WRITES = _counter("client_writes_total", "Pieces of writes that stores have taken.")
+CLIENT_PRIMARY_SILENT = _gauge("client_primary_silent_seconds", "For how long the primary of a shard has not answered this "
+                               "client; 0 while it does.", "shard")
 CLIENT_UNSTORED = _gauge("client_unstored_bytes", "Written bytes that no store has yet.")
 CLIENT_REPEATS = _counter("client_repeats_total", "Requests that were asked again: by whom they are answered.", "service")
 CLIENT_HEDGED = _counter("client_hedged_reads_total", "Reads that another replica was asked for too, because the first was "

@@ -25,6 +25,8 @@ SKEW_WARN_S, SKEW_BAD_S = 0.5, 300.0
 CERTIFICATE_WARN_S = 86_400.0
 """They are renewed long before."""
 CONNECT_S = 2.0
+_OF_OTHER_CHECKS = frozenset(("copies-missing", "data-unavailable", "mount-dead"))
+"""Kinds of problems that have a check of their own."""
 ASK_S = 5.0
 
 
@@ -41,6 +43,11 @@ def chains(status: dict[str, Any]) -> Check:
 
 def problems(status: dict[str, Any]) -> Iterator[Check]:
     """What the pool itself complains of; copies and mounts have their own checks."""
+    if "health" in status:  # else of an earlier version
+        for problem in status["health"]["problems"]:
+            if problem["kind"] not in _OF_OTHER_CHECKS:
+                yield bad("pool", problem["reason"], problem["remedy"] or "see nvpool status")
+        return
     for text in status["problems"]:
         if "chains have" not in text and not text.startswith("the mount at"):
             yield bad("pool", text, "see nvpool status")

@@ -15,6 +15,8 @@ def measure_client(vfs: Vfs, page: Page) -> None:
     page.set(metrics.CLIENT_MESSAGES, chunks["messages"])
     page.set(metrics.CLIENT_WRITES, chunks["writes"])
     page.set(metrics.CLIENT_UNSTORED, vfs.writer.held_bytes())
+    for shard, silent_s in vfs.meta.primaries.silent_s().items():
+        page.set(metrics.CLIENT_PRIMARY_SILENT, silent_s, shard=shard)
     page.set(metrics.CLIENT_REPEATS, chunks["repeats"], service="store")
     page.set(metrics.CLIENT_REPEATS, meta["repeats"], service="meta")
     page.set(metrics.CLIENT_HEDGED, vfs.chunks.hedging.counters["hedged"])

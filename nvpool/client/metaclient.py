@@ -63,7 +63,7 @@ class MetaClient(Begins, Releasing):
         self._clock = clock
         self._name = name
         self._identity = int.from_bytes(clock.secret(8), "little") or 1
-        self._primaries = Primaries(view, dialer, clock)
+        self.primaries = Primaries(view, dialer, clock)
         self._shards: dict[int, ShardSession] = {}
         self._closed = False
         self._kept = kept
@@ -229,10 +229,10 @@ class MetaClient(Begins, Releasing):
         shard = self._view.map.shard_by_id.get(state.shard)
         if shard is None:
             raise WrongShard(f"the pool map does not know shard {state.shard}")
-        connection = await self._primaries.connection(shard, deadline_s)
+        connection = await self.primaries.connection(shard, deadline_s)
         if not shard.standbys and state.met is not connection and state.session and method not in _ASKS_NOT_WHO:
             await self._meet(state, connection, deadline_s)
-        reply = await self._primaries.call(connection, method, request.SerializeToString(), deadline_s)
+        reply = await self.primaries.call(connection, method, request.SerializeToString(), deadline_s)
         if method in _TELLS_WHO:
             state.met = connection
         return reply.message
@@ -574,7 +574,7 @@ class MetaClient(Begins, Releasing):
     async def close(self, deadline_s: float, *, say_so: bool = True) -> None:
         """End the sessions, as far as shards answer by `deadline_s`; or leave them to end by themselves."""
         self._closed = True
-        self._primaries.close()
+        self.primaries.close()
         self.moved.close()
         for one in self._shards.values():
             self.leases.end_all(one.watch)

@@ -3,7 +3,8 @@
 A refusal or a broken connection makes this client look out for a newer map. A primary that is stopped or cut off refuses
 nothing: so where an answer is missing for a second a newer map is looked out for as well, and when one names another primary
 the connection to the old one is given up, with all that waits for it, whoever sent it. The map that this client knows may be
-older than the standby that takes over: so this holds for every shard. Requests are repeated by metaclient, which gives them
+older than the standby that takes over: so this holds for every shard. A primary that the pool reaches and this client does not
+is not replaced: that is told in the log and by `silent_s`. Requests are repeated by metaclient, which gives them
 their slots; here nothing is.
 """
 
@@ -11,19 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator
+from math import inf
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, StaleEpoch, Unavailable, Unreachable
 from nvpool.client.poolview import PoolView
 from nvpool.logic.poolmap import PoolMap, Shard
+from nvpool.logic.shards import process_name
 from nvpool.wire.transport import Connection, Reply
 from nvpool.wire.v1 import wire_pb2
 
 SILENT_S = 1.0
 LOOK_S = 0.25
+TOLD_S = 5.0
+"""Without an answer, while the map names no other primary: by then a standby would have followed one that is lost."""
 _LONG = frozenset((wire_pb2.META_WATCH, wire_pb2.META_LOCK_WAIT))
 """Answered when there is something to tell."""
+
+log = logging.getLogger("nvpool.client.primaries")
 
 
 class Primaries:
@@ -36,6 +44,12 @@ class Primaries:
         self._looking: asyncio.Task | None = None
         self._closing: set[asyncio.Task] = set()
         self._closed = False
+        self._unreached: dict[tuple[str, ...], float] = {}
+        """Endpoints of a primary -> since when no connection to it could be made."""
+        self._silent: dict[int, float] = {}
+        """Shard -> since when its primary has not answered, where that is longer than SILENT_S."""
+        self._told: dict[int, float] = {}
+        """Of these, those that the log has: since when."""
         view.changed.append(self._map_changed)
 
     async def connection(self, shard: Shard, deadline_s: float) -> Connection:
@@ -44,9 +58,16 @@ class Primaries:
             self._looking = asyncio.create_task(self._look())
         connection = self._dialer.live(shard.endpoints)
         if connection is None:
+            self._unreached.setdefault(shard.endpoints, self._clock.boottime_s())
             with self._followed():
                 connection = await self._connect(shard.endpoints, deadline_s)
+            self._unreached.pop(shard.endpoints, None)
         return connection
+
+    def silent_s(self) -> dict[int, float]:
+        """Shard -> for how long its primary has not answered this client; 0 while it does."""
+        now_s = self._clock.boottime_s()
+        return {shard.id: now_s - self._silent.get(shard.id, now_s) for shard in self._view.map.shards}
 
     async def _connect(self, endpoints: tuple[str, ...], deadline_s: float) -> Connection:
         """A daemon that is stopped lets us connect and never greets."""
@@ -84,11 +105,39 @@ class Primaries:
         """Look for primaries that are silent; what is asked of them without `connection` counts as well."""
         while True:
             await asyncio.sleep(LOOK_S)
-            silent_s = self._clock.boottime_s() - SILENT_S
-            for endpoints in {shard.endpoints for shard in self._view.map.shards}:
-                if any(connection.unanswered_since_s(_LONG) < silent_s for connection in self._dialer.connections(endpoints)):
-                    self._view.follow()
-                    break
+            if self.look():
+                self._view.follow()
+
+    def look(self) -> bool:
+        """Note which primaries are silent, and tell of those that stay so; whether one with a connection is."""
+        now_s, silent, must_follow = self._clock.boottime_s(), {}, False
+        shards = self._view.map.shards
+        for shard in shards:
+            connections = self._dialer.connections(shard.endpoints)
+            since_s = min((connection.unanswered_since_s(_LONG) for connection in connections),
+                          default=self._unreached.get(shard.endpoints, inf))
+            if since_s < now_s - SILENT_S:
+                silent[shard.id] = min(since_s, self._silent.get(shard.id, since_s))
+                must_follow = must_follow or bool(connections)
+        self._silent = silent
+        self._unreached = {shard.endpoints: self._unreached[shard.endpoints] for shard in shards
+                           if shard.endpoints in self._unreached}
+        self._tell(now_s)
+        return must_follow
+
+    def _tell(self, now_s: float) -> None:
+        for shard in self._view.map.shards:
+            since_s = self._silent.get(shard.id)
+            if since_s is not None and now_s - since_s >= TOLD_S and shard.id not in self._told:
+                self._told[shard.id] = since_s
+                log.warning("the primary of shard %d, %s on node %d (%s), has not answered this client for %.0f s, and the "
+                            "newest pool map known here names no other: what needs it waits. Where nvpool status on a node "
+                            "shows it serving, the network between this host and node %d is cut", shard.id,
+                            process_name(shard.id, shard.member), shard.node, ", ".join(shard.endpoints), now_s - since_s,
+                            shard.node)
+            elif since_s is None and shard.id in self._told:
+                log.warning("the primary of shard %d answers this client again after %.0f s", shard.id,
+                            now_s - self._told.pop(shard.id))
 
     def _map_changed(self, pool_map: PoolMap) -> None:
         before, self._before = self._before, pool_map

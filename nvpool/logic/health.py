@@ -66,8 +66,11 @@ class Health:
     """One look at a pool. `pool` is how commands name it; `replace_after_s` as configured, 0: never."""
 
     def __init__(self, pool_map: PoolMap, nodes: Sequence[Said], metas: Sequence[Said], stores: Sequence[Said], *,
-                 pool: str = "POOL", replace_after_s: float = 0.0, stalled_s: Mapping[int, float] | None = None) -> None:
-        """`stalled_s`: drive -> how long its drain has made no progress; those that do are left out."""
+                 pool: str = "POOL", replace_after_s: float = 0.0, stalled_s: Mapping[int, float] | None = None,
+                 can_change: bool = True) -> None:
+        """`stalled_s`: drive -> how long its drain has made no progress; those that do are left out. `can_change`: whether the
+        pool map can be changed; while it can not, no command is told that would have to."""
+        self._can_change = can_change
         self._map = pool_map
         self._pool = pool
         self._replace_after_s = replace_after_s
@@ -97,12 +100,12 @@ class Health:
         return f"see its log, log/{name}.log in the pool's directory{self._on(node)}"
 
     def _start_node(self, node: int) -> str:
-        return (f"start node {node} (systemctl start nvpoold, or nvpool serve DIRECTORY, there); if it is lost for good: "
-                f"nvpool node remove {self._pool} {node} --lost")
+        start = f"start node {node} (systemctl start nvpoold, or nvpool serve DIRECTORY, there)"
+        return f"{start}; if it is lost for good: nvpool node remove {self._pool} {node} --lost" if self._can_change else start
 
     def _restart(self, process: Said) -> str:
         """For a process that does not serve. Its supervisor starts one that has ended, not one that hangs."""
-        if process["state"] == "silent":
+        if process["state"] == "silent" and process.get("hangs"):
             return f"kill -9 {process.get('pid') or 'its process'}{self._on(process['node'])} (its supervisor starts it again)"
         return f"{self._log(process['name'], process['node'])}; it is started again by itself"
 
@@ -183,7 +186,7 @@ class Health:
         one = targets[0] if targets else None
         node = one.node if one is not None and one.node in self._silent else None
         back = self._start_node(node) if node is not None else f"bring {'it' if len(targets) == 1 else 'one of them'} back"
-        remedy = back if one is None else \
+        remedy = back if one is None or not self._can_change else \
             f"{back}; to do without what is in them for ever: {self._lost_drive(one)} --give-up"
         return Problem("data-unavailable", f"{count} chains have no target that serves: what they hold can not be read or "
                        f"written until one is back of {whose or 'those that were given up'}", remedy, "unavailable",
@@ -244,7 +247,8 @@ class Health:
 
     def _no_primary(self, shard: Shard, primary: Said) -> Problem:
         why = primary.get("reason", "")
-        away = [meta for meta in self._members(shard) if meta["in_map"] == "up" and meta["state"] != "serving"]
+        away = [meta for meta in self._members(shard) if meta["in_map"] == "up" and meta["state"] != "serving"] \
+            if primary["state"] != "waiting" else []  # it is the primary, and only lacks its lease
         text = f"shard {shard.id} has no primary that serves, so nothing below it can be changed or looked up: " \
                f"{primary['name']}{self._on(primary['node'])} {_what_is(primary)}"
         if away:
@@ -257,6 +261,8 @@ class Health:
             remedy = self._start_node(meta["node"]) if meta["node"] in self._silent else self._log(meta["name"], meta["node"])
             remedy += (f"; to go on without what it has: nvpool shard standbys {self._pool} {shard.id} "
                        f"{len(shard.standbys) - len(away)}")
+        elif primary["state"] == "waiting" and not self._can_change:
+            remedy = "it serves as soon as the pool map can be changed again"
         elif "missing" in why or "no whole records" in why:
             remedy = "mount the file system that holds its records, or put the directory back; where it is lost for good, " \
                      "load a dump into a new pool (nvpool load)"
@@ -324,8 +330,9 @@ class Health:
             why, remedy = self._why_stalled(target, coming)
             what = " and ".join(([f"{left} chains"] if left else [])
                                 + ([f"metadata of shard {', '.join(map(str, shards))}"] if shards else []))
-            yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} is being drained and nothing has left "
-                          f"it for {format_seconds(self._stalled_s[target.drive])}; {what or 'nothing'} to go: {why}", remedy,
+            still = format_seconds(self._stalled_s[target.drive])
+            yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} is being drained and nothing has "
+                          f"moved for {still}; {what or 'nothing'} to go: {why}", remedy,
                           node=target.node, target=target.id, drive=target.drive, count=left)
 
     def _why_stalled(self, target: Target, coming: Collection[int] | Counter[int]) -> tuple[str, str]:

@@ -262,10 +262,8 @@ class ShardMember:
 
     def measure(self, page: Page) -> None:
         if self._service is not None:
-            self._service.measure(page)
+            self._service.measure(page, may_answer=self._gate is None or self._gate.open())
         else:
-            page.set(metrics.META_SERVING, 0, shard=self._options.shard)
-        if self._gate is not None and not self._gate.open():
             page.set(metrics.META_SERVING, 0, shard=self._options.shard)
         for member, state in (self._shipping.states() if self._shipping is not None else {}).items():
             page.set(metrics.META_BEHIND, state["behind"], shard=self._options.shard, member=member)

@@ -230,8 +230,8 @@ class Answers:
         counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
         return counters
 
-    def measure(self, page: Page) -> None:
-        """Nothing before it has begun."""
+    def measure(self, page: Page, *, may_answer: bool = True) -> None:
+        """Nothing before it has begun. `may_answer`: whether the primary has its lease, where it needs one."""
         if not self._incarnation:
             return
         shard, figures = self._shard, self.figures()
@@ -242,7 +242,7 @@ class Answers:
                 (metrics.META_CHANGES, "changes"), (metrics.META_REPEATED, "repeated"), (metrics.META_REFUSED, "refused"),
                 (metrics.META_SPANS, "spans"), (metrics.META_COLLECTED, "collected")):
             page.set(metric, figures[name], shard=shard)
-        page.set(metrics.META_SERVING, self._state == "serving", shard=shard)
+        page.set(metrics.META_SERVING, self._state == "serving" and may_answer, shard=shard)
         page.set(metrics.META_INODES, self._view.inode_count, shard=shard)
         page.set(metrics.META_SESSIONS, len(self._sessions.by_number), shard=shard)
         page.set(metrics.META_ORPHANS, len(self._collector.orphans), shard=shard)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import NvpoolError
+from nvpool.base.errors import DeadlineExceeded, NvpoolError
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import Coordinator
@@ -101,8 +101,8 @@ class PoolStatus:
         chains = self._progress.told(pool_map, serving, used)
         drives = drives_told(pool_map, {store["target"]: store for store in stores})
         found = Health(pool_map, nodes, metas, stores, pool=str(self._directory.path), replace_after_s=self._replace_after_s,
-                       stalled_s=self.watch.stalled_s()).problems()
-        found += self._etcd_problems()
+                       stalled_s=self.watch.stalled_s(), can_change=self._can_change()).problems()
+        found = self._map_problems() + found
         found += [_bad_block(store, bad) for store in stores for bad in store["bad_blocks"]]
         if until_s > SYSTEM_CLOCK.boottime_s():
             found += [Problem("data-lost", text, "nvpool fsck names the files; put them back from a copy, or remove them",
@@ -123,11 +123,23 @@ class PoolStatus:
                 "shards": shards_told(pool_map, metas), "chains": chains, "problems": [problem.text for problem in found],
                 "health": {"exit_code": exit_code(found), "problems": list(map(_told, found))}}
 
-    def _etcd_problems(self) -> list[Problem]:
-        if self._etcd is None:
-            return []
-        return [Problem("map", text, severity="unavailable" if "can not be changed" in text else "degraded", name=f"etcd {at}")
-                for at, text in enumerate(self._etcd.problems())]
+    def _can_change(self) -> bool:
+        """Whether the pool map can be changed, as far as this node knows."""
+        return not any("can not be changed" in text for text in (self._etcd.problems() if self._etcd is not None else ()))
+
+    def _map_problems(self) -> list[Problem]:
+        """What the keeper of the pool's etcd says, the reason and the remedy apart."""
+        found = []
+        for at, text in enumerate(self._etcd.problems() if self._etcd is not None else ()):
+            reason, _, remedy = text.partition(" (lost for good: ")
+            if remedy:
+                remedy = (f"start the nodes that keep the map and do not answer; when most are lost for good: nvpool node "
+                          f"recover-etcd {self._directory.path} --yes")
+            elif text.startswith("etcd on node"):
+                remedy = "start that node; one that is lost for good is replaced by itself where another node can keep the map"
+            found.append(Problem("map", reason, remedy, "unavailable" if "can not be changed" in text else "degraded",
+                                 name=f"etcd {at}"))
+        return found
 
     def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
         return next((node.endpoints for node in pool_map.nodes if node.id == self._node), ())
@@ -199,7 +211,7 @@ class PoolStatus:
                                             deadline_s=SYSTEM_CLOCK.boottime_s() + _DEADLINE_S)
             return decoded(reply_type, reply.message)
         except NvpoolError as error:
-            seen["state"], seen["reason"] = "silent", str(error)
+            seen["state"], seen["reason"], seen["hangs"] = "silent", str(error), isinstance(error, DeadlineExceeded)
             return None
 
 

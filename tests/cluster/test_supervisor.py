@@ -268,7 +268,9 @@ def test_a_process_that_does_not_answer_is_shown_as_silent_and_the_rest_as_it_is
     try:
         states = {"meta-1": "serving", "target-1": "silent", "target-2": "serving"}
         seen = until(lambda: shown_with(pool, states), "one is silent, the others serve")
-        assert seen["pool"]["state"] == "degraded" and "target-1 is silent" in seen["problems"][0]
+        silent, = (one for one in seen["health"]["problems"] if one["kind"] == "process-down")
+        assert seen["pool"]["state"] == "degraded" and silent["name"] == "target-1" and " is silent" in silent["reason"]
+        assert f"kill -9 {stopped}" in silent["remedy"]
     finally:
         kill(stopped, signal.SIGCONT)
     assert {p["name"]: p["pid"] for p in all_serve(pool)["processes"] if "name" in p}["target-1"] == stopped

@@ -244,6 +244,11 @@ def test_chains_nodes_and_problems():
     assert state(doctor_pool.nodes({"nodes": [node(1), node(2, "silent")]})) == BAD
     told = ["3 chains have fewer copies than they shall", "the mount at /m is dead", "store 1 is fenced"]
     assert states(doctor_pool.problems({"problems": told})) == [("pool", BAD)]
+    fields = [{"kind": kind, "reason": f"reason {kind}", "remedy": remedy} for kind, remedy in (
+        ("copies-missing", "wait"), ("shard-no-standby", "nvpool shard standbys POOL 1 1"), ("bad-block", ""))]
+    shown = list(doctor_pool.problems({"problems": told, "health": {"problems": fields}}))
+    assert [(one.seen, one.remedy) for one in shown] == [("reason shard-no-standby", "nvpool shard standbys POOL 1 1"),
+                                                         ("reason bad-block", "see nvpool status")]
 
 
 def test_who_keeps_the_map():

@@ -81,7 +81,7 @@ def test_missing_copies_name_the_cause_and_the_command():
     assert down["copies-missing"].reason == again["copies-missing"].reason, "steady between two tries to start it"
     assert "no chunk store" in down["copies-missing"].reason and "no other drive" in down["copies-missing"].reason
     assert "nvpool drive replace /srv/pool 3 NEW_PATH --lost" in down["copies-missing"].remedy
-    hangs = kinds(seen(pool_map, stores={3: {"state": "silent", "reason": "late"}}))
+    hangs = kinds(seen(pool_map, stores={3: {"state": "silent", "reason": "late", "hangs": True}}))
     assert "kill -9 4711 on node 3" in hangs["process-down"].remedy
 
     filled = kinds(seen(without_copy(a_map(3, 3), 3, joining=(3,))))
@@ -107,7 +107,7 @@ def test_chains_without_a_target_are_unavailable():
 
 
 @pytest.mark.parametrize(("state", "reason", "words"), [
-    ("waiting", "it has no lease: this node does not lead", "no lease"), ("silent", "late", "kill -9"),
+    ("waiting", "it has no lease: this node does not lead", "no lease"), ("silent", "late", "see its log"),
     ("restarting", "/srv/pool/meta/shard-1 is missing", "load a dump")])
 def test_a_shard_without_a_serving_primary_is_unavailable(state, reason, words):
     problem = kinds(seen(a_map(), metas={0: {"state": state, "reason": reason}}))["shard-no-primary"]
@@ -121,6 +121,15 @@ def test_a_primary_that_waits_for_a_standby_says_for_which():
     assert "nvpool shard standbys /srv/pool 1 0" in problem.remedy
 
 
+def test_no_command_is_told_that_the_map_can_not_take():
+    pool_map = replace(a_map(), tables=(ChainTable(1, (Chain(1, (2,)),)),))
+    found = kinds(seen(pool_map, silent={2}, metas={0: {"state": "waiting", "reason": "no lease"}}, can_change=False))
+    assert set(found) == {"data-unavailable", "shard-no-primary", "node-silent", "shard-no-standby"}
+    assert not any("nvpool node remove" in one.remedy or "--give-up" in one.remedy for one in found.values())
+    primary = found["shard-no-primary"]
+    assert "waits for" not in primary.reason and "as soon as the pool map can be changed" in primary.remedy
+
+
 def syncing(pool_map, state="syncing"):
     shard = pool_map.shards[0]
     return replace(pool_map, shards=(replace(shard, standbys=(replace(shard.standbys[0], state=state),)),))
@@ -130,7 +139,7 @@ def syncing(pool_map, state="syncing"):
     ({"state": "lost", "reason": "its records are gone"}, "has lost its records: its records are gone", "made again by itself"),
     ({"state": "away", "reason": "x"}, "on a drive that is away", "nvpool drive remove /srv/pool 2 --lost"),
     ({"state": "serving"}, "does not have everything yet", "wait"),
-    ({"state": "silent", "reason": "late", "pid": 8}, "is silent: late", "kill -9 8 on node 2")])
+    ({"state": "silent", "reason": "late", "pid": 8, "hangs": True}, "is silent: late", "kill -9 8 on node 2")])
 def test_a_missing_standby_says_why_and_what_to_do(said, words, remedy):
     problem = kinds(seen(syncing(a_map()), metas={1: said}))["shard-no-standby"]
     assert words in problem.reason and remedy in problem.remedy and (problem.shard, problem.member, problem.node) == (1, 1, 2)
@@ -154,7 +163,7 @@ def test_a_drain_is_a_problem_only_when_it_stands_still():
     assert "drain-stalled" not in kinds(seen(drained()))
     problem = kinds(seen(drained(), stalled_s={1: 75.0}))["drain-stalled"]
     assert (problem.node, problem.target, problem.drive, problem.count) == (1, 1, 1, 2)
-    assert "for 1 min 15 s" in problem.reason and "--cancel" in problem.remedy
+    assert "nothing has moved for 1 min 15 s" in problem.reason and "--cancel" in problem.remedy
 
 
 def test_a_drain_that_stands_still_says_what_it_waits_for():
