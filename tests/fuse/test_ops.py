@@ -215,6 +215,11 @@ def test_growth_clears_the_rest_of_the_last_page(fs):
     fs.setattr(attr.inode, ME, None, size=4096)
     fs.setattr(attr.inode, ME, None, size=8192)
     assert not pages.taken(), "nothing is left of a page that the file has whole"
+    fs.release(opened.handle)
+    opened = fs.open(attr.inode, os.O_WRONLY, ME)
+    fs.write(opened.handle, 8192, b"x")
+    fs.write(opened.handle, 20_000, b"x")
+    assert not pages.taken(), "nobody can have mapped it"
 
 
 def test_the_question_before_each_write_is_answered_without_a_trip(fs):
