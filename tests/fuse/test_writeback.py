@@ -16,7 +16,7 @@ import pytest
 from conftest import FLOOR, as_user, nvpool, wait_until
 from kills import kill_serving, serving
 
-from nvpool import sdk
+import nvpool as sdk
 from nvpool.base.units import MIB
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 
