@@ -96,9 +96,10 @@ class Bypassing:
         await asyncio.wait((self._own(work),), timeout=PAGES_S)
 
 
-def leaves_a_tail(size: int) -> bool:
-    """Whether there is a page of which the file has only a part."""
-    return bool(size % mmap.PAGESIZE)
+def may_have_tail(file) -> bool:
+    """Whether somebody may have stored bytes behind the end in the last page: by a mapping, for which he has the file open to
+    read and write."""
+    return bool(file.size % mmap.PAGESIZE) and (file.file.handles > 1 or file.flags & os.O_ACCMODE == os.O_RDWR)
 
 
 def bypasses(flags: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from nvpool.base.errors import QuotaExceeded
 from nvpool.client.vfs.contract import Caller
-from nvpool.fuse.bypassing import Bypassing, leaves_a_tail
+from nvpool.fuse.bypassing import Bypassing, may_have_tail
 from nvpool.fuse.privilege_ops import SET_IDS, PrivilegeOps
 
 
@@ -32,7 +32,7 @@ class WriteOps(PrivilegeOps):
     def write_now(self, handle: int, offset: int, buffer, drop_set_ids: bool, unique: int) -> bool:
         """Whether `buffer` was taken as by `write`, without waiting. Where what is written is kept (`kept`), it was copied."""
         file = self._files[handle]
-        if drop_set_ids and file.attr.mode & SET_IDS or offset and offset > file.size and leaves_a_tail(file.size):
+        if drop_set_ids and file.attr.mode & SET_IDS or offset and offset > file.size and may_have_tail(file):
             return False
         try:
             if not self._vfs.write_now(file, offset, buffer, unique):
@@ -103,8 +103,9 @@ class WriteOps(PrivilegeOps):
                     self.pages.moved(file.inode, min(place, offset))
             else:
                 place, size = offset, file.size
+                has_tail = offset > size and not self.options.writeback and may_have_tail(file)
                 taken = await self._vfs.write(file, offset, buffer, False)
-                if offset > size and not self.options.writeback:
+                if has_tail:
                     await self.pages.written_behind(file.inode, size, offset)
                 if taken < len(buffer) and self.options.writeback:  # the kernel takes no notice of what it wrote back in part
                     raise QuotaExceeded("the volume's quota is used up: what was written back fits in part only")

@@ -167,7 +167,7 @@ def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], lent
     pack, shown = ENTRY.pack, records.SHOWN_FLAGS
     parts = []
     for (name, cursor, _, _), (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table,
-                               chunk_bits, flags, parent, _, punches, _, _) in zip(places, inodes, strict=True):
+                               chunk_bits, flags, parent, _, punches, *_) in zip(places, inodes, strict=True):
         parts.append(pack(cursor, number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table,
                           chunk_bits, flags & shown, parent, punches, number in lent, len(name)))
         parts.append(name)

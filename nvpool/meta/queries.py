@@ -159,7 +159,7 @@ def _look_up_together(view: View, session: int, some: list[Piece], rights: int, 
         entry = found.add().entry
         attr = entry.attr
         (attr.inode, attr.mode, attr.links, attr.uid, attr.gid, attr.size, attr.blocks, attr.atime_ns, attr.mtime_ns,
-         attr.ctime_ns, attr.change, cut, rdev, attr.table, attr.chunk_bits, flags, above, _, punches, volume) = next(told)
+         attr.ctime_ns, attr.change, cut, rdev, attr.table, attr.chunk_bits, flags, above, _, punches, volume, *_) = next(told)
         if cut:
             attr.cut = cut
             if punches:

@@ -150,6 +150,78 @@ def test_appending_handles_bypass_the_pages_and_reading_ones_do_not(fs):
     assert not fs.open(attr.inode, os.O_WRONLY, ME).direct_io
 
 
+class Pages:
+    """An engine that remembers what it was told of pages."""
+
+    def __init__(self, fs):
+        self.told = []
+        for name in ("drop", "store", "forget"):
+            setattr(fs.ops.pages, name, self.teller(name))
+
+    def teller(self, name):
+        async def tell(*what):
+            self.told.append((name, *what))
+        return tell
+
+    def taken(self):
+        told, self.told = self.told, []
+        return told
+
+
+def test_direct_write_drops_pages_where_another_reads_them(fs):
+    attr, direct = fs.create(ROOT, b"f", 0o644, os.O_RDWR | os.O_DIRECT, ME)
+    pages, flags = Pages(fs), os.O_RDWR | os.O_DIRECT
+    assert fs.write(direct.handle, 0, b"x" * 4096, flags=flags) == 4096
+    assert not fs.has_pages(direct.handle) and not pages.taken()
+    other = fs.open(attr.inode, os.O_RDONLY, ME)
+    assert fs.has_pages(direct.handle)
+    fs.write(direct.handle, 4096, b"y" * 4096, flags=flags)
+    assert pages.taken() == [("drop", attr.inode, 4096, 4096)]
+    fs.write(direct.handle, 0, b"z", flags=os.O_RDWR)  # F_SETFL has taken the flag away
+    assert not pages.taken()
+    fs.release(other.handle)
+    assert not fs.has_pages(direct.handle)
+
+
+def test_flags_of_a_write_say_where_it_goes(fs):
+    attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR | os.O_APPEND, ME)
+    reader = fs.open(attr.inode, os.O_RDONLY, ME)
+    pages = Pages(fs)
+    fs.write(opened.handle, 0, b"0123456789", flags=os.O_RDWR | os.O_APPEND)
+    fs.write(opened.handle, 2, b"AB", flags=os.O_RDWR)
+    fs.write(opened.handle, 0, b"end")
+    assert fs.read(reader.handle, 0, 100) == b"01AB456789end"
+    assert pages.taken() == [("drop", attr.inode, 0, 10), ("drop", attr.inode, 2, 2), ("drop", attr.inode, 10, 3)]
+    plain = fs.open(attr.inode, os.O_RDWR, ME)
+    assert fs.write(plain.handle, 5, b"!", flags=os.O_RDWR | os.O_APPEND) == 1
+    assert fs.read(reader.handle, 0, 100) == b"01AB456789end!"
+    assert pages.taken() == [("drop", attr.inode, 5, 0)], "the kernel has it in its page at 5"
+
+
+def test_growth_clears_the_rest_of_the_last_page(fs):
+    attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    pages = Pages(fs)
+    fs.write(opened.handle, 0, b"x" * 5000)
+    fs.setattr(attr.inode, ME, None, size=5100)
+    fs.setattr(attr.inode, ME, opened.handle, size=9000)
+    assert pages.taken() == [("store", attr.inode, 5000, bytes(100)), ("store", attr.inode, 5100, bytes(8192 - 5100))]
+    fs.write(opened.handle, 20_000, b"E")
+    fs.write(opened.handle, 20_101, b"F")
+    fs.fallocate(opened.handle, 0, 30_000, 0, ME)
+    assert pages.taken() == [("store", attr.inode, 9000, bytes(12288 - 9000)), ("store", attr.inode, 20_001, bytes(100)),
+                             ("store", attr.inode, 20_102, bytes(20480 - 20_102))]
+    fs.setattr(attr.inode, ME, None, size=4096)
+    fs.write(opened.handle, 4096, b"x")
+    fs.setattr(attr.inode, ME, None, size=4096)
+    fs.setattr(attr.inode, ME, None, size=8192)
+    assert not pages.taken(), "nothing is left of a page that the file has whole"
+    fs.release(opened.handle)
+    opened = fs.open(attr.inode, os.O_WRONLY, ME)
+    fs.write(opened.handle, 8192, b"x")
+    fs.write(opened.handle, 20_000, b"x")
+    assert not pages.taken(), "nobody can have mapped it"
+
+
 def test_the_question_before_each_write_is_answered_without_a_trip(fs):
     attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
     before = fs.vfs.calls.get("getxattr", 0)

@@ -4,6 +4,7 @@ several descriptors of a file, of whatever flags, and across the death of the se
 A mount that outlives its process makes files in one compiled step where a compiler was; without a holder all goes the ordinary
 way. Where pages are written back the engine is `kernel` always."""
 
+import errno
 import hashlib
 import mmap
 import os
@@ -15,6 +16,8 @@ import pytest
 from conftest import FLOOR, as_user, nvpool, wait_until
 from kills import kill_serving, serving
 
+import nvpool as sdk
+from nvpool.base.units import MIB
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor writes nothing back")]
@@ -268,3 +271,42 @@ def test_and_so_they_do_while_their_process_is_killed_and_replaced(places, back,
             wait_until(lambda: serving(back) != before, "the next process")
 
     Twins(places, 100 + seed, between).run(400)
+
+
+def refused(calls):
+    """The errno of the first of these calls that fails."""
+    found = []
+    for call in calls:
+        try:
+            call()
+        except OSError as error:
+            found.append(error.errno)
+    return found[0] if found else 0
+
+
+def test_write_past_the_largest_file_leaves_the_size(back):
+    path = back.place / "past-the-largest"
+    fd = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.write(fd, b"head")
+    os.fsync(fd)
+    assert refused([lambda: os.pwrite(fd, b"hello", (1 << 63) - 20), lambda: os.fsync(fd), lambda: os.close(fd)]) == errno.EFBIG
+    wait_until(lambda: os.stat(path).st_size == 4, "the size that the file has")
+    assert path.read_bytes() == b"head"
+    path.unlink()
+
+
+def test_bytes_over_a_quota_are_not_shown_after_the_error(pool, back):
+    name = f"back{abs(hash(str(back.place))) % 10**6}"
+    nvpool("volume", "create", pool.directory, name, "--size", "1MiB")
+    path = back.place / "volumes" / name / "f"
+    fd = os.open(path, os.O_CREAT | os.O_RDWR)
+    content = bytes(range(1, 251)) * 12_345
+    os.write(fd, content)
+    assert refused([lambda: os.fsync(fd), lambda: os.close(fd)]) == errno.EDQUOT
+    wait_until(lambda: os.stat(path).st_size <= MIB, "the size that the file has")
+    seen = path.read_bytes()
+    with sdk.connect(str(pool.directory)) as fs:
+        assert fs.read_bytes(f"/volumes/{name}/f") == seen
+    assert len(seen) <= MIB and seen == content[:len(seen)]
+    path.unlink()
+    nvpool("volume", "rm", pool.directory, name, "--wait", "--force")
