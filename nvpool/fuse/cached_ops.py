@@ -16,8 +16,8 @@ is a lease on, and we tell the kernel before we say that we know. So the change 
   or written here and nowhere else. While the file is open they are kept as long as there is a lease, which is renewed; where
   there is none, for a second.
 
-Notices go out in a thread and may have to wait there for requests that wait for us, so a recall waits for them only for a
-moment. Notice.INC_EPOCH, by which Linux 6.16 forgets all names without a lock, is not used: it unhashes directories, and what is
+Notices go out in a thread and may have to wait there for requests that wait for us, so a recall waits for them for a moment
+only. Notice.INC_EPOCH, by which Linux 6.16 forgets all names without a lock, is not used: it unhashes directories, and what is
 mounted on top of one (a bind mount, a tmpfs) is then unmounted by the next walk.
 """
 
