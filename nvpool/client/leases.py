@@ -59,6 +59,8 @@ class Leases:
         self._watch_of = watch_of
         self._leases: dict[int, Lease] = {}
         self._number = 0
+        self.on_end_all: Callable[[], None] = lambda: None
+        """Told when all leases of a shard end at once, without a recall of each inode. Must not wait."""
 
     def held(self, inode: int) -> Lease | None:
         """The lease, where it holds now."""
@@ -179,5 +181,6 @@ class Leases:
         """Of one shard."""
         watch.floor_s = self._clock.boottime_s()
         watch.ended.clear()
+        self.on_end_all()
         for inode in [inode for inode, lease in self._leases.items() if lease.watch is watch]:
             del self._leases[inode]

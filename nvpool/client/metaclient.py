@@ -574,6 +574,7 @@ class MetaClient(Begins, Releasing):
     async def close(self, deadline_s: float, *, say_so: bool = True) -> None:
         """End the sessions, as far as shards answer by `deadline_s`; or leave them to end by themselves."""
         self._closed = True
+        self.leases.on_end_all = lambda: None
         self.primaries.close()
         self.moved.close()
         for one in self._shards.values():

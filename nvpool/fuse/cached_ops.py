@@ -16,8 +16,8 @@ is a lease on, and we tell the kernel before we say that we know. So the change 
   or written here and nowhere else. While the file is open they are kept as long as there is a lease, which is renewed; where
   there is none, for a second.
 
-Notices go out in a thread and may have to wait there for requests that wait for us, so a recall waits for them only for a
-moment. Notice.INC_EPOCH, by which Linux 6.16 forgets all names without a lock, is not used: it unhashes directories, and what is
+Notices go out in a thread and may have to wait there for requests that wait for us, so a recall waits for them for a moment
+only. Notice.INC_EPOCH, by which Linux 6.16 forgets all names without a lock, is not used: it unhashes directories, and what is
 mounted on top of one (a bind mount, a tmpfs) is then unmounted by the next walk.
 """
 
@@ -141,6 +141,7 @@ class CachedOps:
         self._forgetting: set[asyncio.Task] = set()
         self.published = Published()
         vfs.on_recall = self._recalled
+        vfs.on_unleased = self._unleased
         vfs.on_lost = self._lost
         vfs.on_reported = self._changed_here
 
@@ -265,6 +266,20 @@ class CachedOps:
             await asyncio.wait((self._own(self.invalidate((), paged)),), timeout=PAGES_NOTICE_S)
         if telling is not None:
             await asyncio.wait((telling,), timeout=NAMES_NOTICE_S)
+
+    def _unleased(self) -> None:
+        """The leases by which the kernel keeps names have ended, with no recall."""
+        names: dict[Place, None] = {}
+        for named in self._named:
+            for _, parent, name, child in named.told:
+                names[parent, name] = None
+                self._withdrawn[child] = None
+        for old in too_old(self._withdrawn, TOLD_MAX):
+            del self._withdrawn[old]
+        self._named.clear()
+        self._named_count, self._naming, self._naming_until_s = 0, _Named(0.0), 0.0
+        if names:
+            self._own(self.invalidate(names, ()))
 
     def _lock(self, directory: int) -> None:
         """A request that changes names in it is in work: the kernel holds its lock until that is answered."""

@@ -33,7 +33,8 @@ def _seen(task: asyncio.Task) -> None:
         task.exception()
 
 
-def _add_each(add: Callable[[bytes, Attr, int], bool], entries: Listed, first: int, ops: ListOps, untrue: Container[int]) -> int:
+def _add_each(add: Callable[[bytes, Attr, int], bool], entries: Listed, first: int, ops: ListOps,
+              untrue: Container[int]) -> int:
     for at in range(first, len(entries)):
         ops.name_is_kept = entries.inodes[at] not in untrue
         if not add(entries.names[at], entries.attr(at), entries.cursor(at)):
@@ -56,10 +57,11 @@ class _Batch:
 
 
 class _OpenDirectory:
-    """A listing's place. `entries[at:]` were read ahead and follow `cursor`, all `entries` follow `begin`; `coming` follows them,
-    batch by batch. `newest`: the last batch that was asked for; `batch`: how many entries that may have."""
+    """A listing's place. `entries[at:]` were read ahead and follow `cursor`, all `entries` follow `begin`; `coming` follows
+    them, batch by batch. `newest`: the last batch that was asked for; `batch`: how many entries it may have."""
 
-    __slots__ = ("inode", "handle", "entries", "at", "begin", "cursor", "more", "read_s", "changes", "coming", "newest", "batch")
+    __slots__ = ("inode", "handle", "entries", "at", "begin", "cursor", "more", "read_s", "changes", "coming", "newest",
+                 "batch")
 
     def __init__(self, inode: int, handle) -> None:
         self.inode = inode
@@ -131,7 +133,8 @@ class ListOps:
             self._drop_coming(directory)
             cursor = 2
         while True:
-            if self._is_old(directory.changes, directory.read_s) or cursor != directory.cursor and not directory.try_seek(cursor):
+            if (self._is_old(directory.changes, directory.read_s)
+                    or cursor != directory.cursor and not directory.try_seek(cursor)):
                 await self._read_batch(directory, cursor)
             entries, first = directory.entries, directory.at
             if first < len(entries):

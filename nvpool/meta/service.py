@@ -529,11 +529,11 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 self._view.rooms.spend(account.number, *account.grown)
         if draft.then is not None:
             draft.then()
-        if draft.parent is not None or draft.opened:
+        if draft.parent is not None or draft.opened or draft.linked:
             beside = type(draft.reply)()
             if draft.parent is not None and not isinstance(draft.parent, Part):
                 fill_attr(beside.parent, draft.parent)
-            lent = draft.opened or draft.born and draft.reply.entry.attr.inode
+            lent = draft.opened or draft.linked or draft.born and draft.reply.entry.attr.inode
             if lent:
                 entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
                 entry.lease_ms = self._view.lend(session.number, draft.inodes[lent])

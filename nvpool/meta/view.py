@@ -276,7 +276,7 @@ def _spread_directory(number: int) -> Inode:
 class Draft:
     """One change as it is being decided: inodes that were read (each once), those to be written, and other effects."""
 
-    __slots__ = ("view", "now_ns", "inodes", "dirty", "effects", "reply", "opened", "closed", "intent", "born",
+    __slots__ = ("view", "now_ns", "inodes", "dirty", "effects", "reply", "opened", "linked", "closed", "intent", "born",
                  "orphans", "adds", "sync", "parent", "then", "accounts")
 
     def __init__(self, view: View, now_ns: int) -> None:
@@ -288,6 +288,8 @@ class Draft:
         self.reply: Any = None
         self.opened = 0
         """Inode of which the session gets one more handle."""
+        self.linked = 0
+        """Inode that has one more name, and of which the session gets a lease."""
         self.closed = 0
         self.intent: tuple[int, Intent] | None = None
         """A truncation that the targets have to be told of before the answer is given."""

@@ -289,6 +289,132 @@ def test_entries_read_ahead_are_not_used_after_a_change_or_when_they_are_old(fs)
     assert fs.vfs.calls["readdir"] == before + 1
 
 
+class Lent(MemoryVfs):
+    """Names are promised where `covers` says so."""
+
+    covers = True
+
+    def name_cover(self, parent, name, inode):
+        return inode if self.covers else 0
+
+
+def test_name_without_a_promise_is_not_kept_by_the_kernel():
+    async def run():
+        vfs = Lent()
+        ops = FuseOps(vfs, clock=ManualClock())
+        taken_back = []
+
+        async def invalidate(names, inodes):
+            taken_back.extend(names)
+        ops.invalidate = invalidate
+        inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
+        assert ops.name_is_kept
+        vfs.covers = False
+        await ops.link(inode, ROOT, b"g", ME)
+        assert not ops.name_is_kept
+        await ops._recalled([inode])
+        assert taken_back == [(ROOT, b"f")], "the other one the kernel asks for each time"
+    asyncio.run(run())
+
+
+def test_open_by_a_name_from_before_a_recall_is_stale_once():
+    async def run():
+        vfs = Lent()
+        ops = FuseOps(vfs, clock=ManualClock())
+        inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
+        await ops.rename(ROOT, b"f", ROOT, b"g", 0, ME)
+        taken_back = []
+
+        async def invalidate(names, inodes):
+            taken_back.extend(names)
+        ops.invalidate = invalidate
+        await ops._recalled([inode])
+        assert sorted(taken_back) == [(ROOT, b"f"), (ROOT, b"g")], "the kernel keeps it by its new name"
+        thread, other = Caller(0, 0, 7), Caller(0, 0, 8)
+        with pytest.raises(errors.NotFound):
+            await ops.open(inode, os.O_RDONLY, thread)
+        await ops.lookup(ROOT, b"g")  # the kernel walks the path anew, and meanwhile another change comes
+        await ops._recalled([inode])
+        await ops.open(inode, os.O_RDONLY, thread)
+        with pytest.raises(errors.NotFound):
+            await ops.open(inode, os.O_RDONLY, other)
+        await ops.lookup(ROOT, b"g")
+        await ops.open(inode, os.O_RDONLY, other)
+        await ops._recalled([inode])
+        await ops.lookup(ROOT, b"g")
+        await ops.open(inode, os.O_RDONLY, Caller(0, 0, 9))
+    asyncio.run(run())
+
+
+def test_names_are_taken_back_when_all_leases_end_at_once():
+    async def run():
+        vfs = Lent()
+        ops = FuseOps(vfs, clock=ManualClock())
+        taken_back = []
+
+        async def invalidate(names, inodes):
+            taken_back.extend(names)
+        ops.invalidate = invalidate
+        inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
+        vfs.on_unleased()
+        await asyncio.sleep(0)
+        assert taken_back == [(ROOT, b"f")]
+        with pytest.raises(errors.NotFound):
+            await ops.open(inode, os.O_RDONLY, ME)
+        await ops._recalled([inode])
+        assert len(taken_back) == 1
+    asyncio.run(run())
+
+
+def test_recall_does_not_wait_for_a_directory_that_is_changed_here():
+    async def run():
+        vfs, blocked = Lent(), asyncio.Event()
+        ops = FuseOps(vfs, clock=ManualClock())
+
+        async def invalidate(names, inodes):
+            await blocked.wait()  # as the kernel does while it holds the directory
+
+        async def unlink(parent, name, caller, unlink=vfs.unlink):
+            await recalled.wait()  # the other node changes it first
+            await unlink(parent, name, caller)
+        ops.invalidate, vfs.unlink = invalidate, unlink
+        recalled = asyncio.Event()
+        inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
+        removing = asyncio.ensure_future(ops.unlink(ROOT, b"f", ME))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(ops._recalled([inode]))), 60)
+        assert not blocked.is_set() and not removing.done()
+        recalled.set()
+        await removing
+        blocked.set()
+        assert not ops._locked
+    asyncio.run(run())
+
+
+def test_name_in_a_removed_directory_is_stale_once_and_then_missing():
+    async def run():
+        vfs = Lent()
+        ops = FuseOps(vfs, clock=ManualClock())
+        kept = (await ops.mkdir(ROOT, b"kept", 0o755, ME)).inode
+        vfs.covers = False
+        asked = (await ops.mkdir(ROOT, b"asked", 0o755, ME)).inode
+        for name in (b"kept", b"asked"):
+            await vfs.rmdir(ROOT, name, ME)  # by another node
+        vfs._directory = gone
+
+        async def answer(directory):
+            with pytest.raises(errors.DirectoryGone) as refused:
+                await ops.mkdir(directory, b"x", 0o755, ME)
+            return errno_of(refused.value, "mkdir")
+        assert [await answer(kept) for _ in range(3)] == [errno.ESTALE, errno.ENOENT, errno.ENOENT]
+        assert [await answer(asked) for _ in range(2)] == [errno.ENOENT] * 2
+        assert not ops._locked
+
+    def gone(inode):
+        raise errors.DirectoryGone()
+    asyncio.run(run())
+
+
 def test_seek_in_a_listing_asks_for_few_entries():
     async def run():
         vfs, asked = MemoryVfs(), []

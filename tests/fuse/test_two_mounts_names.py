@@ -83,7 +83,7 @@ def test_name_replaced_while_its_file_is_lent_opens_the_new_file(here, there):
 
 
 def test_symlink_and_directory_replaced_there_lead_to_the_new_ones(here, there):
-    for number in range(10):
+    for _ in range(10):
         (here / "a").mkdir()
         (here / "b").mkdir()
         (here / "a" / "f").write_bytes(b"a")
@@ -101,14 +101,25 @@ def test_symlink_and_directory_replaced_there_lead_to_the_new_ones(here, there):
 
 
 def test_two_nodes_remove_one_tree_at_once(here, there):
-    for number in range(3):
+    for _ in range(3):
         for directory in range(8):
             (here / "tree" / str(directory % 3) / str(directory)).mkdir(parents=True)
             for name in range(8):
                 (here / "tree" / str(directory % 3) / str(directory) / str(name)).touch()
-        running = [subprocess.Popen(["rm", "-rf", place / "tree"], stderr=subprocess.PIPE, text=True) for place in (here, there)]
+        running = [subprocess.Popen(["rm", "-rf", place / "tree"], stderr=subprocess.PIPE, text=True)
+                   for place in (here, there)]
         assert [(process.communicate()[1], process.returncode) for process in running] == [("", 0)] * 2
         assert not (here / "tree").exists() and not (there / "tree").exists()
+
+
+def changes_in(gone, here):
+    """What can be asked of a directory by its descriptor."""
+    return (lambda: os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=gone), lambda: os.mkdir("x", dir_fd=gone),
+            lambda: os.symlink("x", "y", dir_fd=gone), lambda: os.mknod("x", dir_fd=gone),
+            lambda: os.link(here / "f", "x", dst_dir_fd=gone), lambda: os.unlink("x", dir_fd=gone),
+            lambda: os.rename(here / "f", "x", dst_dir_fd=gone), lambda: os.rmdir("x", dir_fd=gone),
+            lambda: os.rename("x", here / "y", src_dir_fd=gone), lambda: os.stat("sub", dir_fd=gone),
+            lambda: os.open("sub", os.O_RDONLY, dir_fd=gone))
 
 
 def test_directory_removed_there_is_without_names_here(here, there):
@@ -121,12 +132,7 @@ def test_directory_removed_there_is_without_names_here(here, there):
         (there / "d" / "sub").rmdir()
         (there / "d").rmdir()
         for gone in (fd, sub):
-            for change in (lambda: os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=gone), lambda: os.mkdir("x", dir_fd=gone),
-                           lambda: os.symlink("x", "y", dir_fd=gone), lambda: os.mknod("x", dir_fd=gone),
-                           lambda: os.link(here / "f", "x", dst_dir_fd=gone), lambda: os.unlink("x", dir_fd=gone),
-                           lambda: os.rename(here / "f", "x", dst_dir_fd=gone), lambda: os.rmdir("x", dir_fd=gone),
-                           lambda: os.rename("x", here / "y", src_dir_fd=gone), lambda: os.stat("sub", dir_fd=gone),
-                           lambda: os.open("sub", os.O_RDONLY, dir_fd=gone)):
+            for change in changes_in(gone, here):
                 with pytest.raises(FileNotFoundError):
                     change()
             assert os.fstat(gone).st_nlink == 0

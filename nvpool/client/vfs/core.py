@@ -77,6 +77,16 @@ class Core:
         """Set by the same: our writes, as we have just told the service, have brought the inode to this change number. Others
         have changed it too if it has grown by more than one."""
 
+    @property
+    def on_unleased(self) -> Callable[[], None]:
+        """Set by who keeps what he was told beyond a call: nothing is promised any more of what a shard has lent, and nobody
+        was told of each inode. Must not wait."""
+        return self.leases.on_end_all
+
+    @on_unleased.setter
+    def on_unleased(self, tell: Callable[[], None]) -> None:
+        self.leases.on_end_all = tell
+
     def _shard_restarted(self, shard: int) -> None:
         self.cache.begin_anew(lambda inode: self.meta.shard_of(inode) == shard)
         self.rooms.shard_restarted(shard)

@@ -296,7 +296,7 @@ class Names(Wide):
         sent_s = self.clock.boottime_s()
         entry = await self._change(inode, wire_pb2.META_LINK, request, meta_pb2.Entry, caller)
         self._take(entry)
-        self._named(parent, name, inode, sent_s)
+        self._named(parent, name, inode, sent_s, lease=self._leased(entry, sent_s))
         return self._merged(entry.attr)
 
     async def unlink(self, parent: int, name: bytes, caller: Caller) -> None:
@@ -338,8 +338,10 @@ class Names(Wide):
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int,
                      caller: Caller) -> tuple[int, int]:
-        """The inode that was moved, and the one that had its new name (0: none). The moved file's bytes are flushed first where its new name stands for something: after a loss of power that name
-        shows the old bytes or the new, also without fsync."""
+        """The inode that was moved, and the one that had its new name (0: none).
+
+        The moved file's bytes are flushed first where its new name stands for something: after a loss of power that name shows
+        the old bytes or the new, also without fsync."""
         check_name(name)
         check_name(new_name)
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:

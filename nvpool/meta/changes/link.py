@@ -30,6 +30,7 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
     draft.effects[key] = records.encode_dentry(partition, inode.number, inode.kind)
     parent.size += 1
     draft.stamp(parent, content=True)
-    draft.reply = meta_pb2.AttrReply()
+    draft.linked = inode.number
+    draft.reply = meta_pb2.Entry()
     fill_attr(draft.reply.attr, inode)
     return draft
