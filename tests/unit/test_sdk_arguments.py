@@ -268,6 +268,19 @@ def test_error_names_the_path_of_the_caller(pool, name, start, error):
     assert "inode" not in str(raised.value) and "directory 1" not in str(raised.value)
 
 
+@pytest.mark.parametrize("call, number", [
+    (lambda pool: pool.remove("/"), errno.EISDIR), (lambda pool: pool.rmdir("/"), errno.EBUSY),
+    (lambda pool: pool.rename("/", "/x"), errno.EBUSY), (lambda pool: pool.rename(pool.file, "/"), errno.EBUSY),
+    (lambda pool: pool.rmdir(f"{pool.top}/.."), errno.EBUSY), (lambda pool: pool.link(pool.file, "/"), errno.EEXIST),
+    (lambda pool: pool.link(pool.file, pool.file), errno.EEXIST), (lambda pool: pool.symlink("x", "/"), errno.EEXIST),
+    (lambda pool: pool.readlink(pool.file), errno.EINVAL), (lambda pool: pool.open("/", "wb"), errno.EISDIR)])
+def test_root_is_neither_removed_nor_replaced(pool, call, number):
+    with pytest.raises(OSError) as raised:
+        call(pool)
+    assert raised.value.errno == number and "inode" not in str(raised.value)
+    assert pool.read_bytes(pool.file) == OLD
+
+
 def test_error_of_two_paths_names_both(pool):
     with pytest.raises(FileNotFoundError) as raised:
         pool.rename(pool.file, f"{pool.top}/none/x")
