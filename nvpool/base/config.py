@@ -248,7 +248,8 @@ def parse(text: str, where: str = "the configuration") -> Config:
             try:
                 values[key] = _convert(value, fields[key].type)
             except (msgspec.ValidationError, ValueError) as error:
-                problems.append((line, f"{name}.{key} = {value!r}: {_plain(error)}"))
+                wanted = _expected(fields[key].type) if isinstance(error, msgspec.ValidationError) else ""
+                problems.append((line, f"{name}.{key} = {_toml(value)}: {wanted or _plain(error)}"))
         sections[name] = kind(**values)
     for key in raw:
         line = lines.get((key, ""), lines.get(("", key), 0))
@@ -318,6 +319,35 @@ def _convert(value: Any, annotation) -> Any:
     if get_origin(base) is Literal and value not in get_args(base):
         raise ValueError(f"write one of {', '.join(get_args(base))}")
     return msgspec.convert(value, annotation)
+
+
+def _toml(value: Any) -> str:
+    """As it stands in the file."""
+    try:
+        return str(value) if isinstance(value, float) else msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        return str(value)
+
+
+def _expected(annotation) -> str:
+    """What to write there, in words of TOML; nothing for what has words of its own."""
+    base, meta = _parts(annotation)
+    if base is bool:
+        return "write true or false"
+    if base is str and meta.pattern is None:
+        return "write text in quotes" if not meta.min_length else "write text in quotes, not empty"
+    if base not in (int, float):
+        return ""
+    low = meta.ge if meta.ge is not None else meta.gt
+    high = meta.le if meta.le is not None else meta.lt
+    if meta.extra == _BYTES:
+        what, shown = "a size like \"64MiB\"", [_size(int(n)).strip('"') if n is not None else "" for n in (low, high)]
+    else:
+        what = "a whole number" if base is int else "a number"
+        shown = [f"{n:,}" if n is not None and n >= 10_000 else f"{n}" for n in (low, high)]
+    words = [f"{'above' if meta.gt is not None else 'from'} {shown[0]}"] if low is not None else []
+    words += [f"{'below' if meta.lt is not None else 'to'} {shown[1]}"] if high is not None else []
+    return " ".join([f"write {what}", *words])
 
 
 def _plain(error: Exception) -> str:

@@ -214,14 +214,13 @@ class PoolDirectory:
             return ""
 
     def check(self) -> None:
-        """NotFound when there is no pool, WrongFormat when it is of another version or not finished, each with the remedy."""
+        """NotFound when there is no pool; WrongFormat, with the remedy, when it is of another version or not finished."""
         if not self.path.is_dir():
-            raise NotFound(f"{self.path} does not exist; make a pool there with: nvpool pool create {self.path} --drive PATH")
+            raise NotFound(f"{self.path} is not a directory" if os.path.lexists(self.path) else f"{self.path} does not exist")
         try:
             text = self.format.read_text()
         except FileNotFoundError:
-            raise NotFound(f"{self.path} is not a pool directory (it has no file FORMAT); make one with: nvpool pool create "
-                           f"{self.path} --drive PATH") from None
+            raise NotFound(f"{self.path} is not a pool directory (it has no file FORMAT)") from None
         except (OSError, UnicodeDecodeError) as error:
             raise WrongFormat(f"{self.format} can not be read: {error}") from None
         if text == BEING_MADE_TEXT:
@@ -324,6 +323,14 @@ def _still_mounted(gone: dict[str, ProcessState], running: dict[str, ProcessStat
     found = {name: state for name, state in gone.items() if state.mountpoint in places and state.boot == boot_id()}
     last = {(state.role, state.mountpoint): name for name, state in sorted(found.items(), key=lambda one: one[1].since_ms)}
     return {name: found[name] for name in last.values()}
+
+
+def being_made(directory: PoolDirectory) -> bool:
+    """Whether the making of the pool was begun and has not ended."""
+    try:
+        return directory.format.read_text() == BEING_MADE_TEXT
+    except OSError:
+        return False
 
 
 def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[str, ...] = (), mountpoint: str = "",

@@ -28,8 +28,15 @@ class NvpoolError(Exception):
     may_be_applied: bool = False
     retry_after_s: float = 0.0
 
-    def __init__(self, text: str = "", *, may_be_applied: bool | None = None, retry_after_s: float | None = None):
-        super().__init__(text or (type(self).__doc__ or type(self).__name__).split("\n")[0].rstrip("."))
+    remedy: str = ""
+    """What the caller can do, where it is known apart from the text; it does not travel by itself."""
+
+    def __init__(self, text: str = "", *, may_be_applied: bool | None = None, retry_after_s: float | None = None,
+                 remedy: str = ""):
+        text = text or (type(self).__doc__ or type(self).__name__).split("\n")[0].rstrip(".")
+        super().__init__(f"{text}; {remedy}" if remedy else text)
+        if remedy:
+            self.remedy = remedy
         if may_be_applied is not None:
             self.may_be_applied = may_be_applied
         if retry_after_s is not None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from nvpool.base import config as configuration
-from nvpool.base.directory import BEING_MADE_TEXT, PoolDirectory
+from nvpool.base.directory import PoolDirectory, being_made
 from nvpool.base.errors import InvalidRequest, NotFound
 from nvpool.base.units import CHUNK_BYTES_DEFAULT, GIB, MIB, format_bytes
 from nvpool.cli.drive import Size
 from nvpool.cli.render import json_option, print_json, say
+
+if TYPE_CHECKING:
+    from nvpool.cli.undoing import Undoing
 
 
 @click.group(epilog="""\b
@@ -62,14 +66,28 @@ def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tu
     """Make a pool under DIR where there is none, start it where it does not run, mount it where that is asked for. What is
     made belongs to who asks for it.
 
-    Returns when it serves. May be repeated: what is there stays as it is.
+    Returns when it serves. May be repeated: what is there stays as it is. Interrupted, a pool that this call made is removed
+    again; one that was there stays, and what was started is named.
     """
+    from nvpool.cli.undoing import Undoing
+    with Undoing(PoolDirectory(directory), mountpoint) as undoing:
+        seen = _up(undoing, directory, drives, standbys, shards, sizes, replicas, mountpoint, engine, config_file)
+    if as_json:
+        print_json(seen)
+        return
+    click.echo(f"pool {seen['pool']['name']} serves in {undoing.directory.path}"
+               + (f" and is mounted at {mountpoint}" if mountpoint else ""))
+    say(f"look at it with: nvpool status {directory}   remove it with: nvpool dev down {directory}")
+
+
+def _up(undoing: Undoing, directory: str, drives: int | None, standbys: int, shards: int, sizes: tuple[int, ...], replicas: int,
+        mountpoint: str | None, engine: str | None, config_file: str | None) -> dict[str, Any]:
     from nvpool.base.mounts import look_at, mount_at
     from nvpool.cli import pool_life
     from nvpool.cli.mount import log_of
     from nvpool.cli.mounts import mount_pool, unmount
     from nvpool.cli.pool import name_of
-    where = PoolDirectory(directory)
+    where = undoing.directory
     is_new = being_made(where) or not where.exists()
     if is_new:
         wanted = list(sizes) or default_sizes(drives or max(2, replicas), free_bytes(where))
@@ -100,19 +118,7 @@ def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tu
             seen = pool_life.start(where)
         elif not any(process.get("mountpoint") == str(found.point) for process in seen["processes"]):
             raise InvalidRequest(f"{mountpoint} is the mount of another pool; first: nvpool umount {mountpoint}")
-    if as_json:
-        print_json(seen)
-        return
-    click.echo(f"pool {seen['pool']['name']} serves in {where.path}"
-               + (f" and is mounted at {mountpoint}" if mountpoint else ""))
-    say(f"look at it with: nvpool status {directory}   remove it with: nvpool dev down {directory}")
-
-
-def being_made(directory: PoolDirectory) -> bool:
-    try:
-        return directory.format.read_text() == BEING_MADE_TEXT
-    except OSError:
-        return False
+    return seen
 
 
 def free_bytes(directory: PoolDirectory) -> int:
@@ -130,6 +136,7 @@ def down(directory: str, as_json: bool) -> None:
     Refused for anything that `dev up` did not make, and while something else is mounted below. Nothing there is nothing to do.
     """
     from nvpool.cli import pool_life
+    from nvpool.cli.known_pools import remedy_for
     from nvpool.cli.mounts import mountpoints_of, unmount
     where = PoolDirectory(directory)
     if not os.path.lexists(where.path):
@@ -141,7 +148,7 @@ def down(directory: str, as_json: bool) -> None:
         try:
             where.check()
         except NotFound as error:
-            raise NotFound(f"{error}. Nothing was removed") from None
+            raise NotFound(f"{error}. Nothing was removed", remedy=remedy_for(directory)) from None
         if not (where.path / "throw-away").exists():
             raise InvalidRequest(f"{where.path} was not made by `nvpool dev up`; nothing was removed. To destroy that pool: "
                                  f"nvpool pool destroy {where.path}")

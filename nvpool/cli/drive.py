@@ -265,7 +265,8 @@ def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, drive: 
 
 
 def _name(drive: str) -> str:
-    return drive if drive.isdigit() else os.path.abspath(drive)
+    """The number or path of a drive. A word that is no file here stays as it is: the pool says that it has no such drive."""
+    return drive if drive.isdigit() or "/" not in drive and not os.path.exists(drive) else os.path.abspath(drive)
 
 
 @drive.command(epilog="""\b

@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dev": ("nvpool.cli.dev:dev", "A throw-away pool on this machine, all of it under one directory."),
     "completion": ("nvpool.cli.completion:completion", "Print the completion script of a shell."),
     "version": ("nvpool.cli.version:version", "Print the version."),
+    "help": ("nvpool.cli.help:help_", "Show the help of a command."),
 }
 """Name of the command -> where it is, and its line in `nvpool --help`."""
 
@@ -54,6 +55,11 @@ exit codes:
   4    something stored is damaged (fsck: problems were found)
   70   a bug of nvpool
   130  interrupted
+
+\b
+With --json an error is an object on stdout, beside its line on stderr:
+  {"error": {"message": ..., "code": "NotFound", "exit_code": 1, "remedy": ...}}
+code is "usage" for a wrong command line, "interrupted" for Ctrl-C, else the kind of error; remedy may be missing.
 """
 
 
@@ -86,7 +92,16 @@ class Nouns(click.Group):
         return [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
 
 
+def _print_version(context: click.Context, _: click.Parameter, asked_for: bool) -> None:
+    if asked_for and not context.resilient_parsing:
+        from nvpool.base.version import VERSION
+        click.echo(f"nvpool {VERSION}")
+        context.exit()
+
+
 @click.command(cls=Nouns, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+              help="Print the version and exit.")
 def cli() -> None:
     """One fast, shared file system from the NVMe drives of ordinary servers.
 
@@ -103,15 +118,22 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in words[:words.index("--")] if "--" in words else "--json" in words
     try:
         result = cli.main(arguments, prog_name="nvpool", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except (click.Abort, KeyboardInterrupt):
+        if as_json:
+            _print_error("interrupted", "interrupted", 130)
         click.echo("interrupted", err=True)
         return 130
     except click.exceptions.Exit as wish:
         return wish.exit_code
     except click.ClickException as error:
+        if as_json:
+            context = getattr(error, "ctx", None)
+            _print_error(error.format_message(), "usage", error.exit_code, f"{context.command_path} --help" if context else "")
         error.show()
         return error.exit_code
     except BrokenPipeError:
@@ -119,7 +141,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         from nvpool.cli.render import show_error
-        return show_error(error)
+        return show_error(error, as_json)
+
+
+def _print_error(message: str, code: str, exit_code: int, remedy: str = "") -> None:
+    from nvpool.cli.render import error_object, print_json
+    print_json(error_object(message, code, exit_code, remedy))
 
 
 if __name__ == "__main__":

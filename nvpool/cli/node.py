@@ -41,12 +41,24 @@ def make_token(pool: str, kind: str, hours: float, as_json: bool) -> None:
     from nvpool.cli.reach import change, directory_of
     made = asyncio.run(change(pool, "token", {"kind": kind, "lives_s": hours * 3600}))
     directory = directory_of(pool)
+    warning = "" if _leaves_host(made["address"]) else (
+        f"{made['address'].removeprefix('stream://')} is an address of this machine alone: no other machine can join. "
+        f"Make the pool with an address that others reach: nvpool pool create DIR --drive PATH --host ADDRESS")
+    made |= {"warning": warning} if warning else {}
     made["command"] = join_command(made, configuration.load(directory.node_toml) if directory else configuration.Config(), kind)
     if as_json:
         print_json(made)
     else:
         click.echo(made["command"])
         say(f"good once, for {hours:g} h")
+    if warning:
+        say(f"warning: {warning}")
+
+
+def _leaves_host(address: str) -> bool:
+    from nvpool.wire.endpoint import parse_endpoint
+    from nvpool.wire.identity import leaves_host
+    return leaves_host(parse_endpoint(address if "://" in address else f"stream://{address}"))
 
 
 def entered(kind: str, address: str, directory: str, token: str, config: configuration.Config, name: str,

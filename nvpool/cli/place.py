@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import click
 
+from nvpool.cli.known_pools import pool_behind
 from nvpool.cli.reach import REACH_S, ask
 
 
@@ -58,7 +59,7 @@ async def session(pool: str, doing: str) -> AsyncIterator:
     from nvpool.wire.v1 import pool_pb2, wire_pb2
     # Says what is wrong with a directory, and what to do about a pool that does not run, long before the deadline of its work.
     await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
-    client = await Client.open(pool, name=f"nvpool {doing} pid {os.getpid()}")
+    client = await Client.open(pool_behind(pool), name=f"nvpool {doing} pid {os.getpid()}")
     try:
         yield client
     finally:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import click
 from msgspec.structs import replace
 
 from nvpool.base import config as configuration
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import InUse, InvalidRequest
+from nvpool.base.errors import InUse, InvalidRequest, Refused
 from nvpool.base.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
 from nvpool.cli.drive import Size, time_left, wait_option, wait_until_moved
 from nvpool.cli.render import Number, json_option, pool_argument, print_json, say
@@ -128,15 +128,15 @@ def destroy(directory: str, yes: bool, as_json: bool) -> None:
     """
     from nvpool.cli import pool_life
     from nvpool.cli.mounts import mountpoints_of
-    where = PoolDirectory(directory)
-    where.check()
+    from nvpool.cli.reach import checked
+    where = checked(directory)
     pool_life.check_removable(where)
     if mounted := mountpoints_of(where):
         raise InUse(f"the pool is mounted at {', '.join(mounted)}; first: nvpool umount {mounted[0]}")
     pool_map = pool_life.read_map(where)
     if not yes:
         what = f"the pool {pool_map.name}" if pool_map else "the pool"
-        click.confirm(f"Destroy {what} in {where.path} and everything stored in it?", abort=True, err=True)
+        _confirm(f"Destroy {what} in {where.path} and everything stored in it?")
     lock = pool_life.stop(where)
     done = pool_life.erase_stores(where, pool_map) if pool_map else []
     done += pool_life.forget(where, pool_map)
@@ -148,29 +148,50 @@ def destroy(directory: str, yes: bool, as_json: bool) -> None:
             click.echo(line)
 
 
+def _confirm(question: str) -> None:
+    """Refused where the answer is no. InvalidRequest where nobody can answer, as in a script."""
+    click.echo(f"{question} [y/N]: ", nl=False, err=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        click.echo(err=True)
+        raise InvalidRequest("nothing was destroyed: there was no answer on stdin", remedy="to destroy without a question say "
+                                                                                         "--yes")
+    if answer.strip().lower() not in ("y", "yes"):
+        raise Refused("nothing was destroyed")
+
+
 @pool.command(epilog="""\b
 examples:
-  nvpool pool rebalance /srv/pool --status
+  nvpool pool rebalance /srv/pool                        shows how far it is, and changes nothing
+  nvpool pool rebalance /srv/pool --start --wait
   nvpool pool rebalance /srv/pool --pause
   nvpool pool rebalance /srv/pool --resume --limit 200 --wait
 """)
 @pool_argument
-@click.option("--status", "only_status", is_flag=True, help="Change nothing, show how far it is.")
+@click.option("--status", "only_status", is_flag=True, help="Change nothing, show how far it is: as without an option.")
+@click.option("--start", is_flag=True, help="Look whether anything is out of balance, and move it. May be repeated.")
 @click.option("--pause/--resume", "pause", default=None, help="Begin no more chains for now, or again. Copies that are missing "
                                                               "are made nevertheless.")
 @click.option("--limit", "limit_mib", type=Number(0, _LIMIT_MIB_MAX), metavar="MIB/S",
-              help="Of each drive that is filled; 0: as much as [store] resync_rate of its node allows.")
+              help="Of each drive that is filled; 0: as much as resync_bytes_s under [store] in its node's node.toml.")
 @wait_option
 @json_option
-def rebalance(pool: str, only_status: bool, pause: bool | None, limit_mib: float | None, wait: bool, as_json: bool) -> None:
-    """Move chunks so that all drives are filled alike. It begins by itself when drives come and go; see how far it is, pause it
-    and slow it down. Without an option: look whether anything is out of balance, and move it."""
+def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, limit_mib: float | None, wait: bool,
+              as_json: bool) -> None:
+    """Show how far the moving of chunks is, by which all drives get filled alike. Pause it, slow it down.
+
+    It begins by itself when drives come and go. Without --start, --pause, --resume or --limit nothing is changed.
+    """
     import asyncio
 
     from nvpool.cli.reach import change, status_of
-    if not only_status:
+    if only_status and (start or pause is not None or limit_mib is not None):
+        raise click.UsageError("--status changes nothing; leave it out, or --start, --pause, --resume and --limit")
+    if pause is not None or limit_mib is not None:
         wanted = {"pause": pause, "limit_bytes_s": None if limit_mib is None else int(limit_mib * MIB)}
         asyncio.run(change(pool, "rebalance", wanted))
+    if start:
+        asyncio.run(change(pool, "rebalance", {}))
     if wait:
         asyncio.run(wait_until_moved(pool, "moving chains", as_json))
     chains = asyncio.run(status_of(pool))["chains"]

@@ -16,6 +16,8 @@ from nvpool.base.units import format_bytes
 from nvpool.cli.render import say
 
 LOOK_S = 0.1
+FIRST_S = 0.5
+"""Before a bar is shown: what is refused is refused by then."""
 LINE_S = 5.0
 """In a pipe: often enough to see that it lives, seldom enough for a log."""
 
@@ -44,6 +46,8 @@ async def _lines(title: str, task: asyncio.Future, look: Callable[[], Look]) -> 
     began_s = SYSTEM_CLOCK.boottime_s()
     while not task.done():
         await asyncio.wait([task], timeout=LINE_S)
+        if task.done() and (task.cancelled() or task.exception() is not None):
+            break  # its error is told by itself
         seen = look()
         share = f"{100 * seen.done // seen.total}%, " if seen.total else ""
         amount = format_bytes(seen.done) if seen.in_bytes else f"{seen.done:,}"
@@ -55,6 +59,9 @@ async def _lines(title: str, task: asyncio.Future, look: Callable[[], Look]) -> 
 async def _bar(title: str, task: asyncio.Future, look: Callable[[], Look]) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    await asyncio.wait([task], timeout=FIRST_S)
+    if task.done():
+        return await task  # refused, most often: there is no progress to show
     in_bytes = look().in_bytes
     amounts = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if in_bytes else (TextColumn("{task.completed:,}"),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from nvpool.base.errors import (
     Unreachable,
     from_os_error,
 )
+from nvpool.cli.known_pools import pool_behind, remedy_for
 from nvpool.cli.render import say
 from nvpool.logic.poolmap import decode_map
 
@@ -33,16 +35,26 @@ REACH_S = 10.0
 
 def directory_of(pool: str) -> PoolDirectory | None:
     """The pool directory that `pool` names, checked; None when `pool` is an address."""
+    pool = pool_behind(pool)
     if "://" in pool or (":" in pool and not Path(pool).exists()):
         return None
-    directory = PoolDirectory(pool)
-    directory.check()
+    return checked(pool)
+
+
+def checked(path: str | os.PathLike) -> PoolDirectory:
+    """The pool directory at `path`. NotFound suggests pools that there are; WrongFormat as PoolDirectory.check."""
+    directory = PoolDirectory(path)
+    try:
+        directory.check()
+    except NotFound as error:
+        raise NotFound(str(error), remedy=remedy_for(os.fspath(path))) from None
     return directory
 
 
 def endpoints_of(pool: str) -> tuple[str, ...]:
     """Where the supervisor of the named node listens."""
     directory = directory_of(pool)
+    pool = pool_behind(pool)
     if directory is not None:
         try:
             pool_map, node = decode_map(directory.poolmap.read_bytes()), directory.node
@@ -55,7 +67,7 @@ def endpoints_of(pool: str) -> tuple[str, ...]:
     host, _, port = pool.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise InvalidRequest(f"{pool!r} is neither a pool directory nor the address of a node (HOST:PORT, as `nvpool "
-                             f"status` shows it)")
+                             f"status` shows it)", remedy=remedy_for(pool))
     return (f"stream://{pool}", f"grpc://{pool}")
 
 
@@ -110,7 +122,7 @@ async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: 
                 nobody = nobody or isinstance(error, Unreachable) or late and not error.may_be_applied
                 if late or not repeat or SYSTEM_CLOCK.boottime_s() + 0.2 > deadline_s:
                     if nobody:
-                        raise Unreachable(f"nobody answers for the pool {pool}{_remedy(pool)}") from error
+                        raise Unreachable(f"nobody answers for the pool {pool}", remedy=_remedy(pool)) from error
                     raise
             await asyncio.sleep(0.1)
     finally:
@@ -123,8 +135,12 @@ def _remedy(pool: str) -> str:
     except NvpoolError:
         return ""
     if directory is None:
-        return "; is the node up, and the port right?"
-    return f"; start it with: nvpool serve {directory.path}"
+        return "is the node up, and the port right?"
+    if not directory.node:
+        return "the directory is a client's: are the nodes of the pool up, and reached from here?"
+    if (directory.path / "throw-away").exists():
+        return f"start it with: nvpool dev up {directory.path}"
+    return f"start it with: nvpool serve {directory.path}"
 
 
 async def status_of(pool: str, wait_s: float = 5.0) -> dict[str, Any]:

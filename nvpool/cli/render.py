@@ -7,6 +7,7 @@ said on the way; rich is imported for a terminal only. The one place where our e
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -56,19 +57,33 @@ def exit_code(error: BaseException) -> int:
     return EXIT_BUG
 
 
-def show_error(error: BaseException) -> int:
-    """Say on stderr what went wrong; the exit code for it. Only a bug shows a traceback."""
+def error_object(message: str, code: str, exit_code: int, remedy: str = "") -> dict[str, Any]:
+    """An error as --json prints it."""
+    return {"error": {"message": message, "code": code, "exit_code": exit_code} | ({"remedy": remedy} if remedy else {})}
+
+
+def show_error(error: BaseException, as_json: bool = False) -> int:
+    """Say on stderr what went wrong, and with --json on stdout too, as an object; the exit code for it. Only a bug shows a
+    traceback."""
     code = exit_code(error)
+    if as_json:
+        known = error.__cause__ if isinstance(error, OSError) and isinstance(error.__cause__, NvpoolError) else error
+        remedy = getattr(known, "remedy", "")
+        print_json(error_object(_text_of(error).removesuffix(f"; {remedy}") if remedy else _text_of(error),
+                                type(known).__name__, code, remedy))
     if code == EXIT_BUG:
         import traceback
         traceback.print_exception(error)
         click.echo("nvpool: this is a bug of nvpool; please report it with the lines above", err=True)
         return code
-    text = str(error)
-    if isinstance(error, OSError) and not isinstance(error, NvpoolError):
-        text = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
-    click.echo(f"nvpool: {text}", err=True)
+    click.echo(f"nvpool: {_text_of(error)}", err=True)
     return code
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, OSError) and not isinstance(error, NvpoolError):
+        return f"{os.fsdecode(error.filename)}: {error.strerror}" if error.filename else str(error.strerror or error)
+    return str(error) or type(error).__name__
 
 
 def on_terminal() -> bool:

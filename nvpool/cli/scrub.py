@@ -96,7 +96,7 @@ examples:
 @json_option
 def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json: bool) -> int:
     """Begin a round now, unless one is under way; or go on with one that was paused."""
-    result = _order(pool, "start", drive, target, as_json and not wait)
+    result = _order(pool, "start", drive, target, as_json, quiet=wait)
     if not wait:
         return 0
     found = asyncio.run(_wait(pool, frozenset(result["targets"]), as_json))
@@ -107,13 +107,24 @@ def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json:
     return EXIT_DAMAGED if any(one["last_bad"] > one["last_mended"] for one in found) else 0
 
 
-def _order(pool: str, order: str, drive: str | None, target: int | None, as_json: bool) -> dict[str, Any]:
+_TOLD = {"start": "scrubbing started on", "pause": "scrubbing is paused on", "resume": "scrubbing continues on",
+         "stop": "scrubbing is stopped on"}
+
+
+def _order(pool: str, order: str, drive: str | None, target: int | None, as_json: bool, quiet: bool = False) -> dict[str, Any]:
+    """Have the targets told; the answer, which is printed unless `quiet`."""
     from nvpool.cli.drive import _name
     from nvpool.cli.reach import change
     arguments = {"order": order, "drive": _name(drive) if drive else "", "target": target or 0}
     result = asyncio.run(change(pool, "scrub", arguments))
-    if as_json:
+    if not quiet and as_json:
         print_json(result)
+    elif not quiet and result["targets"]:
+        targets = sorted(result["targets"])
+        click.echo(f"{_TOLD[order]} target{'' if len(targets) == 1 else 's'} {', '.join(map(str, targets))}")
+        say(f"look with: nvpool scrub status {pool}")
+    elif not quiet:
+        click.echo("no target was told")
     for number, reason in result["silent"].items():
         say(f"target {number} was not told: {reason}")
     return result

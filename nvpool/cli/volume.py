@@ -112,7 +112,7 @@ def _state(found: Volume) -> str:
 
 
 @volume.command(epilog="""\b
---json prints the volume, as `nvpool volume show`
+--json prints the volume, as `nvpool volume show`, and "created": whether it was made now
 
 \b
 examples:
@@ -138,13 +138,18 @@ def create(pool: str, name: str, size: int | None, files: int | None, replicas: 
     if bits is not None and not 0 <= bits <= 0o7777:
         raise click.BadParameter(f"{mode!r} is no octal number of permissions, as 755", param_hint="--mode")
 
-    async def make(volumes: AsyncVolumes) -> Volume:
+    async def make(volumes: AsyncVolumes) -> tuple[Volume, bool]:
         if replicas:
             await have_chains(volumes.client, pool, replicas)
-        return await volumes.create(name, bytes_max=size or 0, files_max=files or 0, replicas=replicas, chunk_bytes=chunk_size,
-                                    trash_s=trash, mode=bits)
+        return await volumes.made(name, bytes_max=size or 0, files_max=files or 0, replicas=replicas, chunk_bytes=chunk_size,
+                                  trash_s=trash, mode=bits)
 
-    _told(carry_out(pool, "volume create", make), as_json)
+    found, created = carry_out(pool, "volume create", make)
+    if as_json:
+        print_json(as_object(found) | {"created": created})
+        return
+    click.echo(f"volume {name} made" if created else f"volume {name} is there already, as asked for; nothing was changed")
+    _told(found, as_json)
 
 
 @volume.command("ls", epilog="""\b

@@ -32,14 +32,19 @@ def token_for(pool_map: PoolMap, hash: str, kind: str, used_by: str, now_ms: int
     """The token that is shown. AccessDenied for one that is unknown, over, used by another key, or for something else."""
     found = next((one for one in pool_map.tokens if one.hash == hash), None)
     if found is None:
-        raise AccessDenied("this token is not one of this pool, or has ended long ago; make a new one with: nvpool node token")
+        raise AccessDenied(f"this token is not one of this pool, or has ended long ago{_again(kind)}")
     if found.ends_ms <= now_ms:
-        raise AccessDenied("this token has ended; make a new one with: nvpool node token")
+        raise AccessDenied(f"this token has ended{_again(kind)}")
     if found.used_by and found.used_by != used_by:
-        raise AccessDenied("this token was used already, and works once; make a new one with: nvpool node token")
+        raise AccessDenied(f"this token was used already, and works once{_again(kind)}")
     if found.kind != kind:
-        raise AccessDenied(f"this token lets in a {found.kind}, not a {kind}")
+        raise AccessDenied(f"this token lets in a {found.kind}, not a {kind}{_again(kind)}")
     return found
+
+
+def _again(kind: str) -> str:
+    """A token of the kind that joins: one for a node would give a client the keys of the pool."""
+    return f"; make a new one on a node of the pool with: nvpool {kind} token POOL"
 
 
 def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, now_ms: int,

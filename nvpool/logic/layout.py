@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from nvpool.base.errors import FileTooLarge, InvalidRequest
-from nvpool.base.units import CHAINS_PER_TABLE, CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, FILE_BYTES_MAX
+from nvpool.base.units import (
+    CHAINS_PER_TABLE,
+    CHUNK_BYTES_DEFAULT,
+    CHUNK_BYTES_MAX,
+    CHUNK_BYTES_MIN,
+    FILE_BYTES_MAX,
+    format_bytes,
+)
 
 _MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -48,7 +55,8 @@ def pack_layout(layout: Layout) -> bytes:
 def layout_of(chunk_bytes: int, table: int = 1) -> Layout:
     """InvalidRequest when chunk_bytes is no power of two between 64 KiB and 16 MiB."""
     if chunk_bytes & (chunk_bytes - 1) or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
-        raise InvalidRequest(f"a chunk size is a power of two from 64 KiB to 16 MiB, not {chunk_bytes}")
+        raise InvalidRequest(f"a chunk size is a power of two from 64 KiB to 16 MiB, not "
+                             f"{chunk_bytes:,} bytes ({format_bytes(chunk_bytes)})")
     return Layout(table, chunk_bytes.bit_length() - 1)
 
 

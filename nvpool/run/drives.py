@@ -383,6 +383,10 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
     return told
 
 
+_NAMED_MAX = 12
+"""Drives that an error lists."""
+
+
 def find(pool_map: PoolMap, arguments: dict, node: int, *, gone: bool = False) -> Target:
     """The target on the drive that `arguments` name by its number or path. A path is one of `node`, where we are; of another
     node only where this one never had a drive there. NotFound; InvalidRequest where several others have one. `gone`: also a
@@ -399,7 +403,10 @@ def find(pool_map: PoolMap, arguments: dict, node: int, *, gone: bool = False) -
         if len({target.node for target in found}) > 1:
             raise InvalidRequest(f"there are drives at {name} on several nodes and none on this one; give the drive's number")
     if not found:
-        raise NotFound(f"the pool has no drive {name!r}; `nvpool drive ls` lists them")
+        there = [f"{target.drive} ({paths[target.drive]} of node {target.node})" for target in pool_map.targets
+                 if target.state != "gone"]
+        more = f" and {len(there) - _NAMED_MAX} more, which `nvpool drive ls` lists" if len(there) > _NAMED_MAX else ""
+        raise NotFound(f"the pool has no drive {name}; its drives are {', '.join(there[:_NAMED_MAX])}{more}")
     target = found[-1]  # of several at a path the last is the one that may be there still
     if target.state == "gone" and not gone:
         raise NotFound(f"drive {target.drive} was removed from the pool")

@@ -89,7 +89,8 @@ def _address(text: str) -> str:
         return text
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
-        raise InvalidRequest(f"{text!r} is not the address of a node; write HOST:PORT, as `nvpool node token` prints it")
+        raise InvalidRequest(f"{text!r} is not the address of a node; write HOST:PORT, as `nvpool node token` and `nvpool "
+                             f"client token` print it")
     return f"stream://{text}"
 
 

@@ -15,7 +15,16 @@ import stat
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, NamedTuple
 
-from nvpool.base.errors import AlreadyExists, InvalidRequest, IsADirectory, NotADirectory, NotFound, NvpoolError, Unreachable
+from nvpool.base.errors import (
+    AlreadyExists,
+    InUse,
+    InvalidRequest,
+    IsADirectory,
+    NotADirectory,
+    NotFound,
+    NvpoolError,
+    Unreachable,
+)
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
@@ -23,7 +32,7 @@ from nvpool.client.vfs import KEEP_SIZE, NOW, PUNCH_HOLE, Caller, FileHandle, St
 from nvpool.sdk.batch import Batches
 from nvpool.sdk.origin import Origin, origin_of
 from nvpool.sdk.paths import Path, as_os_error, as_told, find, locate, name_bytes, stat_result, write_all
-from nvpool.sdk.reads import Read, bytes_of, check_on_error, contiguous, reads_of
+from nvpool.sdk.reads import OFFSET_MAX, Read, bytes_of, check_on_error, contiguous, reads_of
 from nvpool.sdk.volumes import AsyncVolumes
 
 _COPY_BYTES = 4 * MIB
@@ -361,6 +370,8 @@ class AsyncFileSystem:
             place = await locate(self.vfs, path, follow=False)
             if place.attr is None:
                 raise NotFound
+            if stat.S_ISDIR(place.attr.mode):
+                raise IsADirectory
             await self._batches.forget([path])
             await self.vfs.unlink(place.parent, place.name, self.caller)
 
@@ -371,6 +382,8 @@ class AsyncFileSystem:
                 raise NotFound
             if not stat.S_ISDIR(place.attr.mode):
                 raise NotADirectory
+            if not place.name:
+                raise InUse("the path ends at the root or in .., and only a name can be removed")
             await self.vfs.rmdir(place.parent, place.name, self.caller)
 
     async def remove_tree(self, path: Path) -> None:
@@ -394,6 +407,8 @@ class AsyncFileSystem:
         new = await locate(self.vfs, target, follow=False)
         if old.attr is None:
             raise NotFound
+        if not old.name or not new.name:
+            raise InUse("a path ends at the root or in .., and only a name can be given to something else")
         await self._batches.forget()
         await self.vfs.rename(old.parent, old.name, new.parent, new.name, 0, self.caller)
 
@@ -401,6 +416,8 @@ class AsyncFileSystem:
         with as_os_error(source, target):
             attr = await find(self.vfs, source, follow=False)
             new = await locate(self.vfs, target, follow=False)
+            if new.attr is not None:
+                raise AlreadyExists
             await self.vfs.link(attr.inode, new.parent, new.name, self.caller)
 
     async def symlink(self, target: Path, path: Path) -> None:
@@ -415,7 +432,10 @@ class AsyncFileSystem:
 
     async def readlink(self, path: Path) -> str:
         with as_os_error(path):
-            return os.fsdecode(await self.vfs.readlink((await find(self.vfs, path, follow=False)).inode))
+            attr = await find(self.vfs, path, follow=False)
+            if not stat.S_ISLNK(attr.mode):
+                raise InvalidRequest("not a symbolic link")
+            return os.fsdecode(await self.vfs.readlink(attr.inode))
 
     # -- attributes --------------------------------------------------------------------------------------------------------
 
@@ -481,8 +501,8 @@ def size_of(size: Any) -> int:
         exact = operator.index(size)
     except TypeError:
         raise TypeError(f"the size of a file has to be an integer from 0 on, not {type(size).__name__}") from None
-    if exact < 0:
-        raise ValueError(f"the size of a file has to be an integer from 0 on, not {exact}")
+    if not 0 <= exact <= OFFSET_MAX:
+        raise ValueError(f"the size of a file has to be an integer from 0 to {OFFSET_MAX}, not {exact}")
     return exact
 
 

@@ -23,6 +23,8 @@ from nvpool.sdk.ways import Way, read_links, walk_together
 
 KEPT_OPEN = 1024
 """Files; each costs 2 KiB here and a number at the shard."""
+READ_BYTES_MAX = (1 << 63) - 1
+"""What a buffer of Python can have."""
 _READS_AT_ONCE = 64
 """Of a batch of which a part failed."""
 
@@ -73,7 +75,10 @@ class Batches:
         """
         paths: dict[Path, None] = {}
         whole: dict[Path, None] = {}
+        has_lengths = True
         for what, _, length in reads:
+            if length is None:
+                has_lengths = False
             if type(what) is not FileHandle:
                 (paths if length is not None else whole)[what] = None
         self._begun += 1
@@ -97,11 +102,11 @@ class Batches:
                         raise _of_batch(error, given) from error
                 except NvpoolError:
                     pass  # which of them it was shows below
-            pieces: list[_Piece | None] = []
-            for what, offset, length in reads:
-                handle = what if type(what) is FileHandle else (found if length is not None else opened).get(what)
-                pieces.append(None if handle is None else
-                              (handle, offset, max(0, handle.size - offset) if length is None else length))
+            pieces: Sequence[_Piece | None] = reads
+            if has_lengths and not failed and paths:
+                pieces = [(what if type(what) is FileHandle else found[what], offset, length) for what, offset, length in reads]
+            elif not has_lengths or failed:
+                pieces = [_piece(read, found, opened) for read in reads]
             return await self._read(reads, pieces, failed, given, into, returns_errors)
         finally:
             for handle in opened.values():
@@ -111,10 +116,13 @@ class Batches:
 
     async def _read(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], failed: Mapping[Path, NvpoolError],
                     given: Sequence[Any], into: memoryview | None, returns_errors: bool) -> list:
-        spans = [piece[2] if piece is not None else read[2] or 0 for piece, read in zip(pieces, reads, strict=True)]
+        spans = [piece[2] if piece is not None else read[2] or 0 for piece, read in zip(pieces, reads, strict=True)] \
+            if pieces is not reads else [read[2] for read in reads]
         total = sum(spans)
         if into is not None and total > len(into):
             raise ValueError(f"the buffer to read into has {len(into)} bytes, and the {len(reads)} reads need {total}")
+        if total > READ_BYTES_MAX:
+            raise ValueError(f"the {len(reads)} reads are of {total} bytes together, which no buffer holds")
         buffer = into if into is not None else memoryview(bytearray(total))
         if failed or returns_errors:
             done = await self._read_apart(reads, pieces, spans, failed, given, buffer)
@@ -264,6 +272,15 @@ class Batches:
         for path in paths:
             self._leave(os.fsencode(path))
         await self._trim(KEPT_OPEN)
+
+
+def _piece(read: Read, found: Mapping[Path, FileHandle], opened: Mapping[Path, FileHandle]) -> _Piece | None:
+    """None: its file could not be opened."""
+    what, offset, length = read
+    handle = what if type(what) is FileHandle else (found if length is not None else opened).get(what)
+    if handle is None:
+        return None
+    return handle, offset, max(0, handle.size - offset) if length is None else length
 
 
 async def _some(read: Callable[..., Awaitable[bool]], runs: Sequence[tuple[int, int, int, int]]) -> list[bool]:

@@ -99,7 +99,11 @@ class File(io.RawIOBase):
         """Take all of `buffer` as bytes from `offset`. Leaves the position alone. EDQUOT as of AsyncFile.write."""
         runtime, handle = self._opened()
         with as_os_error(self.name):
-            return runtime.call(write_all(runtime.pool.vfs, handle, offset, bytes_of(buffer)))
+            view = bytes_of(buffer)
+            if runtime.is_here():  # the buffer is used again before it is written
+                view = bytes(view)
+            runtime.call(write_all(runtime.pool.vfs, handle, offset, view))
+            return len(view)
 
     def readinto(self, buffer) -> int:
         self._opened()
@@ -237,6 +241,7 @@ class FileSystem:
             self._closed = True
         if runtime is not None and runtime.pid == os.getpid():
             try:
+                runtime.call(runtime.done())
                 runtime.call(runtime.pool.close(timeout_s))
             finally:
                 runtime.stop()

@@ -6,6 +6,7 @@ uvloop where it is installed, asyncio's own loop otherwise. Called by sdk/filesy
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from concurrent.futures import CancelledError
@@ -14,6 +15,8 @@ from typing import Any
 from nvpool.client.threadreads import ThreadReads
 from nvpool.sdk.asynchronous import AsyncFileSystem, connected
 from nvpool.sdk.origin import Origin
+
+log = logging.getLogger(__name__)
 
 
 class _Call:
@@ -67,6 +70,7 @@ class Runtime:
         self.thread = threading.Thread(target=self._run, name="nvpool", daemon=True)
         self.thread.start()
         self.reads: ThreadReads | None = None
+        self._later: asyncio.Task | None = None
         try:
             self.pool: AsyncFileSystem = self.call(_connected(origin))
             self.reads = ThreadReads(self.pool.vfs, self.pool.client.dialer)
@@ -88,7 +92,34 @@ class Runtime:
         self.loop.close()
 
     def call(self, work):
+        """What the coroutine returns or raises. In the loop's own thread nobody can wait for it: None, and it is done later."""
+        if self.is_here():
+            self._do_later(work)
+            return None
         return _Call(self.loop, work).wait()
+
+    def is_here(self) -> bool:
+        """Whether this is the loop's thread. There a program's code runs only where the garbage collector does: it closes files
+        that the program forgot, in whatever thread it comes to be at work."""
+        return threading.get_ident() == self.thread.ident
+
+    def _do_later(self, work) -> None:
+        before = self._later
+
+        async def do() -> None:
+            if before is not None:
+                await asyncio.wait([before])  # a write comes before the close that follows it
+            try:
+                await work
+            except Exception as error:
+                log.warning("closing a file that the program left open: %s", error)
+
+        self._later = self.loop.create_task(do())
+
+    async def done(self) -> None:
+        """What was put off in the loop's thread is done."""
+        if self._later is not None:
+            await asyncio.wait([self._later])
 
     def stop(self) -> None:
         if self.reads is not None:

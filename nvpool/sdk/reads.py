@@ -33,23 +33,52 @@ def reads_of(reads: Iterable[Any], handle_of: Callable[[Any], FileHandle | None]
         given = reads if isinstance(reads, list | tuple) else list(reads)
     except TypeError:
         raise TypeError(f"expected an iterable of reads, not {type(reads).__name__}") from None
+    if _are_plain(given):
+        return list(given), given
     found: list[Read] = []
+    most = OFFSET_MAX
     for number, one in enumerate(given):
-        offset: int = 0
-        length: int | None = None
-        what = one
-        if isinstance(one, tuple | list):
-            if len(one) != 3:
-                raise TypeError(f"read {number}: {_EXPECTED}, not {type(one).__name__} of {len(one)}")
+        if type(one) is tuple and len(one) == 3:
             what, offset, length = one
-            if type(offset) is not int or offset < 0:
-                offset = _whole_number(number, "offset", offset)
-            if length is not None and (type(length) is not int or length < 0):
-                length = _whole_number(number, "length", length)
-            if offset + (length or 0) > OFFSET_MAX:
-                raise ValueError(f"read {number}: {length} bytes at {offset} are beyond the largest file")
-        found.append((what if type(what) is str and "\0" not in what else _source(number, what, handle_of), offset, length))
+            if type(offset) is type(length) is int and 0 <= offset | length <= most:
+                if type(what) is str:
+                    found.append(one)
+                    continue
+                try:
+                    handle = what if type(what) is FileHandle else handle_of(what)
+                except ValueError:
+                    handle = None  # said below, with the index
+                if type(handle) is FileHandle and handle.readable and not handle.closed:
+                    found.append((handle, offset, length))
+                    continue
+        found.append(_read(number, one, handle_of))
     return found, given
+
+
+def _are_plain(given: Sequence[Any]) -> bool:
+    """Whether all are (text, offset, length) and right: nearly always, so looked at without a turn of Python for each."""
+    if set(map(type, given)) != {tuple}:
+        return False
+    try:
+        paths, offsets, lengths = zip(*given, strict=True)
+    except ValueError:
+        return False  # not of three
+    return (set(map(type, offsets)) == {int} == set(map(type, lengths)) and set(map(type, paths)) == {str}
+            and min(offsets) >= 0 and min(lengths) >= 0 and max(offsets) <= OFFSET_MAX)
+
+
+def _read(number: int, one: Any, handle_of: Callable[[Any], FileHandle | None]) -> Read:
+    """Any read; ValueError and TypeError."""
+    what, offset, length = one, 0, None
+    if isinstance(one, tuple | list):
+        if len(one) != 3:
+            raise TypeError(f"read {number}: {_EXPECTED}, not {type(one).__name__} of {len(one)}")
+        what, offset, length = one
+        offset = _whole_number(number, "offset", offset)
+        length = None if length is None else _whole_number(number, "length", length)
+        if offset + (length or 0) > OFFSET_MAX:
+            raise ValueError(f"read {number}: {length} bytes at {offset} are beyond the largest file")
+    return _source(number, what, handle_of), offset, length
 
 
 def _whole_number(number: int, name: str, value: Any) -> int:

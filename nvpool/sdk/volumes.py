@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvpool.base.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
 from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import GIB, KIB, MIB, TIB
 from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
 from nvpool.logic.layout import layout_of
@@ -111,6 +112,12 @@ class AsyncVolumes:
                          differs
         EINVAL           the name can be none, or a size or the mode makes no sense
         """
+        return (await self.made(name, bytes_max=bytes_max, files_max=files_max, replicas=replicas, chunk_bytes=chunk_bytes,
+                                trash_s=trash_s, mode=mode))[0]
+
+    async def made(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
+                   chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None) -> tuple[Volume, bool]:
+        """As `create`: the volume, and whether it was made now; else it was there already, as it was asked for."""
         with as_told(path_of(name) if _is_name(name) else None):
             wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s)
             if mode is not None and not (isinstance(mode, int) and 0 <= mode <= 0o7777):
@@ -121,7 +128,7 @@ class AsyncVolumes:
                 directory = await self._home(make=True)
                 try:
                     attr = await self._vfs.make_volume(directory, name.encode(), _MODE if mode is None else mode, wanted)
-                    return await self._shown(attr.inode)
+                    return await self._shown(attr.inode), True
                 except AlreadyExists:
                     try:
                         found = await self._found(name)
@@ -130,7 +137,7 @@ class AsyncVolumes:
                             raise AlreadyExists(other) from None
                         continue  # removed since
                     _check_same(found, wanted, mode, (await self._attr(name)).mode if mode is not None else 0)
-                    return found
+                    return found, False
                 except NotFound:
                     self._directory = 0  # the directory of volumes itself was removed since
             raise AlreadyExists(f"volume {name} is made and removed by others all the time")
@@ -471,11 +478,33 @@ def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk
 def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mode: int) -> None:
     """AlreadyExists where a volume that is there is not as it is wanted."""
     given = stat.S_IMODE(found_mode) if mode is None else mode
-    differs = [f"{what} {is_}, not {wish}" for what, is_, wish in (
-        ("bytes_max", found.bytes_max, wanted.bytes_max), ("files_max", found.files_max, wanted.files_max),
-        ("trash_s", found.trash_s, wanted.trash_s),
-        ("mode", f"{stat.S_IMODE(found_mode):o}", f"{given:o}"),
-        ("replicas", found.replicas, wanted.table or found.replicas),
-        ("chunk_bytes", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes)) if is_ != wish]
+    differs = [f"{what} {show(is_)}, not {show(wish)}" for what, is_, wish, show in (
+        ("size", found.bytes_max, wanted.bytes_max, _exact_bytes), ("files", found.files_max, wanted.files_max, _count),
+        ("trash", found.trash_s, wanted.trash_s, _seconds),
+        ("mode", f"{stat.S_IMODE(found_mode):o}", f"{given:o}", str),
+        ("replicas", found.replicas, wanted.table or found.replicas, str),
+        ("chunk size", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes, _exact_bytes))
+        if is_ != wish]
     if differs:
         raise AlreadyExists(f"volume {found.name} is there already, with {', '.join(differs)}")
+
+
+def _exact_bytes(count: int) -> str:
+    """With a unit only where that loses nothing: two sizes that differ must not look alike."""
+    if not count:
+        return "none"
+    for size, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count % size == 0:
+            return f"{count // size} {unit}"
+    return f"{count:,} bytes"
+
+
+def _count(count: int) -> str:
+    return f"{count:,}" if count else "no limit"
+
+
+def _seconds(seconds: int) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds and seconds % size == 0:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s" if seconds else "off"

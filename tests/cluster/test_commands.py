@@ -96,6 +96,60 @@ def test_what_makes_no_sense_is_refused_with_a_reason(pool, tree, tmp_path):
     assert "begins with" in nvpool("load", pool, tmp_path / "text", code=1).stderr
 
 
+@pytest.mark.parametrize("order, word", [("start", "started"), ("pause", "paused"), ("resume", "continues"),
+                                         ("stop", "stopped")])
+def test_scrub_order_says_what_it_did(pool, order, word):
+    done = nvpool("scrub", order, pool)
+    assert f"scrubbing {'is ' if order in ('pause', 'stop') else ''}{word} on targets 1, 2" in done.stdout
+    assert f"nvpool scrub status {pool}" in done.stderr
+    assert as_json("scrub", order, pool, "--drive", 1)["targets"] == [1]
+
+
+@pytest.mark.parametrize("words", [("drive", "drain"), ("drive", "remove"), ("scrub", "start", "--drive")])
+def test_unknown_drive_is_answered_with_the_drives(pool, words):
+    noun, verb, *option = words
+    said = nvpool(noun, verb, pool, *option, "x", code=1).stderr
+    assert f"no drive x; its drives are 1 ({pool}/targets/1 of node 1), 2 (" in said and os.getcwd() not in said
+
+
+def test_rebalance_without_an_option_changes_nothing(pool):
+    before = as_json("status", pool)["pool"]["epoch"]
+    assert nvpool("pool", "rebalance", pool).stdout == nvpool("pool", "rebalance", pool, "--status").stdout
+    as_json("pool", "rebalance", pool, "--wait")
+    assert as_json("status", pool)["pool"]["epoch"] == before
+    assert as_json("pool", "rebalance", pool, "--start") == as_json("pool", "rebalance", pool, "--start")
+    assert "leave it out" in nvpool("pool", "rebalance", pool, "--status", "--pause", code=2).stderr
+
+
+def test_volume_create_says_whether_it_was_made(pool):
+    assert nvpool("volume", "create", pool, "told", "--size", "1GiB").stdout.startswith("volume told made\n")
+    again = nvpool("volume", "create", pool, "told", "--size", "1GiB")
+    assert again.stdout.startswith("volume told is there already")
+    assert as_json("volume", "create", pool, "told", "--size", "1GiB")["created"] is False
+    assert as_json("volume", "create", pool, "other")["created"] is True
+    said = nvpool("volume", "create", pool, "told", "--size", "2500M", "--trash", "7d", "--files", "10", code=1).stderr
+    assert "size 1 GiB, not 2500 MiB, files no limit, not 10, trash off, not 7d" in said
+
+
+def test_token_of_a_loopback_pool_warns(pool, tmp_path):
+    for kind in ("node", "client"):
+        done = nvpool(kind, "token", pool)
+        assert f"nvpool {kind} join 127.0.0.1:" in done.stdout and "no other machine can join" in done.stderr
+        assert "--host ADDRESS" in as_json(kind, "token", pool)["warning"]
+    made = as_json("client", "token", pool)
+    address = made["address"].removeprefix("stream://")
+    nvpool("client", "join", address, tmp_path / "one", "--token", made["token"])
+    said = nvpool("client", "join", address, tmp_path / "two", "--token", made["token"], code=1).stderr
+    assert "nvpool client token" in said and "nvpool node token" not in said
+
+
+def test_refusal_comes_before_any_progress(pool, tmp_path):
+    (tmp_path / "text").write_text("hello")
+    for words in (("export", f"{pool}:/nowhere", tmp_path / "y"), ("load", pool, tmp_path / "text"),
+                  ("dump", pool, tmp_path / "no" / "such")):
+        assert len(nvpool(*words, code=1).stderr.splitlines()) == 1
+
+
 def test_a_dump_loads_into_an_empty_pool_and_not_into_a_full_one(pool, tree, tmp_path):
     nvpool("import", tree, f"{pool}:/dumped")
     records = as_json("dump", pool, tmp_path / "dump")["records"]

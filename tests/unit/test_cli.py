@@ -137,13 +137,6 @@ def test_only_a_bug_shows_a_traceback(capfd, monkeypatch):
     assert (code, out) == (70, "") and "Traceback" in err and "bug of nvpool" in err
 
 
-def test_what_is_no_pool_is_refused_with_the_remedy(capfd, tmp_path):
-    for arguments in (["status", str(tmp_path)], ["serve", str(tmp_path)], ["drive", "ls", str(tmp_path)],
-                      ["pool", "destroy", "--yes", str(tmp_path)], ["mount", str(tmp_path), str(tmp_path)]):
-        code, out, err = run(capfd, *arguments)
-        assert (code, out) == (1, "") and "nvpool pool create" in err, arguments
-
-
 @pytest.mark.parametrize("pool", ["host", "host:", ":1", "host:0", "host:99999", "host:x"])
 def test_what_is_no_address_is_refused(pool, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -53,7 +53,7 @@ def test_a_token_lets_in_once_until_it_ends_and_the_same_key_again():
     pool_map = token_given(first_map(), JoinToken("h", "node", 1000), 0)
     assert decode_map(encode_map(pool_map)) == pool_map
     for wrong, kind, now_ms in (("x", "node", 0), ("h", "client", 0), ("h", "node", 1000)):
-        with pytest.raises(AccessDenied):
+        with pytest.raises(AccessDenied, match=f"nvpool {kind} token"):  # never one that gives more than was asked for
             joined(pool_map, wrong, kind, "key-a", "node/beta.2", now_ms, node)
     after = joined(pool_map, "h", "node", "key-a", "node/beta.2", 500, node)
     assert after.epoch == pool_map.epoch + 1 and after.members == (*pool_map.members, "node/beta.2")

@@ -99,7 +99,7 @@ def test_the_host_has_one_name():
 
 
 @pytest.mark.parametrize("text, error, remedy", [
-    (None, NotFound, "nvpool pool create"), ("nvpool pool 2\n", WrongFormat, "version of nvpool that made it"),
+    (None, NotFound, "it has no file FORMAT"), ("nvpool pool 2\n", WrongFormat, "version of nvpool that made it"),
     ("nvpool pool being made\n", WrongFormat, "again"), ("", WrongFormat, "nvpool pool 1")])
 def test_what_is_no_pool_of_this_version_is_refused_with_the_remedy(directory, text, error, remedy):
     if text is not None:

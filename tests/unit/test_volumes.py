@@ -45,7 +45,7 @@ def test_a_volume_is_made_shown_listed_and_removed():
             assert stat.S_IMODE((await fs.stat("/volumes/scratch")).st_mode) == 0o777
             assert await fs.volumes.show("scratch") == made
             assert await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100) == made
-            with pytest.raises(FileExistsError, match="files_max 100, not 7"):
+            with pytest.raises(FileExistsError, match="files 100, not 7"):
                 await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=7)
             with pytest.raises(FileExistsError, match="mode 777, not 700"):
                 await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100, mode=0o700)

@@ -111,7 +111,7 @@ def limited(record: VolumeRecord, use: Use, promised: int, request: pb.VolumeReq
         if 0 < request.bytes_max < use.bytes + promised:
             raise InvalidRequest(f"volume {record.name} holds {use.bytes} bytes ({format_bytes(use.bytes)})"
                                  f"{f' and {promised} are promised to writers' if promised else ''}: a quota of "
-                                 f"{request.bytes_max} would lie below that")
+                                 f"{request.bytes_max} bytes ({format_bytes(request.bytes_max)}) would lie below that")
         record = record._replace(bytes_max=request.bytes_max)
     if request.HasField("files_max"):
         check_limits(0, request.files_max)

@@ -1,0 +1,70 @@
+"""The pools of this machine, to suggest in place of a POOL that is none.
+
+Found are those that run here, those that are mounted here, and pool directories beside the one that was named. Called when a
+command could not find its pool; looks at /proc and at one directory, and never raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from difflib import get_close_matches
+from pathlib import Path
+
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.mounts import mount_over, place_of, pool_of
+
+_SHOWN_MAX = 8
+_BESIDE_MAX = 1000
+
+
+def remedy_for(named: str) -> str:
+    """What to do about a POOL that is none: pools that the caller may have meant, or how a pool is named."""
+    path = os.path.abspath(named)
+    here = running()
+    beside = [pool for pool in _beside(path) if pool not in here]
+    known = [*here, *beside]
+    near = get_close_matches(path, known, 1, 0.8) or get_close_matches(os.path.basename(path), known, 1, 0.8)
+    words = [f"did you mean {near[0]}?"] if near else []
+    if known:
+        shown = ", ".join(known[:_SHOWN_MAX]) + (f" and {len(known) - _SHOWN_MAX} more" if len(known) > _SHOWN_MAX else "")
+        words.append(f"pools on this machine: {shown}")
+    else:
+        words.append("no pool runs on this machine; name the directory of a pool, or HOST:PORT of any of its nodes")
+    return " ".join(words)
+
+
+def running() -> list[str]:
+    """Directories and addresses of the pools that this machine serves or has mounted, as far as their processes are seen."""
+    found: dict[str, None] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            words = [os.fsdecode(word) for word in Path("/proc", entry, "cmdline").read_bytes().split(b"\0")[:-1]]
+            if "nvpool.run.nvpoold" in words:
+                found[words[words.index("nvpool.run.nvpoold") + 1]] = None
+            elif not {"nvpool.run.mount_daemon", "nvpool.run.mount_holder"}.isdisjoint(words):
+                found[words[-2]] = None
+    return sorted(pool for pool in found if not pool.startswith("/") or os.path.isdir(pool))
+
+
+def _beside(path: str) -> list[str]:
+    found = []
+    with contextlib.suppress(OSError):
+        with os.scandir(os.path.dirname(path)) as entries:
+            for _, entry in zip(range(_BESIDE_MAX), entries, strict=False):
+                if entry.is_dir() and PoolDirectory(entry.path).exists():
+                    found.append(entry.path)
+    return sorted(found)
+
+
+def pool_behind(named: str) -> str:
+    """The pool whose mount point was named in the place of the pool; otherwise what was named."""
+    if "://" in named or not os.path.isdir(named) or PoolDirectory(named).exists():
+        return named
+    mount = mount_over(named)
+    if mount is None or not mount.ours or place_of(named) != mount.point:
+        return named
+    behind = pool_of(mount)
+    return behind[0] if behind is not None else named

@@ -1,0 +1,229 @@
+"""Every command of the CLI: its help, what it says to wrong words and to a pool that is none, and errors as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+
+from nvpool.base.directory import FORMAT_TEXT
+from nvpool.base.errors import NotFound
+from nvpool.cli import known_pools
+from nvpool.cli import main as cli_main
+from nvpool.cli.place import PlaceType
+
+
+def leaves(command: click.Command, words: tuple[str, ...] = ()):
+    """Each command that does something: its words, and itself."""
+    if isinstance(command, click.Group):
+        if command.invoke_without_command:
+            yield words, command
+        for name in command.list_commands(click.Context(command)):
+            yield from leaves(command.get_command(click.Context(command), name), (*words, name))
+    else:
+        yield words, command
+
+
+COMMANDS = {" ".join(words): command for words, command in leaves(cli_main.cli)}
+ELSEWHERE = {"completion", "version", "help", "config show", "config sample", "config check", "dev up", "dev down",
+             "pool create", "node join", "client join", "doctor", "doctor rdma", "umount", "serve", "pool destroy"}
+"""These take no POOL: the last three a directory or mount point."""
+OF_POOLS = [words for words in COMMANDS if words not in ELSEWHERE]
+
+
+def words_for(command: click.Command, pool: str, existing: str) -> list[str]:
+    """Arguments that are right but for the pool."""
+    words = []
+    for parameter in command.params:
+        if isinstance(parameter, click.Argument) and parameter.name == "pool":
+            words.append(pool)
+        elif isinstance(parameter, click.Argument):
+            kind = parameter.type
+            words.append(f"{pool}:/x" if isinstance(kind, PlaceType) else existing if isinstance(kind, click.Path)
+                         else kind.choices[0] if isinstance(kind, click.Choice) else "1")
+    needed = {"resize": ["--size", "1G"], "set": ["--trash", "7d"], "recover-etcd": ["--yes"]}
+    return words + (["--replicas", "1"] if command.name == "set" and "place" in [p.name for p in command.params]
+                    else needed.get(command.name, []))
+
+
+def run(capfd, *arguments: str) -> tuple[int, str, str]:
+    code = cli_main.main(list(arguments))
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_command_says_what_it_is_for_with_an_example(words):
+    command = COMMANDS[words]
+    assert command.help and len(command.help.split("\n")[0]) > 10
+    assert re.search(r"examples?:", command.epilog or ""), f"nvpool {words} --help has no example"
+    assert f"nvpool {words}" in (command.epilog or ""), f"the example of nvpool {words} is of another command"
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_unknown_option_is_a_usage_error_in_json_too(capfd, words):
+    if words == "help":
+        return
+    code, out, err = run(capfd, *words.split(), "--no-such-option", "--json")
+    assert code == 2 and "No such option" in err
+    error = json.loads(out)["error"]
+    assert error["code"] == "usage" and error["exit_code"] == 2 and "no-such-option" in error["message"]
+    assert error["remedy"] == f"nvpool {words} --help"
+
+
+@pytest.mark.parametrize("words", OF_POOLS)
+def test_command_without_words_says_what_is_missing(capfd, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NVPOOL_POOL", raising=False)
+    code, out, err = run(capfd, *words.split())
+    if words in ("status", "top", "metrics"):
+        assert code == 1 and f"{tmp_path} is not a pool directory" in err
+    else:
+        assert code == 2 and "Missing argument" in err and "--help" in err
+    assert not out
+
+
+@pytest.mark.parametrize("words", [*OF_POOLS, "serve", "pool destroy"])
+def test_mistyped_pool_is_never_offered_to_be_made(capfd, words, tmp_path):
+    existing = tmp_path / "existing"
+    existing.write_text("")
+    if words in ("mount", "bench"):
+        existing = tmp_path
+    there = tmp_path / "training"
+    there.mkdir()
+    (there / "FORMAT").write_text(FORMAT_TEXT)
+    wrong = str(tmp_path / "trainig")
+    arguments = [wrong] if words in ("serve", "pool destroy") else words_for(COMMANDS[words], wrong, str(existing))
+    with_json = any("--json" in parameter.opts for parameter in COMMANDS[words].params)
+    code, out, err = run(capfd, *words.split(), *arguments, *(["--json"] if with_json else []))
+    assert code == 1, err
+    assert f"{wrong} does not exist" in err and f"did you mean {there}?" in err
+    assert "pool create" not in err and "dev up" not in err
+    assert len(err.strip().splitlines()) == 1, "something was said before it was refused"
+    if with_json:
+        error = json.loads(out)["error"]
+        assert error["message"] == f"{wrong} does not exist" and error["code"] == "NotFound" and error["exit_code"] == 1
+        assert str(there) in error["remedy"]
+    else:
+        assert not out
+
+
+@pytest.mark.parametrize("words", OF_POOLS)
+def test_stopped_pool_names_the_command_that_starts_it(capfd, words, tmp_path, stopped, monkeypatch):
+    from nvpool.cli import place, reach
+    monkeypatch.setattr(reach, "REACH_S", 0.3)
+    monkeypatch.setattr(place, "REACH_S", 0.3)
+    existing = tmp_path / "existing"
+    existing.write_text("")
+    if words in ("mount", "bridge", "top", "trash purge"):
+        return  # they wait for it, as they are to
+    arguments = words_for(COMMANDS[words], str(stopped), str(tmp_path if words == "bench" else existing))
+    waits = {"status": ["--wait", "0.3"], "metrics": ["--wait", "0.1"]}.get(words, [])
+    code, out, err = run(capfd, *words.split(), *arguments, *waits, "--json")
+    assert code == 3, err
+    assert f"start it with: nvpool serve {stopped}" in err
+    error = json.loads(out)["error"]
+    assert (error["code"], error["exit_code"]) == ("Unreachable", 3)
+    assert error["remedy"] == f"start it with: nvpool serve {stopped}"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The directory of a pool that does not run."""
+    place = tmp_path_factory.mktemp("stopped")
+    (place / "drive").mkdir()
+    assert cli_main.main(["pool", "create", str(place / "pool"), "--drive", f"{place / 'drive'}:64M"]) == 0
+    return place / "pool"
+
+
+def test_pools_that_run_are_offered(monkeypatch, tmp_path):
+    monkeypatch.setattr(known_pools, "running", lambda: ["/srv/models", "10.0.0.1:17512"])
+    assert known_pools.remedy_for(str(tmp_path / "x")) == "pools on this machine: /srv/models, 10.0.0.1:17512"
+    assert known_pools.remedy_for("/srv/model").startswith("did you mean /srv/models?")
+    monkeypatch.setattr(known_pools, "running", list)
+    assert "no pool runs on this machine" in known_pools.remedy_for(str(tmp_path / "x"))
+
+
+def test_error_object_keeps_message_and_remedy_apart(capfd, monkeypatch):
+    def refuse(*_, **__):
+        raise NotFound("there is no x", remedy="use y")
+    monkeypatch.setattr(cli_main.cli, "main", refuse)
+    code, out, err = run(capfd, "version", "--json")
+    assert json.loads(out) == {"error": {"message": "there is no x", "code": "NotFound", "exit_code": 1, "remedy": "use y"}}
+    assert (code, err) == (1, "nvpool: there is no x; use y\n")
+
+
+@pytest.mark.parametrize("error, code, name", [
+    (OSError(28, "No space left on device", "/x"), 1, "OSError"), (KeyboardInterrupt(), 130, "interrupted"),
+    (ZeroDivisionError("by 0"), 70, "ZeroDivisionError"), (click.Abort(), 130, "interrupted")])
+def test_every_error_is_json_where_json_was_asked_for(capfd, monkeypatch, error, code, name):
+    def fail(*_, **__):
+        raise error
+    monkeypatch.setattr(cli_main.cli, "main", fail)
+    found, out, _ = run(capfd, "version", "--json")
+    assert found == code and json.loads(out)["error"]["code"] == name and json.loads(out)["error"]["exit_code"] == code
+    assert run(capfd, "version")[1] == ""
+    assert run(capfd, "version", "--", "--json")[1] == "", "behind -- it is no option"
+
+
+def test_version_and_help_are_words_too(capfd):
+    code, out, _ = run(capfd, "--version")
+    assert code == 0 and out == run(capfd, "version")[1]
+    assert run(capfd, "help")[1] == run(capfd, "--help")[1]
+    for words in ("volume", "volume create", "status"):
+        code, out, _ = run(capfd, "help", *words.split())
+        assert code == 0 and out == run(capfd, *words.split(), "--help")[1]
+    code, _, err = run(capfd, "help", "volume", "crate")
+    assert code == 2 and "did you mean create?" in err
+    assert "did you mean volume?" in run(capfd, "help", "volum")[2]
+
+
+@pytest.mark.parametrize("answer, said", [("", "say --yes"), ("n\n", "nothing was destroyed"), ("\n", "nothing was destroyed")])
+def test_destroy_without_a_yes_is_refused(stopped, answer, said):
+    done = subprocess.run([sys.executable, "-m", "nvpool.cli.main", "pool", "destroy", stopped], input=answer, text=True,
+                          capture_output=True, timeout=60)
+    assert done.returncode == 1 and said in done.stderr and "interrupted" not in done.stderr
+    assert stopped.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("after_s", [0.3, 0.8, 1.6, 2.5, 4.0])
+def test_interrupted_dev_up_leaves_nothing(tmp_path, number, after_s):
+    place = tmp_path / "pool"
+    command = [sys.executable, "-m", "nvpool.cli.main", "dev", "up", str(place), "--size", "64M"]
+    making = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(after_s)
+    making.send_signal(number)
+    _, said = making.communicate(timeout=120)
+    if making.returncode == 0:  # it was there before the signal
+        assert cli_main.main(["dev", "down", str(place)]) == 0
+        return
+    assert making.returncode in (130, -number), said  # a signal before the program had begun
+    assert not place.exists(), said
+    assert not [entry for entry in os.listdir("/proc") if entry.isdigit() and _names(entry, str(place))]
+
+
+def _names(pid: str, place: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return place.encode() in file.read()
+    except OSError:
+        return False
+
+
+def test_interrupted_dev_up_keeps_a_pool_that_was_there(tmp_path, capfd):
+    from nvpool.base.directory import PoolDirectory
+    from nvpool.cli.undoing import Undoing
+    place = tmp_path / "pool"
+    place.mkdir()
+    (place / "FORMAT").write_text(FORMAT_TEXT)
+    with pytest.raises(KeyboardInterrupt), Undoing(PoolDirectory(place), None):
+        raise KeyboardInterrupt
+    assert (place / "FORMAT").exists() and "was there before and stays" in capfd.readouterr().err
