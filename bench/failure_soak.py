@@ -280,8 +280,8 @@ class Load:
 class Soak:
     """One pool under its load, and the rounds on it."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
-        self._directory, self._seed = directory, seed
+    def __init__(self, directory: Path, seed: int, held_s: tuple[float, float]) -> None:
+        self._directory, self._seed, self._held_s = directory, seed, held_s
         self._loads = self._leads = 0
         self._why = ""
 
@@ -348,7 +348,7 @@ class Soak:
                 if draining is not None:
                     draining.begin()
                     time.sleep(chance.uniform(0.2, 1.5))
-                held = chance.uniform(*HELD_S)
+                held = chance.uniform(*self._held_s)
                 lasts = condition != "nothing else" and "over TCP" not in condition
                 moments.append(time.monotonic())
                 with CONDITIONS[condition](faults):
@@ -542,7 +542,7 @@ def rounds_of(options: argparse.Namespace, directory: Path) -> Iterator[dict]:
     numbers = list(range(options.first + options.share, options.first + options.rounds, options.pools))
     kept = 0
     while numbers:
-        soak = Soak(directory, options.seed)
+        soak = Soak(directory, options.seed, HELD_S if options.held is None else (options.held, options.held))
         with soak.pool():
             while numbers:
                 number = numbers.pop(0)
@@ -609,6 +609,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--keep-going", action="store_true", help="go on after a round that missed a bound")
     parser.add_argument("--victim", choices=[*VICTIMS, "nobody"], help="kill this in every round")
     parser.add_argument("--condition", choices=CONDITIONS, help="and have this meanwhile")
+    parser.add_argument("--held", type=float, help=f"seconds that a condition lasts [{HELD_S[0]:g} to {HELD_S[1]:g}]")
     parser.add_argument("--drain", action="store_true", help="drain a drive in every round")
     parser.add_argument("--results", type=Path, default=HERE.parent / "build" / "failure-soak", help="[build/failure-soak]")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="of the pools [build]")
