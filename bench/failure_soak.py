@@ -74,6 +74,7 @@ GIVEN_UP_S = 180.0
 HELD_S = (4.0, 6.0)
 """Of a condition: longer than any lease."""
 CHECKED_ROUNDS = 25
+POOLS_TRIED = 3
 LOGS_KEPT, LOG_BYTES = 20, 256 << 10
 
 KILLS = {"primary": 8, "leader": 6, "primary and leader": 3, "primary and its supervisor": 3, "supervisor": 3,
@@ -518,6 +519,12 @@ def markdown(results: dict) -> str:
             + "\n".join(lines) + "\n")
 
 
+def measured(row: dict) -> dict:
+    """What the tables and later comparisons need of a round."""
+    kept = ("round", "victim", "condition", "drain", "change_s", "whole_s", "drain_s", "undrain_s", "skipped", "missed")
+    return {key: row[key] for key in kept if key in row}
+
+
 LINKS = ("nothing else", "link cut", "link one way", "link slow or late", "process stopped", "connected over TCP",
          "client's link cut")
 
@@ -538,37 +545,53 @@ def link_of(condition: str) -> str:
 
 
 def rounds_of(options: argparse.Namespace, directory: Path) -> Iterator[dict]:
-    """Every --pools-th round, from --first + --share on. A pool that is not whole again is replaced."""
+    """Every --pools-th round, from --first + --share on. A pool that is not whole again or has lost data is replaced."""
     numbers = list(range(options.first + options.share, options.first + options.rounds, options.pools))
-    kept = 0
+    held_s = HELD_S if options.held is None else (options.held, options.held)
+    failures = kept = 0
+    while numbers and failures < POOLS_TRIED:
+        soak = Soak(directory, options.seed, held_s)
+        try:
+            with soak.pool():
+                failures = 0
+                for row in rounds_on(soak, numbers, options):
+                    if row["missed"] and kept < LOGS_KEPT:
+                        kept += 1
+                        soak.keep_logs(options.results / f"round-{row['round']}")
+                    yield row
+        except (AssertionError, Failed, OSError, subprocess.SubprocessError) as error:
+            failures += 1
+            yield broken(numbers[0] if numbers else options.first, f"a pool could not be made or ended: {error!r}"[-1500:])
+
+
+def rounds_on(soak: Soak, numbers: list[int], options: argparse.Namespace) -> Iterator[dict]:
+    """Take numbers of rounds and run them, until the pool has to be replaced."""
     while numbers:
-        soak = Soak(directory, options.seed, HELD_S if options.held is None else (options.held, options.held))
-        with soak.pool():
-            while numbers:
-                number = numbers.pop(0)
-                chance, victim, condition, drains = chosen(options.seed, number)
-                try:
-                    row = soak.round(number, chance, options.victim or victim, options.condition or condition,
-                                     options.drain or drains)
-                    last = not numbers or row["whole_s"] is None
-                    if row["whole_s"] is not None and (row["missed"] or last or (number + 1) % CHECKED_ROUNDS < options.pools):
-                        row["missed"] += soak.check()
-                except Exception:  # whatever it is, the round is kept with its logs
-                    row = {"round": number, "seed": options.seed, "victim": victim, "condition": condition, "drain": drains,
-                           "whole_s": None, "change_s": 0.0, "missed": [f"program: {traceback.format_exc()[-1500:]}"]}
-                if row["missed"] and kept < LOGS_KEPT:
-                    kept += 1
-                    soak.keep_logs(options.results / f"round-{number}")
-                yield row
-                if row["whole_s"] is None or any(one.startswith("data") for one in row["missed"]):
-                    break  # another pool
+        number = numbers.pop(0)
+        chance, victim, condition, drains = chosen(options.seed, number)
+        try:
+            row = soak.round(number, chance, options.victim or victim, options.condition or condition, options.drain or drains)
+            last = not numbers or row["whole_s"] is None
+            if row["whole_s"] is not None and (row["missed"] or last or (number + 1) % CHECKED_ROUNDS < options.pools):
+                row["missed"] += soak.check()
+        except Exception:  # whatever it is, the round is kept with its logs
+            row = broken(number, traceback.format_exc()[-1500:])
+        yield row
+        if row["whole_s"] is None or any(one.startswith("data") for one in row["missed"]):
+            return
+
+
+def broken(number: int, why: str) -> dict:
+    """A round that the program could not measure."""
+    return {"round": number, "victim": "nobody", "condition": "nothing else", "drain": False, "whole_s": None, "change_s": 0.0,
+            "skipped": "not measured", "missed": [f"program: {why}"]}
 
 
 def told(row: dict) -> str:
     whole = "never" if row["whole_s"] is None else f"{row['whole_s']:.1f} s"
-    measured = f"change {row.get('change_s', 0):.1f} s, whole {whole}"
+    figures = f"change {row.get('change_s', 0):.1f} s, whole {whole}"
     drained = f", drained {row['drain_s']:.1f} s, filled {row.get('undrain_s', 0):.1f} s" if "drain_s" in row else ""
-    return (f"round {row['round']}: {row['victim']} killed, {row['condition']}: {row.get('skipped') or measured + drained}"
+    return (f"round {row['round']}: {row['victim']} killed, {row['condition']}: {row.get('skipped') or figures + drained}"
             f"{'; MISSED ' + '; '.join(row['missed']) if row['missed'] else ''}")
 
 
@@ -590,9 +613,7 @@ def shared(words: list[str], pools: int, directory: Path) -> Iterator[dict]:
                         yield json.loads(line)
         for worker in workers:
             if worker.wait() not in (0, 1):
-                yield {"round": -1, "victim": "nobody", "condition": "nothing else", "drain": False, "whole_s": None,
-                       "change_s": 0.0, "skipped": f"a process of the program ended with {worker.returncode}",
-                       "missed": [f"program: a process ended with {worker.returncode}"]}
+                yield broken(0, f"a process of it ended with {worker.returncode}")
     finally:
         for worker in workers:
             worker.terminate()
@@ -613,7 +634,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--drain", action="store_true", help="drain a drive in every round")
     parser.add_argument("--results", type=Path, default=HERE.parent / "build" / "failure-soak", help="[build/failure-soak]")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="of the pools [build]")
-    parser.add_argument("--write", action="store_true", help="and put the table into bench/README.md")
+    parser.add_argument("--write", action="store_true", help="and put the table into bench/README.md and results/")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     words = sys.argv[1:] if words is None else words
@@ -644,9 +665,11 @@ def main(words: list[str] | None = None) -> int:
             whole = True
     results["took_s"] = round(time.monotonic() - began)
     if not worker and results["each"]:
-        (options.results / "failure-soak.md").write_text(markdown(results))
-        (options.results / "failure-soak.json").write_text(json.dumps(results) + "\n")
         print(markdown(results))
+        for place in (options.results, *([HERE / "results"] if options.write else [])):
+            (place / "failure-soak.md").write_text(markdown(results))
+            slim = results | {"each": list(map(measured, results["each"]))}
+            (place / "failure-soak.json").write_text(json.dumps(slim) + "\n")
         if options.write:
             put_into_readme("failure-soak", markdown(results))
     return 0 if whole and not any(row["missed"] for row in results["each"]) else 1
