@@ -157,8 +157,8 @@ class Truth:
 class Watch:
     """`nvpool status --check` of one node, again and again, compared with the truth."""
 
-    def __init__(self, truth: Truth, node: Node) -> None:
-        self._truth, self._node = truth, node
+    def __init__(self, truth: Truth, node: Node, noticed_s: float) -> None:
+        self._truth, self._node, self._noticed_s = truth, node, noticed_s
         self.wrong: list[str] = []
         self.words: set[str] = set()
         self.codes: set[int] = set()
@@ -189,7 +189,7 @@ class Watch:
         if its_since is None and since is not None:  # it may know a newer map than the disk, or an old one
             time.sleep(NEWER_S)
             missing, its_since = self._truth.missing, since if self._truth.missing_since == since else None
-        if its_since is not None and began - its_since > NOTICED_S:
+        if its_since is not None and began - its_since > self._noticed_s:
             self.wrong.append(f"status ended with {code} and {len(seen['problems'])} problems, though for "
                               f"{began - its_since:.1f} s the map has been without: {missing}")
 
@@ -281,8 +281,9 @@ class Load:
 class Soak:
     """One pool under its load, and the rounds on it."""
 
-    def __init__(self, directory: Path, seed: int, held_s: tuple[float, float]) -> None:
-        self._directory, self._seed, self._held_s = directory, seed, held_s
+    def __init__(self, directory: Path, seed: int, held_s: tuple[float, float], patience: float) -> None:
+        """`patience`: all bounds are so many times longer."""
+        self._directory, self._seed, self._held_s, self._patience = directory, seed, held_s, patience
         self._loads = self._leads = 0
         self._why = ""
 
@@ -354,7 +355,7 @@ class Soak:
                 moments.append(time.monotonic())
                 with CONDITIONS[condition](faults):
                     watched = self._pool.nodes[chance.choice(sorted({1, 2, 3} - faults.touched) or [1, 2, 3]) - 1]
-                    watch = watching.enter_context(Watch(self._truth, watched))
+                    watch = watching.enter_context(Watch(self._truth, watched, NOTICED_S * self._patience))
                     if victim != "nobody":
                         time.sleep(chance.uniform(0.0, held * 0.6) if lasts else 0.0)
                         moments.append(time.monotonic())
@@ -367,19 +368,19 @@ class Soak:
                 row["skipped"], ended = str(error), time.monotonic()
             whole = self._until_whole(ended)
         row["whole_s"] = whole
-        if whole is None or whole > WHOLE_S:
-            missed.append(f"whole: not within {WHOLE_S:.0f} s: {self._why}")
+        if whole is None or whole > WHOLE_S * self._patience:
+            missed.append(f"whole: not within {WHOLE_S * self._patience:.0f} s: {self._why}")
         if whole is not None and draining is not None:
-            missed += draining.end(row, ended)
+            missed += draining.end(row, ended, DRAIN_S * self._patience)
             self._until_whole(time.monotonic())
         if watch is not None:
             row["status"] = {"codes": sorted(watch.codes), "words": sorted(watch.words)[:8]}
             missed += [f"status: {text}" for text in watch.wrong[:3]]
-            if watch.unanswered_s > UNANSWERED_S:
+            if watch.unanswered_s > UNANSWERED_S * self._patience:
                 missed.append(f"status: no answer for {watch.unanswered_s:.1f} s on node {watched.directory.node}")
         change = self._change(began, moments)
         row["change_s"], row["changed"] = round(change[0], 2), change[1]
-        if "skipped" not in row and change[0] > CHANGE_S:
+        if "skipped" not in row and change[0] > CHANGE_S * self._patience:
             missed.append(f"change: {change[1]} took {change[0]:.1f} s")
         missed += [f"data: {error}"[:400] for error in self._load.seen(began)["errors"]]
         for number, (manager, before) in enumerate(zip(self._managers, ends, strict=True), 1):
@@ -446,7 +447,7 @@ class Draining:
     def begin(self) -> None:
         self._command = self._start()
 
-    def end(self, row: dict, since: float) -> list[str]:
+    def end(self, row: dict, since: float, bound_s: float) -> list[str]:
         """Wait for the drain, then fill the drive again; the bounds that were missed."""
         missed = []
         for verb, more in (("drain", ()), ("undrain", ("--cancel",))):
@@ -472,7 +473,7 @@ class Draining:
                 self._command = self._start(*more)
             took = row[f"{verb}_s"] = round(time.monotonic() - since, 2)
             row["drain_again"] = row.get("drain_again", 0) + again
-            if not missed and took > DRAIN_S:
+            if not missed and took > bound_s:
                 missed.append(f"drain: {verb} took {took:.1f} s")
         return missed
 
@@ -550,7 +551,7 @@ def rounds_of(options: argparse.Namespace, directory: Path) -> Iterator[dict]:
     held_s = HELD_S if options.held is None else (options.held, options.held)
     failures = kept = 0
     while numbers and failures < POOLS_TRIED:
-        soak = Soak(directory, options.seed, held_s)
+        soak = Soak(directory, options.seed, held_s, options.patience)
         try:
             with soak.pool():
                 failures = 0
@@ -631,6 +632,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--victim", choices=[*VICTIMS, "nobody"], help="kill this in every round")
     parser.add_argument("--condition", choices=CONDITIONS, help="and have this meanwhile")
     parser.add_argument("--held", type=float, help=f"seconds that a condition lasts [{HELD_S[0]:g} to {HELD_S[1]:g}]")
+    parser.add_argument("--patience", type=float, default=1.0, help="all bounds are so many times longer, beside "
+                        "other work on the machine [1]")
     parser.add_argument("--drain", action="store_true", help="drain a drive in every round")
     parser.add_argument("--results", type=Path, default=HERE.parent / "build" / "failure-soak", help="[build/failure-soak]")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="of the pools [build]")
