@@ -53,7 +53,7 @@ soak: setup
 	@$(PYTEST) -n 1 -m soak --timeout 14400
 
 soak-failures: setup
-	@$(PYTHON_IN_VENV) bench/failure_soak.py --rounds $(FAILURES) --pools $(POOLS) --keep-going --results bench/results --write
+	@$(PYTHON_IN_VENV) bench/failure_soak.py --rounds $(FAILURES) --pools $(POOLS) --keep-going --write
 
 sim: setup
 	@$(PYTHON_IN_VENV) tools/simulate.py --seeds $(SEEDS) --workers $(WORKERS)

@@ -74,6 +74,7 @@ GIVEN_UP_S = 180.0
 HELD_S = (4.0, 6.0)
 """Of a condition: longer than any lease."""
 CHECKED_ROUNDS = 25
+POOLS_TRIED = 3
 LOGS_KEPT, LOG_BYTES = 20, 256 << 10
 
 KILLS = {"primary": 8, "leader": 6, "primary and leader": 3, "primary and its supervisor": 3, "supervisor": 3,
@@ -156,8 +157,8 @@ class Truth:
 class Watch:
     """`nvpool status --check` of one node, again and again, compared with the truth."""
 
-    def __init__(self, truth: Truth, node: Node) -> None:
-        self._truth, self._node = truth, node
+    def __init__(self, truth: Truth, node: Node, noticed_s: float) -> None:
+        self._truth, self._node, self._noticed_s = truth, node, noticed_s
         self.wrong: list[str] = []
         self.words: set[str] = set()
         self.codes: set[int] = set()
@@ -188,7 +189,7 @@ class Watch:
         if its_since is None and since is not None:  # it may know a newer map than the disk, or an old one
             time.sleep(NEWER_S)
             missing, its_since = self._truth.missing, since if self._truth.missing_since == since else None
-        if its_since is not None and began - its_since > NOTICED_S:
+        if its_since is not None and began - its_since > self._noticed_s:
             self.wrong.append(f"status ended with {code} and {len(seen['problems'])} problems, though for "
                               f"{began - its_since:.1f} s the map has been without: {missing}")
 
@@ -280,8 +281,9 @@ class Load:
 class Soak:
     """One pool under its load, and the rounds on it."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
-        self._directory, self._seed = directory, seed
+    def __init__(self, directory: Path, seed: int, held_s: tuple[float, float], patience: float) -> None:
+        """`patience`: all bounds are so many times longer."""
+        self._directory, self._seed, self._held_s, self._patience = directory, seed, held_s, patience
         self._loads = self._leads = 0
         self._why = ""
 
@@ -348,12 +350,12 @@ class Soak:
                 if draining is not None:
                     draining.begin()
                     time.sleep(chance.uniform(0.2, 1.5))
-                held = chance.uniform(*HELD_S)
+                held = chance.uniform(*self._held_s)
                 lasts = condition != "nothing else" and "over TCP" not in condition
                 moments.append(time.monotonic())
                 with CONDITIONS[condition](faults):
                     watched = self._pool.nodes[chance.choice(sorted({1, 2, 3} - faults.touched) or [1, 2, 3]) - 1]
-                    watch = watching.enter_context(Watch(self._truth, watched))
+                    watch = watching.enter_context(Watch(self._truth, watched, NOTICED_S * self._patience))
                     if victim != "nobody":
                         time.sleep(chance.uniform(0.0, held * 0.6) if lasts else 0.0)
                         moments.append(time.monotonic())
@@ -366,19 +368,19 @@ class Soak:
                 row["skipped"], ended = str(error), time.monotonic()
             whole = self._until_whole(ended)
         row["whole_s"] = whole
-        if whole is None or whole > WHOLE_S:
-            missed.append(f"whole: not within {WHOLE_S:.0f} s: {self._why}")
+        if whole is None or whole > WHOLE_S * self._patience:
+            missed.append(f"whole: not within {WHOLE_S * self._patience:.0f} s: {self._why}")
         if whole is not None and draining is not None:
-            missed += draining.end(row, ended)
+            missed += draining.end(row, ended, DRAIN_S * self._patience)
             self._until_whole(time.monotonic())
         if watch is not None:
             row["status"] = {"codes": sorted(watch.codes), "words": sorted(watch.words)[:8]}
             missed += [f"status: {text}" for text in watch.wrong[:3]]
-            if watch.unanswered_s > UNANSWERED_S:
+            if watch.unanswered_s > UNANSWERED_S * self._patience:
                 missed.append(f"status: no answer for {watch.unanswered_s:.1f} s on node {watched.directory.node}")
         change = self._change(began, moments)
         row["change_s"], row["changed"] = round(change[0], 2), change[1]
-        if "skipped" not in row and change[0] > CHANGE_S:
+        if "skipped" not in row and change[0] > CHANGE_S * self._patience:
             missed.append(f"change: {change[1]} took {change[0]:.1f} s")
         missed += [f"data: {error}"[:400] for error in self._load.seen(began)["errors"]]
         for number, (manager, before) in enumerate(zip(self._managers, ends, strict=True), 1):
@@ -445,7 +447,7 @@ class Draining:
     def begin(self) -> None:
         self._command = self._start()
 
-    def end(self, row: dict, since: float) -> list[str]:
+    def end(self, row: dict, since: float, bound_s: float) -> list[str]:
         """Wait for the drain, then fill the drive again; the bounds that were missed."""
         missed = []
         for verb, more in (("drain", ()), ("undrain", ("--cancel",))):
@@ -471,7 +473,7 @@ class Draining:
                 self._command = self._start(*more)
             took = row[f"{verb}_s"] = round(time.monotonic() - since, 2)
             row["drain_again"] = row.get("drain_again", 0) + again
-            if not missed and took > DRAIN_S:
+            if not missed and took > bound_s:
                 missed.append(f"drain: {verb} took {took:.1f} s")
         return missed
 
@@ -518,6 +520,12 @@ def markdown(results: dict) -> str:
             + "\n".join(lines) + "\n")
 
 
+def measured(row: dict) -> dict:
+    """What the tables and later comparisons need of a round."""
+    kept = ("round", "victim", "condition", "drain", "change_s", "whole_s", "drain_s", "undrain_s", "skipped", "missed")
+    return {key: row[key] for key in kept if key in row}
+
+
 LINKS = ("nothing else", "link cut", "link one way", "link slow or late", "process stopped", "connected over TCP",
          "client's link cut")
 
@@ -538,37 +546,53 @@ def link_of(condition: str) -> str:
 
 
 def rounds_of(options: argparse.Namespace, directory: Path) -> Iterator[dict]:
-    """Every --pools-th round, from --first + --share on. A pool that is not whole again is replaced."""
+    """Every --pools-th round, from --first + --share on. A pool that is not whole again or has lost data is replaced."""
     numbers = list(range(options.first + options.share, options.first + options.rounds, options.pools))
-    kept = 0
+    held_s = HELD_S if options.held is None else (options.held, options.held)
+    failures = kept = 0
+    while numbers and failures < POOLS_TRIED:
+        soak = Soak(directory, options.seed, held_s, options.patience)
+        try:
+            with soak.pool():
+                failures = 0
+                for row in rounds_on(soak, numbers, options):
+                    if row["missed"] and kept < LOGS_KEPT:
+                        kept += 1
+                        soak.keep_logs(options.results / f"round-{row['round']}")
+                    yield row
+        except (AssertionError, Failed, OSError, subprocess.SubprocessError) as error:
+            failures += 1
+            yield broken(numbers[0] if numbers else options.first, f"a pool could not be made or ended: {error!r}"[-1500:])
+
+
+def rounds_on(soak: Soak, numbers: list[int], options: argparse.Namespace) -> Iterator[dict]:
+    """Take numbers of rounds and run them, until the pool has to be replaced."""
     while numbers:
-        soak = Soak(directory, options.seed)
-        with soak.pool():
-            while numbers:
-                number = numbers.pop(0)
-                chance, victim, condition, drains = chosen(options.seed, number)
-                try:
-                    row = soak.round(number, chance, options.victim or victim, options.condition or condition,
-                                     options.drain or drains)
-                    last = not numbers or row["whole_s"] is None
-                    if row["whole_s"] is not None and (row["missed"] or last or (number + 1) % CHECKED_ROUNDS < options.pools):
-                        row["missed"] += soak.check()
-                except Exception:  # whatever it is, the round is kept with its logs
-                    row = {"round": number, "seed": options.seed, "victim": victim, "condition": condition, "drain": drains,
-                           "whole_s": None, "change_s": 0.0, "missed": [f"program: {traceback.format_exc()[-1500:]}"]}
-                if row["missed"] and kept < LOGS_KEPT:
-                    kept += 1
-                    soak.keep_logs(options.results / f"round-{number}")
-                yield row
-                if row["whole_s"] is None or any(one.startswith("data") for one in row["missed"]):
-                    break  # another pool
+        number = numbers.pop(0)
+        chance, victim, condition, drains = chosen(options.seed, number)
+        try:
+            row = soak.round(number, chance, options.victim or victim, options.condition or condition, options.drain or drains)
+            last = not numbers or row["whole_s"] is None
+            if row["whole_s"] is not None and (row["missed"] or last or (number + 1) % CHECKED_ROUNDS < options.pools):
+                row["missed"] += soak.check()
+        except Exception:  # whatever it is, the round is kept with its logs
+            row = broken(number, traceback.format_exc()[-1500:])
+        yield row
+        if row["whole_s"] is None or any(one.startswith("data") for one in row["missed"]):
+            return
+
+
+def broken(number: int, why: str) -> dict:
+    """A round that the program could not measure."""
+    return {"round": number, "victim": "nobody", "condition": "nothing else", "drain": False, "whole_s": None, "change_s": 0.0,
+            "skipped": "not measured", "missed": [f"program: {why}"]}
 
 
 def told(row: dict) -> str:
     whole = "never" if row["whole_s"] is None else f"{row['whole_s']:.1f} s"
-    measured = f"change {row.get('change_s', 0):.1f} s, whole {whole}"
+    figures = f"change {row.get('change_s', 0):.1f} s, whole {whole}"
     drained = f", drained {row['drain_s']:.1f} s, filled {row.get('undrain_s', 0):.1f} s" if "drain_s" in row else ""
-    return (f"round {row['round']}: {row['victim']} killed, {row['condition']}: {row.get('skipped') or measured + drained}"
+    return (f"round {row['round']}: {row['victim']} killed, {row['condition']}: {row.get('skipped') or figures + drained}"
             f"{'; MISSED ' + '; '.join(row['missed']) if row['missed'] else ''}")
 
 
@@ -590,9 +614,7 @@ def shared(words: list[str], pools: int, directory: Path) -> Iterator[dict]:
                         yield json.loads(line)
         for worker in workers:
             if worker.wait() not in (0, 1):
-                yield {"round": -1, "victim": "nobody", "condition": "nothing else", "drain": False, "whole_s": None,
-                       "change_s": 0.0, "skipped": f"a process of the program ended with {worker.returncode}",
-                       "missed": [f"program: a process ended with {worker.returncode}"]}
+                yield broken(0, f"a process of it ended with {worker.returncode}")
     finally:
         for worker in workers:
             worker.terminate()
@@ -609,10 +631,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--keep-going", action="store_true", help="go on after a round that missed a bound")
     parser.add_argument("--victim", choices=[*VICTIMS, "nobody"], help="kill this in every round")
     parser.add_argument("--condition", choices=CONDITIONS, help="and have this meanwhile")
+    parser.add_argument("--held", type=float, help=f"seconds that a condition lasts [{HELD_S[0]:g} to {HELD_S[1]:g}]")
+    parser.add_argument("--patience", type=float, default=1.0, help="all bounds are so many times longer, beside "
+                        "other work on the machine [1]")
     parser.add_argument("--drain", action="store_true", help="drain a drive in every round")
     parser.add_argument("--results", type=Path, default=HERE.parent / "build" / "failure-soak", help="[build/failure-soak]")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="of the pools [build]")
-    parser.add_argument("--write", action="store_true", help="and put the table into bench/README.md")
+    parser.add_argument("--write", action="store_true", help="and put the table into bench/README.md and results/")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     words = sys.argv[1:] if words is None else words
@@ -643,9 +668,11 @@ def main(words: list[str] | None = None) -> int:
             whole = True
     results["took_s"] = round(time.monotonic() - began)
     if not worker and results["each"]:
-        (options.results / "failure-soak.md").write_text(markdown(results))
-        (options.results / "failure-soak.json").write_text(json.dumps(results) + "\n")
         print(markdown(results))
+        for place in (options.results, *([HERE / "results"] if options.write else [])):
+            (place / "failure-soak.md").write_text(markdown(results))
+            slim = results | {"each": list(map(measured, results["each"]))}
+            (place / "failure-soak.json").write_text(json.dumps(slim) + "\n")
         if options.write:
             put_into_readme("failure-soak", markdown(results))
     return 0 if whole and not any(row["missed"] for row in results["each"]) else 1

@@ -201,7 +201,8 @@ class Manager:
         """Decide when something has happened, until cancelled."""
         while True:
             try:
-                await asyncio.wait_for(self._news.wait(), self._tick_s())
+                async with asyncio.timeout(self._tick_s()):
+                    await self._news.wait()
                 if not self._urgent.is_set():
                     await self._unless_urgent(_GATHER_S)
             except TimeoutError:
@@ -229,7 +230,8 @@ class Manager:
 
     async def _unless_urgent(self, wait_s: float) -> None:
         try:
-            await asyncio.wait_for(self._urgent.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._urgent.wait()
         except TimeoutError:
             pass
 

@@ -55,7 +55,8 @@ class Beating:
             await self.beat()
             next_s = sent_s + BEAT_S - self._clock.boottime_s()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), max(0.05, min(next_s, _AGAIN_S) if self._silent else next_s))
+                async with asyncio.timeout(max(0.05, min(next_s, _AGAIN_S) if self._silent else next_s)):
+                    await self._news.wait()
             await asyncio.sleep(0.01)  # of several maps at once only the last
 
     async def beat(self) -> None:

@@ -246,6 +246,7 @@ def last_error(log_file: Path, pid: int) -> str:
 
 async def _either(event: asyncio.Event, wait_s: float) -> None:
     try:
-        await asyncio.wait_for(event.wait(), wait_s)
+        async with asyncio.timeout(wait_s):
+            await event.wait()
     except TimeoutError:
         pass

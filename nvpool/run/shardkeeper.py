@@ -170,7 +170,8 @@ class ShardKeeper:
         """Look after the primaries until cancelled."""
         while True:
             try:
-                await asyncio.wait_for(self._woken.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self._woken.wait()
             except TimeoutError:
                 pass
             self._woken.clear()

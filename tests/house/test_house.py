@@ -101,6 +101,14 @@ def test_logic_and_metadata_changes_decide_without_waiting():
             assert not isinstance(node, ast.AsyncFunctionDef | ast.Await), f"{path}:{node.lineno} waits"
 
 
+def test_daemons_do_not_use_wait_for():
+    # In Python 3.11 asyncio.wait_for loses a cancellation that comes in the iteration in which what it waits for has come: the
+    # task goes on for ever. asyncio.timeout does not.
+    for path in MODULES:
+        if room_of(path) != "testing":
+            assert "asyncio.wait_for(" not in path.read_text(), path
+
+
 def test_each_error_has_its_own_wire_code_in_the_range_of_its_family():
     classes = errors.every_error()
     codes = [cls.wire_code for cls in classes]

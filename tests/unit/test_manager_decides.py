@@ -55,6 +55,20 @@ def test_a_silent_target_is_replaced_after_its_lease_and_gets_none_before_it_kno
     with_manager(run)
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_manager_cancelled_while_news_come_ends(turns):
+    async def run(coordinator, manager, clock):
+        deciding = asyncio.ensure_future(manager.run())
+        await asyncio.sleep(0.01)
+        manager.look()
+        for _ in range(turns):  # of the loop, between the news and the end of the reign
+            await asyncio.sleep(0)
+        deciding.cancel()
+        await asyncio.wait([deciding], timeout=5)
+        assert deciding.cancelled()
+    with_manager(run)
+
+
 def test_a_dead_process_is_not_listened_to_and_another_one_of_the_target_is():
     async def run(coordinator, manager, clock):
         for target in (1, 2, 3):
