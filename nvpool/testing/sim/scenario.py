@@ -26,8 +26,8 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.logic import chainset
 from nvpool.sdk.checkup import Checkup, check_metadata
-from nvpool.testing.sim.endpoints import EndpointFaults
 from nvpool.testing.sim.drains import Drains
+from nvpool.testing.sim.endpoints import EndpointFaults
 from nvpool.testing.sim.faults import KINDS, KINDS_OF_ETCD, KINDS_OF_ROT, KINDS_WITH_FULL, KINDS_WITH_POWER, Faults
 from nvpool.testing.sim.listing import Listings
 from nvpool.testing.sim.loop import VirtualLoop
