@@ -264,7 +264,7 @@ def test_the_map_is_given_at_once_or_when_there_is_a_newer_one(tmp_path, monkeyp
 
 def test_the_status_names_the_files_with_bad_blocks_as_far_as_they_are_known(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
-        asked = supervisor._ask
+        asked = supervisor._status._ask
 
         async def ask_daemon(seen, method, request, reply_type):
             if method != wire_pb2.DATA_STATUS:
@@ -277,7 +277,7 @@ def test_the_status_names_the_files_with_bad_blocks_as_far_as_they_are_known(tmp
             return {5: b"/a\xff", 6: b""}
 
         looked = []
-        supervisor._ask, supervisor._paths._finder.find = ask_daemon, find
+        supervisor._status._ask, supervisor._status._paths._finder.find = ask_daemon, find
         for _ in range(2):
             reply = await ask(supervisor, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest())
             seen = json.loads(pool_pb2.PoolStatusReply.FromString(reply).status)
