@@ -3,7 +3,8 @@
 Guarantees: bytes are kept until a store has them or the deadline has passed; then the error is reported once, at the next
 write, fsync or close of the file, and not forgotten before. Of two writes to the same blocks the later one is sent when the
 earlier has ended, so that merges of parts of a block are never lost. The size that is reported to the metadata service is
-the end of what stores have. Memory is bounded over all files; writers wait for room. Called by vfs and reader; never reads.
+the end of what stores have, and covers nothing older that they do not have yet. Memory is bounded over all files; writers
+wait for room. Called by vfs and reader; never reads.
 
 Bytes gather in segments, within units of at most 1 MiB that never cross a chunk: a segment that reaches its unit's end is
 sent at once and so is what begins a new file, others when the file is flushed, after a second, or when memory is short.
