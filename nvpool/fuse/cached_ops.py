@@ -51,11 +51,13 @@ NAMED_MAX = 1 << 16
 NAMED_TOGETHER = 512
 """Names that are remembered and forgotten as one."""
 
-NAMES_NOTICE_S = 0.003
-"""Mostly it takes 0.1 ms. Longer, and a request holds the directory that may itself wait for the change which waits for us: two
-nodes that remove the names of one directory would wait for this at each of them."""
-PAGES_NOTICE_S = 0.05
-"""As long as reads of these pages may take."""
+NOTICE_S = 0.05
+"""Mostly it takes 0.1 ms. Longer, and a request is in the way that may itself wait for the change which waits for us. Names in
+directories that such a request is known to hold are not waited for: two nodes that remove the names of one directory would wait
+for this at each of them."""
+
+NOTICE_LOOKS = 64
+"""Times within NOTICE_S that it is looked whether such a request has come meanwhile."""
 
 UNTOLD_S = 1.0
 """For so long at most pages of a file that others may change without our knowledge are kept while it is open."""
@@ -262,10 +264,14 @@ class CachedOps:
             for place in locked:
                 del names[place]
         telling = self._own(self.invalidate(names, ())) if names else None
-        if paged:
-            await asyncio.wait((self._own(self.invalidate((), paged)),), timeout=PAGES_NOTICE_S)
-        if telling is not None:
-            await asyncio.wait((telling,), timeout=NAMES_NOTICE_S)
+        dropping = self._own(self.invalidate((), paged)) if paged else None
+        if dropping is not None:
+            await asyncio.wait((dropping,), timeout=NOTICE_S)
+        looks = 0
+        while telling is not None and not telling.done() and looks < NOTICE_LOOKS and not any(
+                parent in self._locked for parent, _ in names):  # the kernel locks a directory before we hear of the request
+            await asyncio.wait((telling,), timeout=NOTICE_S / NOTICE_LOOKS)
+            looks += 1
 
     def _unleased(self) -> None:
         """The leases by which the kernel keeps names have ended, with no recall."""
