@@ -212,8 +212,8 @@ class KernelRequests:
             self._fail(unique, coming.outcome[1], "read")
 
     def _on_write(self, count: int) -> None:
-        _, _, unique, _, _, _, _, _, _, handle, offset, _, flags, open_flags = requests.decode_write(self._buffer, count)
-        drop_set_ids = bool(flags & WRITE_KILL_SUIDGID)
+        _, _, unique, _, uid, gid, pid, _, _, handle, offset, _, flags, open_flags = requests.decode_write(self._buffer, count)
+        drop_set_ids = Caller(uid, gid, pid) if flags & WRITE_KILL_SUIDGID else None
         syncs = bool(open_flags & os.O_DSYNC) and self._ops.syncs_itself(handle)
         if unique > FIRST and (taken := self._ops.written_before(unique & FIRST)) is not None:
             if syncs:

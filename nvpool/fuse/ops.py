@@ -44,7 +44,7 @@ from nvpool.fuse.cached_ops import FuseOptions
 from nvpool.fuse.handles import Handles
 from nvpool.fuse.list_ops import ListOps
 from nvpool.fuse.lock_ops import LockOps
-from nvpool.fuse.privilege_ops import CAPABILITY, without_set_ids
+from nvpool.fuse.privilege_ops import CAPABILITY, SET_IDS, drops_set_gid, without_set_ids
 from nvpool.fuse.write_ops import WriteOps
 from nvpool.wire.v1.meta_pb2 import Attr
 
@@ -182,7 +182,11 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         if size is not None:
             mtime_ns = None  # a change of size is stamped by the service
         if drop_set_ids and mode is None:
-            mode = without_set_ids((await self._vfs.getattr(inode)).mode)
+            mode = without_set_ids(await self._vfs.getattr(inode), caller)
+        if caller.uid and mode is None and (uid is not None or gid is not None):
+            attr = await self._vfs.getattr(inode)
+            if drops_set_gid(attr, caller):
+                mode = attr.mode & 0o7777 & ~SET_IDS
         before = None
         if size is not None:
             self.published.bar(inode)
@@ -251,7 +255,7 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
             raise NotFound(f"inode {inode:#x} may have another name by now")
         file = await self._vfs.open(inode, flags, caller)
         if drop_set_ids:
-            await self._drop_set_ids(file)
+            await self._drop_set_ids(file, caller)
         if not file.attr.links and self._is_kept(inode) and not any(other.inode == inode for other in self._files.values()):
             await self._vfs.release(file)
             raise NotFound(f"inode {inode:#x} has no name any more")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import BLOCK_BYTES, GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.base.units import BLOCK_BYTES, GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX, clamp_time_ns
 from nvpool.client.vfs.contract import (
     KEEP_SIZE,
     NOW,
@@ -209,9 +209,9 @@ class MemoryVfs:
             attr.gid = gid
         self._touch(node, content=size is not None)
         if atime_ns is not None:
-            attr.atime_ns = self._clock.wall_ns() if atime_ns == NOW else atime_ns
+            attr.atime_ns = self._clock.wall_ns() if atime_ns == NOW else clamp_time_ns(atime_ns)
         if mtime_ns is not None:
-            attr.mtime_ns = self._clock.wall_ns() if mtime_ns == NOW else mtime_ns
+            attr.mtime_ns = self._clock.wall_ns() if mtime_ns == NOW else clamp_time_ns(mtime_ns)
         return attr
 
     @staticmethod

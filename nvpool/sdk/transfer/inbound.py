@@ -22,6 +22,7 @@ from nvpool.base.errors import (
     Unavailable,
 )
 from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import clamp_time_ns
 from nvpool.client.vfs import Caller
 from nvpool.sdk.paths import write_all
 from nvpool.sdk.transfer.crew import Crew, Folder
@@ -202,7 +203,7 @@ class _Import:
         if there is not None:
             if not stat.S_ISREG(there.mode):
                 raise AlreadyExists("exists in the pool and is not a file")
-            if there.size == found.st_size and there.mtime_ns == found.st_mtime_ns and not self._options.compare:
+            if there.size == found.st_size and there.mtime_ns == clamp_time_ns(found.st_mtime_ns) and not self._options.compare:
                 self._tally.files += 1
                 self._tally.bytes += found.st_size
                 self._tally.skipped_files += 1
