@@ -20,7 +20,7 @@ CAPABILITY = b"security.capability"
 
 
 def is_in_group(caller: Caller, gid: int) -> bool:
-    """Whether the caller's group or one of the supplementary groups of its process is `gid`. False where that cannot be seen."""
+    """Whether `gid` is the caller's group, or a supplementary one of its process. False where that cannot be seen."""
     if caller.gid == gid:
         return True
     try:

@@ -151,6 +151,8 @@ class MemoryVfs:
         self._last_inode += 1
         now = self._clock.wall_ns()
         gid = caller.gid
+        if not stat.S_ISLNK(mode):
+            mode ^= caller.masked(mode)
         if parent.attr.mode & stat.S_ISGID:
             gid = parent.attr.gid
             if stat.S_ISDIR(mode):
@@ -194,6 +196,12 @@ class MemoryVfs:
 
     async def getattr(self, inode: int) -> Attr:
         return self._node(inode).attr
+
+    async def birth_ns(self, inode: int) -> int:
+        return 0
+
+    async def create_unnamed(self, parent: int, mode: int, flags: int, caller) -> tuple[Attr, FileHandle]:
+        raise errors.NotSupported("no files without names")
 
     async def setattr(self, inode: int, *, mode=None, uid=None, gid=None, size=None, atime_ns=None, mtime_ns=None,
                       ctime_ns=None, caller, handle=None) -> Attr:
@@ -515,6 +523,8 @@ class MemoryVfs:
             raise errors.NoAttribute() from None
 
     async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller) -> None:
+        if name.startswith(b"system."):
+            raise errors.NotSupported("no access control lists")
         node = self._node(inode)
         if flags & XATTR_CREATE and name in node.xattrs:
             raise errors.AlreadyExists()

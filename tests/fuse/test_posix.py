@@ -8,7 +8,6 @@ import errno
 import os
 import socket
 import stat
-import struct
 import time
 
 import pytest
@@ -460,12 +459,6 @@ def test_extended_attributes_are_created_or_replaced_as_asked(here):
     assert number_of(lambda: os.setxattr(file, "user.a", b"2", os.XATTR_CREATE)) == errno.EEXIST
     os.setxattr(file, "user.a", b"3", os.XATTR_REPLACE)
     assert os.getxattr(file, "user.a") == b"3"
-
-
-def test_access_control_lists_are_refused_openly(here):
-    entries = [(1, 7, -1), (2, 7, BOB), (4, 5, -1), (0x10, 7, -1), (0x20, 0, -1)]
-    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
-    assert number_of(lambda: os.setxattr(here, "system.posix_acl_access", acl)) == errno.EOPNOTSUPP
 
 
 def test_a_removed_current_directory_is_empty_and_takes_nothing(here):

@@ -116,6 +116,11 @@ class Attributes(Core):
             self.reader.changed(file)
         return self._merged(attr)
 
+    async def birth_ns(self, inode: int) -> int:
+        """When the inode was made; 0 where its record does not tell. It never changes."""
+        request = meta_pb2.GetAttrRequest(inode=inode, birth=True)
+        return (await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)).attr.birth_ns
+
     async def spread(self, inode: int, caller: Caller) -> Attr:
         """The directory, which must be empty, is wide from here on. DirectoryNotEmpty, NotADirectory."""
         self.cache.forget_attr(inode)
