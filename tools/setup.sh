@@ -51,7 +51,7 @@ flock 9
 # -- packages of the machine -----------------------------------------------------------------------------------------
 
 # What building and mounting needs, and what the tests run on the mount.
-packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3 xfsprogs iproute2 etcd-server strace docker.io podman busybox-static prometheus systemd'
+packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3 xfsprogs iproute2 etcd-server strace docker.io podman busybox-static prometheus systemd acl'
 if [ "$(id -u)" = 0 ] || ! find_python whole >/dev/null; then
     packages="$packages python3 python3-dev python3-venv"
 fi
@@ -66,7 +66,7 @@ if command -v dpkg-query >/dev/null 2>&1; then
     done
 else
     # Not Debian: look for what the packages bring.
-    for command in fusermount3 pkg-config gcc git rsync tar fio sqlite3 etcd dockerd podman busybox prometheus; do
+    for command in fusermount3 pkg-config gcc git rsync tar fio sqlite3 etcd dockerd podman busybox prometheus setfacl; do
         command -v $command >/dev/null 2>&1 || missing="$missing $command"
     done
     pkg-config --exists fuse3 2>/dev/null || missing="$missing libfuse3(headers)"

@@ -33,6 +33,15 @@ FILE_BYTES_MAX = 1 << 50
 """2**32 chunks of the smallest size are 256 TiB; a petabyte in one file is where the chunk index (u32) still
 holds with the default chunk size, and `layout` checks the product for smaller chunks."""
 
+TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1
+"""The range of a time stamp, in nanoseconds since 1970: from 1677-09-21 to 2262-04-11. Records and messages keep 64 bits."""
+
+
+def clamp_time_ns(time_ns: int) -> int:
+    """The nearest time stamp that can be kept, as Linux file systems choose it for `utimensat`."""
+    return min(max(time_ns, TIME_NS_MIN), TIME_NS_MAX)
+
+
 _SUFFIXES = {"": 1, "B": 1, "K": KIB, "KB": KIB, "KIB": KIB, "M": MIB, "MB": MIB, "MIB": MIB, "G": GIB, "GB": GIB,
              "GIB": GIB, "T": TIB, "TB": TIB, "TIB": TIB}
 _SIZE = re.compile(r"([0-9]{0,30})(?:\.([0-9]{0,30}))? *([KMGT]?I?B?)")

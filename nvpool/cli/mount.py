@@ -70,14 +70,15 @@ examples:
               help="The only one to use: stream+unix, stream, grpc, or an installed one's. [transport under [client] in "
                    "node.toml, else the best that both ends have]")
 @click.option("--no-short-cut", is_flag=True, help="Read through the stores also where their drives are in this node.")
+@click.option("--no-acl", is_flag=True, help="Without access control lists: those that are there do not count on this mount.")
 @click.option("-o", "options", multiple=True, metavar="OPTION", help="Of mount(8): noexec, suid, dev, …; repeat it.")
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_level: str | None, log_format: str | None,
           wait_s: float, read_only: bool, force: bool, deadline_s: float | None, engine: str | None, writeback: bool,
           max_read: int | None, read_ahead: int | None, max_background: int | None, congestion_threshold: int | None,
           attr_timeout_s: float | None, entry_timeout_s: float | None, negative_timeout_s: float | None, holder: bool | None,
-          workers: int | None, metrics: str | None, transport: str | None, no_short_cut: bool, options: tuple[str, ...],
-          as_json: bool) -> None:
+          workers: int | None, metrics: str | None, transport: str | None, no_short_cut: bool, no_acl: bool,
+          options: tuple[str, ...], as_json: bool) -> None:
     """Mount a pool, or the directory at PATH of it, at the empty directory MOUNTPOINT.
 
     Of a pool of which a part is mounted nothing else can be seen there, or named. Symbolic links in PATH are not followed.
@@ -104,7 +105,8 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_lev
     place = str(place_of(mountpoint))
     words = tuple(word for wanted, word in (
         (read_only, "--read-only"), (force, "--force"), (writeback, "--writeback"),
-        (no_short_cut, "--no-short-cut"), (holder, "--holder"), (holder is False, "--no-holder")) if wanted)
+        (no_short_cut, "--no-short-cut"), (no_acl, "--no-acl"), (holder, "--holder"),
+        (holder is False, "--no-holder")) if wanted)
     words += tuple(f"{word}={value}" for word, value in (
         ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--read-ahead", read_ahead),
         ("--max-background", max_background), ("--congestion-threshold", congestion_threshold),

@@ -57,7 +57,7 @@ def _address(value: str) -> str:
     return value
 
 
-WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut")
+WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut", "no-acl")
 VALUES = {"engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes, "read-ahead": parse_bytes,
           "max-background": _between(int, 1, 65535), "congestion-threshold": _between(int, 1, 65535),
           "attr-timeout-s": _between(float, 0, 3600), "entry-timeout-s": _between(float, 0, 3600),

@@ -22,7 +22,7 @@ from nvpool.wire.entries import Listed, attr_of, change_of
 from nvpool.wire.v1.meta_pb2 import Attr
 
 S_IFMT, S_IFREG = 0o170000, 0o100000
-XATTR_FLAG, WIDE_FLAG, DIVIDED_FLAG = 1, 4, 32
+XATTR_FLAG, WIDE_FLAG, DIVIDED_FLAG, ACL_FLAG = 1, 4, 32, 128
 NEVER_S = float("-inf")
 NO_END = 1 << 63
 """No file ends there."""

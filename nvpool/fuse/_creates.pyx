@@ -99,7 +99,7 @@ assert HANDLE.size == HANDLE_BYTES and SLOT.size == SLOT_BYTES and PARTITION_COU
 
 cdef struct Wish:
     uint64_t session, sequence, epoch, parent
-    uint32_t slot, uid, gid, mode, rights
+    uint32_t slot, uid, gid, mode, rights, masked
     bint exclusive, truncate
     const uint8_t *name
     uint32_t name_bytes
@@ -123,6 +123,7 @@ cdef Py_ssize_t pack_request(uint8_t *message, const Wish *w) noexcept nogil:
     at = put_number(at, 0x40, w.rights)
     at = put_number(at, 0x48, w.exclusive)
     at = put_number(at, 0x58, w.truncate)
+    at = put_number(at, 0x70, w.masked)
     return at - message
 
 
@@ -276,7 +277,7 @@ cdef class Making(Taker):
     cdef object connection, state
     cdef bytes name, message
     cdef uint64_t parent, unique
-    cdef uint32_t mode, flags, uid, gid, pid, number
+    cdef uint32_t mode, flags, uid, gid, pid, umask, number
     cdef object slot, slot_sequence, generation
     cdef double since_s, sent_s, deadline_s
     cdef bint told
@@ -318,7 +319,7 @@ cdef class Making(Taker):
         """As if it had been begun the ordinary way, which goes on with it."""
         self.told = True
         return self.creates.engine.create_otherwise(
-            self.unique, self.parent, self.name, self.mode, self.flags, Caller(self.uid, self.gid, self.pid),
+            self.unique, self.parent, self.name, self.mode, self.flags, Caller(self.uid, self.gid, self.pid, self.umask),
             Sent(self.message, self.sent_s, self.deadline_s, self.connection, self.number, self.state, self.slot,
                  self.slot_sequence, self.generation))
 
@@ -398,7 +399,7 @@ cdef class Creates(Asking):
         cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self.buffer)
         cdef Wish w
         cdef uint64_t unique
-        cdef uint32_t flags, mode, pid
+        cdef uint32_t flags, mode, pid, umask
         cdef PyObject *found
         cdef Py_ssize_t used, free
         if count < REQUEST_BYTES + 2 or count > REQUEST_BYTES + NAME_MAX + 1 or count > PyByteArray_GET_SIZE(self.buffer):
@@ -410,6 +411,7 @@ cdef class Creates(Asking):
         memcpy(&pid, at + 32, 4)
         memcpy(&flags, at + 40, 4)
         memcpy(&mode, at + 44, 4)
+        memcpy(&umask, at + 48, 4)
         w.name, w.name_bytes = at + REQUEST_BYTES, <uint32_t>(count - REQUEST_BYTES - 1)
         if (get32(at) != count or get32(at + 4) != opcode_of_creates or not unique or unique > FIRST or get16(at + 36)
                 or w.name[w.name_bytes] or memchr(w.name, 0, w.name_bytes) is not NULL
@@ -476,11 +478,12 @@ cdef class Creates(Asking):
         # It is begun: what follows can not fail.
         slot, sequence = slots.popleft()
         w.session, w.slot, w.sequence, w.epoch = session, slot, <uint64_t>sequence + 1, self.epoch
-        w.mode = S_IFREG | mode & 0o7777
+        w.masked = mode & umask & 0o777  # as Caller.masked
+        w.mode = S_IFREG | mode & 0o7777 ^ w.masked
         cdef Making one = Making.__new__(Making)
         one.creates, one.connection, one.state, one.name = self, connection, state, name
         one.parent, one.unique = w.parent, unique
-        one.mode, one.flags, one.uid, one.gid, one.pid = mode, flags, w.uid, w.gid, pid
+        one.mode, one.flags, one.uid, one.gid, one.pid, one.umask = mode, flags, w.uid, w.gid, pid, umask
         one.slot, one.slot_sequence, one.generation = slot, w.sequence, state.generation
         one.since_s, one.sent_s, one.deadline_s, one.told = engine._since_s, now_s, deadline_s, False
         self.counters["changes"] += 1
@@ -752,12 +755,12 @@ cdef class Creates(Asking):
 
 # -- for tests: what is read and written above, by itself ------------------------------------------------------------------
 
-def request_of(session, slot, sequence, epoch, uid, gid, parent, bytes name, mode, rights, exclusive, truncate):
+def request_of(session, slot, sequence, epoch, uid, gid, parent, bytes name, mode, rights, exclusive, truncate, masked=0):
     cdef uint8_t[FRAME_MAX] message
     cdef Wish w
     w.session, w.slot, w.sequence, w.epoch, w.uid, w.gid, w.parent = session, slot, sequence, epoch, uid, gid, parent
     w.name, w.name_bytes = <const uint8_t *>PyBytes_AS_STRING(name), <uint32_t>min(len(name), NAME_MAX)
-    w.mode, w.rights, w.exclusive, w.truncate = mode, rights, exclusive, truncate
+    w.mode, w.rights, w.exclusive, w.truncate, w.masked = mode, rights, exclusive, truncate, masked
     return PyBytes_FromStringAndSize(<const char *>message, pack_request(message, &w))
 
 

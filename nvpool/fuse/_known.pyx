@@ -20,7 +20,7 @@ from nvpool.base.grants import READ as RIGHT_TO_READ
 from nvpool.base.ids import COUNTER_BITS
 from nvpool.base.kept import HANDLE, HANDLES_MAX
 from nvpool.base.units import NAME_BYTES_MAX
-from nvpool.client.cache import OpenInode
+from nvpool.client.cache import ACL_FLAG, OpenInode
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.leases import ShardWatch
 from nvpool.client.reader import Ahead
@@ -32,6 +32,7 @@ from nvpool.fuse._slots cimport assign, born_as, get, place
 from nvpool.fuse.handles import Handles
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import Opening
+from nvpool.logic.acl import ACCESS
 from nvpool.logic.layout import Layout
 from nvpool.wire.entries import ENTRY_BYTES
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -100,7 +101,8 @@ cdef uint64_t small_bytes = SMALL_BYTES
 cdef Py_ssize_t told_max = TOLD_MAX, seen_max = SEEN_MAX, named_together = NAMED_TOGETHER, name_bytes_max = NAME_BYTES_MAX
 cdef Py_ssize_t record_bytes = ENTRY_BYTES
 cdef uint32_t block_bytes = replies.BLOCK_BYTES
-cdef bytes capability = b"security.capability\0"
+cdef bytes capability = b"security.capability\0", access_list = ACCESS + b"\0"
+cdef uint32_t acl_flag = ACL_FLAG
 cdef Py_ssize_t grant_bytes = GRANT_BYTES, handles_max = HANDLES_MAX
 cdef int counter_bits = COUNTER_BITS, index_bits = HANDLES_MAX.bit_length() - 1
 cdef object attr_from = Attr.FromString
@@ -126,6 +128,12 @@ cdef Py_ssize_t handle_number = place(FileHandle, "number"), ahead_units = place
 cdef Py_ssize_t watch_until_s = place(ShardWatch, "until_s"), watch_used = place(ShardWatch, "used")
 cdef Py_ssize_t looked_in_hits = place(_Directory, "hits"), looked_in_used = place(_Directory, "used")
 cdef Py_ssize_t looked_in_middle = place(_Directory, "middle")
+
+
+cdef bint is_named(const uint8_t *at, Py_ssize_t count, bytes name) noexcept:
+    """Whether a GETXATTR asks for that attribute; its name with the NUL."""
+    return count - GETXATTR_BYTES == PyBytes_GET_SIZE(name) and not memcmp(at + GETXATTR_BYTES, PyBytes_AS_STRING(name),
+                                                                           PyBytes_GET_SIZE(name))
 
 
 cdef class Pattern:
@@ -767,14 +775,23 @@ cdef class Known:
         return 0
 
     cdef bint getxattr(self, uint64_t unique, uint64_t node, const uint8_t *at, Py_ssize_t count) except -1:
-        """Of a file that has none: the kernel asks before each write whether it makes a program privileged."""
+        """As XattrOps.has_no_xattr: the kernel asks before each write whether it makes a program privileged, and for an access
+        control list when somebody but the owner wants a right."""
         cdef uint8_t out[OUT_BYTES]
         cdef PyObject *found
-        if count - GETXATTR_BYTES != PyBytes_GET_SIZE(capability) or memcmp(
-                at + GETXATTR_BYTES, PyBytes_AS_STRING(capability), PyBytes_GET_SIZE(capability)):
-            return False
-        found = PyDict_GetItem(self._seen, node)
-        if found is NULL or not (<tuple>found)[1]:
+        cdef uint32_t flags
+        if is_named(at, count, capability):
+            found = PyDict_GetItem(self._seen, node)
+            if found is NULL or not (<tuple>found)[1]:
+                return False
+        elif is_named(at, count, access_list):
+            attr = self.attr(node, self._fresh_s, self.now_s(), True) if self._ops.keeps_acls else None
+            if attr is None:
+                return False
+            flags = (<const uint8_t *>PyBytes_AS_STRING(attr))[95] if type(attr) is bytes else attr.flags
+            if flags & acl_flag:
+                return False
+        else:
             return False
         self.send(unique, out, OUT_BYTES, -ENODATA)
         return True

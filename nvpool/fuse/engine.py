@@ -42,6 +42,9 @@ class MountOptions(NamedTuple):
     source: str = ""
     """What /proc/mounts shows as mounted; "": nvpool:POOL."""
 
+    acl: bool = True
+    """The kernel enforces access control lists, and asks for them when somebody but the owner wants a right."""
+
     @property
     def shown(self) -> str:
         return self.source or f"nvpool:{self.pool}"

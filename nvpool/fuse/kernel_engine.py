@@ -42,17 +42,7 @@ from nvpool.fuse.ops import FuseOps
 from nvpool.fuse.passing import Passing
 from nvpool.fuse.plainreads import BURST_MAX
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.numbers import (
-    MAJOR,
-    MINOR,
-    MINOR_MIN,
-    PAGE,
-    READ_BUFFER_MIN,
-    UNANSWERED,
-    Init,
-    Notice,
-    Op,
-)
+from nvpool.fuse.protocol.numbers import MAJOR, MINOR, MINOR_MIN, PAGE, READ_BUFFER_MIN, UNANSWERED, Init, Notice, Op
 from nvpool.fuse.protocol.requests import Malformed
 from nvpool.fuse.step import Step
 from nvpool.fuse.writes import WritesAtOnce
@@ -91,10 +81,10 @@ _OPCODE_MAX = 255
 _TRAVEL_TOGETHER = frozenset((Op.READ.value, Op.LOOKUP.value))
 _SIGKILL_BIT = 1 << 8
 
-FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.DO_READDIRPLUS
-         | Init.READDIRPLUS_AUTO | Init.ASYNC_DIO | Init.PARALLEL_DIROPS | Init.ABORT_ERROR | Init.MAX_PAGES
-         | Init.POSIX_LOCKS | Init.FLOCK_LOCKS | Init.CACHE_SYMLINKS
-         | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.HAS_EXPIRE_ONLY | Init.HAS_RESEND)
+FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.DO_READDIRPLUS | Init.READDIRPLUS_AUTO
+         | Init.ASYNC_DIO | Init.PARALLEL_DIROPS | Init.ABORT_ERROR | Init.MAX_PAGES | Init.POSIX_LOCKS | Init.FLOCK_LOCKS
+         | Init.CACHE_SYMLINKS | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.HAS_EXPIRE_ONLY | Init.HAS_RESEND
+         | Init.POSIX_ACL | Init.DONT_MASK | Init.SETXATTR_EXT)
 """What is agreed to where the kernel offers it. Symbolic links never change and numbers are never given twice, so links may be
 kept. Not EXPLICIT_INVAL_DATA: a file that another node made longer would show zeros behind its old end. AUTO_INVAL_DATA only
 where attributes are not kept: it would drop what was written here, at the first look at the time of it; see fuse/cached_ops."""
@@ -566,7 +556,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
             self._end()
             return
         offered = Init(requests.flags_of(request))
-        wanted = self.flags
+        wanted = self.flags if self._options.acl else self.flags & ~Init.POSIX_ACL
         if self._options.writeback:
             wanted |= Init.WRITEBACK_CACHE
         elif not self._ops.options.attr_timeout_s:
@@ -582,7 +572,9 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
 
     def _agreed(self, flags: int) -> None:
         """On this when the kernel greeted, us or the process before us."""
-        self._ops.guards_pages = not flags & (Init.WRITEBACK_CACHE | Init.AUTO_INVAL_DATA)
+        ops, self._setxattr_extended = self._ops, bool(flags & Init.SETXATTR_EXT)
+        ops.guards_pages = not flags & (Init.WRITEBACK_CACHE | Init.AUTO_INVAL_DATA)
+        ops.keeps_acls = bool(flags & Init.POSIX_ACL)
 
     def _init_answer(self, unique: int, flags: Init, minor: int) -> bytes:
         background = max(1, min(self._options.max_background, 0xFFFF))

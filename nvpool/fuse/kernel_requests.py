@@ -25,6 +25,7 @@ from nvpool.fuse.protocol.numbers import (
     LOCK_FLOCK,
     OPEN_KILL_SUIDGID,
     RESENT,
+    SETXATTR_ACL_KILL_SGID,
     UNANSWERED,
     WRITE_KILL_SUIDGID,
     Op,
@@ -65,6 +66,7 @@ class KernelRequests:
         self._kept = 0  # of the requests taken since then, in work or late
         self._keeps = ops.kept is not None
         self._held = ops.held
+        self._setxattr_extended = False  # as agreed with the kernel
         ops.invalidate_attributes = self._invalidate_attributes
         ops.invalidate = self._invalidate
         ops.pages.drop, ops.pages.store, ops.pages.forget = self._drop_pages, self._store_pages, self._forget_names
@@ -212,8 +214,8 @@ class KernelRequests:
             self._fail(unique, coming.outcome[1], "read")
 
     def _on_write(self, count: int) -> None:
-        _, _, unique, _, _, _, _, _, _, handle, offset, _, flags, open_flags = requests.decode_write(self._buffer, count)
-        drop_set_ids = bool(flags & WRITE_KILL_SUIDGID)
+        _, _, unique, _, uid, gid, pid, _, _, handle, offset, _, flags, open_flags = requests.decode_write(self._buffer, count)
+        drop_set_ids = Caller(uid, gid, pid) if flags & WRITE_KILL_SUIDGID else None
         syncs = bool(open_flags & os.O_DSYNC) and self._ops.syncs_itself(handle)
         if unique > FIRST and (taken := self._ops.written_before(unique & FIRST)) is not None:
             if syncs:
@@ -279,16 +281,25 @@ class KernelRequests:
 
     def _on_create(self, count: int) -> None:
         fields, name = requests.decode_create(self._buffer, count)
-        _, _, unique, node, uid, gid, pid, _, _, flags, mode, _, _ = fields
+        _, _, unique, node, uid, gid, pid, _, _, flags, mode, umask, _ = fields
         if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
             self._start(unique, "create", self._ops.create_again(handle), self._created)
             return
-        caller = Caller(uid, gid, pid)
+        caller = Caller(uid, gid, pid, umask)
         begun = self._ops.begin_create(node, name, mode, flags, caller, unique) if unique <= FIRST else None
         if begun is not None:
             self._keep_in_work(begun, unique, "create", self._created)
         else:
             self._start(unique, "create", self._ops.create(node, name, mode, flags, caller), self._created)
+
+    def _on_tmpfile(self, count: int) -> None:
+        """As CREATE; the name says nothing."""
+        (_, _, unique, node, uid, gid, pid, _, _, flags, mode, umask, _), _ = requests.decode_create(self._buffer, count)
+        if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
+            making = self._ops.create_again(handle)
+        else:
+            making = self._ops.create_unnamed(node, mode, flags, Caller(uid, gid, pid, umask))
+        self._start(unique, "tmpfile", making, self._created)
 
     def _on_flush(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
@@ -379,6 +390,11 @@ class KernelRequests:
             mtime_ns=mtime if valid & Valid.MTIME else None,
             drop_set_ids=bool(valid & Valid.KILL_SUIDGID)), self._attributes)
 
+    def _on_statx(self, count: int) -> None:
+        request, _, _ = self._decoded(count)
+        self._start(request.unique, "statx", self._ops.statx(request.node), lambda unique, found: self._send(
+            replies.statx(unique, found[0], self._keep_attr, found[1])))
+
     def _on_readlink(self, count: int) -> None:
         request, _, _ = self._decoded(count)
         self._start(request.unique, "readlink", self._ops.readlink(request.node), self._data)
@@ -390,11 +406,13 @@ class KernelRequests:
 
     def _on_mknod(self, count: int) -> None:
         request, body, caller = self._decoded(count)
+        caller = caller._replace(umask=body.umask)
         self._start(request.unique, "mknod", self._ops.mknod(request.node, request.names[0], body.mode, body.rdev, caller),
                     self._entry)
 
     def _on_mkdir(self, count: int) -> None:
         request, body, caller = self._decoded(count)
+        caller = caller._replace(umask=body.umask)
         self._start(request.unique, "mkdir", self._ops.mkdir(request.node, request.names[0], body.mode, caller), self._entry)
 
     def _on_unlink(self, count: int) -> None:
@@ -465,9 +483,12 @@ class KernelRequests:
             self._start(unique, "getxattr", self._ops.getxattr(node, name), partial(self._value, room))
 
     def _on_setxattr(self, count: int) -> None:
-        request, body, caller = self._decoded(count)
-        self._start(request.unique, "setxattr",
-                    self._ops.setxattr(request.node, request.names[0], bytes(request.payload), body.flags, caller), self._done)
+        extended = self._setxattr_extended
+        request = requests.decode(self._buffer, count, setxattr_extended=extended)
+        caller, body = Caller(request.uid, request.gid, request.pid), request.body
+        kill_set_gid = bool(body.setxattr_flags & SETXATTR_ACL_KILL_SGID) if extended else None
+        self._start(request.unique, "setxattr", self._ops.setxattr(
+            request.node, request.names[0], bytes(request.payload), body.flags, caller, kill_set_gid), self._done)
 
     def _on_listxattr(self, count: int) -> None:
         request, body, _ = self._decoded(count)
@@ -515,9 +536,12 @@ class KernelRequests:
     def _on_destroy(self, count: int) -> None:
         self._done(requests.decode(self._buffer, count).unique)
 
+    def _on_ioctl(self, count: int) -> None:
+        """ENOTTY: Linux before 6.4 hands ENOSYS through to the program."""
+        self._send(replies.failed(requests.decode(self._buffer, count).unique, errno.ENOTTY))
+
     def _on_unknown(self, count: int) -> None:
-        """ENOSYS: the kernel does without, and for most operations does not ask again. STATX among them: no time of birth is
-        kept, and answered it would pass by the attributes that the kernel has."""
+        """ENOSYS: the kernel does without, and for most operations does not ask again."""
         request = requests.decode(self._buffer, count)
         if request.opcode not in UNANSWERED:
             self._send(replies.failed(request.unique, errno.ENOSYS))

@@ -11,7 +11,7 @@ without a mount. Below it is the client's Vfs; this layer adds only what a *kern
 * locks, and what the kernel has to forget when it gets one: `fuse/lock_ops`.
 * O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service; not
   where the kernel writes pages back (`CachedOps.flags_below`). What a write takes from a program: `fuse/privilege_ops`.
-* listings, and what is read ahead of them: `fuse/list_ops`.
+* listings, and what is read ahead of them: `fuse/list_ops`. Extended attributes: `fuse/xattr_ops`.
 
 Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
 inode is gone: Linux then walks the path once more without trusting its caches, so what was replaced on another node is found.
@@ -44,8 +44,9 @@ from nvpool.fuse.cached_ops import FuseOptions
 from nvpool.fuse.handles import Handles
 from nvpool.fuse.list_ops import ListOps
 from nvpool.fuse.lock_ops import LockOps
-from nvpool.fuse.privilege_ops import CAPABILITY, without_set_ids
+from nvpool.fuse.privilege_ops import SET_IDS, drops_set_gid, without_set_ids
 from nvpool.fuse.write_ops import WriteOps
+from nvpool.fuse.xattr_ops import XattrOps
 from nvpool.wire.v1.meta_pb2 import Attr
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ DOTS = frozenset((b".", b".."))
 """Asked for by NFS export and open_by_handle only."""
 
 BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
-                      "removexattr", "access"))
+                      "removexattr", "access", "statx"))
 """Requests that name an inode which the kernel once looked up."""
 
 
@@ -83,7 +84,7 @@ def errno_of(error: BaseException, request: str) -> int:
     return errno.EIO
 
 
-class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
+class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
     """See the module. Used from one event loop; methods may run at the same time."""
 
     shows_subtree = False
@@ -182,7 +183,11 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         if size is not None:
             mtime_ns = None  # a change of size is stamped by the service
         if drop_set_ids and mode is None:
-            mode = without_set_ids((await self._vfs.getattr(inode)).mode)
+            mode = without_set_ids(await self._vfs.getattr(inode), caller)
+        if caller.uid and mode is None and (uid is not None or gid is not None):
+            attr = await self._vfs.getattr(inode)
+            if drops_set_gid(attr, caller):
+                mode = attr.mode & 0o7777 & ~SET_IDS
         before = None
         if size is not None:
             self.published.bar(inode)
@@ -251,7 +256,7 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
             raise NotFound(f"inode {inode:#x} may have another name by now")
         file = await self._vfs.open(inode, flags, caller)
         if drop_set_ids:
-            await self._drop_set_ids(file)
+            await self._drop_set_ids(file, caller)
         if not file.attr.links and self._is_kept(inode) and not any(other.inode == inode for other in self._files.values()):
             await self._vfs.release(file)
             raise NotFound(f"inode {inode:#x} has no name any more")
@@ -266,6 +271,12 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         if self._told.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
         return self._opened(file, flags, caller, unique)
+
+    async def create_unnamed(self, parent: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
+        """O_TMPFILE: see `Files.create_unnamed`."""
+        flags = self.flags_below(flags)
+        attr, file = await self._vfs.create_unnamed(parent, mode, flags, caller)
+        return self._telling(attr), self._opened(file, flags & ~os.O_TMPFILE, caller, asking())
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
         flags = self.flags_below(flags)
@@ -339,7 +350,7 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         self.published.opened_to_write(file.inode, handle)
         if not flags & os.O_APPEND:
             return False
-        self._appending[handle] = caller
+        self._appending[handle] = Caller(caller.uid, caller.gid, caller.pid)
         return True
 
     def _may_publish(self, file) -> bool:
@@ -472,39 +483,11 @@ class FuseOps(LockOps, ListOps, WriteOps, AgainOps):
         finally:
             self._released(file, handle)
 
-    # -- extended attributes and the rest ----------------------------------------------------------------------------
+    # -- the rest ----------------------------------------------------------------------------------------------------
 
-    def has_no_xattr(self, inode: int, name: bytes) -> bool:
-        """Whether the inode is known to have no file capabilities, which are asked for: the kernel does before each write."""
-        if name != CAPABILITY:
-            return False
-        seen = self._seen.get(inode)
-        return seen is not None and seen[1]
-
-    async def getxattr(self, inode: int, name: bytes) -> bytes:
-        if self.has_no_xattr(inode, name):
-            raise errors.NoAttribute()
-        if name.startswith(b"system."):
-            raise NotSupported("no access control lists")
-        return await self._vfs.getxattr(inode, name)
-
-    async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller: Caller) -> None:
-        if name.startswith(b"system."):
-            raise NotSupported("an access control list that nobody enforces is not stored")
-        self._seen.pop(inode, None)
-        try:
-            await self._vfs.setxattr(inode, name, value, flags, caller)
-        finally:
-            self._changes += 1
-
-    async def listxattr(self, inode: int) -> list[bytes]:
-        return await self._vfs.listxattr(inode)
-
-    async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
-        try:
-            await self._vfs.removexattr(inode, name, caller)
-        finally:
-            self._changes += 1
+    async def statx(self, inode: int) -> tuple[Attr, int]:
+        """As `getattr`, and when the inode was made, in nanoseconds; 0 where that is not known."""
+        return await self.getattr(inode), await self._vfs.birth_ns(inode)
 
     async def statfs(self, node: int = ROOT_INODE):
         """Of the volume that the node is in, or the pool."""

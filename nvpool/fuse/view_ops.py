@@ -24,10 +24,10 @@ from nvpool.fuse.ops import DOTS, FuseOps
 
 _BY_INODE = ("getattr_now", "getattr", "setattr", "readlink", "access", "open", "open_now", "opendir", "getxattr", "setxattr",
              "listxattr", "removexattr", "lookup_now", "begin_lookup", "mknod", "mkdir", "symlink", "unlink", "rmdir", "create",
-             "begin_create", "begin_unlink", "has_no_xattr")
+             "begin_create", "begin_unlink", "has_no_xattr", "create_unnamed", "statx")
 """Requests whose first argument is an inode that the kernel names."""
 _CHANGES = ("setattr", "mknod", "mkdir", "symlink", "link", "unlink", "rmdir", "rename", "create", "write", "fallocate",
-            "copy_file_range", "setxattr", "removexattr")
+            "copy_file_range", "setxattr", "removexattr", "create_unnamed")
 
 
 def parts_of(path: str) -> tuple[bytes, ...]:

@@ -29,10 +29,10 @@ class WriteOps(PrivilegeOps):
     options: Any
     fsync: Any
 
-    def write_now(self, handle: int, offset: int, buffer, drop_set_ids: bool, unique: int) -> bool:
+    def write_now(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None, unique: int) -> bool:
         """Whether `buffer` was taken as by `write`, without waiting. Where what is written is kept (`kept`), it was copied."""
         file = self._files[handle]
-        if drop_set_ids and file.attr.mode & SET_IDS or offset and offset > file.size and may_have_tail(file):
+        if drop_set_ids is not None and file.attr.mode & SET_IDS or offset and offset > file.size and may_have_tail(file):
             return False
         try:
             if not self._vfs.write_now(file, offset, buffer, unique):
@@ -86,14 +86,14 @@ class WriteOps(PrivilegeOps):
         await self.fsync(handle, False)
         return taken
 
-    async def write(self, handle: int, offset: int, buffer, drop_set_ids: bool = False, syncs: bool = False,
+    async def write(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None = None, syncs: bool = False,
                     flags: int | None = None) -> int:
-        """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: as in
-        setattr. `syncs`: it is durable too, where `syncs_itself`. `flags`: of the descriptor now, which fcntl(2) may have
-        changed; None: those that it was opened with."""
+        """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: the writer, where
+        it may not leave set-id bits on the file. `syncs`: it is durable too, where `syncs_itself`. `flags`: of the descriptor
+        now, which fcntl(2) may have changed; None: those that it was opened with."""
         file = self._files[handle]
-        if drop_set_ids and file.attr.mode & SET_IDS:
-            await self._drop_set_ids(file)
+        if drop_set_ids is not None and file.attr.mode & SET_IDS:
+            await self._drop_set_ids(file, drop_set_ids)
         flags = file.flags if flags is None else self.flags_below(flags)
         direct = handle in self._appending or bool(flags & os.O_DIRECT)
         with self._changing(file):

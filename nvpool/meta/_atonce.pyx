@@ -55,13 +55,14 @@ cdef enum:
     SLOTS = 64
     SYMLINK_MAX = 4095
     COUNTER_BITS = 51
-    RECORD_MAX = 160            # of an inode, without a symlink's target
+    RECORD_MAX = 176            # of an inode, without a symlink's target
     LEASE_SLOT_BITS = 20        # watches: its table
     SEVERAL = 0xFFFF
     # records: flags of an inode, and the kinds of its file
     DIVIDED = 32
     TRASHED = 64
     WIDE = 4
+    HAS_ACL = 128
     TOUCHED = 1 << 8
     SHOWN = 0xFF
     S_IFMT = 0o170000
@@ -85,6 +86,7 @@ cdef enum:
     TOUCHED_BIT = 1 << 24
     PUNCHES_BIT = 1 << 25
     VOLUME_BIT = 1 << 26
+    BIRTH_AT = 27
 
 cdef uint64_t COUNTER_MASK = (<uint64_t>1 << COUNTER_BITS) - 1
 cdef uint64_t SCATTER_1 = 0x5851F42D4C957, SCATTER_2 = 0x2545F4914F6CD
@@ -103,7 +105,7 @@ cdef bytes COUNTS_KEY = b"\x80\x04", ORPHAN_VALUE = b"\x01"
 
 cdef struct Inode:
     uint64_t number, size, blocks, change, cut, parent, punches, volume
-    int64_t atime, mtime, ctime
+    int64_t atime, mtime, ctime, birth
     uint32_t mode, links, uid, gid, rdev, table, chunk_bits, flags
     const uint8_t *target
     Py_ssize_t target_bytes
@@ -121,8 +123,8 @@ cdef bint decode(uint64_t number, bytes raw, Inode *i) noexcept:
         return False
     cdef uint32_t head = get32(at)
     cdef uint32_t size = head >> SIZE_AT & 3, owner = head >> OWNER_AT & 3, ctime = head >> CTIME_AT & 3
-    cdef uint32_t atime = head >> ATIME_AT & 3
-    if head & 0xFF != 1 or head >= 1 << 27 or ctime > 2 or atime > 2:
+    cdef uint32_t atime = head >> ATIME_AT & 3, birth = head >> BIRTH_AT & 3
+    if head & 0xFF != 1 or head >= 1 << 29 or ctime > 2 or atime > 2:
         return False
     needed += 8 if head & CHANGE_BIT else 1
     needed += 8 if size == 3 else 2 * size
@@ -131,6 +133,7 @@ cdef bint decode(uint64_t number, bytes raw, Inode *i) noexcept:
     needed += (8 if head & CUT_BIT else 0) + (8 if head & BLOCKS_BIT else 0) + (4 if head & RDEV_BIT else 0)
     needed += (2 if head & LAYOUT_BIT else 0) + (2 if head & FLAGS_BIT else 0) + (8 if head & PARENT_BIT else 0)
     needed += (8 if head & PUNCHES_BIT else 0) + (8 if head & VOLUME_BIT else 0)
+    needed += 4 if birth == 2 else 8 if birth == 3 else 0
     if left < needed:
         return False
     i.number, i.mode, i.mtime = number, get16(at + 4), <int64_t>get64(at + 6)
@@ -199,6 +202,17 @@ cdef bint decode(uint64_t number, bytes raw, Inode *i) noexcept:
     if head & VOLUME_BIT:
         i.volume = get64(at)
         at += 8
+    i.birth = 0
+    if birth == 1:
+        i.birth = i.mtime
+    elif birth == 2:
+        i.birth = i.mtime - get32(at)
+        at += 4
+    elif birth == 3:
+        i.birth = <int64_t>get64(at)
+        at += 8
+        if not -TIME_MAX < i.birth < TIME_MAX:
+            return False
     if head & TOUCHED_BIT:
         i.flags |= TOUCHED
     i.target, i.target_bytes = at, left - needed
@@ -211,7 +225,7 @@ cdef bytes encode(Inode *i):
     cdef uint8_t record[RECORD_MAX]
     cdef uint8_t *at = record + 14
     cdef uint32_t head = 1, flags = i.flags
-    cdef int64_t later = i.ctime - i.mtime, earlier = i.mtime - i.atime
+    cdef int64_t later = i.ctime - i.mtime, earlier = i.mtime - i.atime, since = i.mtime - i.birth
     put16(record + 4, <uint16_t>i.mode)
     put64(record + 6, <uint64_t>i.mtime)
     if i.change > 0xFF:
@@ -303,6 +317,17 @@ cdef bytes encode(Inode *i):
         head |= VOLUME_BIT
         put64(at, i.volume)
         at += 8
+    if i.birth:
+        if since == 0:
+            head |= 1 << BIRTH_AT
+        elif 0 < since < <int64_t>1 << 32:
+            head |= 2 << BIRTH_AT
+            put32(at, <uint32_t>since)
+            at += 4
+        else:
+            head |= <uint32_t>3 << BIRTH_AT
+            put64(at, <uint64_t>i.birth)
+            at += 8
     put32(record, head)
     cdef Py_ssize_t count = at - record
     if not i.target_bytes:
@@ -525,6 +550,8 @@ cdef bint take_request(uint16_t method, const uint8_t *at, Py_ssize_t count, Req
             r.mode = <uint32_t>f.value
         elif f.number == 8:
             r.rights = <uint32_t>f.value
+        elif f.number == 14:  # masked: for directories with an access control list, which are left
+            pass
         elif f.value > 1:
             return False
         elif f.number == 7:
@@ -816,6 +843,8 @@ cdef class AtOnce:
         slot = self._slot(r, session)
         if slot is None or not self._inode(r.inode, &parent) or not parent.links or parent.volume:
             return None
+        if parent.flags & HAS_ACL:
+            return None
         key = self._name(r, &parent)
         if key is None or self._view.get(key) is not None:
             return None
@@ -832,7 +861,7 @@ cdef class AtOnce:
             born.gid = parent.gid
         born.size = born.blocks = born.cut = born.parent = born.punches = born.volume = 0
         born.rdev, born.change = 0, 1
-        born.atime = born.mtime = born.ctime = now_ns
+        born.atime = born.mtime = born.ctime = born.birth = now_ns
         born.table, born.chunk_bits = parent.table, parent.chunk_bits
         born.flags = TOUCHED if r.opens and r.rights & 2 else 0
         born.target_bytes = 0

@@ -25,13 +25,14 @@ from nvpool.base.errors import CorruptRecord, InvalidRequest, NotFound, NvpoolEr
 from nvpool.base.ids import ROOT_INODE, counter_of, partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
+from nvpool.logic import acl
 from nvpool.meta import records
 from nvpool.meta.changes.mend import recounted, to_lost, without_dangling
 from nvpool.meta.fsck_others import OtherRecords
 from nvpool.meta.fsck_tree import Tree
 from nvpool.meta.gc import Collector
 from nvpool.meta.leases import Sessions
-from nvpool.meta.parts import part_here
+from nvpool.meta.parts import COPIED_FLAGS, part_here
 from nvpool.meta.records import HASH_AT, NAME_AT, Inode
 from nvpool.meta.view import Draft, View
 from nvpool.meta.volumes.check import VolumeChecks
@@ -335,7 +336,7 @@ class Fsck(OtherRecords, VolumeChecks):
             self._copy(inode, 0)
 
     def _copy(self, inode: Inode, shard: int) -> None:
-        self.copies.append(Copy(inode.number, shard, inode.flags & records.WIDE, inode.mode, inode.uid, inode.gid, inode.table,
+        self.copies.append(Copy(inode.number, shard, inode.flags & COPIED_FLAGS, inode.mode, inode.uid, inode.gid, inode.table,
                                 inode.chunk_bits))
 
     def _tally_dentry(self, key: bytes, number: int, kind: int) -> None:
@@ -379,6 +380,11 @@ class Fsck(OtherRecords, VolumeChecks):
                 now.flags &= ~records.HAS_XATTRS
                 return [self._put(now)]
             self._found("xattr", f"inode {number} is marked as having attributes and has none", clear)
+        if now.flags & records.HAS_ACL and not any(self._kv.get(records.xattr_key(number, name)) for name in acl.NAMES):
+            def clear_mark() -> list:
+                now.flags &= ~records.HAS_ACL
+                return [self._put(now)]
+            self._found("acl", f"inode {number} is marked as having an access control list and has none", clear_mark)
 
     def _part(self, key: bytes, raw: bytes) -> None:
         """What is counted here counts with the directory's record, wherever that is."""

@@ -5,10 +5,12 @@ The other half of `meta/fsck`, which walks, and owns all that is used here.
 
 from __future__ import annotations
 
-from nvpool.base.errors import CorruptRecord
+from nvpool.base.errors import CorruptRecord, InvalidRequest, TooBig
+from nvpool.logic import acl
 from nvpool.logic.lockranges import Span
 from nvpool.meta import records
 from nvpool.meta.locks import Owner
+from nvpool.meta.records import Inode
 from nvpool.meta.spanning.records import decode_decision, decode_held, id_of_key
 
 
@@ -30,6 +32,34 @@ class OtherRecords:
                 inode.flags |= records.HAS_XATTRS
                 return [self._put(inode)]
             self._found("xattr", f"inode {number} has attributes and is not marked so", mark)
+        if inode is not None and key[9:] in acl.NAMES:
+            self._acl(key, records.decode_xattr(raw), inode)
+
+    def _acl(self, key: bytes, value: bytes, inode: Inode) -> None:
+        """A list that the kernel would refuse keeps everybody out; one beside the mode lets in whom `ls` does not show."""
+        try:
+            found = acl.decode_acl(value)
+            if not found or key[9:] == acl.DEFAULT and not inode.is_directory:
+                raise InvalidRequest("there is none of its kind here")
+        except (InvalidRequest, TooBig) as error:
+            def drop() -> list:
+                if len(self._kv.scan(*records.xattr_range(inode.number), 2)) == 1:
+                    inode.flags &= ~records.HAS_XATTRS
+                if not any(self._kv.get(records.xattr_key(inode.number, other)) for other in acl.NAMES - {key[9:]}):
+                    inode.flags &= ~records.HAS_ACL
+                return [self._put(inode), (key, None)]
+            self._found("acl", f"the access control list {key[9:]!r} of inode {inode.number} is not valid: {error}", drop)
+            return
+        if not inode.flags & records.HAS_ACL:
+            def mark() -> list:
+                inode.flags |= records.HAS_ACL
+                return [self._put(inode)]
+            self._found("acl", f"inode {inode.number} has an access control list and is not marked so", mark)
+        if key[9:] == acl.ACCESS and acl.mode_of(found) != inode.mode & 0o777:
+            def follow() -> list:
+                return [(key, records.XATTR_HEAD + acl.encode_acl(acl.changed_by_mode(found, inode.mode)))]
+            self._found("acl", f"the access control list of inode {inode.number} and its mode {inode.mode & 0o777:o} differ",
+                        follow)
 
     def _one_xattr_less(self, number: int) -> list:
         inode = self._current(number)

@@ -155,8 +155,11 @@ class Collector:
         for number in inodes:
             if not self._may_go(number):
                 continue
-            effects.append((records.numbered_key(records.ORPHAN, number), None))
             buried.append(number)
+            orphan = records.numbered_key(records.ORPHAN, number)
+            if self._kv.get(orphan) is None:
+                continue  # made without a name, it has got one
+            effects.append((orphan, None))
             key = records.inode_key(number)
             raw = self._kv.get(key)
             if raw is None:

@@ -25,6 +25,8 @@ from nvpool.meta.records import DIVIDED, Inode
 
 _VERSION = 1
 _PART = struct.Struct("<BHHIIBBqqqqQ")
+COPIED_FLAGS = records.WIDE | records.HAS_ACL
+"""Of the directory's flags, those that a birth needs."""
 LINKS_BASE = 1 << 40
 """Of a part in memory: who looks at the links of a directory only wants to know that it was not removed."""
 
@@ -52,7 +54,7 @@ class Part(Inode):
 
 def new_part(directory: Inode, shard: int) -> Part:
     part = part_of(directory.number, shard, Counts(0, 0, 0, 0, 0), mode=directory.mode, uid=directory.uid, gid=directory.gid,
-                   table=directory.table, chunk_bits=directory.chunk_bits, flags=directory.flags & records.WIDE)
+                   table=directory.table, chunk_bits=directory.chunk_bits, flags=directory.flags & COPIED_FLAGS)
     part.whole = directory
     return part
 

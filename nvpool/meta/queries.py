@@ -194,7 +194,10 @@ def parts(view: View, request: meta_pb2.PartsRequest) -> meta_pb2.PartsReply:
 
 
 def getattr(view: View, request: meta_pb2.GetAttrRequest, now_ns: int) -> Draft:
-    return _entry(view, request.inode, request, now_ns)
+    draft = _entry(view, request.inode, request, now_ns)
+    if request.birth:
+        draft.reply.attr.birth_ns = draft.inodes[request.inode].birth_ns
+    return draft
 
 
 def _entry(view: View, number: int, request, now_ns: int) -> Draft:

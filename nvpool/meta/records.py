@@ -27,10 +27,8 @@ PART = SHARD + 32
 wide directories (`meta/parts`)."""
 
 _KIND_BITS = 3
-_DENTRY_KEY = struct.Struct(">HQ")
-_PREFIX = struct.Struct(">H")
-_LOCK_KEY = struct.Struct(">BQQQ")
-_PART_KEY = struct.Struct(">HQH")
+_DENTRY_KEY, _PREFIX = struct.Struct(">HQ"), struct.Struct(">H")
+_LOCK_KEY, _PART_KEY = struct.Struct(">BQQQ"), struct.Struct(">HQH")
 IDENTITY_KEY, BOUNDS_KEY, COUNTS_KEY = _PREFIX.pack(IDENTITY), _PREFIX.pack(BOUNDS), _PREFIX.pack(COUNTS)
 _PART_PREFIX = _PREFIX.pack(PART)
 END_OF_KEYS = b"\xff\xff"
@@ -160,10 +158,13 @@ def damaged_key(key: bytes) -> bytes:
 
 # -- inodes ----------------------------------------------------------------------------------------------------------
 
-HAS_XATTRS, SEALED, WIDE, APPEND_ONLY, IMMUTABLE, DIVIDED, TRASHED = 1, 2, 4, 8, 16, 32, 64
-"""DIVIDED: shards have parts of the directory (`meta/parts`). TRASHED: a volume's trash has it (`meta/volumes/trash`)."""
+HAS_XATTRS, SEALED, WIDE, APPEND_ONLY, IMMUTABLE, DIVIDED, TRASHED, HAS_ACL = (1 << bit for bit in range(8))
+"""DIVIDED: shards have parts of the directory (`meta/parts`). TRASHED: a volume's trash has it (`meta/volumes/trash`). HAS_ACL:
+one of its extended attributes is an access control list."""
 TOUCHED = 1 << 8
 """A write grant was given at some time: there may be chunks. Flags from here up are not shown to clients."""
+LINKABLE = 1 << 9
+"""A file that was made without a name (O_TMPFILE), and may get one."""
 SHOWN_FLAGS = 0xFF
 
 _VERSION = 1
@@ -171,11 +172,11 @@ _DEFAULT_LAYOUT = Layout()
 _S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
 _SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
 _CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = (1 << bit for bit in range(17, 27))
-_RESERVED = 1 << 29
-_KNOWN = (1 << 27) - 1 | _RESERVED
+_BIRTH, _RESERVED = 27, 1 << 29
+_KNOWN = (1 << 30) - 1
 _HEAD = struct.Struct("<I")
 _SIZE_CODES, _OWNER_CODES = ("", "H", "I", "Q"), ("", "HH", "II", "H")
-_TIME_CODES = ("", "I", "q")
+_TIME_CODES, _BIRTH_CODES = ("", "I", "q"), ("", "", "I", "q")
 _structs: dict[int, struct.Struct] = {}
 
 
@@ -191,23 +192,23 @@ class Inode:
     `change` grows with each change, `cut` with each truncation and hole that may have had something to cut; the last `punches`
     of its numbers were holes, so the file ends where it was reported to end under any of them. `volume`: of its root, or 0.
     `reserved`: end of the places given to appends that were not reported yet; none are open where it is not above `size`.
+    `birth_ns`: when it was made; 0 in records that were made before that was kept.
     """
 
     __slots__ = ("number", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change",
-                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches", "volume", "reserved")
+                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches", "volume", "reserved", "birth_ns")
 
     def __init__(self, number: int, mode: int, links: int = 1, uid: int = 0, gid: int = 0, size: int = 0,
                  blocks: int = 0, atime_ns: int = 0, mtime_ns: int = 0, ctime_ns: int = 0, change: int = 1, cut: int = 0,
                  rdev: int = 0, table: int = 1, chunk_bits: int = 20, flags: int = 0, parent: int = 0,
-                 target: bytes = b"", punches: int = 0, volume: int = 0, reserved: int = 0) -> None:
+                 target: bytes = b"", punches: int = 0, volume: int = 0, reserved: int = 0, birth_ns: int = 0) -> None:
         self.number, self.mode, self.links = number, mode, links
         self.uid, self.gid, self.size = uid, gid, size
         self.blocks, self.atime_ns, self.mtime_ns = blocks, atime_ns, mtime_ns
         self.ctime_ns, self.change, self.cut = ctime_ns, change, cut
         self.rdev, self.table, self.chunk_bits = rdev, table, chunk_bits
         self.flags, self.parent, self.target = flags, parent, target
-        self.punches, self.volume = punches, volume
-        self.reserved = reserved
+        self.punches, self.volume, self.reserved, self.birth_ns = punches, volume, reserved, birth_ns
 
     @property
     def is_directory(self) -> bool:
@@ -249,15 +250,14 @@ def _inode_struct(head: int) -> struct.Struct:
     code += _TIME_CODES[ctime] + _TIME_CODES[atime] + ("Q" if head & _CUT else "") + ("Q" if head & _BLOCKS else "")
     code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
     code += ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "") + ("Q" if head & _VOLUME else "")
-    code += "Q" if head & _RESERVED else ""
+    code += _BIRTH_CODES[head >> _BIRTH & 3] + ("Q" if head & _RESERVED else "")
     made = _structs[head] = struct.Struct(code)
     return made
 
 
 def encode_inode(i: Inode) -> bytes:
     """Fields that have their usual value take no room: about 30 bytes for a file."""
-    head = _VERSION
-    mtime, size, uid, gid = i.mtime_ns, i.size, i.uid, i.gid
+    head, mtime, size, uid, gid = _VERSION, i.mtime_ns, i.size, i.uid, i.gid
     if i.change > 0xFF:
         head |= _CHANGE
     values = [0, i.mode, mtime, i.change]
@@ -320,6 +320,16 @@ def encode_inode(i: Inode) -> bytes:
     if i.volume:
         head |= _VOLUME
         add(i.volume)
+    if i.birth_ns:
+        since = mtime - i.birth_ns
+        if not since:
+            head |= 1 << _BIRTH
+        elif 0 < since < 1 << 32:
+            head |= 2 << _BIRTH
+            add(since)
+        else:
+            head |= 3 << _BIRTH
+            add(i.birth_ns)
     if i.reserved > size:
         head |= _RESERVED
         add(i.reserved)
@@ -341,7 +351,7 @@ def inode_fields(number: int, raw: bytes) -> tuple:
         raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few") from None
     mode, mtime, change = values[1], values[2], values[3]
     at = 4
-    size = uid = gid = cut = rdev = flags = parent = punches = volume = reserved = 0
+    size = uid = gid = cut = rdev = flags = parent = punches = volume = reserved = birth = 0
     links = 1
     ctime = atime = mtime
     table, chunk_bits = _DEFAULT_LAYOUT
@@ -387,6 +397,9 @@ def inode_fields(number: int, raw: bytes) -> tuple:
     if head & _VOLUME:
         volume = values[at]
         at += 1
+    if code := head >> _BIRTH & 3:
+        birth = mtime if code == 1 else mtime - values[at] if code == 2 else values[at]
+        at += code > 1
     if head & _RESERVED:
         reserved = values[at]
     if head & _TOUCHED:
@@ -395,7 +408,7 @@ def inode_fields(number: int, raw: bytes) -> tuple:
     if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
         raise CorruptRecord(f"the record of inode {number} contradicts itself")
     return (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits, flags,
-            parent, bytes(target), punches, volume, reserved)
+            parent, bytes(target), punches, volume, reserved, birth)
 
 
 # -- dentries --------------------------------------------------------------------------------------------------------
@@ -477,15 +490,9 @@ class Bounds(NamedTuple):
     session: int
 
 
-_INTENT = struct.Struct("<BQQBB")
-_HOLE_INTENT = struct.Struct("<BQQBBQ")
-_COLLECT = struct.Struct("<BBB")
-_SESSION = struct.Struct("<B16sq")
-_SLOT = struct.Struct("<BQQ")
-_IDENTITY = struct.Struct("<BI16sB")
-_BOUNDS = struct.Struct("<BQQ")
-_COUNTS = struct.Struct("<BQ")
-_LOCK = struct.Struct("<BBQI")
+_INTENT, _HOLE_INTENT, _COLLECT = struct.Struct("<BQQBB"), struct.Struct("<BQQBBQ"), struct.Struct("<BBB")
+_SESSION, _SLOT, _IDENTITY = struct.Struct("<B16sq"), struct.Struct("<BQQ"), struct.Struct("<BI16sB")
+_BOUNDS, _COUNTS, _LOCK = struct.Struct("<BQQ"), struct.Struct("<BQ"), struct.Struct("<BBQI")
 ORPHAN_VALUE = bytes((_VERSION,))
 ORPHAN_COUNTED = bytes((_VERSION + 1,))  # of a volume's inode that was open when it lost its last name: it counts there still
 XATTR_HEAD = bytes((_VERSION,))

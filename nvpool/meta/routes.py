@@ -38,7 +38,7 @@ CHANGES: dict[int, tuple[Any, Decision]] = {
 SPANNING: dict[int, Callable[[Any], int]] = {
     **dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), attrgetter("parent")),
     wire.META_LINK: attrgetter("inode"),
-    wire.META_SETATTR: attrgetter("inode"),
+    **dict.fromkeys((wire.META_SETATTR, wire.META_SETXATTR, wire.META_REMOVEXATTR), attrgetter("inode")),
 }
 """Changes that may need records of several shards, and the inode whose shard is asked to make them."""
 QUERIES: dict[int, tuple[Any, Decision]] = {

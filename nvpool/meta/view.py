@@ -24,6 +24,7 @@ from nvpool.base.grants import WRITE, Grant, sign
 from nvpool.base.ids import COUNTER_BITS, inode_number
 from nvpool.base.units import NAME_BYTES_MAX, PARTITION_COUNT
 from nvpool.kv.contract import Kv
+from nvpool.logic.acl import Acl, encode_acl
 from nvpool.logic.partition import name_hasher, partition_of_name
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import parts, records
@@ -142,6 +143,11 @@ class View:
         """The record under a key of any partition. WrongShard when another shard would know."""
         self._check_owner(records.partition_of_key(key))
         return self.get(key)
+
+    def xattr(self, number: int, name: bytes) -> bytes | None:
+        """The value of an extended attribute. WrongShard when another shard would know."""
+        raw = self.record(records.xattr_key(number, name))
+        return records.decode_xattr(raw) if raw is not None else None
 
     def ancestor(self, number: int) -> Inode:
         """As `inode`, of a directory above one that is to move."""
@@ -403,11 +409,17 @@ class Draft:
             self.born = True
             self.effects[records.COUNTS_KEY] = records.encode_counts(view.inode_count + 1)
         now = self.now_ns
-        born = Inode(number, atime_ns=now, mtime_ns=now, ctime_ns=now, **fields)
+        born = Inode(number, atime_ns=now, mtime_ns=now, ctime_ns=now, birth_ns=now, **fields)
         if born.volume and (found := self.account(born.volume)) is not None:
             found.add_file()
         self.inodes[number] = self.dirty[number] = born
         return born
+
+    def put_acl(self, inode: Inode, name: bytes, acl: Acl) -> None:
+        """Keep an access control list of the inode, which is to be written."""
+        inode.flags |= records.HAS_XATTRS | records.HAS_ACL
+        self.adds = True
+        self.effects[records.xattr_key(inode.number, name)] = records.XATTR_HEAD + encode_acl(acl)
 
     def discard(self, inode: Inode, directory: int, name: bytes) -> None:
         """As `drop_name`, of this name; with the last the inode goes into the trash of its volume, where that has one."""

@@ -174,7 +174,7 @@ class _Mounted:
         options = MountOptions(client.pool_map.name, is_read_only(arguments),
                                not os.geteuid() and not arguments.no_allow_other, tuple(arguments.extra),
                                arguments.max_read, arguments.max_background, arguments.congestion_threshold,
-                               arguments.writeback, self._source(client.pool_map.name))
+                               arguments.writeback, self._source(client.pool_map.name), not arguments.no_acl)
         if self._directory is None:
             self._directory = directory_here(client.pool_map)
         renewing = asyncio.ensure_future(self._keep_certificate(client))

@@ -48,6 +48,7 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--deadline-s", type=float, help="how long a call waits for a daemon that is gone (60)")
     parser.add_argument("--transport", metavar="SCHEME", help="the only one to use: stream+unix, stream, grpc, … (auto)")
     parser.add_argument("--no-short-cut", action="store_true", help="read through the stores also on their own node")
+    parser.add_argument("--no-acl", action="store_true", help="without access control lists: the kernel does not ask for them")
     parser.add_argument("--read-ahead", type=parse_bytes, default=1 << 20, metavar="BYTES",
                         help="how far the kernel reads ahead of a sequential reader (1M)")
     parser.add_argument("--max-read", type=parse_bytes, default=0, metavar="BYTES",

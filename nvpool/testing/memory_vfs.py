@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import BLOCK_BYTES, GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.base.units import BLOCK_BYTES, GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX, clamp_time_ns
 from nvpool.client.vfs.contract import (
     KEEP_SIZE,
     NOW,
@@ -151,6 +151,8 @@ class MemoryVfs:
         self._last_inode += 1
         now = self._clock.wall_ns()
         gid = caller.gid
+        if not stat.S_ISLNK(mode):
+            mode ^= caller.masked(mode)
         if parent.attr.mode & stat.S_ISGID:
             gid = parent.attr.gid
             if stat.S_ISDIR(mode):
@@ -195,6 +197,12 @@ class MemoryVfs:
     async def getattr(self, inode: int) -> Attr:
         return self._node(inode).attr
 
+    async def birth_ns(self, inode: int) -> int:
+        return 0
+
+    async def create_unnamed(self, parent: int, mode: int, flags: int, caller) -> tuple[Attr, FileHandle]:
+        raise errors.NotSupported("no files without names")
+
     async def setattr(self, inode: int, *, mode=None, uid=None, gid=None, size=None, atime_ns=None, mtime_ns=None,
                       ctime_ns=None, caller, handle=None) -> Attr:
         node = self._node(inode)
@@ -209,9 +217,9 @@ class MemoryVfs:
             attr.gid = gid
         self._touch(node, content=size is not None)
         if atime_ns is not None:
-            attr.atime_ns = self._clock.wall_ns() if atime_ns == NOW else atime_ns
+            attr.atime_ns = self._clock.wall_ns() if atime_ns == NOW else clamp_time_ns(atime_ns)
         if mtime_ns is not None:
-            attr.mtime_ns = self._clock.wall_ns() if mtime_ns == NOW else mtime_ns
+            attr.mtime_ns = self._clock.wall_ns() if mtime_ns == NOW else clamp_time_ns(mtime_ns)
         return attr
 
     @staticmethod
@@ -515,6 +523,8 @@ class MemoryVfs:
             raise errors.NoAttribute() from None
 
     async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller) -> None:
+        if name.startswith(b"system."):
+            raise errors.NotSupported("no access control lists")
         node = self._node(inode)
         if flags & XATTR_CREATE and name in node.xattrs:
             raise errors.AlreadyExists()

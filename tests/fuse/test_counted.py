@@ -10,10 +10,11 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from conftest import needs, wait_until
+from conftest import as_user, needs, wait_until
 from counted_mounts import CountedMounts
 
 from nvpool.client.options import ClientOptions
+from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.ops import FuseOptions
 from nvpool.meta.service import MetaOptions
 
@@ -329,7 +330,7 @@ def test_files_are_always_ready_and_the_kernel_asks_for_that_once(mounts):
 
 @needs("stat")
 def test_who_asks_for_more_than_attributes_costs_no_request_more(mounts):
-    """stat(1) asks for the time of birth: the kernel learns once that nobody keeps it, and answers out of what it has."""
+    """stat(1) asks for the time of birth: the kernel learns it once for each file, and answers out of what it has."""
     one = mounts.mount(MINUTES)
     make(one.place / "f")
     settle(mounts, one)
@@ -337,9 +338,26 @@ def test_who_asks_for_more_than_attributes_costs_no_request_more(mounts):
 
     def stat():
         return subprocess.run(["stat", "-c", "%s %W", one.place / "f"], capture_output=True, text=True, timeout=240).stdout
-    with mounts.counted(one) as (asked, _):
-        assert [stat() for _ in range(4)] == ["4096 0\n"] * 4
-    assert asked["STATX"] == 1 and asked["GETATTR"] <= 1
+    with mounts.counted(one) as (asked, sent):
+        assert [stat() for _ in range(4)] == [f"4096 {int(os.stat(one.place / 'f').st_ctime)}\n"] * 4
+    assert asked["STATX"] == 1 and asked["GETATTR"] <= 1 and sent["META_GETATTR"] <= 2
+
+
+def test_rights_of_others_cost_no_message_where_there_is_no_acl(mounts):
+    """The kernel asks for an access control list whenever somebody but the owner wants a right."""
+    one = mounts.mount(MINUTES, settings=MountOptions("counted", allow_other=True))
+    for number in range(10):
+        make(one.place / f"f{number}")
+    settle(mounts, one)
+    place = os.open(one.place, os.O_RDONLY)  # nobody else may walk to it
+
+    def read():
+        files = [os.open(f"f{number}", os.O_RDONLY, dir_fd=place) for number in range(10)]
+        return sum(len(os.read(file, 5000)) for file in files)
+    with mounts.counted(one) as (asked, sent):
+        assert as_user(1001, 1001, read) == 10 * 4096
+    os.close(place)
+    assert 10 <= asked["GETXATTR"] <= 20 and "META_GETXATTR" not in sent  # of each file; and of the mount's root each time
 
 
 def test_truncation_at_open_is_part_of_the_open(mounts):

@@ -265,14 +265,14 @@ def test_the_request_is_the_bytes_that_protobuf_writes():
     for _ in range(3000):
         fields = {"parent": some_number(chance, 63), "name": chance.randbytes(chance.choice([1, 7, 127, 128, 255])),
                   "mode": 0o100000 | some_number(chance, 12), "open": True, "rights": chance.choice([1, 3]),
-                  "exclusive": chance.random() < 0.5, "truncate": chance.random() < 0.5}
+                  "exclusive": chance.random() < 0.5, "truncate": chance.random() < 0.5, "masked": some_number(chance, 9)}
         request = CreateRequest(**fields)
         change = request.change
         change.session, change.slot, change.sequence = some_number(chance, 64), chance.randrange(64), some_number(chance, 62)
         change.map_epoch, change.uid, change.gid = some_number(chance, 40), some_number(chance, 32), some_number(chance, 32)
         packed = creates._creates.request_of(
             change.session, change.slot, change.sequence, change.map_epoch, change.uid, change.gid, request.parent,
-            request.name, request.mode, request.rights, request.exclusive, request.truncate)
+            request.name, request.mode, request.rights, request.exclusive, request.truncate, request.masked)
         assert packed == request.SerializeToString()
 
 

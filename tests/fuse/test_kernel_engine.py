@@ -70,10 +70,13 @@ class Kernel:
 
     def say(self, opcode, body=(), *, node=1, names=(), payload=b"", pid=0, unique=None):
         self.last += 2
-        form = FORMS.get(opcode)
+        form = requests.SETXATTR_EXTENDED if opcode == Op.SETXATTR and self.engine._setxattr_extended else FORMS.get(opcode)
+        if opcode == Op.SETXATTR:
+            body = (*body, 0, 0, 0)[:len(form.body._fields)]
         made = form.body(*body) if form is not None and form.body else None
         unique = self.last if unique is None else unique
-        self.ours.send(requests.encode(Request(opcode, unique, node, 0, 0, pid, made, names, payload)))
+        self.ours.send(requests.encode(Request(opcode, unique, node, 0, 0, pid, made, names, payload),
+                                       setxattr_extended=form is requests.SETXATTR_EXTENDED))
         return unique
 
     async def hear(self):
@@ -122,7 +125,7 @@ async def test_what_is_agreed_on_is_what_the_kernel_offers_and_no_more(kernel):
     said = await kernel.init(45, ALL & ~int(Init.PARALLEL_DIROPS))
     assert (said.major, said.minor, said.flags | said.flags2 << 32) == (7, 45, int(FLAGS & ~Init.PARALLEL_DIROPS))
     assert said.max_write == said.max_pages * 4096 >= 1 << 17 and said.max_background == 128 and said.congestion_threshold == 96
-    assert not (said.flags & (Init.EXPORT_SUPPORT | Init.POSIX_ACL | Init.WRITEBACK_CACHE | Init.EXPLICIT_INVAL_DATA))
+    assert not (said.flags & (Init.EXPORT_SUPPORT | Init.WRITEBACK_CACHE | Init.EXPLICIT_INVAL_DATA))
     assert kernel.ready == [1]
 
 
@@ -274,9 +277,80 @@ async def test_a_kernel_that_keeps_written_pages_is_not_told_of_holes(kernel):
 
 
 @played()
+async def test_ioctl_is_enotty(kernel):
+    await kernel.init()
+    inode, handle = await kernel.create(b"f")
+    for node, command in ((inode, 0x80086601), (1, 0x801C581F)):  # FS_IOC_GETFLAGS, FS_IOC_FSGETXATTR
+        with pytest.raises(OSError) as refused:
+            await kernel.ask(Op.IOCTL, (handle, 0, command, 0, 0, 8), node=node)
+        assert refused.value.errno == errno.ENOTTY
+
+
+@played()
+async def test_umask_counts_for_what_is_made_in_memory(kernel):
+    await kernel.init()
+    inode, _ = await kernel.create(b"f")
+    made = replies.read("entry", await kernel.ask(Op.MKDIR, (0o777, 0o027), names=(b"d",)))
+    node = replies.read("entry", await kernel.ask(Op.MKNOD, (0o100666, 0, 0o077), names=(b"n",)))
+    assert (made.mode & 0o777, node.mode & 0o777) == (0o750, 0o600)
+    assert replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode)).mode & 0o777 == 0o644
+
+
+@played()
+async def test_statx_without_a_known_birth_time_says_so(kernel):
+    await kernel.init()
+    inode, _ = await kernel.create(b"f")
+    found = replies.read("statx", await kernel.ask(Op.STATX, (0, 0, 0, 0xFFF), node=inode))
+    assert found.mask == replies.STATX_BASIC and found.ino == inode and found.btime == 0
+    told = replies.statx(2, kernel.engine._ops._vfs._nodes[inode].attr, (1, 0), 5 * 10**9 + 7)
+    found = replies.read("statx", replies.parse(told)[2])
+    assert (found.mask, found.btime, found.btimensec) == (replies.STATX_BASIC | replies.STATX_BTIME, 5, 7)
+
+
+@pytest.mark.parametrize("offered", [ALL, ALL & ~Init.SETXATTR_EXT, ALL & ~Init.POSIX_ACL])
+def test_access_control_lists_need_a_kernel_that_enforces_them(offered):
+    @played()
+    async def test(kernel):
+        asked = []
+
+        async def setxattr(inode, name, value, flags, caller):
+            asked.append((name, value, flags))
+        kernel.engine._ops._vfs.setxattr = setxattr
+        said = await kernel.init(flags=offered)
+        assert bool(said.flags & Init.POSIX_ACL) == bool(offered & Init.POSIX_ACL)
+        inode, _ = await kernel.create(b"f")
+        name = b"system.posix_acl_access"
+        for mark in (0, 1):
+            words = (4, 0, mark, 0) if offered & Init.SETXATTR_EXT else (4, 0)
+            asking = kernel.ask(Op.SETXATTR, words, node=inode, names=(name,), payload=b"list")
+            if offered & Init.POSIX_ACL:
+                await asking
+            else:
+                with pytest.raises(OSError) as refused:
+                    await asking
+                assert refused.value.errno == errno.EOPNOTSUPP
+        killed = 4 if offered & Init.SETXATTR_EXT else 0  # root asks: without the mark nothing goes
+        assert asked == ([(name, b"list", 0), (name, b"list", killed)] if offered & Init.POSIX_ACL else [])
+        with pytest.raises(OSError) as absent:
+            await kernel.ask(Op.GETXATTR, (100,), node=inode, names=(name,))
+        assert absent.value.errno == (errno.ENODATA if offered & Init.POSIX_ACL else errno.EOPNOTSUPP)
+    test()
+
+
+@played(settings=MountOptions("p", acl=False))
+async def test_mount_without_access_control_lists_does_not_agree_to_them(kernel):
+    assert not (await kernel.init()).flags & Init.POSIX_ACL
+    inode, _ = await kernel.create(b"f")
+    for opcode, words in ((Op.GETXATTR, (100,)), (Op.REMOVEXATTR, ())):
+        with pytest.raises(OSError) as refused:
+            await kernel.ask(opcode, words, node=inode, names=(b"system.posix_acl_access",))
+        assert refused.value.errno == errno.EOPNOTSUPP
+
+
+@played()
 async def test_what_nobody_knows_is_enosys_and_what_needs_no_answer_gets_none(kernel):
     await kernel.init()
-    for opcode in (Op.BMAP, Op.IOCTL, Op.POLL, Op.STATX, Op.SETUPMAPPING, Op.TMPFILE, 63, 99, 4096):
+    for opcode in (Op.BMAP, Op.POLL, Op.SETUPMAPPING, 63, 99, 4096):
         with pytest.raises(OSError) as refused:
             body = tuple([0] * len(FORMS[opcode].body._fields)) if opcode in FORMS else ()
             await kernel.ask(opcode, body, names=(b"n",) * FORMS[opcode].names if opcode in FORMS else ())

@@ -485,7 +485,7 @@ def test_a_released_number_is_never_given_again(fs):
     assert stat.S_ISREG(fs.getattr(attr.inode).mode)
 
 
-@pytest.mark.parametrize(("uid", "mode", "left"), [(7, 0o6777, 0o777), (7, 0o2666, 0o2666), (0, 0o6777, 0o6777)])
+@pytest.mark.parametrize(("uid", "mode", "left"), [(7, 0o6777, 0o777), (7, 0o2666, 0o666), (0, 0o6777, 0o6777)])
 def test_an_append_takes_set_id_bits_away_unless_root_makes_it(fs, uid, mode, left):
     attr, made = fs.create(ROOT, b"f", 0o777, os.O_WRONLY | os.O_CREAT, ME)
     fs.release(made.handle)
@@ -498,6 +498,23 @@ def test_an_append_takes_set_id_bits_away_unless_root_makes_it(fs, uid, mode, le
     assert stat.S_IMODE(fs.getattr(attr.inode).mode) == left
     assert bool(told) == (left != mode), "the kernel forgets the mode that it knew"
     fs.release(opened.handle)
+
+
+def test_set_gid_stays_when_a_group_member_changes_bytes(fs):
+    attr, made = fs.create(ROOT, b"f", 0o777, os.O_RDWR | os.O_CREAT, ME)
+    for caller, left in ((Caller(7, ME.gid), 0o2666), (Caller(7, 7, 1 << 30), 0o666)):
+        fs.setattr(attr.inode, ME, None, mode=0o6666)
+        fs.fallocate(made.handle, 0, 10, 0, caller)
+        assert stat.S_IMODE(fs.getattr(attr.inode).mode) == left
+        fs.setattr(attr.inode, ME, None, mode=0o6666)
+        fs.setattr(attr.inode, caller, None, gid=attr.gid)
+        assert stat.S_IMODE(fs.getattr(attr.inode).mode) & stat.S_ISGID == left & stat.S_ISGID
+
+
+def test_far_times_are_clamped_to_the_kept_range(fs):
+    attr, _ = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    found = fs.setattr(attr.inode, ME, None, atime_ns=-11_644_473_600 * 10**9, mtime_ns=253_402_300_799 * 10**9)
+    assert (found.atime_ns, found.mtime_ns) == (-1 << 63, (1 << 63) - 1)
 
 
 def test_an_append_takes_file_capabilities_away(fs):

@@ -671,7 +671,7 @@ def inodes():
     return st.builds(Inode, number(1, (1 << 63) - 1), mode, links=links, uid=owner, gid=owner, size=small, blocks=small,
                      atime_ns=time, mtime_ns=time, ctime_ns=time, change=small, cut=small, rdev=owner, table=number(0, 255),
                      chunk_bits=st.one_of(st.just(20), number(0, 255)), flags=number(0, 0x1FF), parent=small, punches=small,
-                     volume=small)
+                     volume=small, birth_ns=st.one_of(st.just(0), time))
 
 
 @given(inodes())
@@ -692,7 +692,7 @@ def test_inodes_are_read_and_written_as_records_does(inode):
 
 
 @given(st.one_of(st.binary(max_size=80), st.builds(
-    lambda head, rest: (1 | head << 8).to_bytes(4, "little") + rest, st.integers(0, (1 << 20) - 1), st.binary(max_size=90))))
+    lambda head, rest: (1 | head << 8).to_bytes(4, "little") + rest, st.integers(0, (1 << 22) - 1), st.binary(max_size=90))))
 def test_records_that_make_no_sense_are_not_read(raw):
     found = atonce._atonce.recoded(5, raw)
     try:
@@ -721,7 +721,7 @@ def requests():
     change = st.builds(pb.Change, session=number, slot=small, sequence=number, map_epoch=number, uid=small, gid=small)
     return st.one_of(
         st.tuples(st.just(CREATE), st.builds(pb.CreateRequest, change=change, parent=number, name=name, mode=small, open=flag,
-                                             rights=small, exclusive=flag, truncate=flag)),
+                                             rights=small, exclusive=flag, truncate=flag, masked=small)),
         st.tuples(st.just(UNLINK), st.builds(pb.UnlinkRequest, change=change, parent=number, name=name)),
         st.tuples(st.just(REPORT), st.builds(pb.ReportRequest, change=change, inode=number, cut=number, end=number, wrote=flag,
                                              sync=flag, release=flag, blocks_delta=number)),
@@ -771,4 +771,5 @@ def test_what_is_read_of_a_broken_request_is_what_protobuf_reads(asked, faults):
         read = MESSAGES[method].FromString(bytes(raw))  # raises where it can not be read
         assert found == fields_of(method, read)
         for field, value in read.ListFields():  # and nothing else was in it
-            assert field.name in ("change", "map_epoch", "exclusive", "truncate", "parent", *found), (field.name, value)
+            known = ("change", "map_epoch", "exclusive", "truncate", "masked", "parent", *found)
+            assert field.name in known, (field.name, value)

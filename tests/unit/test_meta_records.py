@@ -38,6 +38,14 @@ INODES = {
     "file with open appends": Inode(FILE, 0o100644, size=100, blocks=8, atime_ns=T, mtime_ns=T, ctime_ns=T, volume=FILE,
                                     flags=records.TOUCHED, reserved=300),
     "times before 1970": Inode(FILE, 0o100644, atime_ns=-5, mtime_ns=-7, ctime_ns=T),
+    "time of birth: that of the last change": Inode(FILE, 0o100644, atime_ns=T, mtime_ns=T, ctime_ns=T, birth_ns=T),
+    "time of birth: shortly before": Inode(FILE, 0o100644, atime_ns=T, mtime_ns=T, ctime_ns=T, birth_ns=T - 77, volume=9),
+    "time of birth: long before": Inode(FILE, 0o100644, atime_ns=T, mtime_ns=T, ctime_ns=T, birth_ns=T - (1 << 40)),
+    "time of birth: behind a time that was set": Inode(FILE, 0o100644, atime_ns=5, mtime_ns=7, ctime_ns=T, birth_ns=T - 1),
+    "access control list": Inode(FILE, 0o40750, links=2, atime_ns=T, mtime_ns=T, ctime_ns=T, parent=1, birth_ns=T,
+                                 flags=records.HAS_XATTRS | records.HAS_ACL),
+    "file without a name": Inode(FILE, 0o100600, links=0, atime_ns=T, mtime_ns=T, ctime_ns=T, birth_ns=T,
+                                 flags=records.TOUCHED | records.LINKABLE),
 }
 
 
@@ -106,7 +114,7 @@ u64, s64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
 @given(st.builds(Inode, st.integers(1, 2**63 - 1), st.sampled_from([0o100644, 0o40755, 0o10600]), st.integers(0, 2**32 - 1),
                  st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), u64, u64, s64, s64, s64, u64, u64,
                  st.integers(0, 2**32 - 1), st.integers(0, 255), st.integers(0, 255), st.integers(0, 2**16 - 1),
-                 st.integers(0, 2**63 - 1), st.just(b""), u64))
+                 st.integers(0, 2**63 - 1), st.just(b""), u64, u64, st.just(0), s64))
 def test_every_inode_comes_back_from_its_record(inode):
     assert records.decode_inode(inode.number, records.encode_inode(inode)) == inode
 

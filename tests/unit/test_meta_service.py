@@ -567,8 +567,9 @@ async def test_extended_attributes_come_back_and_keep_their_rules(shard, client)
     assert await names() == [b"user.a", b"user.b"] and await get(b"user.a") == b""
     for attempt, error in ((put(b"user.a", b"", 1), errors.AlreadyExists), (put(b"user.c", b"", 2), errors.NoAttribute),
                            (put(b"user.c", b"x" * 65537), errors.TooBig), (get(b"user.c"), errors.NoAttribute),
-                           (put(b"system.posix_acl_access", b"x"), errors.NotSupported),
-                           (get(b"system.posix_acl_default"), errors.NotSupported),
+                           (put(b"system.posix_acl_access", b"x"), errors.InvalidRequest),
+                           (get(b"system.posix_acl_default"), errors.NoAttribute),
+                           (put(b"system.nfs4_acl", b"x"), errors.NotSupported),
                            (put(b"user.", b"x"), errors.InvalidRequest),
                            (put(b"user." + b"n" * 255, b"x"), errors.RangeTooSmall)):
         with pytest.raises(error):

@@ -163,6 +163,8 @@ def test_attributes_are_set_and_shown(pool):
     assert pool.listxattr(path) == []
     pool.utime(path)
     assert pool.stat(path).st_mtime_ns > 1_600_000_000_987_654_321
+    pool.utime(path, ns=(-11_644_473_600 * 10**9, 253_402_300_799 * 10**9))
+    assert (pool.stat(path).st_atime_ns, pool.stat(path).st_mtime_ns) == (-1 << 63, (1 << 63) - 1)
     assert pool.statfs().blocks_available > 0
 
 

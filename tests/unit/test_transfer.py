@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from nvpool.base.errors import AlreadyExists, ChecksumMismatch, NotFound, Unreachable, from_os_error
+from nvpool.base.units import clamp_time_ns
 from nvpool.sdk.transfer import Tally, TransferOptions, export_tree, import_tree, inbound
 
 MIB = 1 << 20
@@ -99,7 +100,7 @@ class DirectoryVfs:
         if mode is not None:
             os.chmod(path, mode)
         if mtime_ns is not None:
-            os.utime(path, ns=(atime_ns, mtime_ns), follow_symlinks=False)
+            os.utime(path, ns=(clamp_time_ns(atime_ns), clamp_time_ns(mtime_ns)), follow_symlinks=False)
 
     async def flush(self, handle):
         pass
@@ -232,6 +233,17 @@ def test_a_second_run_moves_nothing(source, tmp_path):
     take_out(tmp_path / "root", tmp_path / "out")
     tally = take_out(tmp_path / "root", tmp_path / "out")
     assert tally.skipped_files >= 5 and not tally.failures and picture(tmp_path / "root") == before
+
+
+def test_import_skips_a_file_whose_time_was_clamped(tmp_path):
+    (tmp_path / "source").write_bytes(b"bytes")
+    os.utime(tmp_path / "source", ns=(10_413_792_000 * 10**9,) * 2)
+    if os.stat(tmp_path / "source").st_mtime_ns != 10_413_792_000 * 10**9:
+        pytest.skip("this file system does not keep the year 2300")
+    (tmp_path / "root").mkdir()
+    vfs = DirectoryVfs(tmp_path / "root")
+    bring_in(None, tmp_path / "source", b"/there", vfs=vfs)
+    assert bring_in(None, tmp_path / "source", b"/there", vfs=vfs).skipped_files == 1
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3, 5])

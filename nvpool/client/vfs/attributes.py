@@ -15,6 +15,7 @@ from nvpool.base.units import (
     NAME_BYTES_MAX,
     XATTR_NAME_BYTES_MAX,
     XATTR_VALUE_BYTES_MAX,
+    clamp_time_ns,
 )
 from nvpool.client.cache import XATTR_FLAG
 from nvpool.client.vfs.contract import NOW, Caller, FileHandle, StatFs
@@ -56,8 +57,9 @@ class Attributes(Core):
     async def setattr(self, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
                       size: int | None = None, atime_ns: int | str | None = None, mtime_ns: int | str | None = None,
                       ctime_ns: int | None = None, caller: Caller, handle: FileHandle | None = None) -> Attr:
-        """Change what is not None; NOW for a time is the service's. A new size cuts or extends with zeros, own unstored writes
-        behind it are forgotten, and on return no reader anywhere sees a byte that was cut."""
+        """Change what is not None; NOW for a time is the service's, others are clamped to what can be kept. A new size cuts or
+        extends with zeros, own unstored writes behind it are forgotten, and on return no reader anywhere sees a byte that was
+        cut."""
         request = meta_pb2.SetAttrRequest(inode=inode)
         valid = 0
         if mode is not None:
@@ -71,13 +73,13 @@ class Attributes(Core):
             request.gid = gid
         if atime_ns is not None:
             valid |= _ATIME_NOW if atime_ns == NOW else _ATIME
-            request.atime_ns = 0 if atime_ns == NOW else atime_ns
+            request.atime_ns = 0 if atime_ns == NOW else clamp_time_ns(atime_ns)
         if mtime_ns is not None:
             valid |= _MTIME_NOW if mtime_ns == NOW else _MTIME
-            request.mtime_ns = 0 if mtime_ns == NOW else mtime_ns
+            request.mtime_ns = 0 if mtime_ns == NOW else clamp_time_ns(mtime_ns)
         if ctime_ns is not None:
             valid |= _CTIME
-            request.ctime_ns = ctime_ns
+            request.ctime_ns = clamp_time_ns(ctime_ns)
         file = self.cache.open.get(inode)
         if handle is not None and handle.file.lost:
             raise LockLost()
@@ -113,6 +115,11 @@ class Attributes(Core):
             self.writer.end_cut(file)
             self.reader.changed(file)
         return self._merged(attr)
+
+    async def birth_ns(self, inode: int) -> int:
+        """When the inode was made; 0 where its record does not tell. It never changes."""
+        request = meta_pb2.GetAttrRequest(inode=inode, birth=True)
+        return (await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)).attr.birth_ns
 
     async def spread(self, inode: int, caller: Caller) -> Attr:
         """The directory, which must be empty, is wide from here on. DirectoryNotEmpty, NotADirectory."""

@@ -12,17 +12,24 @@ NOW = "now"
 """For atime_ns and mtime_ns of setattr: the service's clock."""
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
-XATTR_CREATE, XATTR_REPLACE = 1, 2
+XATTR_CREATE, XATTR_REPLACE, XATTR_KILL_SET_GID = 1, 2, 4
+"""Of setxattr. The third: setting an access control list takes set-gid from the mode."""
 KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 1, 2, 16
 """Modes of fallocate(2), see linux/falloc.h; the others are not supported."""
 
 
 class Caller(NamedTuple):
-    """On whose behalf: owner of what is made. Rights are checked by who calls the Vfs (the kernel, for a mount)."""
+    """On whose behalf: owner of what is made. Rights are checked by who calls the Vfs (the kernel, for a mount). `umask` counts
+    for what is made, unless the directory has a default access control list."""
 
     uid: int
     gid: int
     pid: int = 0
+    umask: int = 0
+
+    def masked(self, mode: int) -> int:
+        """The permission bits of `mode` that the umask takes."""
+        return mode & self.umask & 0o777
 
 
 class StatFs(NamedTuple):

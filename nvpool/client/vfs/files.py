@@ -138,7 +138,7 @@ class Files(Together, Locks):
         return FileHandle(file, flags)
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, FileHandle]:
-        """Make the file where it is not there, and open it. `mode` has the umask applied. O_EXCL: AlreadyExists where it is."""
+        """Make the file where it is not there, and open it. O_EXCL: AlreadyExists where it is."""
         check_name(name)
         rights = rights_of(flags)
         exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
@@ -152,8 +152,9 @@ class Files(Together, Locks):
             self.reader.changed(cut)
             await self.writer.begin_cut(cut, 0)
         try:
-            request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode), open=True,
-                                             rights=rights, exclusive=exclusive, truncate=truncate)
+            masked = caller.masked(mode)
+            request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
+                                             open=True, rights=rights, exclusive=exclusive, truncate=truncate, masked=masked)
             self.cache.forget_entry(parent, name)
             sent_s = self.clock.boottime_s()
             place, request.spread = await self._place(parent, name)
@@ -166,6 +167,17 @@ class Files(Together, Locks):
         if handle is None:
             return await self._open_elsewhere(parent, name, mode, flags, caller, reply.entry.attr.inode)
         self._created(parent, name, handle, sent_s, reply)
+        return self._merged(handle.attr), handle
+
+    async def create_unnamed(self, parent: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, FileHandle]:
+        """O_TMPFILE: an open file in the directory that has no name, and goes when it is closed. `link` gives it one, unless
+        O_EXCL."""
+        masked = caller.masked(mode)
+        request = meta_pb2.CreateRequest(parent=parent, mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked, masked=masked,
+                                         open=True, rights=rights_of(flags), exclusive=bool(flags & os.O_EXCL), unnamed=True)
+        sent_s = self.clock.boottime_s()
+        reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
+        handle = self._opened(reply.entry, flags, sent_s)
         return self._merged(handle.attr), handle
 
     def _created(self, parent: int, name: bytes, handle: FileHandle, sent_s: float, reply) -> None:
@@ -184,8 +196,9 @@ class Files(Together, Locks):
         exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
         if truncate and not exclusive and self.may_be_written(parent, name):
             return None
-        request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode), open=True,
-                                         rights=rights, exclusive=exclusive, truncate=truncate)
+        masked = caller.masked(mode)
+        request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked, open=True,
+                                         rights=rights, exclusive=exclusive, truncate=truncate, masked=masked)
         begun = self.meta.begin(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply,
                                 partial(self._made, making, parent, name, mode, flags, caller, self.clock.boottime_s()),
                                 uid=caller.uid, gid=caller.gid, unique=unique)

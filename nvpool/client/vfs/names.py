@@ -261,7 +261,8 @@ class Names(Wide):
 
     async def _birth(self, parent: int, name: bytes, mode: int, caller: Caller, **fields) -> Attr:
         check_name(name)
-        request = meta_pb2.CreateRequest(parent=parent, name=name, mode=mode, exclusive=True, **fields)
+        masked = caller.masked(mode) if not stat.S_ISLNK(mode) else 0
+        request = meta_pb2.CreateRequest(parent=parent, name=name, mode=mode ^ masked, masked=masked, exclusive=True, **fields)
         self.cache.forget_entry(parent, name)
         sent_s = self.clock.boottime_s()
         place, request.spread = await self._place(parent, name)

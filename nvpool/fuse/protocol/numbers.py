@@ -181,6 +181,7 @@ READ_LOCK_OWNER = 1 << 1
 RELEASE_FLUSH, RELEASE_FLOCK_UNLOCK = 1 << 0, 1 << 1
 OPEN_KILL_SUIDGID = 1 << 0
 FSYNC_DATA_ONLY = 1 << 0
+SETXATTR_ACL_KILL_SGID = 1 << 0
 LOCK_FLOCK = 1 << 0
 EXPIRE_ONLY = 1 << 0
 """Of an entry's invalidation: the kernel asks again and keeps what is open below."""

@@ -137,14 +137,15 @@ def init(unique: int, *, minor: int, max_readahead: int, flags: int, max_backgro
                           request_timeout_s)
 
 
-STATX_BASIC = 0x7FF
+STATX_BASIC, STATX_BTIME = 0x7FF, 0x800
 
 
-def statx(unique: int, attr, keep: Times) -> bytes:
-    """To STATX, without a time of birth."""
-    times = (word for ns in (attr.atime_ns, 0, attr.ctime_ns, attr.mtime_ns) for word in divmod(ns, SECOND_NS))
+def statx(unique: int, attr, keep: Times, birth_ns: int = 0) -> bytes:
+    """To STATX; without a time of birth where that is 0."""
+    times = (word for ns in (attr.atime_ns, birth_ns, attr.ctime_ns, attr.mtime_ns) for word in divmod(ns, SECOND_NS))
+    mask = STATX_BASIC | STATX_BTIME if birth_ns else STATX_BASIC
     major, minor = attr.rdev >> 8 & 0xFFF, attr.rdev & 0xFF | attr.rdev >> 12 & 0xFFF00
-    return _STATX_OUT.pack(_STATX_OUT.size, 0, unique, *keep, 0, STATX_BASIC, BLOCK_BYTES, 0, attr.links, attr.uid, attr.gid,
+    return _STATX_OUT.pack(_STATX_OUT.size, 0, unique, *keep, 0, mask, BLOCK_BYTES, 0, attr.links, attr.uid, attr.gid,
                            attr.mode, attr.inode, attr.size, attr.blocks, 0, *times, major, minor, 0, 0)
 
 

@@ -6,6 +6,7 @@ import stat
 
 from nvpool.base.errors import Busy, DirectoryNotEmpty, FileTooLarge, InvalidRequest, IsADirectory, NotADirectory
 from nvpool.base.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+from nvpool.logic import acl
 from nvpool.logic.layout import size_max
 from nvpool.meta import records
 from nvpool.meta.records import Inode
@@ -18,7 +19,8 @@ KNOWN = (1 << 12) - 1
 
 def setattr(view: View, request: meta_pb2.SetAttrRequest, now_ns: int) -> Draft:
     """All that `valid` names, at once. ctime is always now: a caller's ctime (CTIME) is taken as word that something
-    changed, not as its time. A change of owner takes set-uid and set-gid (of what a group may execute) from a file."""
+    changed, not as its time. A change of owner takes set-uid and set-gid (of what a group may execute) from a file. An access
+    control list follows the mode."""
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     valid = request.valid
@@ -41,6 +43,8 @@ def setattr(view: View, request: meta_pb2.SetAttrRequest, now_ns: int) -> Draft:
                 inode.mode &= ~stat.S_ISGID
     if valid & MODE:
         inode.mode = inode.mode & 0o170000 | request.mode & 0o7777
+        if inode.flags & records.HAS_ACL and (raw := view.xattr(inode.number, acl.ACCESS)) is not None:
+            draft.put_acl(inode, acl.ACCESS, acl.changed_by_mode(acl.decode_acl(raw), inode.mode))
     if valid & (CHUNK | REPLICAS):
         _hand_down(view, inode, request)
     draft.stamp(inode)

@@ -8,8 +8,10 @@ from nvpool.base.errors import AlreadyExists, InvalidRequest, IsADirectory, Name
 from nvpool.base.grants import WRITE
 from nvpool.base.ids import partition_of
 from nvpool.base.units import SYMLINK_BYTES_MAX
+from nvpool.logic.acl import ACCESS, DEFAULT, Acl, decode_acl, inherited
 from nvpool.logic.partition import partition_of_directory
 from nvpool.meta import records
+from nvpool.meta.records import Inode
 from nvpool.meta.view import Draft, View, fill_attr, fill_elsewhere
 from nvpool.meta.volumes.policy import begin_volume
 from nvpool.wire.v1 import meta_pb2
@@ -19,14 +21,17 @@ KINDS = frozenset((stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFCHR, stat.
 
 def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
     """A new inode has the caller's uid and gid; in a set-gid directory the directory's gid, a directory there also the
-    bit. Layout comes from the directory. An existing file is opened (and cut, where asked) unless `exclusive`."""
+    bit. Layout comes from the directory, and access control lists from its default one. An existing file is opened (and cut,
+    where asked) unless `exclusive`."""
     draft = Draft(view, now_ns)
-    parent = draft.entered_holder(request.parent)
-    partition, name_hash, key = view.place(parent, request.name)
     mode = request.mode
     kind = mode & 0o170000
     if kind not in KINDS or mode > 0o177777:
         raise InvalidRequest(f"no file has the mode {mode:#o}")
+    if request.unnamed:
+        return _create_unnamed(draft, request)
+    parent = draft.entered_holder(request.parent)
+    partition, name_hash, key = view.place(parent, request.name)
     raw = view.get(key)
     if raw is not None:
         return _open_existing(draft, request, *records.decode_dentry(partition, raw))
@@ -36,6 +41,9 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
         gid = parent.gid
         if kind == stat.S_IFDIR:
             mode |= stat.S_ISGID
+    lists: dict[bytes, Acl] = {}
+    if parent.flags & records.HAS_ACL and kind != stat.S_IFLNK:
+        mode, lists = _inherited(view, parent, mode, request.masked)
     flags, volume = 0, parent.volume
     if volume and request.wide:
         raise InvalidRequest("there are no wide directories in a volume: its names are the work of one shard")
@@ -60,6 +68,8 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
         born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, target=target, size=len(target), volume=volume)
     else:
         born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, rdev=request.rdev, volume=volume)
+    for name, acl in lists.items():
+        draft.put_acl(born, name, acl)
     draft.effects[key] = records.encode_dentry(partition, born.number, kind >> 12)
     parent.size += 1
     draft.stamp(parent, content=True)
@@ -69,6 +79,45 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
     if request.open and kind == stat.S_IFREG:
         draft.opened = born.number
         reply.entry.grant = draft.grant(born, request.rights, change.session)
+    return draft
+
+
+def _inherited(view: View, parent: Inode, mode: int, masked: int) -> tuple[int, dict[bytes, Acl]]:
+    """The mode, and the access control lists, of what is made in the directory with a mode that has lost the bits `masked` to
+    an umask, which does not count where there is a default list."""
+    raw = view.xattr(parent.number, DEFAULT)
+    if raw is None:
+        return mode, {}
+    default = decode_acl(raw)
+    mode, access = inherited(default, mode | masked & 0o777)
+    lists = {ACCESS: access} if access else {}
+    if mode & 0o170000 == stat.S_IFDIR:
+        lists[DEFAULT] = default
+    return mode, lists
+
+
+def _create_unnamed(draft: Draft, request: meta_pb2.CreateRequest) -> Draft:
+    """O_TMPFILE: a file that is open, has no name, and goes when it is closed, as one that has lost its last name. LINK may
+    give it a name, unless it was made `exclusive`."""
+    parent, mode, change = draft.entered(request.parent), request.mode, request.change
+    if mode & 0o170000 != stat.S_IFREG or request.name or not request.open:
+        raise InvalidRequest("what is made without a name is a regular file, and open")
+    lists: dict[bytes, Acl] = {}
+    if parent.flags & records.HAS_ACL:
+        mode, lists = _inherited(draft.view, parent, mode, request.masked)
+    flags = (records.TOUCHED if request.rights & WRITE else 0) | (0 if request.exclusive else records.LINKABLE)
+    born = draft.birth(partition_of(parent.number), mode=mode, links=0, uid=change.uid,
+                       gid=parent.gid if parent.mode & stat.S_ISGID else change.gid, table=parent.table,
+                       chunk_bits=parent.chunk_bits, flags=flags, volume=parent.volume)
+    for name, acl in lists.items():
+        draft.put_acl(born, name, acl)
+    value = records.ORPHAN_COUNTED if born.volume else records.ORPHAN_VALUE
+    draft.effects[records.numbered_key(records.ORPHAN, born.number)] = value
+    draft.orphans.append(born.number)
+    draft.opened = born.number
+    reply = draft.reply = meta_pb2.CreateReply(created=True)
+    fill_attr(reply.entry.attr, born)
+    reply.entry.grant = draft.grant(born, request.rights, change.session)
     return draft
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from nvpool.base.errors import AlreadyExists, CrossesVolumes, NotFound, NotPermitted, TooManyLinks
 from nvpool.base.units import LINK_COUNT_MAX
 from nvpool.meta import records
+from nvpool.meta.records import Inode
 from nvpool.meta.view import Draft, View, fill_attr
 from nvpool.wire.v1 import meta_pb2
 
 
 def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
+    """What has lost its last name gets none; what was made without one (O_TMPFILE) does while it is open."""
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     parent = draft.entered_holder(request.parent)
@@ -20,8 +22,11 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
         raise CrossesVolumes("a file has all its names in one volume, or in none: copy it")
     if view.get(key) is not None:
         raise AlreadyExists(f"{request.name!r} exists already")
-    if not inode.links or inode.flags & records.TRASHED:  # with a name beside the trash's it would go early
-        raise NotFound(f"inode {inode.number} has lost its last name")
+    if inode.flags & records.TRASHED or not inode.links and not _is_linkable(view, inode):
+        raise NotFound(f"inode {inode.number} has lost its last name")  # in the trash it would go early with another
+    if not inode.links:
+        inode.flags &= ~records.LINKABLE
+        draft.effects[records.numbered_key(records.ORPHAN, inode.number)] = None
     if inode.links >= LINK_COUNT_MAX:
         raise TooManyLinks(f"a file has {LINK_COUNT_MAX} names at most")
     inode.links += 1
@@ -34,3 +39,11 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
     draft.reply = meta_pb2.Entry()
     fill_attr(draft.reply.attr, inode)
     return draft
+
+
+def _is_linkable(view: View, inode: Inode) -> bool:
+    """Whether it was made without a name and is still there for whoever has it open: in a volume it counts as long as that."""
+    if not inode.flags & records.LINKABLE:
+        return False
+    orphan = view.get(records.numbered_key(records.ORPHAN, inode.number))
+    return orphan == (records.ORPHAN_COUNTED if inode.volume else records.ORPHAN_VALUE)

@@ -90,6 +90,16 @@ class SpanView(View):
     def _check_owner(self, partition: int) -> None:
         """All shards are ours to ask."""
 
+    def xattr(self, number: int, name: bytes) -> bytes | None:
+        """Not held: what is inherited is what was there a moment ago."""
+        key = records.xattr_key(number, name)
+        if not self._is_others(key) or key in self._span.records:
+            return super().xattr(number, name)
+        if key not in self._span.looks:
+            raise Need(looks=(key,))
+        raw = self._span.looks[key]
+        return records.decode_xattr(raw) if raw is not None else None
+
     def ancestor(self, number: int) -> Inode:
         """Not held: under the turn no directory gets another parent, and who has entries is not removed."""
         key = records.inode_key(number)

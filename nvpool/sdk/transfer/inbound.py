@@ -22,7 +22,10 @@ from nvpool.base.errors import (
     Unavailable,
 )
 from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import clamp_time_ns
+from nvpool.client.cache import ACL_FLAG
 from nvpool.client.vfs import Caller
+from nvpool.logic import acl
 from nvpool.sdk.paths import write_all
 from nvpool.sdk.transfer.crew import Crew, Folder
 from nvpool.sdk.transfer.tally import PIECE_BYTES, Tally, TransferOptions, count_local, xattrs_of
@@ -126,7 +129,8 @@ class _Import:
             self._crew.later(entries.close)  # a thread may read them still, where we are cancelled
 
     async def _finish_folder(self, folder: Folder) -> None:
-        await self._attributes(folder.place, await self._crew.blocking(xattrs_of, folder.path))
+        inherits = folder.fresh and bool((await self._vfs.getattr(folder.place)).flags & ACL_FLAG)
+        await self._attributes(folder.place, await self._crew.blocking(xattrs_of, folder.path), inherits)
         await self._finish(folder.place, folder.found)
 
     # -- what is no folder -------------------------------------------------------------------------------------------
@@ -202,13 +206,14 @@ class _Import:
         if there is not None:
             if not stat.S_ISREG(there.mode):
                 raise AlreadyExists("exists in the pool and is not a file")
-            if there.size == found.st_size and there.mtime_ns == found.st_mtime_ns and not self._options.compare:
+            if there.size == found.st_size and there.mtime_ns == clamp_time_ns(found.st_mtime_ns) and not self._options.compare:
                 self._tally.files += 1
                 self._tally.bytes += found.st_size
                 self._tally.skipped_files += 1
                 self._tally.skipped_bytes += found.st_size
                 return there.inode
         descriptor, now, piece, xattrs = await self._crew.blocking(_open_source, path)
+        fresh = there is None
         try:
             if there is None:
                 there, handle = await self._vfs.create(parent, name, 0o600, os.O_RDWR | os.O_EXCL, self._caller)
@@ -216,7 +221,7 @@ class _Import:
                 handle = await self._vfs.open(there.inode, os.O_RDWR, self._caller)
             try:
                 await self._contents(descriptor, now, piece, handle, there)
-                await self._attributes(there.inode, xattrs)
+                await self._attributes(there.inode, xattrs, fresh and bool(there.flags & ACL_FLAG))
                 await self._vfs.flush(handle)
             finally:
                 await self._vfs.release(handle)
@@ -263,7 +268,12 @@ class _Import:
 
     # -- what a thing has beside its contents --------------------------------------------------------------------------
 
-    async def _attributes(self, inode: int, xattrs: list[tuple[bytes, bytes]]) -> None:
+    async def _attributes(self, inode: int, xattrs: list[tuple[bytes, bytes]], inherits: bool) -> None:
+        """Those of the source. What was made here may have inherited access control lists, which the source does not have."""
+        if inherits:
+            inherited = acl.NAMES.difference(name for name, _ in xattrs).intersection(await self._vfs.listxattr(inode))
+            for name in inherited:
+                await self._vfs.removexattr(inode, name, self._caller)
         for name, value in xattrs:
             try:
                 await self._vfs.setxattr(inode, name, value, 0, self._caller)

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from nvpool.base.units import MIB
+from nvpool.logic import acl
 
 PIECE_BYTES = MIB
 """A chunk of the default size: one message to one target, and small enough that 32 of them in flight are no burden."""
@@ -99,14 +100,14 @@ def count_local(path: bytes, tally: Tally, options: TransferOptions) -> None:
 
 
 def xattrs_of(place: bytes | int) -> list[tuple[bytes, bytes]]:
-    """Extended attributes of a local file, those of POSIX ACLs excluded (the mode bits say what a pool can keep of them)."""
+    """Extended attributes of a local file; of the system's own only access control lists, which a pool keeps too."""
     found = []
     try:
         names = os.listxattr(place)
     except OSError:
         return found
     for name in names:
-        if not name.startswith("system."):
+        if not name.startswith("system.") or os.fsencode(name) in acl.NAMES:
             try:
                 found.append((os.fsencode(name), os.getxattr(place, name)))
             except OSError:

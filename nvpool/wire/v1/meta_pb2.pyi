@@ -25,7 +25,7 @@ class Change(_message.Message):
     def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., map_epoch: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ...) -> None: ...
 
 class Attr(_message.Message):
-    __slots__ = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "rdev", "table", "chunk_bits", "cut", "flags", "change", "parent", "punches", "volume")
+    __slots__ = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "rdev", "table", "chunk_bits", "cut", "flags", "change", "parent", "punches", "volume", "birth_ns")
     INODE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class Attr(_message.Message):
     PARENT_FIELD_NUMBER: _ClassVar[int]
     PUNCHES_FIELD_NUMBER: _ClassVar[int]
     VOLUME_FIELD_NUMBER: _ClassVar[int]
+    BIRTH_NS_FIELD_NUMBER: _ClassVar[int]
     inode: int
     mode: int
     links: int
@@ -64,7 +65,8 @@ class Attr(_message.Message):
     parent: int
     punches: int
     volume: int
-    def __init__(self, inode: _Optional[int] = ..., mode: _Optional[int] = ..., links: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., blocks: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., rdev: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., cut: _Optional[int] = ..., flags: _Optional[int] = ..., change: _Optional[int] = ..., parent: _Optional[int] = ..., punches: _Optional[int] = ..., volume: _Optional[int] = ...) -> None: ...
+    birth_ns: int
+    def __init__(self, inode: _Optional[int] = ..., mode: _Optional[int] = ..., links: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., blocks: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., rdev: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., cut: _Optional[int] = ..., flags: _Optional[int] = ..., change: _Optional[int] = ..., parent: _Optional[int] = ..., punches: _Optional[int] = ..., volume: _Optional[int] = ..., birth_ns: _Optional[int] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("attr", "grant", "lease_ms", "elsewhere")
@@ -243,16 +245,18 @@ class LookupManyReply(_message.Message):
     def __init__(self, found: _Optional[_Iterable[_Union[FoundName, _Mapping]]] = ...) -> None: ...
 
 class GetAttrRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inode", "rights")
+    __slots__ = ("session", "map_epoch", "inode", "rights", "birth")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
     RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    BIRTH_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     inode: int
     rights: int
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ...) -> None: ...
+    birth: bool
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ..., birth: _Optional[bool] = ...) -> None: ...
 
 class GetAttrManyRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "inodes", "rights")
@@ -373,7 +377,7 @@ class ReadLinkReply(_message.Message):
     def __init__(self, target: _Optional[bytes] = ...) -> None: ...
 
 class CreateRequest(_message.Message):
-    __slots__ = ("change", "parent", "name", "mode", "rdev", "target", "open", "rights", "exclusive", "wide", "truncate", "spread", "volume")
+    __slots__ = ("change", "parent", "name", "mode", "rdev", "target", "open", "rights", "exclusive", "wide", "truncate", "spread", "volume", "masked", "unnamed")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +391,8 @@ class CreateRequest(_message.Message):
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
     SPREAD_FIELD_NUMBER: _ClassVar[int]
     VOLUME_FIELD_NUMBER: _ClassVar[int]
+    MASKED_FIELD_NUMBER: _ClassVar[int]
+    UNNAMED_FIELD_NUMBER: _ClassVar[int]
     change: Change
     parent: int
     name: bytes
@@ -400,7 +406,9 @@ class CreateRequest(_message.Message):
     truncate: bool
     spread: bool
     volume: VolumeWish
-    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ..., spread: _Optional[bool] = ..., volume: _Optional[_Union[VolumeWish, _Mapping]] = ...) -> None: ...
+    masked: int
+    unnamed: bool
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ..., spread: _Optional[bool] = ..., volume: _Optional[_Union[VolumeWish, _Mapping]] = ..., masked: _Optional[int] = ..., unnamed: _Optional[bool] = ...) -> None: ...
 
 class CreateReply(_message.Message):
     __slots__ = ("entry", "created", "parent")
