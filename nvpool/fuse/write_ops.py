@@ -88,9 +88,9 @@ class WriteOps(PrivilegeOps):
 
     async def write(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None = None, syncs: bool = False,
                     flags: int | None = None) -> int:
-        """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: the writer, where
-        it may not leave set-id bits on the file. `syncs`: it is durable too, where `syncs_itself`. `flags`: of the descriptor
-        now, which fcntl(2) may have changed; None: those that it was opened with."""
+        """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: the writer,
+        where it may not leave set-id bits on the file. `syncs`: it is durable too, where `syncs_itself`. `flags`: of the
+        descriptor now, which fcntl(2) may have changed; None: those that it was opened with."""
         file = self._files[handle]
         if drop_set_ids is not None and file.attr.mode & SET_IDS:
             await self._drop_set_ids(file, drop_set_ids)

@@ -83,7 +83,7 @@ def _inode_line(key: bytes, raw: bytes) -> dict:
 
 
 def _inode_record(line: dict) -> tuple[bytes, bytes]:
-    line = {"punches": 0, "volume": 0, "reserved": 0, "birth_ns": 0, **line}
+    line = {"punches": 0, "volume": 0, "birth_ns": 0, **line}
     target = _bytes(line, "target") if "target" in line or "target_hex" in line else b""
     inode = records.Inode(line["inode"], target=target, **{field: line[field] for field in _INODE_FIELDS})
     return records.inode_key(inode.number), records.encode_inode(inode)

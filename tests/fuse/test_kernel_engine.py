@@ -241,7 +241,7 @@ async def test_set_ids_go_when_the_kernel_says_that_the_writer_may_not_keep_them
             heard = await kernel.hear()
         assert heard[:2] == (unique, 0) and await mode() == after
         await chmod(before)
-        await kernel.ask(Op.SETATTR, (1 << 3 | 1 << 11, 0, 100, *([0] * 7), 0, 0, 0), node=inode)
+        await kernel.ask(Op.SETATTR, (1 << 3 | 1 << 11, 0, 1, *([0] * 7), 0, 0, 0), node=inode)
         assert await mode() == after
 
 
