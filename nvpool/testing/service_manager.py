@@ -11,8 +11,10 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.testing.real_nodes import Node
@@ -28,7 +30,9 @@ class ServiceManager:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._stopping = threading.Event()
-        self._path = node.machine.place / "notify"
+        # A short path of its own: that of a socket may have 107 bytes, and pools of tests lie deep.
+        self._place = tempfile.TemporaryDirectory(prefix="nvpool-notify-", ignore_cleanup_errors=True)
+        self._path = Path(self._place.name) / "notify"
         self.errors = node.machine.place / "nvpoold.stderr"
         """What daemons say before they have opened their log."""
         self._thread = threading.Thread(target=self._keep, name=f"manager of {node.machine.name}", daemon=True)
@@ -73,10 +77,9 @@ class ServiceManager:
 
     def close(self) -> None:
         """After `stop`, when the last daemon has ended."""
-        if self._process is None:
-            return
-        self._thread.join(60)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
+        if self._process is not None:
+            self._thread.join(60)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+        self._place.cleanup()
