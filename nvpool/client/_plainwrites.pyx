@@ -457,7 +457,7 @@ cdef class Writes:
         """As Keeping.note, without an error that nobody was told."""
         file, met = written.file, written.met
         cdef uint8_t *at = self.base + self.files_at + <Py_ssize_t>written.entry * FILE_BYTES
-        put64(at, written.stored_end)
+        put64(at, written.stored_up_to if written.ahead else written.stored_end)
         put64(at + 8, written.stored_bytes)
         put64(at + 16, file.cut)
         put64(at + 24, 0 if met is None else <uint64_t><uint32_t>met.errno << 32)
@@ -615,8 +615,8 @@ cdef class Writes:
         writer, written, segment = self.writer, sent.written, sent.segment
         file = written.file
         cdef dict sending = written.sending
-        if (file.lost or written.dirty or written.error is not None or written.changed is not None or written.paused
-                or writer._stalled or writer._room or written.entry < 0 or len(sending) != 1 or file.truncated > sent.cut):
+        if (file.lost or written.dirty or written.ahead or written.error is not None or written.changed is not None
+                or written.paused or writer._stalled or writer._room or written.entry < 0 or len(sending) != 1 or file.truncated > sent.cut):
             return False
         of_unit = sending.get(zero)
         if of_unit is None or len(<list>of_unit) != 1 or (<list>of_unit)[0] is not segment or len(<list>segment.records) != 1:

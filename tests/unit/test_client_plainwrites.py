@@ -404,6 +404,25 @@ def test_what_is_read_while_it_is_on_its_way_is_what_was_written():
     scene(work)
 
 
+@pytest.mark.parametrize("offset", (8192, 1 << 21))
+def test_first_bytes_stored_last_report_the_whole_size(offset):
+    async def work(here: Case) -> None:
+        handle, wire = await here.begin()
+        content, wire.hold = os.urandom(4096), True
+        assert here.vfs.write_now(handle, 0, content)
+        wire.hold = False
+        assert here.vfs.write_now(handle, offset, content)  # another piece, which is stored before the first
+        told = here.flush(handle)
+        while len(list(handle.file.written.segments())) > 1:
+            await asyncio.sleep(0.001)
+        assert not told.done() and handle.file.attr.size == 0
+        wire._transport.write(wire.sent[0])
+        await told
+        assert handle.file.attr.size == offset + 4096 and not handle.file.written.ahead
+        await here.vfs.release(handle)
+    scene(work)
+
+
 def test_locks_that_are_lost_meanwhile_are_told():
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
