@@ -230,6 +230,10 @@ class ShardMember:
         await asyncio.sleep(LEAVE_S)
         self._fail(f"shard {self._options.shard} has left the pool")
 
+    def begin_drain(self) -> None:
+        if self._service is not None:
+            self._service.begin_drain()
+
     async def close(self, drain_s: float = 0.0) -> None:
         self._closed = True
         self.handle = self._not_yet

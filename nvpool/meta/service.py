@@ -188,6 +188,13 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             self._spanning.use_map(pool_map)
             self._moving.use_map(pool_map)
 
+    def begin_drain(self) -> None:
+        """Answer requests that wait for other requests: no more of these are taken, so they would wait for the whole drain."""
+        self._waits.begin_drain()
+        if self._incarnation:
+            self._watches.close()
+            self._locks.close()
+
     async def close(self, drain_s: float = 0.0) -> None:
         """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
         self._state = "draining"
@@ -589,7 +596,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
 
     def _later(self, call: Call, wait: Callable[[], Awaitable]) -> None:
         """Handle the call anew when the wait is over: nothing of it is decided yet."""
-        self._waits.add(call, wait, lambda: call.cancelled or self.handle(call))
+        self._waits.add(call, wait, lambda: call.cancelled or self.handle(call), undecided=True)
 
     def _answer_later(self, call: Call, wait: Callable[[], Awaitable], answer: bytes) -> None:
         """The change is made; its answer goes when the wait is over. A caller that can not wait so long may ask again."""

@@ -55,6 +55,9 @@ class Service(Protocol):
 
     async def start(self) -> None: ...
 
+    def begin_drain(self) -> None:
+        """Called before requests are refused, while those in work are to end: what waits for other requests has to be answered."""
+
     async def close(self, drain_s: float) -> None: ...
 
 
@@ -218,6 +221,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         finally:
             drain_s = config.supervisor.drain_s if stop.asked.is_set() else 0.0
             deadline_s = SYSTEM_CLOCK.boottime_s() + drain_s
+            service.begin_drain()
             await asyncio.gather(*(listener.close(drain_s) for listener in listeners), return_exceptions=True)
             await service.close(max(0.0, deadline_s - SYSTEM_CLOCK.boottime_s()))
             await dialer.close()
