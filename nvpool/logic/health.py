@@ -335,8 +335,8 @@ class Health:
             about = {"node": target.node, "target": target.id, "drive": target.drive}
             if not shards and target.id not in held:
                 why, remedy = self._why_not_empty(target)
-                yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} has given all its chains away and does "
-                              f"not become empty, nothing was removed for {still}: {why}", remedy, **about)
+                yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} has given all its chains away and "
+                              f"does not become empty, nothing was removed for {still}: {why}", remedy, **about)
                 continue
             why, remedy = self._why_stalled(target, coming)
             what = " and ".join(([f"{left} chains"] if left else [])
@@ -387,9 +387,9 @@ class Health:
                               f"is to get", f"make some: nvpool drive add {self._pool} PATH", count=coming[target.id], **about)
             used, room = store.get("used_bytes") or 0, store.get("capacity_bytes") or 0
             if room and used >= FULL_SHARE * room:
-                yield Problem("drive-full", f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes to it "
-                              f"fail when nothing is left", f"add one: nvpool drive add {self._pool} PATH; or remove files, "
-                              f"or empty the trash", **about)
+                yield Problem("drive-full", f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes "
+                              f"to it fail when nothing is left", f"add one: nvpool drive add {self._pool} PATH; or remove "
+                              f"files, or empty the trash", **about)
             if store.get("host_full"):
                 yield Problem("host-full", f"{store['name']}: {store['host_full']}", **about)
 

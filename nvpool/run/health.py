@@ -1,7 +1,7 @@
 """What a supervisor remembers for `nvpool status` and its metrics: since when a problem is known, and drains that stand still.
 
-`HealthWatch.run` looks at the map and, while a drive is drained, asks the stores how much they have copied or removed. Nothing here
-changes the pool. Used by run/status and run/supervisor.
+`HealthWatch.run` looks at the map and, while a drive is drained, asks the stores how much they have copied or removed. Nothing
+here changes the pool. Used by run/status and run/supervisor.
 """
 
 from __future__ import annotations

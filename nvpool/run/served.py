@@ -56,7 +56,7 @@ class Service(Protocol):
     async def start(self) -> None: ...
 
     def begin_drain(self) -> None:
-        """Called before requests are refused, while those in work are to end: what waits for other requests has to be answered."""
+        """Answer requests that wait for other requests. Called before those are refused and the ones in work are to end."""
 
     async def close(self, drain_s: float) -> None: ...
 
