@@ -188,13 +188,6 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             self._spanning.use_map(pool_map)
             self._moving.use_map(pool_map)
 
-    def begin_drain(self) -> None:
-        """Answer requests that wait for other requests: no more of these are taken, so they would wait for the whole drain."""
-        self._waits.begin_drain()
-        if self._incarnation:
-            self._watches.close()
-            self._locks.close()
-
     async def close(self, drain_s: float = 0.0) -> None:
         """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
         self._state = "draining"

@@ -170,9 +170,6 @@ class StoreService(WritesOne, Telling):
             except NvpoolError as error:
                 log.warning("target %d: tending failed: %s", self.target, error)
 
-    def begin_drain(self) -> None:
-        """Nothing that waits here waits for other requests."""
-
     async def close(self, drain_s: float = 0.0) -> None:
         """Take no new requests, wait up to drain_s for those that wait, then flush and close the store."""
         self._draining = True
