@@ -42,7 +42,8 @@ from nvpool.cli.render import Number, ago, json_option, print_json, print_table,
 exit codes:
   0    all is well; a dead mount of this node alone changes nothing in that
   3    something can not be read or written, or has fewer copies, standbys or members than it shall have, a drain stands
-       still, or a drive is almost full: each problem is printed with its remedy. Seconds after a death that mends itself this is so, too: see since
+       still, or a drive is almost full: each problem is printed with its remedy. Seconds after a death that mends itself
+       this is so, too: see since
   4    something that was stored is damaged or lost, and nothing else is wrong
 
 \b
