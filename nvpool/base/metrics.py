@@ -95,6 +95,8 @@ STORE_BAD_BLOCKS = _gauge("store_bad_blocks", "Blocks that do not fit their chec
 STORE_REPAIRED = _counter("store_repaired_blocks_total", "Bad blocks that were written anew from another replica.")
 STORE_REBUILT = _counter("store_rebuilt_chunks_total", "Chunks that were copied whole from another replica after damage.")
 STORE_STRAYS = _counter("store_strays_removed_chunks_total", "Chunks given up because their chains are others' now.")
+STORE_STRAYS_LEFT = _gauge("store_strays_left_chunks", "Chunks of chains that are others' now and could not be "
+                           "removed yet: a drain waits for them, and nvpool status says why.")
 STORE_FENCED = _gauge("store_fenced", "1 when the store has stopped serving because it can not vouch for what it holds.")
 STORE_LEASE = _gauge("store_lease_left_seconds", "For how long the target may serve what others hold too; not told where it "
                      "holds nothing together with others.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import click
@@ -253,9 +254,20 @@ def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool)
     _end(pool, result, wait, as_json, f"filling drive {result['drive']}")
 
 
-def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, drive: int | None = None) -> None:
+@contextlib.contextmanager
+def told_to_go_on(what: str, look: str, cancel: str = "") -> Iterator[None]:
+    """Say at an interruption that only the waiting ends, and how to look and to end `what` (`cancel`: the command)."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"{what} goes on; look with: {look}" + (f"; end it with: {cancel}" if cancel else ""))
+        raise
+
+
+def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, drive: int | None = None, cancel: str = "") -> None:
     if wait:
-        seen = asyncio.run(wait_until_moved(pool, title, as_json, drive))
+        with told_to_go_on(title, f"nvpool drive ls {pool}", cancel):
+            seen = asyncio.run(wait_until_moved(pool, title, as_json, drive))
         result["drives"] = seen["drives"]
         result["chains"] = seen["chains"]
         if not as_json:
@@ -294,7 +306,8 @@ def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> Non
         else:
             click.echo(f"drive {result['drive']} is being drained: {result['chains_to_go']} chains to go")
             say_what_waits(result)
-    _end(pool, result, wait, as_json, f"{'filling' if cancel else 'draining'} drive {result['drive']}", result["drive"])
+    _end(pool, result, wait, as_json, f"{'filling' if cancel else 'draining'} drive {result['drive']}", result["drive"],
+         "" if cancel else f"nvpool drive drain {pool} {result['drive']} --cancel")
 
 
 @drive.command(epilog="""\b

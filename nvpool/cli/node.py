@@ -253,19 +253,25 @@ def drain(pool: str, number: int, cancel: bool, stop: bool, wait: bool, as_json:
         else:
             click.echo(f"node {number} is being drained: {_left(done)} to go")
             say_what_waits(done)
-    _end(pool, done, wait, as_json, f"{'filling' if cancel else 'draining'} node {number}")
+    _end(pool, done, wait, as_json, f"{'filling' if cancel else 'draining'} node {number}",
+         "" if cancel else f"nvpool node drain {pool} {number} --cancel")
+
+
+NOTHING = "nothing"
 
 
 def _left(one: dict[str, Any]) -> str:
     words = [f"{one['chains']} chains"] if one["chains"] else []
     words += [f"metadata of shard {', '.join(map(str, shards))}"] if (shards := [*one["primaries"], *one["standbys"]]) else []
     words += ["its part in keeping the map"] if one["etcd"] or one["leads"] else []
-    return ", ".join(words) or "nothing"
+    return ", ".join(words) or NOTHING
 
 
-def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str) -> None:
+def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str, cancel: str = "") -> None:
     if wait:
-        done |= asyncio.run(_wait_until_done(pool, done["node"], title, as_json))
+        from nvpool.cli.drive import told_to_go_on
+        with told_to_go_on(title, f"nvpool node ls {pool}", cancel):
+            done |= asyncio.run(_wait_until_done(pool, done["node"], title, as_json))
         if not as_json:
             say(f"{title}: done" + (", and its processes have ended" if done.get("state") == "stopped" else ""))
     if as_json:
@@ -294,7 +300,7 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
         if one["wish"] in ("", "removed"):
             return moving_on(seen)
         words = [_left(one), moving_on(seen, [*one["primaries"], *one["standbys"]])]
-        return ", ".join(word for word in words if word)
+        return ", ".join(word for word in words if word not in ("", NOTHING))
 
     return found(await wait_for_none(pool, title, quiet, left, tell, lambda: ended_drained(pool, number)))
 
@@ -364,8 +370,9 @@ def rack(pool: str, number: int, rack: str, wait: bool, as_json: bool) -> None:
     if not as_json:
         click.echo(f"node {number} stands in rack {rack}" if rack else f"node {number} stands in a rack of its own")
     if wait:
-        from nvpool.cli.drive import wait_until_moved
-        asyncio.run(wait_until_moved(pool, "moving chains", as_json))
+        from nvpool.cli.drive import told_to_go_on, wait_until_moved
+        with told_to_go_on("moving chains", f"nvpool pool rebalance {pool} --status", f"nvpool pool rebalance {pool} --pause"):
+            asyncio.run(wait_until_moved(pool, "moving chains", as_json))
     if as_json:
         print_json(done)
 

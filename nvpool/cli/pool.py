@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from nvpool.base import config as configuration
 from nvpool.base.errors import InUse, InvalidRequest, Refused
 from nvpool.base.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
-from nvpool.cli.drive import Size, time_left, wait_option, wait_until_moved
+from nvpool.cli.drive import Size, time_left, told_to_go_on, wait_option, wait_until_moved
 from nvpool.cli.render import Number, json_option, pool_argument, print_json, say
 
 _LIMIT_MIB_MAX = MIB
@@ -193,7 +193,8 @@ def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, lim
     if start:
         asyncio.run(change(pool, "rebalance", {}))
     if wait:
-        asyncio.run(wait_until_moved(pool, "moving chains", as_json))
+        with told_to_go_on("moving chains", f"nvpool pool rebalance {pool} --status", f"nvpool pool rebalance {pool} --pause"):
+            asyncio.run(wait_until_moved(pool, "moving chains", as_json))
     chains = asyncio.run(status_of(pool))["chains"]
     if as_json:
         print_json(chains)

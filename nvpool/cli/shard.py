@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from nvpool.cli.drive import PAUSED, wait_option
+from nvpool.cli.drive import PAUSED, told_to_go_on, wait_option
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
 shard_argument = click.argument("shard", metavar="SHARD", type=click.IntRange(1))
@@ -93,7 +93,8 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
 def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, gone: int | None = None,
          come: int | None = None) -> None:
     if wait:
-        result["shards"] = asyncio.run(wait_until_moved(pool, title, as_json, gone, come))
+        with told_to_go_on(title, f"nvpool shard ls {pool}"):
+            result["shards"] = asyncio.run(wait_until_moved(pool, title, as_json, gone, come))
         if not as_json:
             say(f"{title}: done")
     if as_json:

@@ -35,14 +35,15 @@ from nvpool.cli.render import Number, ago, json_option, print_json, print_table,
               name (of the process), target, drive, shard, member (null: it concerns none), count (chains, standbys),
               reason, remedy (what to run or do; empty: nothing), since_ms (since when that node knows of it), text (the
               sentence). Kinds: node-silent, process-down, target-left-out, data-unavailable, copies-missing, shard-no-primary,
-              shard-no-standby, standby-missing, shard-at-risk, drain-stalled, drive-away, drive-no-room, host-full, map,
-              bad-block, data-lost, mount-dead
+              shard-no-standby, standby-missing, shard-at-risk, drain-stalled, drive-away, drive-full, drive-no-room,
+              host-full, map, bad-block, data-lost, mount-dead
 
 \b
 exit codes:
   0    all is well; a dead mount of this node alone changes nothing in that
-  3    something can not be read or written, or has fewer copies, standbys or members than it shall have, or a drain stands
-       still: each problem is printed with its remedy. Seconds after a death that mends itself this is so, too: see since
+  3    something can not be read or written, or has fewer copies, standbys or members than it shall have, a drain stands
+       still, or a drive is almost full: each problem is printed with its remedy. Seconds after a death that mends itself
+       this is so, too: see since
   4    something that was stored is damaged or lost, and nothing else is wrong
 
 \b

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 
 from nvpool.base.clock import Clock
@@ -21,7 +21,7 @@ from nvpool.base.errors import Busy, StaleEpoch, Unavailable, Unreachable
 from nvpool.client.poolview import PoolView
 from nvpool.logic.poolmap import PoolMap, Shard
 from nvpool.logic.shards import process_name
-from nvpool.wire.transport import Connection, Reply
+from nvpool.wire.transport import Buffer, Connection, Reply
 from nvpool.wire.v1 import wire_pb2
 
 SILENT_S = 1.0
@@ -85,10 +85,11 @@ class Primaries:
         finally:
             connecting.cancel()
 
-    async def call(self, connection: Connection, method: int, message: bytes, deadline_s: float) -> Reply:
+    async def call(self, connection: Connection, method: int, message: bytes, deadline_s: float,
+                   payload: Sequence[Buffer] = ()) -> Reply:
         """As Connection.call."""
         with self._followed():
-            return await connection.call(method, message, deadline_s=deadline_s)
+            return await connection.call(method, message, payload, deadline_s=deadline_s)
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:

@@ -31,7 +31,6 @@ from nvpool.base.errors import (
     NvpoolError,
     StaleTerm,
     Unavailable,
-    Unreachable,
 )
 from nvpool.base.units import MIB
 from nvpool.kv.contract import KEY_END
@@ -77,8 +76,9 @@ class Standby(Protocol):
 
 
 Ask = Callable[[int, bool], Awaitable[None]]
-"""ask(member, up): returns when the map says so. Raises when it does not, or when that is not known. NotLeader and Unreachable
-without `may_be_applied` say for certain that nobody was asked who could have changed the map."""
+"""ask(member, up): returns when the map says so. Raises when it does not, or when that is not known. NotLeader
+without `may_be_applied` says for certain that nobody was asked who could have changed the map. Other errors do not: supervisors
+of version 0.1.0 pass Unreachable on after they have asked a former leader."""
 
 
 class _Peer:
@@ -125,7 +125,8 @@ class Shipping:
 
     def use(self, members: dict[int, tuple[Callable[[], Standby], bool]]) -> None:
         """The other members: for each how it is reached, and whether the map calls it up. Members that are new to us are
-        followed from now on, those that are gone are forgotten; what the map says of the others is what we asked for."""
+        followed from now on, those that are gone are forgotten. Of the others the map says what we asked for, unless another
+        has demoted one, whose records are gone: it is taken out here too, and called up when it has everything again."""
         for number in [number for number in self._peers if number not in members]:
             self._forget(self._peers.pop(number))
         for number, (reach, up) in members.items():
@@ -133,6 +134,9 @@ class Shipping:
                 peer = self._peers[number] = _Peer(number, reach(), up, self._clock.boottime_s())
                 for work in (self._run(peer), self._watch(peer)):
                     self._own(peer, work)
+            elif (peer := self._peers[number]).may_be_up and not up and not peer.one_question.locked():
+                peer.reason = "the map does not call it up any more"
+                self._own(peer, self._take_out(peer))
         self._settle()
 
     @property
@@ -366,7 +370,7 @@ class Shipping:
                 peer.may_be_up = True  # from before the question: its answer may be lost
                 try:
                     await self._timed(self._ask(peer.number, True))
-                except (NotLeader, Unreachable) as error:
+                except NotLeader as error:
                     if error.may_be_applied:
                         raise
                     self._count_later(peer, error)

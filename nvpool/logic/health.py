@@ -17,6 +17,10 @@ from nvpool.base.units import format_seconds
 from nvpool.logic.metaplaces import beside, good_places, place_of, wanted
 from nvpool.logic.placement import usable
 from nvpool.logic.poolmap import PoolMap, Shard, Target
+from nvpool.logic.transitions import named
+
+FULL_SHARE = 0.95
+"""Of a drive's capacity: then it is a problem. The alert comes earlier."""
 
 Severity = Literal["unavailable", "degraded", "damaged", "notice"]
 """unavailable: something can not be read or written. degraded: one more loss may make it so, or an operator is needed. damaged:
@@ -318,7 +322,7 @@ class Health:
     # -- drains and drives -------------------------------------------------------------------------------------------------
 
     def _drains(self) -> Iterable[Problem]:
-        going, coming = Counter(), Counter()
+        going, coming, held = Counter(), Counter(), named(self._map)
         for table in self._map.tables:
             for chain in table.chains:
                 going.update(target for target in chain.targets if chain.goal and target not in chain.goal)
@@ -327,13 +331,23 @@ class Health:
             if target.wish not in ("drain", "remove") or target.state == "gone" or target.drive not in self._stalled_s:
                 continue
             left, shards = going[target.id], beside(self._map, target.drive)
+            still = format_seconds(self._stalled_s[target.drive])
+            about = {"node": target.node, "target": target.id, "drive": target.drive}
+            if not shards and target.id not in held:
+                why, remedy = self._why_not_empty(target)
+                yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} has given all its chains away and "
+                              f"does not become empty, nothing was removed for {still}: {why}", remedy, **about)
+                continue
             why, remedy = self._why_stalled(target, coming)
             what = " and ".join(([f"{left} chains"] if left else [])
                                 + ([f"metadata of shard {', '.join(map(str, shards))}"] if shards else []))
-            still = format_seconds(self._stalled_s[target.drive])
             yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} is being drained and nothing has "
-                          f"moved for {still}; {what or 'nothing'} to go: {why}", remedy,
-                          node=target.node, target=target.id, drive=target.drive, count=left)
+                          f"moved for {still}; {what} to go: {why}", remedy, count=left, **about)
+
+    def _why_not_empty(self, target: Target) -> tuple[str, str]:
+        wait = self._stores.get(target.id, {}).get("strays_wait") or "the reason is not known"
+        why, _, remedy = wait.partition("; give them back with: ")
+        return why, remedy.replace("POOL", self._pool) or self._log(f"target-{target.id}", target.node)
 
     def _why_stalled(self, target: Target, coming: Collection[int] | Counter[int]) -> tuple[str, str]:
         takers = [one for one in self._map.targets if coming[one.id]]
@@ -352,6 +366,10 @@ class Health:
         if not self._serves(target.id):
             return "its own process does not serve", \
                 f"{self._log(f'target-{target.id}', target.node)}; if it is lost for good: {self._lost_drive(target)}"
+        for one in takers:
+            if wait := self._stores.get(one.id, {}).get("resync_wait"):
+                return f"{self._name(one)}, which shall take some, waits for {wait}", \
+                    f"{self._log(f'target-{one.id}', one.node)}; or {cancel}"
         return "the reason is not known", f"{self._log(f'target-{target.id}', target.node)}; or {cancel}"
 
     def _drives(self) -> Iterable[Problem]:
@@ -367,6 +385,11 @@ class Health:
             if coming[target.id] and store.get("lacks_room"):
                 yield Problem("drive-no-room", f"drive {target.drive} has no room for the {coming[target.id]} chains that it "
                               f"is to get", f"make some: nvpool drive add {self._pool} PATH", count=coming[target.id], **about)
+            used, room = store.get("used_bytes") or 0, store.get("capacity_bytes") or 0
+            if room and used >= FULL_SHARE * room:
+                yield Problem("drive-full", f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes "
+                              f"to it fail when nothing is left", f"add one: nvpool drive add {self._pool} PATH; or remove "
+                              f"files, or empty the trash", **about)
             if store.get("host_full"):
                 yield Problem("host-full", f"{store['name']}: {store['host_full']}", **about)
 

@@ -3,7 +3,8 @@
 A chain of which all targets are over (given up by the operator) gets a new member under a new epoch, and remembers which inodes
 had been born until then: of those a block that it does not have may have been lost, so who reads it gets an error, never zeros.
 What is written since is there; inodes that were born later have holes as everywhere. A version of an epoch before `begun` is a
-remainder of earlier days on a target that has become a member again, and counts as lost, too.
+remainder of earlier days on a target that has become a member again, and counts as lost, too. So `begun` is above every epoch
+that any chain of the pool has had.
 
 Pure functions from a map to one of the same epoch, as in `transitions`. Called by run/newchains, which sees to it that nobody
 can be served by former members any more, and that whoever gives inode numbers was asked after that.
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 
 from nvpool.logic.poolmap import Births, Chain, Loss, PoolMap
 from nvpool.logic.rebalance import wanted_goals
-from nvpool.logic.transitions import ChainName, retired, with_chains
+from nvpool.logic.transitions import ChainName, retired
 
 
 def ownerless(pool_map: PoolMap) -> dict[ChainName, frozenset[int]]:
@@ -48,6 +49,8 @@ def begun_anew(pool_map: PoolMap, names: Collection[ChainName], loss: Loss, serv
     if not wanted:
         return pool_map
     goals = wanted_goals(pool_map)
+    # Above the epochs of all chains: older builds gave a chunk's versions the epoch of another chain of its file at times.
+    epoch = 1 + max(chain.epoch for table in pool_map.tables for chain in table.chains)
     up = {target.id for target in pool_map.targets if target.state == "up" and target.id in serving}
     number = len(pool_map.losses) + 1
 
@@ -55,11 +58,13 @@ def begun_anew(pool_map: PoolMap, names: Collection[ChainName], loss: Loss, serv
         first = next((target for target in goals[name] if target in up), None) if name in wanted else None
         if first is None:
             return chain
-        epoch = chain.epoch + 1
         return Chain(epoch, (first,), goal=goals[name] if len(goals[name]) > 1 else (), intact=epoch, begun=epoch, loss=number)
 
-    new = with_chains(pool_map, decide)
-    return pool_map if new is pool_map else retired(replace(new, losses=(*pool_map.losses, loss)))
+    tables = tuple(replace(table, chains=tuple(decide((table.id, at), chain) for at, chain in enumerate(table.chains)))
+                   for table in pool_map.tables)
+    if tables == pool_map.tables:
+        return pool_map
+    return retired(replace(pool_map, tables=tables, losses=(*pool_map.losses, loss)))
 
 
 def may_have_lost(pool_map: PoolMap, chain: Chain, inode: int) -> bool:

@@ -158,6 +158,11 @@ class LockWaits:
                 waiter.heard_s = self._clock.boottime_s()
             _reply(question.call, ready)
 
+    def close(self) -> None:
+        """Answer all questions; who asked asks again, the next primary then."""
+        for session in list(self._questions):
+            self._end_question(session)
+
     def counters(self) -> dict[str, float]:
         return {"locks": sum(self._table.counts.values()), "lock_waiters": self._table.waiting}
 

@@ -24,7 +24,16 @@ from typing import Any
 
 from nvpool.base import metrics
 from nvpool.base.clock import Clock
-from nvpool.base.errors import CorruptRecord, Draining, NotFound, NvpoolError, StaleTerm, Unavailable
+from nvpool.base.errors import (
+    CorruptRecord,
+    Draining,
+    NotFound,
+    NotLeader,
+    NvpoolError,
+    StaleTerm,
+    Unavailable,
+    Unreachable,
+)
 from nvpool.base.metrics_page import Page
 from nvpool.kv.measuring import measure_engine
 from nvpool.kv.member import MemberKv, with_term
@@ -229,6 +238,10 @@ class ShardMember:
         log.info("shard %d has left the pool", self._options.shard)
         await asyncio.sleep(LEAVE_S)
         self._fail(f"shard {self._options.shard} has left the pool")
+
+    def begin_drain(self) -> None:
+        if self._service is not None:
+            self._service.begin_drain()
 
     async def close(self, drain_s: float = 0.0) -> None:
         self._closed = True
@@ -435,5 +448,11 @@ class ShardMember:
     async def _ask_for_standby(self, member: int, up: bool, term: int = 0) -> None:
         epoch = self._shard.epoch
         request = pb.StandbyRequest(member=member, term=term or self._term, up=up, epoch=epoch)
+        if up:
+            try:
+                await self._dialer.connect(self._map.node_by_id[self._options.node].endpoints,
+                                           self._clock.boottime_s() + ASK_S)
+            except Unreachable as error:  # nobody was asked; kv/shipping has to know that for certain
+                raise NotLeader(f"the supervisor of this node can not be reached: {error}") from None
         reply = await self._call_keeper(wire.META_STANDBY, request, pb.StandbyReply, 5.0)
         self.update_map(decode_map(reply.map))

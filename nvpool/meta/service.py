@@ -589,7 +589,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
 
     def _later(self, call: Call, wait: Callable[[], Awaitable]) -> None:
         """Handle the call anew when the wait is over: nothing of it is decided yet."""
-        self._waits.add(call, wait, lambda: call.cancelled or self.handle(call))
+        self._waits.add(call, wait, lambda: call.cancelled or self.handle(call), undecided=True)
 
     def _answer_later(self, call: Call, wait: Callable[[], Awaitable], answer: bytes) -> None:
         """The change is made; its answer goes when the wait is over. A caller that can not wait so long may ask again."""

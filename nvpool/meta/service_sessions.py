@@ -115,6 +115,13 @@ class SessionAnswers:
             pb.SessionOwner(session=session.number, client=session.client, identity=session.identity)
             for session in found if session is not None]).SerializeToString())
 
+    def begin_drain(self) -> None:
+        """Answer requests that wait for other requests: no more of these are taken, so they would wait for the whole drain."""
+        self._waits.begin_drain()
+        if self._incarnation:
+            self._watches.close()
+            self._locks.close()
+
     def _wait_for_lock(self, call: Call) -> None:
         request = pb.LockWaitRequest.FromString(call.message)
         self._sessions.get(request.session)

@@ -22,18 +22,33 @@ class Waits:
         self._who = who
         self._on_fenced = on_fenced
         self.tasks: set[asyncio.Task] = set()
+        self._undecided: set[asyncio.Task] = set()
+        self._draining = False
         self.waited = 0
 
-    def add(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False) -> None:
+    def begin_drain(self) -> None:
+        """End the waits of requests of which nothing is decided. Many wait for other requests, and none are taken any more."""
+        self._draining = True
+        for task in self._undecided:
+            task.cancel()
+
+    def add(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False,
+            undecided: bool = False) -> None:
         """Call `then` when `wait()` is over, and again where it meets a record that is held; where one of them fails or the
         deadline comes first, that is the answer.
-        `may_be_applied`: the change is made. Busy where too many wait for changes that are not."""
+        `may_be_applied`: the change is made. `undecided`: nothing of it is, and the wait itself changes nothing. Busy where too
+        many wait for changes that are not."""
+        if undecided and self._draining:
+            raise Draining(f"{self._who} is stopping")
         if len(self.tasks) >= WAITING_MAX and not may_be_applied:
             raise Busy(f"{WAITING_MAX} requests wait already")
         self.waited += 1
         task = asyncio.ensure_future(self._wait(call, wait, then, may_be_applied))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        if undecided:
+            self._undecided.add(task)
+            task.add_done_callback(self._undecided.discard)
 
     async def _wait(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool) -> None:
         try:

@@ -378,7 +378,8 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
                      "in_use": holds[target.id] > 0, "wish": state_of(pool_map, target), "chains": holds[target.id],
                      "share": round(holds[target.id] / all_chains, 4), "chains_to_come": come[target.id],
                      "chains_to_go": go[target.id], "lacks_room": bool(come[target.id] and store.get("lacks_room")),
-                     "moving_wait": store.get("moving_wait", ""),
+                     "moving_wait": store.get("resync_wait", "") or (
+                         store.get("strays_wait", "") if target.wish != "share" else ""),
                      "metadata": beside(pool_map, drive.id)})
     return told
 

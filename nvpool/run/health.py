@@ -1,13 +1,13 @@
 """What a supervisor remembers for `nvpool status` and its metrics: since when a problem is known, and drains that stand still.
 
-`HealthWatch.run` looks at the map and, while a drive is drained, asks the stores how much they have copied. Nothing here
-changes the pool. Used by run/status and run/supervisor.
+`HealthWatch.run` looks at the map and, while a drive is drained, asks the stores how much they have copied or removed. Nothing
+here changes the pool. Used by run/status and run/supervisor.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import NvpoolError
@@ -17,14 +17,14 @@ from nvpool.logic.poolmap import PoolMap
 
 LOOK_S = 5.0
 STALLED_S = 60.0
-"""A drain without a chain that left, and without a byte that was copied, for so long makes no progress."""
+"""A drain without a chain that left, without a byte copied, and then without one removed, for so long makes no progress."""
 
 Mark = tuple[int, int]
-"""Of a drain: what is to go, bytes that were copied anywhere in the pool."""
+"""Of a drain: what is to go, and bytes that were copied anywhere in the pool; where nothing is, those still on the drive."""
 
 
 def draining(pool_map: PoolMap) -> dict[int, int]:
-    """Drive -> chains and shards that are to leave it, of the drives that are being drained and not empty."""
+    """Drive -> chains and shards that are to leave it, of the drives that are being drained or have been."""
     drives = {target.id: target.drive for target in pool_map.targets if target.wish in ("drain", "remove")
               and target.state != "gone"}
     if not drives:
@@ -35,15 +35,15 @@ def draining(pool_map: PoolMap) -> dict[int, int]:
             for target in {*chain.targets, *chain.joining, *chain.goal}:
                 if target in drives:
                     left[drives[target]] += 1
-    return {drive: count for drive, count in left.items() if count}
+    return left
 
 
 class HealthWatch:
-    def __init__(self, pool_map: Callable[[], PoolMap], copied_bytes: Callable[[], Awaitable[int]],
+    def __init__(self, pool_map: Callable[[], PoolMap], stores: Callable[[], Awaitable[Iterable[Mapping]]],
                  clock: Clock = SYSTEM_CLOCK) -> None:
-        """`copied_bytes`: of all stores that answer, in the lives of their processes."""
+        """`stores`: what the targets say of themselves (run/status)."""
         self._pool_map = pool_map
-        self._copied_bytes = copied_bytes
+        self._stores = stores
         self._clock = clock
         self._marks: dict[int, tuple[Mark, float]] = {}
         """Drive -> its last mark, and since when it is the same."""
@@ -64,11 +64,15 @@ class HealthWatch:
     async def run_once(self) -> None:
         self._note_facts()
         left = draining(self._pool_map())
-        copied = await self._copied_bytes() if left else 0
+        stores = list(await self._stores()) if left else []
+        copied = int(sum(store["counters"].get("resync_bytes_copied", 0.0) for store in stores))
+        used = {store["drive"]: store["used_bytes"] for store in stores}
         now_s, marks = self._clock.boottime_s(), {}
         for drive, count in left.items():
-            mark, since_s = self._marks.get(drive, ((count, copied), now_s))
-            marks[drive] = (mark, since_s) if mark == (count, copied) else ((count, copied), now_s)
+            amount = copied if count else used.get(drive)
+            if count or amount:  # else it is empty, or its store is silent
+                before, since_s = self._marks.get(drive, ((), now_s))
+                marks[drive] = (count, amount), since_s if before == (count, amount) else now_s
         self._marks = marks
 
     def _note_facts(self) -> None:
@@ -81,9 +85,9 @@ class HealthWatch:
     def stalled_s(self) -> dict[int, float]:
         """Drive -> for how long its drain has made no progress, of those for which that is too long; at once while moving is
         paused."""
-        pool_map, now_s = self._pool_map(), self._clock.boottime_s()
-        least_s = 0.0 if pool_map.moving.paused else STALLED_S
-        return {drive: now_s - since_s for drive, (_, since_s) in self._marks.items() if now_s - since_s >= least_s}
+        is_paused, now_s = self._pool_map().moving.paused, self._clock.boottime_s()
+        return {drive: now_s - since_s for drive, ((count, _), since_s) in self._marks.items()
+                if now_s - since_s >= (0.0 if is_paused and count else STALLED_S)}
 
     def since(self, problems: Iterable[Problem]) -> list[Problem]:
         """These problems, which are all that are known now, with the times since when they are."""

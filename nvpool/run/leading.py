@@ -15,7 +15,7 @@ from math import isinf
 from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import AccessDenied, Bug, Fenced, InvalidRequest, NotLeader, NvpoolError, Unavailable
+from nvpool.base.errors import AccessDenied, Bug, Fenced, InvalidRequest, NotLeader, NvpoolError, Unavailable, Unreachable
 from nvpool.cluster.coordinator import LEASE_S_MIN, WATCH_S_MAX, Coordinator, Lease
 from nvpool.cluster.manager import LEASE_S, Manager, change
 from nvpool.logic.poolmap import PoolMap
@@ -257,7 +257,8 @@ class Leading:
         """The answer of the node that leads to this call of a process of this node; None where this node leads.
 
         The request says itself whether it was passed on (`Forwarded`). AccessDenied: its certificate says otherwise. NotLeader:
-        no node leads, or the call was passed on already; `may_be_applied` where a node was asked that led until then.
+        no node leads or it can not be reached, or the call was passed on already; `may_be_applied` where a node was asked that
+        led until then.
         """
         message = bytes(call.message)
         try:
@@ -285,6 +286,9 @@ class Leading:
                 await asyncio.wait([asking, another], return_when=asyncio.FIRST_COMPLETED)
                 if asking.done():
                     return bytes(asking.result().message)
+            except Unreachable as error:
+                raise NotLeader(f"node {node.id}, which leads the pool, can not be reached: {error}",
+                                may_be_applied=was_sent or error.may_be_applied) from None
             except NvpoolError as error:
                 error.may_be_applied |= was_sent
                 raise

@@ -27,6 +27,7 @@ from nvpool.run import measuring
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import EXIT_IN_USE, Stop, exit_code, keep_supervised, run
 from nvpool.run.logs import start_log
+from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.identity import Identity, identity_in
@@ -54,6 +55,9 @@ class Service(Protocol):
     def measure(self, page: Page) -> None: ...
 
     async def start(self) -> None: ...
+
+    def begin_drain(self) -> None:
+        """Answer requests that wait for other requests. Called before those are refused and the ones in work are to end."""
 
     async def close(self, drain_s: float) -> None: ...
 
@@ -218,6 +222,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         finally:
             drain_s = config.supervisor.drain_s if stop.asked.is_set() else 0.0
             deadline_s = SYSTEM_CLOCK.boottime_s() + drain_s
+            service.begin_drain()
             await asyncio.gather(*(listener.close(drain_s) for listener in listeners), return_exceptions=True)
             await service.close(max(0.0, deadline_s - SYSTEM_CLOCK.boottime_s()))
             await dialer.close()
@@ -247,20 +252,31 @@ def show_renewed(identity: Identity | None) -> None:
 
 async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap, service: Service,
                      identity: Identity | None) -> None:
-    """Give each newer map to the service, from this node's supervisor, or from poolmap.json while there is none."""
-    node = directory.node
+    """Give each newer map to the service, from this node's supervisor, or from poolmap.json while there is none.
+
+    No error ends this: the service goes on with the map that it has, for as long as its leases last.
+    """
+    node, told = directory.node, ""
     while True:
         newer = None
         show_renewed(identity)
         try:
             request = MapRequest(newer_than=pool_map.epoch, wait_s=_MAP_WAIT_S).SerializeToString()
-            reply = await dialer.call(pool_map.node_by_id[node].endpoints, POOL_MAP, request,
+            known = pool_map.node_by_id.get(node)
+            reply = await dialer.call(known.endpoints if known is not None else (), POOL_MAP, request,
                                       deadline_s=SYSTEM_CLOCK.boottime_s() + _MAP_WAIT_S + 10)
-            raw = MapReply.FromString(bytes(reply.message)).map
-            newer = decode_map(raw) if raw else None
-        except Unavailable:
+            raw = decoded(MapReply, reply.message).map
+            newer, told = decode_map(raw) if raw else None, ""
+        except NvpoolError as error:
             await asyncio.sleep(_MAP_RETRY_S)
-            newer = read_map(directory)
+            why = "" if isinstance(error, Unavailable) else f"the supervisor gives no pool map: {error}"
+            try:
+                newer = read_map(directory)
+            except NvpoolError as unread:
+                why = f"there is no pool map to read: {unread}"
+            if why and why != told:
+                log.error("%s", why)
+            told = why
         if newer is not None and newer.epoch > pool_map.epoch:
             log.info("the pool map has epoch %d now", newer.epoch)
             pool_map = newer

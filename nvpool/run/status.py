@@ -57,14 +57,11 @@ class PoolStatus:
         self._losses = Losses(directory)
         self._progress = Progress()
         self._paths = KnownPaths(lambda: coordinator.pool_map, dialer, SYSTEM_CLOCK)
-        self.watch = HealthWatch(lambda: coordinator.pool_map, self._copied_bytes)
+        self.watch = HealthWatch(lambda: coordinator.pool_map, self._targets)
 
     async def used_bytes(self) -> dict[int, int]:
         """Of each target that answers."""
         return {one["target"]: one["used_bytes"] for one in await self._targets() if one["used_bytes"] is not None}
-
-    async def _copied_bytes(self) -> int:
-        return int(sum(one["counters"].get("resync_bytes_copied", 0.0) for one in await self._targets()))
 
     async def _targets(self) -> list[dict]:
         return await asyncio.gather(*(self._target_status(target) for target in remaining(self._coordinator.pool_map)))
@@ -193,7 +190,7 @@ class PoolStatus:
             seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
                      "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
                      "writes": reply.writes, "host_full": reply.host_full, "lacks_room": reply.lacks_room,
-                     "moving_wait": reply.resync_wait or reply.strays_wait,
+                     "resync_wait": reply.resync_wait, "strays_wait": reply.strays_wait,
                      "counters": dict(reply.counters), "scrub": scrub_told(reply.scrubbing),
                      "serving_pid": reply.pid, "refused": reply.refused,
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}

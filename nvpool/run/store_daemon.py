@@ -54,6 +54,9 @@ class _Store(StoreService):
         node = opened.directory.node
         self._beats = Beating(self, opened.dialer, lambda: (self._map or opened.pool_map).node_by_id[node].endpoints)
 
+    def begin_drain(self) -> None:
+        """Nothing that waits here waits for other requests."""
+
     async def close(self, drain_s: float = 0.0) -> None:
         if self.beating is not None:
             self.beating.cancel()

@@ -33,8 +33,17 @@ class Asking:
 
     async def shard(self, shard: int, method: int, request: Any, reply_type: Any,
                     payload: Sequence = ()) -> tuple[Any, memoryview]:
-        """(answer, its payload). Errors as the shard says; Unreachable, DeadlineExceeded, Disconnected."""
-        return await self._ask(self.pool_map.shard_by_id.get(shard), f"shard {shard}", method, request, reply_type, payload)
+        """(answer, its payload). Errors as the shard says; Unreachable, DeadlineExceeded, Disconnected.
+
+        A primary that does not answer is given up as soon as another one follows it (client/primaries).
+        """
+        primary = self.pool_map.shard_by_id.get(shard)
+        if primary is None:
+            raise NotFound(f"the pool has no shard {shard}")
+        primaries, deadline_s = self._client.vfs.meta.primaries, self._client.clock.boottime_s() + STEP_S
+        connection = await primaries.connection(primary, deadline_s)
+        reply = await primaries.call(connection, method, request.SerializeToString(), deadline_s, payload)
+        return decoded(reply_type, reply.message), reply.payload
 
     async def any_primary(self, shard: int, method: int, request: Any, reply_type: Any) -> Any:
         """The answer, perhaps by the next primary of the shard: only for what may be repeated. Errors as `shard`, after
@@ -57,17 +66,15 @@ class Asking:
                 request.map_epoch = self.pool_map.epoch
             daemon = self.pool_map.target_by_id.get(target)
             try:
-                return (await self._ask(daemon, f"target {target}", method, request, reply_type, ()))[0]
+                return await self._ask(daemon, f"target {target}", method, request, reply_type)
             except StaleTenure:
                 if self._client.clock.boottime_s() >= until_s:
                     raise
                 await asyncio.sleep(AGAIN_S)
 
-    async def _ask(self, daemon: Any, name: str, method: int, request: Any, reply_type: Any,
-                   payload: Sequence) -> tuple[Any, memoryview]:
+    async def _ask(self, daemon: Any, name: str, method: int, request: Any, reply_type: Any) -> Any:
         if daemon is None:
             raise NotFound(f"the pool has no {name}")
         deadline_s = self._client.clock.boottime_s() + STEP_S
-        reply = await self._client.dialer.call(daemon.endpoints, method, request.SerializeToString(), payload,
-                                               deadline_s=deadline_s)
-        return decoded(reply_type, reply.message), reply.payload
+        reply = await self._client.dialer.call(daemon.endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
+        return decoded(reply_type, reply.message)

@@ -71,7 +71,7 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
                     # After a loss of power blocks that did not reach the drive give way to those before them, and a hole would
                     # not: so that it is all of the copy or nothing, it is on the drive before it is named.
                     await store.sync_data()
-                    if (store.index.chunk(inode, index) is not chunk or chunk.version != version
+                    if (given_up() or store.index.chunk(inode, index) is not chunk or chunk.version != version
                             or store.index.inode(inode) != record or store.kv.full):
                         store.allocator.drop(transaction)
                         continue

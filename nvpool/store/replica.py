@@ -102,13 +102,20 @@ class Replica:
                    request: RequestId | None, given_up: Callable[[], bool], table: int = 0) -> tuple[int, int]:
         """See ChunkStore.copy. WrongTarget when one of the chunks is not ours; NotSupported of a chunk that is shared;
         BytesLost of one of which something may have been lost."""
-        self._epoch(0, *source[:2])
-        if any(self.losing.since(0, *name) is not None for name in (source[:2], (inode, index))):
-            raise BytesLost("chunks of which something was lost are copied by reading and writing them")
-        if self.shares and self.is_shared(table, inode, index):
-            raise NotSupported("chunks with several replicas are copied by reading and writing them")
-        return await self._store.copy(source, inode, index, offset, length, cut=cut, request=request,
-                                      epoch=self._epoch(table, inode, index), given_up=given_up, table=table)
+        epoch = self._epoch(table, inode, index)
+
+        def is_over() -> bool:
+            """Whether nobody wants it any more. Refuses as well: the chunk may have become shared while the copy waited."""
+            self._epoch(0, *source[:2])
+            if any(self.losing.since(0, *name) is not None for name in (source[:2], (inode, index))):
+                raise BytesLost("chunks of which something was lost are copied by reading and writing them")
+            if self.shares and self.is_shared(table, inode, index) or self._epoch(table, inode, index) != epoch:
+                raise NotSupported("chunks with several replicas are copied by reading and writing them")
+            return given_up()
+
+        is_over()
+        return await self._store.copy(source, inode, index, offset, length, cut=cut, request=request, epoch=epoch,
+                                      given_up=is_over, table=table)
 
     def _epoch(self, table: int, inode: int, index: int) -> int:
         """The epoch of the chunk's chain; the highest of any table where the table is 0, not told, or not in our map."""

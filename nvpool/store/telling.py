@@ -67,6 +67,7 @@ def _measure(service, page: Page) -> None:
     page.set(metrics.STORE_REPAIRED, upkeep.repair.repaired_blocks)
     page.set(metrics.STORE_REBUILT, upkeep.repair.rebuilt_chunks)
     page.set(metrics.STORE_STRAYS, upkeep.strays.removed_chunks)
+    page.set(metrics.STORE_STRAYS_LEFT, upkeep.strays.left_chunks)
     progress = upkeep.resync.progress
     page.set(metrics.RESYNC_CHAINS, progress.chains_equal, state="equal")
     page.set(metrics.RESYNC_CHAINS, progress.chains - progress.chains_equal, state="behind")

@@ -8,6 +8,7 @@ import pytest
 
 from nvpool.base.checksum import crc32c
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
+from nvpool.cli import main as cli_main
 from nvpool.cli import progress, reach
 from nvpool.cli.drive import moving_on
 from nvpool.cli.drive import wait_until_moved as wait_until_drained
@@ -142,6 +143,25 @@ def test_a_command_that_waits_reports_a_stall(monkeypatch, capsys, quiet):
     asyncio.run(wait_until_drained("p", "draining drive 1", quiet, 1))
     said = capsys.readouterr().err
     assert "no progress for 0 s, drive 1 (target 4) removes the last 4.00 KiB" in said
+
+
+@pytest.mark.parametrize("noun", ["drive", "node"])
+def test_an_interrupted_wait_says_that_the_drain_goes_on(monkeypatch, capsys, noun):
+    async def change(pool, verb, arguments):
+        return {"drive": 2, "node": 2, "state": "draining", "wish": "draining", "chains_to_go": 7, "waits_for": [], "chains": 7,
+                "primaries": [], "standbys": [], "etcd": False, "leads": False}
+
+    async def statuses(pool, instead):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(reach, "change", change)
+    monkeypatch.setattr(reach, "statuses", statuses)
+    monkeypatch.setattr("nvpool.cli.node.ended_drained", lambda pool, number: None)
+    assert cli_main.main([noun, "drain", "/nowhere", "2", "--wait"]) == 130
+    told = capsys.readouterr().err
+    assert f"draining {noun} 2 goes on; look with: nvpool {noun} ls /nowhere" in told
+    assert f"end it with: nvpool {noun} drain /nowhere 2 --cancel" in told
 
 
 @pytest.mark.parametrize(("paused", "expected"), [

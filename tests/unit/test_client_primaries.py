@@ -10,10 +10,12 @@ from nvpool.base.errors import Disconnected
 from nvpool.client import primaries
 from nvpool.client.primaries import Primaries
 from nvpool.logic.poolmap import Shard, changed
+from nvpool.sdk.asking import Asking
 from nvpool.testing.contracts.transport import Kept, refused, soon, until
 from nvpool.wire.dial import Dialer
 from nvpool.wire.inproc_transport import InprocTransport
 from nvpool.wire.transport import Greeting
+from nvpool.wire.v1 import meta_pb2, wire_pb2
 from tests.unit.test_placement import a_pool
 
 
@@ -71,3 +73,33 @@ def test_replaced_connection_to_a_former_primary_is_closed():
         assert connection.closed
 
     with_silent_primary(check)
+
+
+def test_question_of_a_check_ends_when_the_primary_is_followed(monkeypatch):
+    monkeypatch.setattr(primaries, "SILENT_S", 0.1)
+    monkeypatch.setattr(primaries, "LOOK_S", 0.02)
+
+    async def main():
+        transport, kept = InprocTransport(), Kept()
+        listener = await transport.listen("inproc://first", Greeting("the primary"), kept)
+        dialer = Dialer(Greeting("we"), transports={"inproc": transport})
+        view = SimpleNamespace(map=a_map(), changed=[], followed=asyncio.Event())
+        view.follow = view.followed.set
+        asked = Primaries(view, dialer, SYSTEM_CLOCK)
+        client = SimpleNamespace(vfs=SimpleNamespace(meta=SimpleNamespace(primaries=asked)), pool_map=view.map, dialer=dialer,
+                                 clock=SYSTEM_CLOCK)
+        asking = asyncio.ensure_future(Asking(client).shard(1, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(),
+                                                            meta_pb2.MetaStatusReply))
+        try:
+            async with asyncio.timeout(30):
+                await view.followed.wait()
+                new = changed(view.map, shards=(replace(view.map.shards[0], endpoints=("inproc://second",)),))
+                for told in view.changed:
+                    told(new)
+                await refused(Disconnected, asking)
+        finally:
+            asked.close()
+            await dialer.close()
+            await listener.close()
+
+    asyncio.run(main())

@@ -175,6 +175,49 @@ def test_a_drain_that_stands_still_says_what_it_waits_for():
     assert "no room" in full.reason and "nvpool drive add /srv/pool" in full.remedy
 
 
+def test_a_drive_that_is_almost_full_is_a_problem():
+    room = {"capacity_bytes": 1000}
+    assert "drive-full" not in kinds(seen(a_map(), stores={2: room | {"used_bytes": 949}, 1: room | {"used_bytes": None}}))
+    problem = kinds(seen(a_map(), stores={2: room | {"used_bytes": 950}}))["drive-full"]
+    assert (problem.drive, problem.severity) == (2, "degraded") and "95%" in problem.reason
+
+
+def emptied():
+    full = Chain(5, (2, 3))
+    return replace(drained(), tables=(ChainTable(2, (full, full)),))
+
+
+def test_a_drain_that_removes_nothing_says_what_keeps_chunks():
+    kept = {"strays_wait": "7 chunks are kept until this target has heard from the node that leads the pool"}
+    problem = kinds(seen(emptied(), stores={1: kept}, stalled_s={1: 99.0}))["drain-stalled"]
+    assert problem.reason.endswith(kept["strays_wait"]) and "does not become empty" in problem.reason
+    repair = {"strays_wait": "4096 bytes are in use that belong to no chunk; give them back with: nvpool fsck POOL --repair"}
+    problem = kinds(seen(emptied(), stores={1: repair}, stalled_s={1: 99.0}))["drain-stalled"]
+    assert problem.remedy == "nvpool fsck /srv/pool --repair"
+    problem = kinds(seen(drained(), stores={3: {"resync_wait": "target 1: it does not answer"}}, stalled_s={1: 99.0}))
+    assert "target 3 (drive 3)" in problem["drain-stalled"].reason and "target 1: it" in problem["drain-stalled"].reason
+
+
+def test_a_drain_stands_still_while_the_drive_is_not_emptied():
+    clock, used = ManualClock(), [100]
+
+    async def stores():
+        return [{"drive": 1, "used_bytes": used[0], "counters": {}}]
+
+    watch = HealthWatch(lambda: emptied(), stores, clock)
+
+    def looked(after_s):
+        clock.advance(after_s)
+        asyncio.run(watch.run_once())
+        return watch.stalled_s()
+
+    assert looked(0) == {} and looked(STALLED_S) == {1: STALLED_S}
+    used[0] = 50
+    assert looked(1) == {}
+    used[0] = 0
+    assert looked(1) == {} and looked(2 * STALLED_S) == {}, "it is empty"
+
+
 def test_exit_codes_put_what_is_missing_before_damage():
     damaged, notice, degraded = (Problem("x", "y", severity=one) for one in ("damaged", "notice", "degraded"))
     assert exit_code([notice]) == 0 and exit_code([damaged, notice]) == 4 and exit_code([damaged, degraded]) == 3
@@ -190,10 +233,10 @@ def test_a_problem_keeps_the_time_since_when_it_is_known():
 def test_a_drain_stands_still_when_nothing_is_copied():
     clock, maps, copied = ManualClock(), [drained()], [0]
 
-    async def copied_bytes():
-        return copied[0]
+    async def stores():
+        return [{"drive": 3, "used_bytes": 7, "counters": {"resync_bytes_copied": float(copied[0])}}]
 
-    watch = HealthWatch(lambda: maps[0], copied_bytes, clock)
+    watch = HealthWatch(lambda: maps[0], stores, clock)
 
     def looked(after_s):
         clock.advance(after_s)
@@ -213,10 +256,10 @@ def test_a_drain_stands_still_when_nothing_is_copied():
 def test_since_is_when_the_map_changed_not_when_asked():
     clock, maps = ManualClock(), [a_map()]
 
-    async def copied_bytes():
-        return 0
+    async def stores():
+        return []
 
-    watch = HealthWatch(lambda: maps[0], copied_bytes, clock)
+    watch = HealthWatch(lambda: maps[0], stores, clock)
     asyncio.run(watch.run_once())
     maps[0] = without_copy(with_target(a_map(), 2, state="down"), 2)
     clock.advance(5)

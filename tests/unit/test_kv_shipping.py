@@ -428,7 +428,7 @@ def test_a_standby_without_room_is_taken_out_and_nobody_waits_for_it(tmp_path):
 
 
 @pytest.mark.parametrize("error, is_certain", [
-    (NotLeader(), True), (Unreachable(), True), (NotLeader(may_be_applied=True), False), (DeadlineExceeded(), False)])
+    (NotLeader(), True), (Unreachable(), False), (NotLeader(may_be_applied=True), False), (DeadlineExceeded(), False)])
 def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_certain):
     """Where certainly nobody was asked who could have changed the map, nobody has to be asked to change it back."""
     async def check(members):
@@ -464,6 +464,24 @@ def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_ce
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+
+
+def test_standby_that_others_demoted_is_called_up_again(tmp_path):
+    """As the supervisor that leads does with one that has lost its records."""
+    async def check(members):
+        await members.quiet()
+        assert members.up == {1}
+        shipping = members.primary.shipping
+        members.pool_map = shards.records_lost(members.pool_map, 1, {1})
+        assert members.up == set()
+        shipping.use({1: (lambda: None, False)})
+        async with asyncio.timeout(20):
+            while members.up != {1}:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.002)
+        assert shipping.taken_out == 1
+        await members.acknowledged(of(1))
+
+    with_members(tmp_path, check)
 
 
 def test_a_sync_covers_the_standbys(tmp_path):

@@ -56,6 +56,17 @@ def test_the_other_copies_of_a_chain_that_began_anew_join_it():
         assert {*joined.targets, *joined.joining} == {3, 4}
 
 
+def test_chain_begun_anew_is_above_epochs_of_all_chains():
+    pool_map = a_pool((4, 4, 4), 1)
+    table = pool_map.tables[0]
+    others = next(number for number, chain in enumerate(table.chains) if chain.targets == (2,))
+    chains = [replace(chain, epoch=70 if number == others else 3) for number, chain in enumerate(table.chains)]
+    lost = given_up(replace(pool_map, tables=(replace(table, chains=tuple(chains)),)), 1)
+    new = begun_anew(lost, ownerless(lost), Loss(()), {2, 3})
+    assert {(chain.epoch, chain.begun, chain.intact) for chain in new.tables[0].chains if chain.loss} == {(71, 71, 71)}
+    assert new.tables[0].chains[others].epoch == 70, "the others stay as they are"
+
+
 def test_a_map_that_names_a_loss_that_it_does_not_tell_contradicts_itself():
     pool_map = a_pool((4, 4), 1)
     table = pool_map.tables[0]

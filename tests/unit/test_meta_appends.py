@@ -182,3 +182,17 @@ def test_record_of_a_file_without_open_places_is_as_before():
     assert records.encode_inode(inode) == before
     inode.reserved = 101
     assert records.decode_inode(5, records.encode_inode(inode)).reserved == 101
+
+
+@scenario
+async def test_append_that_waits_is_refused_by_a_drain(shard):
+    await shard.reserve(shard.one, 100)
+    waiting = shard.sending(shard.two, 10)
+    await asyncio.sleep(0)
+    shard.service.begin_drain()
+    with pytest.raises(errors.Draining) as caught:
+        await waiting.wait()
+    assert not caught.value.may_be_applied
+    with pytest.raises(errors.Draining):
+        await shard.reserve(shard.two, 10)
+    assert (await shard.report(shard.one, 100)).size == 100, "requests in work are not touched"

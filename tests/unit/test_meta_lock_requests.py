@@ -254,6 +254,16 @@ async def test_an_interrupted_question_is_forgotten_and_its_places_with_it_after
     assert (await one.status()).counters["lock_waiters"] == 0
 
 
+@scenario
+async def test_question_for_a_lock_is_answered_by_a_drain(shard, one, two, file):
+    await one.lock(file, EXCLUSIVE)
+    ticket = (await two.lock(file, EXCLUSIVE, wait=True)).ticket
+    question = shard.wait(two, ticket)
+    assert question.answer is None
+    shard.service.begin_drain()
+    assert await turns(question) == []
+
+
 class CancellableCall(DirectCall):
     def on_cancel(self, callback):
         self.callback = callback

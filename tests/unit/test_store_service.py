@@ -20,6 +20,7 @@ from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Tar
 from nvpool.store.chunkstore import MustWait, create_chunk_store, open_chunk_store
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.reads import READ, RESULT
+from nvpool.store.replica import Replica
 from nvpool.store.service import EXTENT, WRITE, StoreService
 from nvpool.store.tenure import Tenure
 from nvpool.testing.contracts.chunkstore import is_sound
@@ -472,3 +473,32 @@ async def test_a_draining_service_takes_nothing_new(bench):
     with pytest.raises(errors.Draining):
         await bench.read([(1, 0, 0, 4096)])
     assert not bench.service._tasks
+
+
+class WaitingStore(MemoryChunkStore):
+    """A store whose copies have to wait: `meanwhile` happens then."""
+
+    async def copy(self, *arguments, **named):
+        self.meanwhile()
+        return await super().copy(*arguments, **named)
+
+
+def test_copy_is_refused_where_its_chunk_became_shared_meanwhile():
+    targets = (Target(1, 1, 1, 1 << 30, ()), Target(2, 2, 1, 1 << 30, ()))
+    pool_map = PoolMap(MAP_FORMAT, "p", "pool", 1, Settings(), (Node(1, "n1", "", ()),),
+                       tuple(Drive(t.id, 1, f"/d{t.id}", 1 << 30) for t in targets), targets, (build_table(targets[:1], 1),))
+    store = WaitingStore()
+    replica = Replica(store, 1, ManualClock(), b"s" * 32)
+    replica.update_map(pool_map)
+    store.write_now(5, 0, 0, memoryview(bytes(4096)), piece_checksums(bytes(4096), 0), table=1)
+
+    def copy(index, shares):
+        chains = tuple(replace(chain, epoch=chain.epoch + shares, joining=(2,) if shares else ())
+                       for chain in pool_map.tables[0].chains)
+        store.meanwhile = lambda: replica.update_map(replace(pool_map, tables=(replace(pool_map.tables[0], chains=chains),)))
+        return asyncio.run(replica.copy((5, 0, 0), 6, index, 0, 4096, cut=0, request=None, given_up=bool, table=1))
+
+    assert copy(0, 0)[1] == 4096
+    with pytest.raises(errors.NotSupported):
+        copy(1, 1)
+    assert not store.held(6, 1).version, "whoever joins has compared the chunk already"

@@ -137,11 +137,12 @@ class Pool(RuleBasedStateMachine):
     def begin_anew(self):
         """Chains that nobody has any more: what was acknowledged is lost, and what a new member had before does not count."""
         before = self.map
+        above = max(chain.epoch for table in before.tables for chain in table.chains)
         self.publish(begun_anew(before, ownerless(before), births_of(before, {}), self.alive))
         for (table, number), chain in self.chains():
             old = before.chain(table, number)
             if chain.begun != old.begun:
-                assert chain.begun == chain.epoch == chain.intact == old.epoch + 1 and chain.loss == len(self.map.losses)
+                assert chain.begun == chain.epoch == chain.intact == above + 1 and chain.loss == len(self.map.losses)
                 assert not set(chain.targets) & {*old.targets, *self.lost} and set(chain.targets) <= self.alive
                 self.acknowledged.pop((table, number), None)
                 self.has = {who: what for who, what in self.has.items() if who[:2] != (table, number)}
