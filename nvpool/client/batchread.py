@@ -18,6 +18,7 @@ from nvpool.base import errors
 from nvpool.base.checksum import block_checksums
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptFrame, NvpoolError, Stale
+from nvpool.base.futures import abandon
 from nvpool.client.cache import OpenInode
 from nvpool.client.chunkclient import GATHER_BYTES, GATHER_READS, ChunkClient
 from nvpool.client.hedging import Sent
@@ -114,7 +115,7 @@ class BatchReader:
                     failed = failed or error
         except BaseException:
             for future in futures:
-                future.cancel()
+                abandon(future)
             raise
         if failed is not None:
             raise failed
@@ -270,7 +271,7 @@ class BatchReader:
                     into[place:place + length] = (await job)[skip:skip + length]
         except BaseException as error:
             for job in jobs:
-                job.cancel()
+                abandon(job)
             if not batch.future.done():
                 batch.future.set_exception(error if isinstance(error, Exception) else errors.Cancelled("the client was closed"))
             if not isinstance(error, Exception):

@@ -39,6 +39,7 @@ from nvpool.base.errors import (
     Unavailable,
     WrongTarget,
 )
+from nvpool.base.futures import abandon
 from nvpool.base.grants import READ, WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, reason_of
@@ -437,7 +438,7 @@ class ChunkClient(BeginsWrites):
                 await future
         except BaseException:
             for future in futures:
-                future.cancel()
+                abandon(future)
             raise
         part = whole[offset - first:offset - first + length]
         if into is None or whole is into:
@@ -557,7 +558,7 @@ class ChunkClient(BeginsWrites):
                     raise StaleEpoch("others hold the chunks by now")
             return asked.result()
         finally:
-            asked.cancel()
+            abandon(asked)
 
     async def flush(self, places: Mapping[WrittenAt, int | None]) -> set[WrittenAt]:
         """See Flushing.flush."""

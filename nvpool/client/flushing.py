@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import DeadlineExceeded, NvpoolError, Stale, Unavailable
+from nvpool.base.futures import abandon
 from nvpool.client.answers import at_the_deadline, reason_of
 from nvpool.client.poolview import PoolView
 from nvpool.wire.codec import decoded
@@ -108,7 +109,7 @@ class Flushing:
                     await self._pause(error, tries, left_s)
         finally:
             for task in asked.values():
-                task.cancel()
+                abandon(task)
 
     async def _once(self, target: int, deadline_s: float) -> data_pb2.FlushReply:
         request = data_pb2.FlushRequest(map_epoch=self._view.map.epoch, target=target)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, Unreachable, from_os_error
+from nvpool.base.futures import abandon
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import pool_pb2, wire_pb2
@@ -128,7 +129,7 @@ class PoolView:
             return False
         finally:
             for task in asked:
-                task.cancel()
+                abandon(task)
 
     async def _follow(self) -> None:
         asked: dict[tuple[str, ...], asyncio.Task] = {}
@@ -148,7 +149,7 @@ class PoolView:
                 await asyncio.sleep(LOOK_S)
         finally:
             for task in asked.values():
-                task.cancel()
+                abandon(task)
 
     def _look(self, directory: str) -> None:
         """Read the file where it is another than before."""

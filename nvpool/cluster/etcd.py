@@ -118,12 +118,14 @@ class EtcdCoordinator:
         """As `open`, through `calls`, which are its own from here on. `only`: the name under which nobody leads but this
         process and those before it, which have ended: it does not wait for their lease."""
         try:
-            found = await calls.range(rpc.RangeRequest(key=_root(pool_id) + b"map"), CHANGE_S)
-            if not found.kvs:
+            found = await calls.ranges(_ranges(_root(pool_id)), CHANGE_S)
+            raw = next((kv.value for answer in found.responses for kv in answer.response_range.kvs
+                        if kv.key == _root(pool_id) + b"map"), None)
+            if raw is None:
                 raise CorruptRecord(f"etcd holds no map of pool {pool_id}")
-            coordinator = cls(calls, clock, pool_id, decode_map(found.kvs[0].value), publish, only)
-            publish(found.kvs[0].value)
-            await coordinator._look()
+            coordinator = cls(calls, clock, pool_id, decode_map(raw), publish, only)
+            publish(raw)
+            coordinator._take(found)
         except BaseException:
             await calls.close()
             raise
@@ -207,14 +209,14 @@ class EtcdCoordinator:
             at = at + 1 if self._clock.boottime_s() - began_s < SILENCE_S else 0
             await asyncio.sleep(pause_s)
 
-    def _ranges(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Of the keys that are known here. Not of the maps that were: they are too much for a look at each change."""
-        present = self._root + b"present/"
-        return (self._root + b"leader", self._root + b"map\0"), (present, _behind(present))
-
     async def _look(self) -> int:
         """At everything; the revision that was seen."""
-        found = await self._calls.ranges(self._ranges(), CHANGE_S)
+        found = await self._calls.ranges(_ranges(self._root), CHANGE_S)
+        self._take(found)
+        return found.header.revision
+
+    def _take(self, found: rpc.TxnResponse) -> None:
+        """What a look has shown."""
         self._heard_s = self._clock.boottime_s()
         present, about_leader = {}, {}
         for kv in (kv for answer in found.responses for kv in answer.response_range.kvs):
@@ -226,12 +228,11 @@ class EtcdCoordinator:
             elif name.startswith(b"present/"):
                 present[name[8:].decode()] = kv.value
         self._take_rest(present, about_leader)
-        return found.header.revision
 
     async def _follow_stream(self, revision: int, at: int = 0) -> None:
         members, stream, beating = self._calls.members, self._calls.watch(at), None
         try:
-            for first, behind in self._ranges():
+            for first, behind in _ranges(self._root):
                 await stream.write(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(
                     key=first, range_end=behind, start_revision=revision)))
             beating = asyncio.get_running_loop().create_task(_beat(stream))
@@ -412,6 +413,12 @@ async def _beat(stream) -> None:
             await stream.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
     except STREAM_ERRORS:
         pass  # who reads from it will see
+
+
+def _ranges(root: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    """Of the keys that are known here. Not of the maps that were: they are too much for a look at each change."""
+    present = root + b"present/"
+    return (root + b"leader", root + b"map\0"), (present, _behind(present))
 
 
 def _root(pool_id: str) -> bytes:

@@ -33,6 +33,7 @@ from nvpool.base.errors import (
     TooBig,
     WrongFormat,
 )
+from nvpool.base.futures import abandon
 from nvpool.kv.contract import KEY_END, Effect, checked_effects
 from nvpool.kv.directory import EngineDirectory
 from nvpool.kv.history import History, Position
@@ -388,7 +389,7 @@ class LmdbKv:
             await self._sync_here(wanted)
             await others
         finally:
-            others.cancel()
+            abandon(others)
 
     async def _sync_here(self, wanted: int) -> None:
         while self._synced_sequence < wanted:

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import AccessDenied, Bug, Fenced, InvalidRequest, NotLeader, NvpoolError, Unavailable, Unreachable
+from nvpool.base.futures import abandon
 from nvpool.cluster.coordinator import LEASE_S_MIN, WATCH_S_MAX, Coordinator, Lease
 from nvpool.cluster.manager import LEASE_S, Manager, change
 from nvpool.logic.poolmap import PoolMap
@@ -293,7 +294,7 @@ class Leading:
                 error.may_be_applied |= was_sent
                 raise
             finally:
-                asking.cancel()
+                abandon(asking)
             was_sent = True
 
     def _own(self, work) -> None:

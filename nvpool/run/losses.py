@@ -9,12 +9,8 @@ import os
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import NvpoolError
-from nvpool.client.options import ClientOptions
-from nvpool.client.pathfinder import printable
-from nvpool.client.session import Client
 from nvpool.logic.losses import losing, ownerless
 from nvpool.logic.poolmap import PoolMap
-from nvpool.sdk.lost import lost_files
 
 LOOK_S = 2.0
 FILES_MAX = 20
@@ -56,6 +52,11 @@ class Losses:
                     *self._found]
 
     async def _look(self) -> None:
+        # Imported when something is lost: the client is more than half of what a supervisor would load before it can lead.
+        from nvpool.client.options import ClientOptions
+        from nvpool.client.pathfinder import printable
+        from nvpool.client.session import Client
+        from nvpool.sdk.lost import lost_files
         client = await Client.open(os.fspath(self._directory.path), "status", ClientOptions(deadline_s=LOOK_S))
         try:
             async for path, inode, chunks in lost_files(client):

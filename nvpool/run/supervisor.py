@@ -270,6 +270,8 @@ class Supervisor:
         targets = remaining(pool_map)
         dead = {target.id for target in targets if target.node == self._node
                 and holder_of(self._directory.run / f"target-{target.id}.lock") is None}
+        if not dead:
+            return  # a supervisor that follows one that was killed leads without a question to etcd before
         if len(dead) == len(targets) and all(self._ended_at(target) == pool_map.epoch for target in dead):
             looked_at = []
 

@@ -20,7 +20,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.testing.real_nodes import Node
 from nvpool.testing.real_pool import end_process
 
-RESTART_S = 1.0
+RESTART_S = 0.2
 """RestartSec= of systemd/nvpoold.service."""
 
 

@@ -10,6 +10,7 @@ import asyncio
 from typing import Any, Protocol
 
 from nvpool.base.errors import Unreachable, WrongTarget
+from nvpool.base.futures import abandon
 from nvpool.logic.poolmap import PoolMap
 from nvpool.wire.transport import Reply
 
@@ -49,7 +50,7 @@ class TargetCalls:
                 return asked.result()
             raise Unreachable(f"target {target} does not serve any more, by the map {self.map.epoch}")
         finally:
-            asked.cancel()
+            abandon(asked)
 
 
 def _serves(pool_map: PoolMap | None, target: int) -> bool:

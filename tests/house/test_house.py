@@ -131,6 +131,13 @@ def test_the_command_starts_without_what_only_daemons_need():
     assert out.strip() == "[]"
 
 
+def test_supervisor_starts_without_the_client():
+    program = ("import sys, nvpool.run.keeping, nvpool.run.supervisor; "
+               "print([m for m in sys.modules if m.startswith(('nvpool.client.vfs', 'nvpool.client.session', 'nvpool.sdk'))])")
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out.strip() == "[]"
+
+
 def test_links_in_the_documents_lead_somewhere():
     for document in ROOT.glob("*.md"):
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):

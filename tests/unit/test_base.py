@@ -1,5 +1,7 @@
 """Vocabulary: ids, sizes, grants, checksums."""
 
+import asyncio
+import gc
 import random
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from nvpool.base import checksum, grants, ids, units
 from nvpool.base.errors import StaleGrant
+from nvpool.base.futures import abandon
 
 SECRET = bytes(range(32))
 
@@ -124,3 +127,39 @@ def test_a_size_that_makes_no_sense_is_refused(text):
 def test_sizes_are_shown_short():
     shown = [units.format_bytes(n) for n in (0, 1023, 1024, 150 << 20, 3 << 40)]
     assert shown == ["0 B", "1023 B", "1.00 KiB", "150 MiB", "3.00 TiB"]
+
+
+@pytest.mark.parametrize("make", [
+    lambda loop: asyncio.gather(asyncio.sleep(60), asyncio.sleep(60), return_exceptions=True),
+    lambda loop: loop.create_task(_fails_when_cancelled()),
+    lambda loop: _failed(loop),
+], ids=["gather", "task", "failed"])
+def test_abandoned_future_leaves_no_unseen_error(make):
+    unseen = []
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unseen.append(context["message"]))
+        future = make(loop)
+        await asyncio.sleep(0)
+        abandon(future)
+        await asyncio.sleep(0.01)
+        assert future.done()
+        del future
+        gc.collect()
+
+    asyncio.run(run())
+    assert not unseen
+
+
+async def _fails_when_cancelled():
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        raise OSError("while it was cancelled") from None
+
+
+def _failed(loop):
+    future = loop.create_future()
+    future.set_exception(OSError("before it was abandoned"))
+    return future

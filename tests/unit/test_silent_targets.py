@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import math
 import os
 from contextlib import asynccontextmanager
@@ -106,6 +107,24 @@ async def test_who_asks_for_places_goes_with_the_map_when_that_has_no_silent_tar
         await pool.until(lambda: pool.held[silent])
         await pool.change_map(lambda now: died(now, {silent}))
         assert await looking == 8192 or looking.result() == 5000
+
+
+@in_loop
+async def test_superseded_question_leaves_no_unseen_error(monkeypatch):
+    monkeypatch.setattr(ranges, "_PATIENCE_S", 600.0)
+    async with made() as (pool, vfs):
+        handle = await new_file(vfs, b"file", bytes(5000))
+        silent = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
+        pool.hold(silent, Method.DATA_EXTENTS)
+        unseen = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context["message"]))
+        looking = asyncio.create_task(vfs.seek(handle, 0, os.SEEK_HOLE))
+        await pool.until(lambda: pool.held[silent])
+        await pool.change_map(lambda now: died(now, {silent}))
+        await looking
+        await asyncio.sleep(0)
+        gc.collect()
+        assert not unseen
 
 
 @in_loop
