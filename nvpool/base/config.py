@@ -269,7 +269,7 @@ def load(path: str | os.PathLike) -> Config:
         with open(path, encoding="utf-8") as file:
             text = file.read(MIB)
     except FileNotFoundError:
-        raise BadConfiguration(f"{path} does not exist; write one with: nvpool config sample > {path}") from None
+        raise BadConfiguration(f"the file {path} does not exist; write one with: nvpool config sample > {path}") from None
     except UnicodeDecodeError as error:
         raise BadConfiguration(f"{path} is not UTF-8: {error}") from None
     except OSError as error:

@@ -147,12 +147,12 @@ POOL_MOVING_PAUSED = _gauge("pool_moving_paused", "1 while the operator has paus
 POOL_TARGETS = _gauge("pool_targets", "Targets by state (up, down), without those that were removed.", "state")
 POOL_NODES = _gauge("pool_nodes", "Nodes of the pool.")
 POOL_STANDBYS = _gauge("pool_standbys", "Standbys of metadata shards by state (up, syncing).", "state")
-SHARD_STANDBYS = _gauge("shard_standbys", "Standbys of a shard: that it shall have (wanted), and that have everything by the "
-                        "pool map (up). Each node tells the same: use max().", "shard state")
-TARGET_CHAINS_MISSING = _gauge("target_chains_missing", "Chains with fewer copies than they shall have that lack the copy of "
-                               "this target. Each node tells the same: use max().", "target")
-DRAIN_STALLED = _gauge("drain_stalled_seconds", "For how long the drain of this target has made no progress; 0 while it does, "
-                       "or has for less than a minute. Each node tells the same: use max().", "target")
+SHARD_STANDBYS = _gauge("shard_standbys", "Standbys of a shard: how many are wanted, and how many have all records by the pool "
+                        "map (up). Every node reports the same: use max().", "shard state")
+TARGET_CHAINS_MISSING = _gauge("target_chains_missing", "Chains that lack the copy which this target is to hold. Every node "
+                               "reports the same: use max().", "target")
+DRAIN_STALLED = _gauge("drain_stalled_seconds", "Seconds for which the drain of this target has made no progress; 0 in the "
+                       "first minute of a standstill. Every node reports the same: use max().", "target")
 TARGET_CHAINS = _gauge("target_chains", "Chains that a target of this node holds (holds), is to get (to_come), and to give "
                        "away (to_go).", "target state")
 CHILD_RESTARTS = _counter("child_restarts_total", "Deaths of the process since its supervisor began.", "child")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import BadConfiguration
 from nvpool.cli.render import json_option, print_json, print_table
 
 
@@ -22,7 +24,15 @@ def config() -> None:
 
 
 def _file(path: str) -> Path:
-    return PoolDirectory(path).node_toml if Path(path).is_dir() else Path(path)
+    """The configuration that `path`, a file, pool directory or mount point, names. BadConfiguration, NotFound."""
+    from nvpool.cli.known_pools import pool_behind, remedy_for
+    from nvpool.cli.reach import checked
+    if not os.path.lexists(path):
+        raise BadConfiguration(f"{path} does not exist", remedy=f"name a configuration file, or a pool; {remedy_for(path)}")
+    directory = PoolDirectory(pool_behind(path))
+    if not directory.path.is_dir():
+        return Path(path)
+    return directory.node_toml if directory.node_toml.exists() else checked(directory.path).node_toml
 
 
 @config.command(epilog="example: nvpool config show /srv/pool --json")

@@ -24,7 +24,17 @@ def show(checks: Iterable[Check], as_json: bool, quiet: bool = False) -> int:
     return int(any(one.state == BAD for one in found))
 
 
-@click.group(invoke_without_command=True, epilog="""\b
+class _Checks(click.Group):
+    """The group of `nvpool doctor`, which answers a pool in the place of a command with the option for it."""
+
+    def resolve_command(self, context: click.Context, arguments: list[str]):
+        if arguments and arguments[0] not in self.commands and not context.resilient_parsing:
+            raise click.UsageError(f"there is no command {arguments[0]!r}, only {', '.join(self.commands)}; to check a pool or "
+                                   f"a drive: nvpool doctor --pool POOL, or --drive PATH", context)
+        return super().resolve_command(context, arguments)
+
+
+@click.group(cls=_Checks, invoke_without_command=True, epilog="""\b
 examples:
   nvpool doctor                                      this machine, before it is a node
   nvpool doctor --pool /srv/pool                     a node: its drives, ports, clock, and what the pool says

@@ -76,7 +76,7 @@ class Nouns(click.Group):
         return getattr(import_module(module), attribute)
 
     def resolve_command(self, context: click.Context, arguments: list[str]):
-        if arguments and arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+        if arguments and arguments[0] not in COMMANDS and not arguments[0].startswith("-") and not context.resilient_parsing:
             from difflib import get_close_matches
             near = get_close_matches(arguments[0], COMMANDS, 1)
             hint = f"; did you mean {near[0]}?" if near else ""

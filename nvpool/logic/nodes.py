@@ -108,7 +108,7 @@ def check_empty(pool_map: PoolMap, number: int) -> None:
     if left.chains or left.members:
         what = f"{left.chains} chains of chunks" if left.chains else f"metadata (shard {', '.join(map(str, left.members))})"
         raise InUse(f"node {number} holds {what}; first: nvpool node drain POOL {number} --wait   or, when it will not come "
-                    f"back: nvpool node remove --lost")
+                    f"back: nvpool node remove POOL {number} --lost")
 
 
 def removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:

@@ -183,7 +183,8 @@ class Answers:
     async def _load_step(self, request: pb.LoadRequest, payload: bytes) -> Answer:
         if request.first:
             if self._state == "serving" and (self._view.inode_count > 1 or self._sessions.by_number):
-                raise InUse("a load wants an empty shard that nobody has mounted")
+                raise InUse("metadata can only be loaded into a new pool: this one has files, or clients that are connected; "
+                            "make an empty one with: nvpool pool create DIR --drive PATH")
             self._state = "loading"
             self._runs.end_all()
             identity = take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns())

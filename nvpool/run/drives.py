@@ -160,7 +160,8 @@ class Drives:
                 return newest
             if target.id in named(newest):
                 raise InUse(f"drive {target.drive} holds, or is to hold, chains of the pool; first: nvpool drive drain POOL "
-                            f"{target.drive} --wait   or, when it is broken for good: nvpool drive remove --lost")
+                            f"{target.drive} --wait   or, when it is broken for good: nvpool drive remove POOL {target.drive} "
+                            f"--lost")
             if there := beside(newest, target.drive):
                 raise InUse(f"metadata (shard {', '.join(map(str, there))}) lies on drive {target.drive}; it goes when "
                             f"the drive is drained and another has it: nvpool drive drain POOL {target.drive} --wait")
@@ -212,7 +213,7 @@ class Drives:
                                 for replicas, count in only.items())
             raise InvalidRequest(f"drive {target.drive} has the only copy of {told}; without it their chunks are lost. "
                                  f"Bring it back, wait until other drives have them, or drain it while it can be read; to do "
-                                 f"without them for ever: nvpool drive remove --lost --give-up")
+                                 f"without them for ever: nvpool drive remove POOL {target.drive} --lost --give-up")
 
     async def _replace(self, arguments: dict) -> dict:
         lost = bool(arguments.get("lost", False))

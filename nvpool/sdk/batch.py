@@ -123,7 +123,7 @@ class Batches:
             raise ValueError(f"the buffer to read into has {len(into)} bytes, and the {len(reads)} reads need {total}")
         if total > READ_BYTES_MAX:
             raise ValueError(f"the {len(reads)} reads are of {total} bytes together, which no buffer holds")
-        buffer = into if into is not None else memoryview(bytearray(total))
+        buffer = into if into is not None else _buffer_of(total, len(reads))
         if failed or returns_errors:
             done = await self._read_apart(reads, pieces, spans, failed, given, buffer)
         else:
@@ -288,6 +288,13 @@ async def _some(read: Callable[..., Awaitable[bool]], runs: Sequence[tuple[int, 
     for first in range(0, len(runs), _READS_AT_ONCE):
         found += await asyncio.gather(*[read(*run) for run in runs[first:first + _READS_AT_ONCE]])
     return found
+
+
+def _buffer_of(total: int, count: int) -> memoryview:
+    try:
+        return memoryview(bytearray(total))
+    except MemoryError:
+        raise MemoryError(f"the reads ({count}) need {total} bytes of memory together; ask for less at once") from None
 
 
 def _of_batch(error: NvpoolError, given: Sequence[Any]) -> OSError:

@@ -183,8 +183,8 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     """WrongFormat when `file` is no dump of a version that is known here."""
     magic = file.read(len(MAGIC))
     if magic != MAGIC:
-        known = MAGIC.decode().strip()
-        raise WrongFormat(f"{file.name} is no dump of this version; it begins with {magic[:20]!r}, not with {known!r}")
+        raise WrongFormat(f"{file.name} is not a metadata dump that this version can read: its first line is not "
+                          f"{MAGIC.decode().strip()!r}; make one with: nvpool dump POOL FILE")
     try:
         header = json.loads(file.readline(HEADER_BYTES_MAX))
         if not isinstance(header, dict) or not isinstance(header.get("shards"), list):

@@ -125,8 +125,12 @@ def check_on_error(on_error: str) -> bool:
 
 
 def contiguous(into: Any) -> memoryview:
-    """`into` as writable bytes. TypeError for a buffer that is read-only or has gaps."""
-    view = memoryview(into)
+    """`into` as writable bytes. TypeError for what is no buffer, and for a buffer that is read-only or has gaps."""
+    try:
+        view = memoryview(into)
+    except TypeError:
+        raise TypeError(f"the buffer to read into has to be a bytearray or another writable buffer, not "
+                        f"{type(into).__name__}") from None
     if view.readonly:
         raise TypeError("the buffer to read into is read-only")
     return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")

@@ -486,7 +486,8 @@ def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mo
         ("chunk size", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes, _exact_bytes))
         if is_ != wish]
     if differs:
-        raise AlreadyExists(f"volume {found.name} is there already, with {', '.join(differs)}")
+        raise AlreadyExists(f"volume {found.name} is there already, with {', '.join(differs)}; nothing was changed",
+                            remedy="change it with: nvpool volume resize, nvpool volume set; or choose another name")
 
 
 def _exact_bytes(count: int) -> str:

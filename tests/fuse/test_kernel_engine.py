@@ -338,7 +338,7 @@ def test_access_control_lists_need_a_kernel_that_enforces_them(offered):
 
 
 @played(settings=MountOptions("p", acl=False))
-async def test_mount_without_access_control_lists_does_not_agree_to_them(kernel):
+async def test_mount_without_acls_does_not_negotiate_them(kernel):
     assert not (await kernel.init()).flags & Init.POSIX_ACL
     inode, _ = await kernel.create(b"f")
     for opcode, words in ((Op.GETXATTR, (100,)), (Op.REMOVEXATTR, ())):

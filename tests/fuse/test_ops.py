@@ -366,7 +366,7 @@ def test_names_are_taken_back_when_all_leases_end_at_once():
     asyncio.run(run())
 
 
-def test_recall_does_not_wait_for_a_directory_that_is_changed_here():
+def test_recall_does_not_wait_for_a_busy_directory():
     async def run():
         vfs, blocked = Lent(), asyncio.Event()
         ops = FuseOps(vfs, clock=ManualClock())
@@ -391,7 +391,7 @@ def test_recall_does_not_wait_for_a_directory_that_is_changed_here():
     asyncio.run(run())
 
 
-def test_name_in_a_removed_directory_is_stale_once_and_then_missing():
+def test_removed_directory_is_stale_once_and_then_missing():
     async def run():
         vfs = Lent()
         ops = FuseOps(vfs, clock=ManualClock())

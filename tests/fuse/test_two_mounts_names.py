@@ -82,7 +82,7 @@ def test_name_replaced_while_its_file_is_lent_opens_the_new_file(here, there):
             left.unlink()
 
 
-def test_symlink_and_directory_replaced_there_lead_to_the_new_ones(here, there):
+def test_replaced_symlink_and_directory_lead_to_the_new_ones(here, there):
     for _ in range(10):
         (here / "a").mkdir()
         (here / "b").mkdir()

@@ -193,7 +193,7 @@ def test_supervisor_that_disowns_its_daemons_is_found(monkeypatch):
     assert found(range(1, 21), seconds=15.0, etcd=True)
 
 
-def test_a_version_floor_that_mixes_the_epochs_of_chains(monkeypatch):
+def test_version_floor_that_mixes_epochs_is_found(monkeypatch):
     """And a collector that takes such a chunk for one of a newer map, as builds up to 0.1.0 did."""
     monkeypatch.setattr(memory, "raised", max)
     monkeypatch.setattr(replication, "is_above", int.__gt__)

@@ -151,6 +151,20 @@ def test_pools_that_run_are_offered(monkeypatch, tmp_path):
     assert "no pool runs on this machine" in known_pools.remedy_for(str(tmp_path / "x"))
 
 
+@pytest.mark.parametrize("words", ["config show", "config check"])
+def test_config_of_no_pool_is_never_offered_to_be_made(capfd, tmp_path, words):
+    for path in (tmp_path / "mistyped", tmp_path):
+        code, out, err = run(capfd, *words.split(), str(path))
+        assert code in (1, 2) and not out
+        assert str(path) in err and "config sample" not in err
+        assert re.search(r"pools? (on|runs on) this machine", err), "pools, or that there is none, are named"
+
+
+def test_doctor_with_a_pool_names_the_option_for_it(capfd):
+    code, _, err = run(capfd, "doctor", "/srv/pool")
+    assert code == 2 and "'/srv/pool'" in err and "nvpool doctor --pool POOL" in err
+
+
 def test_error_object_keeps_message_and_remedy_apart(capfd, monkeypatch):
     def refuse(*_, **__):
         raise NotFound("there is no x", remedy="use y")
@@ -173,7 +187,7 @@ def test_every_error_is_json_where_json_was_asked_for(capfd, monkeypatch, error,
     assert run(capfd, "version", "--", "--json")[1] == "", "behind -- it is no option"
 
 
-def test_version_and_help_are_words_too(capfd):
+def test_version_and_help_are_commands_and_options(capfd):
     code, out, _ = run(capfd, "--version")
     assert code == 0 and out == run(capfd, "version")[1]
     assert run(capfd, "help")[1] == run(capfd, "--help")[1]

@@ -40,7 +40,7 @@ class Bench:
         return round(self.primaries.silent_s()[1], 3)
 
 
-def test_a_primary_that_does_not_answer_is_told_once(caplog):
+def test_silent_primary_is_logged_once(caplog):
     bench = Bench()
     assert bench.looked(100.0) == 0
     bench.unanswered_s = bench.clock.boottime_s()

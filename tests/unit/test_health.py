@@ -90,7 +90,7 @@ def test_missing_copies_name_the_cause_and_the_command():
     assert "no room" in full["copies-missing"].reason and "nvpool drive add" in full["copies-missing"].remedy
 
 
-def test_a_store_that_serves_and_is_left_out_is_told_as_that():
+def test_store_that_serves_but_is_left_out_is_reported():
     pool_map = without_copy(with_target(a_map(), 2, state="down"), 2)
     found = kinds(seen(pool_map, stores={2: {"refused": "this node does not lead the pool", "serving_pid": 99}}))
     left_out = found["target-left-out"]
@@ -121,7 +121,7 @@ def test_a_primary_that_waits_for_a_standby_says_for_which():
     assert "nvpool shard standbys /srv/pool 1 0" in problem.remedy
 
 
-def test_no_command_is_told_that_the_map_can_not_take():
+def test_remedy_is_a_command_that_can_succeed():
     pool_map = replace(a_map(), tables=(ChainTable(1, (Chain(1, (2,)),)),))
     found = kinds(seen(pool_map, silent={2}, metas={0: {"state": "waiting", "reason": "no lease"}}, can_change=False))
     assert set(found) == {"data-unavailable", "shard-no-primary", "node-silent", "shard-no-standby"}
@@ -146,7 +146,7 @@ def test_a_missing_standby_says_why_and_what_to_do(said, words, remedy):
     assert "nvpool shard standbys /srv/pool 1 0, and then 1" in problem.remedy
 
 
-def test_too_few_drives_for_the_standbys_is_told():
+def test_too_few_drives_for_the_standbys_are_reported():
     pool_map = a_map()
     shard = replace(pool_map.shards[0], standbys=(), standbys_wanted=2)
     problem = kinds(seen(replace(pool_map, shards=(shard,))))["shard-no-standby"]
@@ -253,7 +253,7 @@ def test_a_drain_stands_still_when_nothing_is_copied():
     assert 1 in looked(1), "a pause is told of at once"
 
 
-def test_since_is_when_the_map_changed_not_when_asked():
+def test_since_is_the_time_of_the_map_change():
     clock, maps = ManualClock(), [a_map()]
 
     async def stores():

@@ -203,7 +203,7 @@ def test_node_speaks_for_its_own_targets_only():
             request=AliveRequest(target=1, pid=7, forwarded=Forwarded(node=3, hops=1)))
 
 
-def test_each_passed_on_request_has_the_field_with_one_number():
+def test_forwarded_requests_share_one_field_number():
     from nvpool.run.shardkeeper import ShardKeeper
     from nvpool.wire.v1 import meta_pb2, moving_pb2, wire_pb2
     kinds = {wire_pb2.META_ALIVE: meta_pb2.ShardAliveRequest, wire_pb2.META_STANDBY: meta_pb2.StandbyRequest,

@@ -143,17 +143,19 @@ def test_wrong_read_is_named_by_its_index(pool, name):
 
 @pytest.mark.parametrize("into, error, text", [
     (b"read-only", TypeError, "read-only"), (bytearray(3), ValueError, "has 3 bytes, and the 2 reads need 42"),
-    ("text", TypeError, "bytes-like"), (memoryview(bytearray(100))[::2], TypeError, "contiguous")])
+    ("text", TypeError, "writable buffer, not str"), (memoryview(bytearray(100))[::2], TypeError, "contiguous")])
 def test_wrong_buffer_is_refused(pool, into, error, text):
     with pytest.raises(error, match=text):
         pool.read_many([pool.file, pool.file], into)
     with pytest.raises(ValueError, match="no buffer holds"):
         pool.read_many([(pool.file, 0, 1 << 62)] * 4)
+    with pytest.raises(MemoryError, match="bytes of memory together"):
+        pool.read_many([(pool.file, 0, 1 << 62)])
     with pytest.raises(ValueError, match="'raise' or 'return'"):
         pool.read_many([pool.file], on_error="ignore")
 
 
-def test_reads_are_mixed_as_one_likes(pool):
+def test_read_many_takes_paths_files_and_ranges_together(pool):
     path = pathlib.PurePosixPath(pool.file)
     with pool.open(pool.file, "rb") as buffered, pool.open(pool.file) as text, pool.open(pool.file, "rb", 0) as raw:
         given = [pool.file, (pool.file, 5, 3), [pool.file.encode(), 0, 4], path, (path, 5, None), buffered, (text, 0, 2), raw,

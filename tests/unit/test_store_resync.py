@@ -650,7 +650,7 @@ def test_chunks_with_another_chains_epoch_go_when_the_map_is_new(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_chunk_stays_whose_chain_comes_back_while_it_is_removed(monkeypatch):
+def test_chunk_stays_when_its_chain_returns_before_removal(monkeypatch):
     async def run():
         async with stores(scheme="inproc") as one:
             store = one.stores[JOINER]

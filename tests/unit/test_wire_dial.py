@@ -258,7 +258,7 @@ def test_better_endpoint_is_tried_with_growing_pauses(hasty):
     run(check())
 
 
-def test_connection_that_ended_is_returned_to_by_nobody(hasty):
+def test_ended_connection_is_not_used_again(hasty):
     async def check():
         best, good = Recorder("best", 3, (Unreachable("not yet"), 0)), Recorder("good", 1)
         listener = await good.listen("inproc://here", SERVER, echo)
