@@ -1,8 +1,8 @@
 """Futures and tasks whose outcome is not used any more.
 
-asyncio logs "exception was never retrieved" for each future that fails and is not looked at. A caller that stops waiting because
-something else came first has to look at the outcome all the same; and a gathering future that is cancelled fails with
-CancelledError instead of being cancelled.
+asyncio logs "exception was never retrieved" for each future that fails and is not looked at. A caller that stops waiting
+because something else came first has to look at the outcome all the same; and a gathering future that is cancelled fails
+with CancelledError instead of being cancelled.
 """
 
 from __future__ import annotations

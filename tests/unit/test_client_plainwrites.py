@@ -413,8 +413,9 @@ def test_first_bytes_stored_last_report_the_whole_size(offset):
         wire.hold = False
         assert here.vfs.write_now(handle, offset, content)  # another piece, which is stored before the first
         told = here.flush(handle)
-        while len(list(handle.file.written.segments())) > 1:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(10.0):
+            while len(list(handle.file.written.segments())) > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0)
         assert not told.done() and handle.file.attr.size == 0
         wire._transport.write(wire.sent[0])
         await told
