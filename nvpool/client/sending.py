@@ -379,7 +379,7 @@ def withdrawn(written: WrittenFile) -> int:
     appended = written.appended
     if any(segment.end > appended.broken for segment in written.segments()):
         return 0
-    return WITHDRAW_ANY if appended.doubtful else appended.end
+    return WITHDRAW_ANY if appended.doubtful or not appended.end else appended.end  # 0: a truncation has closed it meanwhile
 
 
 def _closed() -> Cancelled:

@@ -456,8 +456,11 @@ class Writer(Sending):
         written.find_end()
 
     def withdraw(self, file: OpenInode, place: int, doubtful: bool = False) -> None:
-        """A place that was reserved for an append, or may have been, is not used."""
+        """A place that was reserved for an append, or may have been, is not used. Bytes that others here have written behind it
+        are cut with it, and they are told."""
         appended = self.appended(file)
+        if file.written.end > place:
+            self.meet(file, WritesLost())
         appended.doubtful = appended.doubtful or doubtful
         self._give_up(file.written, place)
         self.publish(file)

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from nvpool.base.errors import NoSpace, NvpoolError
+from nvpool.base.errors import NoSpace, NvpoolError, WritesLost
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client.options import ClientOptions
@@ -172,6 +172,21 @@ def test_interrupted_append_gives_its_place_back():
             await case.one.write(case.first, 0, b"three\n")
             await case.one.flush(case.first)
             assert await case.content(case.two) == b"one\ntwo\nthree\n"
+    run(main())
+
+
+def test_bytes_behind_a_withdrawn_append_are_told_lost():
+    """What another descriptor has written behind a place while it was asked for is cut when that is given back."""
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.one.open(case.inode, os.O_WRONLY, ME)
+            await case.one.write(handle, 1000, b"plain")
+            case.one.writer.withdraw(handle.file, 0)
+            with pytest.raises(WritesLost):
+                await case.one.flush(handle)
+            await case.one.write(case.first, 0, b"record")
+            await case.one.flush(case.first)
+            assert await case.content(case.two) == await case.content(case.one) == b"record"
     run(main())
 
 

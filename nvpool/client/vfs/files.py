@@ -12,6 +12,7 @@ from typing import Protocol
 
 from nvpool.base.errors import (
     BadHandle,
+    DeadlineExceeded,
     InvalidRequest,
     LockLost,
     NotFound,
@@ -399,10 +400,15 @@ class Files(Together, Locks):
     async def _reserve(self, file: OpenInode, length: int) -> int:
         """A place behind the file's end, which is published when stores have the bytes (`client/appended`)."""
         appended = self.writer.appended(file)
-        if appended.broken is not None or file.written.end > max(file.attr.size, appended.end):
+        deadline_s = self.clock.boottime_s() + self.options.deadline_s
+        ends_before = file.written.end <= max(file.attr.size, appended.end)
+        while appended.broken is not None or not ends_before:
             # nothing is placed behind what is given up; and what other writes put behind the end comes before this
+            if self.clock.boottime_s() > deadline_s:
+                raise DeadlineExceeded("the place of an earlier append could not be given back", may_be_applied=False)
             await self.writer.store(file)
             await self.writer.settle(file)
+            ends_before = True
         losses = self.chunks.ended.losses
         for last in (False, False, True):
             request = meta_pb2.ReserveRequest(inode=file.inode, length=length, cut=file.cut, deferred=True,
