@@ -330,7 +330,7 @@ def _toml(value: Any) -> str:
 
 
 def _expected(annotation) -> str:
-    """What to write there, in words of TOML; nothing for what has words of its own."""
+    """A correct value in words of TOML; empty for types that have words of their own."""
     base, meta = _parts(annotation)
     if base is bool:
         return "write true or false"

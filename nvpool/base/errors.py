@@ -29,7 +29,7 @@ class NvpoolError(Exception):
     retry_after_s: float = 0.0
 
     remedy: str = ""
-    """What the caller can do, where it is known apart from the text; it does not travel by itself."""
+    """The remedy as a text of its own, if it is known; it does not travel by itself."""
 
     def __init__(self, text: str = "", *, may_be_applied: bool | None = None, retry_after_s: float | None = None,
                  remedy: str = ""):

@@ -184,7 +184,7 @@ def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
 
 
 def _of_drives(seen: dict[str, Any]) -> list[str]:
-    """What the drives say that chains come to or go from: how much is left there, and why it does not go on."""
+    """Progress of the drives that chains come to or go from: how much is left there, and why it does not go on."""
     words = []
     for one in seen["drives"]:
         name, wait = f"drive {one['drive']} (target {one.get('target')})", one.get("moving_wait")

@@ -19,7 +19,7 @@ _BESIDE_MAX = 1000
 
 
 def remedy_for(named: str) -> str:
-    """What to do about a POOL that is none: pools that the caller may have meant, or how a pool is named."""
+    """Remedy for a POOL that is none: pools that the caller may have meant, or how a pool is named."""
     path = os.path.abspath(named)
     here = running()
     beside = [pool for pool in _beside(path) if pool not in here]

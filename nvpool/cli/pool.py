@@ -149,7 +149,7 @@ def destroy(directory: str, yes: bool, as_json: bool) -> None:
 
 
 def _confirm(question: str) -> None:
-    """Refused where the answer is no. InvalidRequest where nobody can answer, as in a script."""
+    """Ask for a confirmation. Refused if the answer is no; InvalidRequest if stdin has ended, as in a script."""
     click.echo(f"{question} [y/N]: ", nl=False, err=True)
     answer = sys.stdin.readline()
     if not answer:

@@ -41,7 +41,7 @@ class Appended:
 
 
 def open_end(written: WrittenFile | None) -> int:
-    """Where the open reservation ends; 0: there is none."""
+    """End of the open reservation; 0: there is none."""
     if written is None or written.appended is None or written.appended.end <= written.file.attr.size:
         return 0
     return written.appended.end

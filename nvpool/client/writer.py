@@ -439,7 +439,7 @@ class Writer(Sending):
     # -- appends -------------------------------------------------------------------------------------------------------
 
     def appended(self, file: OpenInode) -> Appended:
-        """What is known of appends to the file."""
+        """State of appends to the file."""
         written = file.written or self._written(file)
         if written.appended is None:
             written.appended = Appended()

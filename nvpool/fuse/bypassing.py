@@ -71,7 +71,7 @@ class Bypassing:
         self.moved(inode, 0)
 
     def forget_refused(self, inode: int, names: list[tuple[int, bytes]]) -> None:
-        """Nobody here has the inode open any more."""
+        """Forget the inode: no process of this node has it open any more."""
         self.refused.discard(inode)
         self._own(self.forget(names))
 

@@ -103,7 +103,7 @@ class _Named:
         self._placed = 0  # so many are in there
 
     def places_of(self, inode: int) -> list[tuple[int, bytes, int]]:
-        """What its recall takes back: directory, name, and what that stands for."""
+        """Names that its recall takes back: directory, name, and the inode that it stands for."""
         while self._placed < len(self.told):  # mostly nobody ever wants to know
             cover, parent, name, child = self.told[self._placed]
             self._places.setdefault(cover, []).append((parent, name, child))

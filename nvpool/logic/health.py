@@ -1,4 +1,4 @@
-"""What is wrong with a pool, where, why, and the command that mends it: decisions of `nvpool status`.
+"""Problems of a pool, with place, reason and the command that mends them: decisions of `nvpool status`.
 
 Pure functions from the pool map and from what nodes, shard members and stores said of themselves. Every problem names what it
 concerns, so that people, scripts and alerts mean the same. Used by run/health, which gathers the answers; the texts are for
@@ -28,7 +28,7 @@ something that was stored is lost or wrong. notice: the pool itself is well."""
 EXIT_CODES: dict[str, int] = {"unavailable": 3, "degraded": 3, "damaged": 4, "notice": 0}
 WELL = frozenset(("serving", "starting"))
 Said = Mapping[str, Any]
-"""What `nvpool status --json` has of one process or node."""
+"""An entry of `nvpool status --json` for one process or node."""
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -304,7 +304,7 @@ class Health:
                       member=one["member"] if one else None, count=shall - len(able))
 
     def _standby(self, shard: Shard, meta: Said) -> tuple[str, str]:
-        """What a standby that could not follow its primary lacks, and the remedy."""
+        """Reason why a standby could not follow its primary, and the remedy."""
         why = f": {meta['reason']}" if meta.get("reason") else ""
         again = f"nvpool shard standbys {self._pool} {shard.id} {wanted(shard) - 1}, and then {wanted(shard)}"
         drive = place_of(self._map, shard, meta["member"]).drive

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 APPEND_S = 10.0
 """Longer than the pool needs to take out a silent store, shorter than the deadline of a client's request."""
 SHARED_S = 1.0
-"""For so long after a client had to wait, all who append to the file are told to report at once."""
+"""Seconds after a client had to wait in which all clients that append to the file report at once."""
 _FILES_MAX = 4096
 """Files with an open reservation that are remembered; of one that fell out the time counts anew."""
 

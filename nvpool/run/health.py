@@ -1,4 +1,4 @@
-"""What a supervisor remembers for `nvpool status` and its metrics: since when a problem is known, and drains that stand still.
+"""Memory of a supervisor for `nvpool status` and its metrics: times of problems, and drains that stand still.
 
 `HealthWatch.run` looks at the map and, while a drive is drained, asks the stores how much they have copied or removed. Nothing
 here changes the pool. Used by run/status and run/supervisor.

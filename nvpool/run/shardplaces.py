@@ -28,7 +28,7 @@ from nvpool.run.making import endpoints_for, free_ports, make_standby_place
 from nvpool.run.standbys import StuckStandbys
 
 MADE_AGAIN_S = 5.0
-"""Before a directory that is missing is made again: whoever moves it has put it back by then."""
+"""Pause before a missing directory is made again, so that one that is being moved can be put back."""
 HANDED_OVER_S = 10.0
 """Before a primary is asked again to end: the standby that was up may not be so any more."""
 

@@ -1,4 +1,4 @@
-"""What the leader finds out about standbys: whether one may be promoted, and which ones make no progress.
+"""Checks of standbys by the leader: whether one may be promoted, and which ones make no progress.
 
 `has_records` is asked before a promotion, so that a member without records never becomes a primary. `StuckStandbys` finds
 standbys that should catch up and have not come nearer for the pool's replace_after_s: their records are gone, damaged or on a

@@ -24,7 +24,7 @@ from nvpool.sdk.ways import Way, read_links, walk_together
 KEPT_OPEN = 1024
 """Files; each costs 2 KiB here and a number at the shard."""
 READ_BYTES_MAX = (1 << 63) - 1
-"""What a buffer of Python can have."""
+"""Most bytes that a buffer of Python can hold."""
 _READS_AT_ONCE = 64
 """Of a batch of which a part failed."""
 

@@ -117,7 +117,7 @@ class Runtime:
         self._later = self.loop.create_task(do())
 
     async def done(self) -> None:
-        """What was put off in the loop's thread is done."""
+        """Wait for the work that was put off in the loop's thread."""
         if self._later is not None:
             await asyncio.wait([self._later])
 

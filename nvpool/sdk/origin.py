@@ -29,12 +29,12 @@ class Origin(NamedTuple):
 
     @property
     def place(self) -> str | PoolMap:
-        """What Client.open takes."""
+        """Arguments of Client.open."""
         return decode_map(self.pool_map) if self.pool_map else self.where
 
 
 def origin_of(where: Any, name: str, options: ClientOptions | None) -> Origin:
-    """Where to connect to. Paths become absolute, and a mount point becomes the pool that is mounted there.
+    """Address of a pool. Paths become absolute, and a mount point becomes the pool that is mounted there.
 
     TypeError   `where` is neither text, a path nor a PoolMap
     OSError     it names no pool: FileNotFoundError, NotADirectoryError or EINVAL; the text says what would

@@ -139,7 +139,7 @@ class Strays:
 
     @property
     def waits_for(self) -> str:
-        """What keeps chunks of chains that this target left here, as a sentence; empty: nothing, they are being removed."""
+        """Reason why chunks of chains that this target left stay here, a sentence; empty: they are being removed."""
         if self._failed:
             return self._failed
         if self.left_chunks:

@@ -257,7 +257,7 @@ def newest_map(pool: PoolInUse) -> PoolMap:
 
 
 def missing_copies(pool_map: PoolMap) -> str:
-    """What the map says has fewer copies than it shall; empty when all is whole."""
+    """Parts of the map with too few copies; empty when all is whole."""
     short = sum(len(chain.targets) - len(chain.leaving) < table.id for table in pool_map.tables for chain in table.chains)
     found = [f"{short} chains"] if short else []
     found += [f"shard {shard.id} has no standby" for shard in pool_map.shards

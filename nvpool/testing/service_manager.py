@@ -34,7 +34,7 @@ class ServiceManager:
         self._place = tempfile.TemporaryDirectory(prefix="nvpool-notify-", ignore_cleanup_errors=True)
         self._path = Path(self._place.name) / "notify"
         self.errors = node.machine.place / "nvpoold.stderr"
-        """What daemons say before they have opened their log."""
+        """Output of daemons before they have opened their log."""
         self._thread = threading.Thread(target=self._keep, name=f"manager of {node.machine.name}", daemon=True)
         self._process: subprocess.Popen | None = None
         self.ended = 0

@@ -49,7 +49,7 @@ class Listing(Names):
         return self.leases.outdated(inodes, since_s)
 
     def unpromised(self, listed: Listed) -> set[int]:
-        """The inodes of which nobody promises that their names go on standing for them."""
+        """Inodes whose names are not covered by a lease."""
         inodes = listed.inodes
         if not inodes or listed.promised == len(inodes) and self.leases.held(inodes[-1]) is not None:
             return set()

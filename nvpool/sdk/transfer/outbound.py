@@ -321,7 +321,7 @@ def _link(made: bytes, place: bytes) -> bool:
 
 
 def _replace(place: bytes, make: Callable[[bytes], None]) -> None:
-    """What had the name keeps it until the new entry is made: a file system may refuse links."""
+    """Make the new entry before the old one loses its name: a file system may refuse links."""
     beside = place[:place.rfind(b"/") + 1] + b".nvpool-export-%x" % SYSTEM_CLOCK.random().getrandbits(64)
     make(beside)
     try:
