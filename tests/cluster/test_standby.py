@@ -2,11 +2,13 @@
 stopped for longer than their lease, a standby killed. No error at the application, nothing acknowledged is lost."""
 
 import contextlib
+import fcntl
 import json
 import os
 import random
 import shutil
 import signal
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,6 +179,23 @@ def test_a_standby_that_is_killed_or_stopped_holds_nobody_up_for_long_and_return
     pool.until(lambda: pool.shard.term > term, "the standby is the primary")
     load.verify()
     pool.check()
+
+
+def test_a_primary_that_ends_does_not_wait_for_locks(pool):
+    """A waiting request would hold it up for supervisor.drain_s: what it waits for is a request, and none is taken."""
+    name, taken = pool.mountpoint / "locked", threading.Event()
+    with open(name, "w") as holder, open(name) as waiter:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=lambda: (fcntl.flock(waiter, fcntl.LOCK_EX), taken.set()), daemon=True)
+        waiting.start()
+        time.sleep(1)
+        was = pool.shard
+        os.kill(pool.pid(was.member), signal.SIGTERM)
+        pool.until(lambda: pool.shard.term > was.term, "another member is the primary", 7.0)
+        assert not taken.is_set()
+        fcntl.flock(holder, fcntl.LOCK_UN)
+        assert taken.wait(DEADLINE_S)
+        waiting.join()
 
 
 def test_what_a_standby_needs_is_shown_by_status(pool):
