@@ -12,6 +12,7 @@ import os
 
 from nvpool.base.kept import KeptHandles
 from nvpool.client.vfs.contract import Caller, FileHandle
+from nvpool.fuse.bypassing import Bypassing
 from nvpool.fuse.cached_ops import FuseOptions
 
 OPEN_MAX = 4096
@@ -32,6 +33,7 @@ class ReaderOps:
         self.kept = kept
         self.options = FuseOptions()
         self.held: dict = {}
+        self.pages = Bypassing(asyncio.ensure_future)  # expected by the engine; unused, because nothing is written here
         self._files: dict[int, FileHandle] = {}
         self._opening: dict[int, asyncio.Task] = {}
         self._late: set[int] = set()  # of these, those that take long

@@ -222,7 +222,8 @@ def test_who_waits_on_the_other_mount_gets_the_lock_when_it_is_given_back(here, 
         assert _is_refused(getattr(fcntl, call), file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         child.go()
         child.end()
-        getattr(fcntl, call)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # the kernel tells of the last close of a file, which gives a flock back, after close has returned
+        wait_until(lambda: not _is_refused(getattr(fcntl, call), file, fcntl.LOCK_EX | fcntl.LOCK_NB), "the lock", 10)
 
 
 @pytest.mark.parametrize("call", ["lockf", "flock"])
