@@ -25,6 +25,7 @@ from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import Busy, Fenced, InvalidRequest, NvpoolError, StaleEpoch, Unavailable, WrongTarget
 from nvpool.cluster.coordinator import Coordinator, Lease
 from nvpool.logic import transitions
+from nvpool.logic.links import BROKEN, cut_off, is_replaceable
 from nvpool.logic.poolmap import PoolMap
 from nvpool.logic.rebalance import given_up, next_steps, taken_back
 from nvpool.logic.transitions import ChainName
@@ -53,6 +54,7 @@ _GIVE_UP_AGAIN_S = 60.0
 """After it was seen that the others have no room for what a target held that is away."""
 _CHANGE_TRIES_MAX = 100
 _EQUAL_MAX = 1 << 16
+_UNREACHABLE_MAX = 1024
 
 log = logging.getLogger("nvpool.cluster.manager")
 
@@ -60,7 +62,7 @@ log = logging.getLogger("nvpool.cluster.manager")
 class _Heard:
     """The last sign of life of a target."""
 
-    __slots__ = ("at_s", "pid", "epoch", "equal", "copied_bytes", "used_bytes", "verifier")
+    __slots__ = ("at_s", "pid", "epoch", "equal", "copied_bytes", "used_bytes", "verifier", "unreachable")
 
     def __init__(self, at_s: float) -> None:
         self.at_s = at_s
@@ -70,6 +72,7 @@ class _Heard:
         self.copied_bytes = 0
         self.used_bytes: int | None = None
         self.verifier = 0
+        self.unreachable: frozenset[int] = frozenset()
 
 
 async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap], leader: Lease | None = None, *,
@@ -115,6 +118,8 @@ class Manager:
         self._epoch_min: dict[int, int] = {}
         self._withheld: set[int] = set()
         """Targets whose places are being taken at this moment, or were perhaps: they get no lease."""
+        self._cut_off: dict[int, float] = {}
+        """Targets behind a broken link between two nodes, which are to leave their chains -> since when they get no lease."""
         self._seen = coordinator.pool_map
         self._changed_at: dict[ChainName, int] = {}
         """Chain -> epoch of the map since when it is as it is, as far as it changed in our time."""
@@ -144,14 +149,20 @@ class Manager:
         if heard.verifier != target.verifier and heard.verifier:  # it answers nobody until the map has it
             self._urgent.set()
             self._news.set()
+        if heard.unreachable != (unreachable := frozenset(request.unreachable[:_UNREACHABLE_MAX])):
+            heard.unreachable = unreachable
+            self._news.set()
         if request.equal:
             usable = min(len(request.equal) // EQUAL.size, _EQUAL_MAX) * EQUAL.size
             heard.equal = {(table, chain): epoch for table, chain, epoch in EQUAL.iter_unpack(request.equal[:usable])}
             self._news.set()
         else:
             heard.equal = {}
-        return AliveReply(lease_s=0.0 if request.target in self._withheld else self._lent_s(), epoch=pool_map.epoch,
-                          epoch_min=self._epoch_min.get(request.target, self._began_epoch))
+        without = request.target in self._withheld or (request.target in self._cut_off
+                                                       and is_replaceable(pool_map, request.target))
+        return AliveReply(lease_s=0.0 if without else self._lent_s(), epoch=pool_map.epoch,
+                          epoch_min=self._epoch_min.get(request.target, self._began_epoch),
+                          left_out=BROKEN if request.target in self._cut_off else "")
 
     def _lent_s(self) -> float:
         return LENT_S if self._leader is None else min(LENT_S, self._leader.left_s + OUTLIVES_S * 0.95)
@@ -207,7 +218,7 @@ class Manager:
                     await self._unless_urgent(_GATHER_S)
             except TimeoutError:
                 pool_map = self._coordinator.pool_map
-                if not self._silent(pool_map) and not self._away(pool_map):
+                if not (self._silent(pool_map) or self._away(pool_map) or self._to_leave(pool_map)):
                     continue
             self._news.clear()
             self._urgent.clear()
@@ -257,16 +268,37 @@ class Manager:
                 if target.state == "up" and target.id not in self._dead and self._last_s(target.id) + LEASE_S < now_s]
         return transitions.shared(pool_map) & set(late) if late else set()
 
+    def _look_at_links(self, now: PoolMap) -> None:
+        """Choose who is to leave where two nodes do not reach one another: see logic/links."""
+        known = now.target_by_id
+        reports = {target: [other for other in heard.unreachable & known.keys() if self.answering(other)]
+                   for target, heard in self._heard.items() if heard.unreachable and self.answering(target) and target in known
+                   and (known[target].state == "up" or target in self._cut_off)}
+        found = cut_off(now, reports, self._cut_off.keys()) if reports else frozenset()
+        if new := found - self._cut_off.keys():
+            log.warning("targets %s and others do not reach one another, and leave the chains that they share until they do",
+                        ", ".join(map(str, sorted(new))))
+        now_s = self._clock.boottime_s()
+        self._cut_off = {target: self._cut_off.get(target, now_s) for target in found}
+
+    def _to_leave(self, pool_map: PoolMap) -> set[int]:
+        """Those behind a broken link whose leases have ended, and whose places can be taken."""
+        now_s = self._clock.boottime_s()
+        return {target for target, since_s in self._cut_off.items()
+                if since_s + LEASE_S < now_s and is_replaceable(pool_map, target)}
+
     def _decide(self, now: PoolMap) -> PoolMap:
         self._observe()
-        away = self._silent(now) | (self._dead.keys() & transitions.shared(now))
+        self._look_at_links(now)
+        away = self._silent(now) | (self._dead.keys() & transitions.shared(now)) | self._to_leave(now)
         self._withheld |= away
         new = now
         for target, heard in self._heard.items():
             if heard.verifier:
                 new = transitions.vouched(new, target, heard.verifier)
         new = transitions.died(new, away)
-        back = {target for target, heard in self._heard.items() if heard.pid and self.answering(target)} - self._withheld
+        back = {target for target, heard in self._heard.items() if heard.pid and self.answering(target)} - self._withheld \
+            - self._cut_off.keys()
         new = transitions.returned(new, back)
         new = taken_back(new, back)
         if away_long := self._away(new):

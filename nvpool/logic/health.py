@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from nvpool.base.units import format_seconds
+from nvpool.logic.links import BROKEN
 from nvpool.logic.metaplaces import beside, good_places, place_of, wanted
 from nvpool.logic.placement import usable
 from nvpool.logic.poolmap import PoolMap, Shard, Target
@@ -143,10 +144,15 @@ class Health:
                                   f"broken: {self._new_drive(target)}", **about)
             elif store["state"] == "serving" and target.state == "down" and target.wish != "lost":
                 how = f"not accepted: {store['refused']}" if store.get("refused") else "accepted again since just now"
-                yield Problem("target-left-out", f"{name} says that it serves, and the pool map leaves it out: its signs of "
-                              f"life are {how}",
-                              f"where it lasts for more than 10 s: kill {store.get('serving_pid') or 'its process'}"
-                              f"{self._on(target.node)} (its supervisor starts it again)", **about)
+                remedy = (f"where it lasts for more than 10 s: kill {store.get('serving_pid') or 'its process'}"
+                          f"{self._on(target.node)} (its supervisor starts it again)")
+                if store.get("refused") == BROKEN:
+                    how = BROKEN
+                    remedy = f"mend the network between them (on each: nvpool doctor --pool {self._pool}); it returns by itself"
+                else:
+                    how = f"its signs of life are {how}"
+                yield Problem("target-left-out", f"{name} says that it serves, and the pool map leaves it out: {how}", remedy,
+                              **about)
 
     # -- data --------------------------------------------------------------------------------------------------------------
 

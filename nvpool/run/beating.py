@@ -18,6 +18,7 @@ from collections.abc import Callable
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import NvpoolError
 from nvpool.cluster.manager import BEAT_S, EQUAL
+from nvpool.store.reach import Reach
 from nvpool.store.service import StoreService
 from nvpool.wire.dial import Dialer
 from nvpool.wire.leasecalls import LeaseCalls
@@ -42,6 +43,9 @@ class Beating:
         self._endpoints = endpoints
         self._clock = clock
         self._news = asyncio.Event()
+        peers = service.replica.peers
+        self._reach = None if peers is None else Reach(peers, Dialer(dialer.greeting, clock=clock), clock,
+                                                       on_change=self._news.set)
         self._used_bytes = 0
         self._count = 0
         self._silent = False
@@ -49,6 +53,12 @@ class Beating:
     async def run(self) -> None:
         """Beat until cancelled. Nothing that a manager answers, or that nobody does, ends it."""
         self._service.tenure.changed = self._news.set
+        async with asyncio.TaskGroup() as parts:
+            parts.create_task(self._beat_on())
+            if self._reach is not None:
+                parts.create_task(self._reach.run())
+
+    async def _beat_on(self) -> None:
         while True:
             self._news.clear()
             sent_s = self._clock.boottime_s()
@@ -70,7 +80,8 @@ class Beating:
         request = AliveRequest(target=tenure.target, pid=os.getpid(), epoch=tenure.epoch, used_bytes=self._used_bytes,
                                equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
                                copied_bytes=upkeep.resync.progress.bytes_copied if upkeep is not None else 0,
-                               verifier=tenure.verifier)
+                               verifier=tenure.verifier,
+                               unreachable=sorted(self._reach.unreachable) if self._reach is not None else ())
         sent_s = self._clock.boottime_s()
         try:
             reply = await self._calls.call(self._endpoints(), POOL_ALIVE, request.SerializeToString(),
@@ -81,5 +92,5 @@ class Beating:
                 log.warning("target %d: no answer to its sign of life: %s", tenure.target, error)
             self._silent, tenure.refused = True, str(error)
             return
-        self._silent, tenure.refused = False, "" if answer.lease_s else "the leader gives no lease"
+        self._silent, tenure.refused = False, answer.left_out or ("" if answer.lease_s else "the leader gives no lease")
         tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)

@@ -36,6 +36,8 @@ HOP_MAX = 2
 """Those further from the head (joining targets, which are few) share one bound."""
 CALL_S = 10.0
 """An answer that takes longer is asked for again."""
+SUSPECT_S = 2.0
+"""An answer that takes longer makes store/reach look whether the target can be reached at all."""
 AUTHORITY_S = 600.0
 
 
@@ -150,6 +152,24 @@ class Peers:
             sending.way.waiting.remove(sending)
         else:
             self._left(sending)
+
+    def suspects(self) -> set[int]:
+        """Targets that have not answered a peer write for SUSPECT_S, or to which there is no connection for one."""
+        before_s = self._clock.boottime_s() - SUSPECT_S
+        found = set()
+        for way in self._ways.values():
+            if way.count:
+                target = self._map.target_by_id.get(way.target)
+                connection = self._dialer.live(target.endpoints) if target is not None else None
+                if connection is None or connection.unanswered_since_s() < before_s:
+                    found.add(way.target)
+        return found
+
+    def elsewhere(self, target: int) -> tuple[str, ...] | None:
+        """Endpoints of a target of the pool on another node; None: there is none."""
+        known = self._map.target_by_id if self._map is not None else {}
+        own, other = known.get(self._target), known.get(target)
+        return None if own is None or other is None or other.is_over or other.node == own.node else other.endpoints
 
     def _pump(self, way: _Way) -> None:
         while way.waiting and way.count < ON_WAY_MAX and (

@@ -35,9 +35,9 @@ class Replica:
         self.shares = False
         """Whether any chain of this target has another member."""
         self.losing = Losing(store, target)
-        self._peers = None if dialer is None else Peers(target, dialer, clock, secret)
-        self.writes: ChainWrites | None = None if self._peers is None else ChainWrites(
-            store, target, self._peers, clock, place_of=self.place, ask_map=ask_map)
+        self.peers = None if dialer is None else Peers(target, dialer, clock, secret)
+        self.writes: ChainWrites | None = None if self.peers is None else ChainWrites(
+            store, target, self.peers, clock, place_of=self.place, ask_map=ask_map)
         self.pending: dict[tuple[int, int], Pending] = {} if self.writes is None else self.writes.pending
         """Chunks with a write that is not decided."""
 
@@ -53,8 +53,8 @@ class Replica:
         highest = [max(epochs) for epochs in zip(*by_table.values(), strict=True)]
         self._chain_epochs = {0: highest} | by_table if by_table else None
         self.shares = any(place is not None and len(place.members) > 1 for places in self._places.values() for place in places)
-        if self._peers is not None:
-            self._peers.use_map(pool_map)
+        if self.peers is not None:
+            self.peers.use_map(pool_map)
             self.writes.map_changed()
 
     def place(self, table: int, inode: int, index: int) -> Place | None:

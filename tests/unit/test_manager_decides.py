@@ -30,9 +30,9 @@ def with_manager(run, pool_map=None, leader=False):
     asyncio.run(main())
 
 
-def beat(manager, target, epoch=1, pid=None, equal=(), verifier=0):
+def beat(manager, target, epoch=1, pid=None, equal=(), verifier=0, unreachable=()):
     return manager.alive(AliveRequest(target=target, pid=pid or 100 + target, epoch=epoch, verifier=verifier,
-                                      equal=b"".join(EQUAL.pack(*one) for one in equal)))
+                                      unreachable=unreachable, equal=b"".join(EQUAL.pack(*one) for one in equal)))
 
 
 def holds(pool_map, target):
@@ -53,6 +53,32 @@ def test_a_silent_target_is_replaced_after_its_lease_and_gets_none_before_it_kno
         assert await manager.run_once() and coordinator.pool_map.target_by_id[3].state == "up"
         assert all(3 in c.joining for c in coordinator.pool_map.table_by_id[2].chains if 3 in c.goal)
     with_manager(run)
+
+
+def test_target_behind_broken_link_leaves_after_its_lease():
+    async def run(coordinator, manager, clock):
+        async def beats(seconds, unreachable):
+            answers = []
+            for _ in range(round(seconds / 0.5)):
+                clock.advance(0.5)
+                epoch = coordinator.pool_map.epoch
+                answers = [beat(manager, 1, epoch), beat(manager, 2, epoch, unreachable=unreachable), beat(manager, 3, epoch)]
+                await manager.run_once()
+            return answers
+
+        assert [answer.lease_s for answer in await beats(1.0, ())] == [LENT_S] * 3
+        await beats(0.5, (3,))
+        assert [answer.lease_s for answer in await beats(LEASE_S - 0.6, (3,))] == [LENT_S, LENT_S, 0.0]
+        assert holds(coordinator.pool_map, 3)  # it may serve by the lease that it was given before
+        answers = await beats(2.0, (3,))
+        now = coordinator.pool_map
+        assert not holds(now, 3) and now.target_by_id[3].state == "down"
+        assert all(3 not in chain.joining for chain in now.table_by_id[2].chains)
+        assert answers[2].left_out and not answers[1].left_out
+        await beats(1.0, ())
+        assert coordinator.pool_map.target_by_id[3].state == "up"
+        assert any(3 in chain.joining for chain in coordinator.pool_map.table_by_id[2].chains)
+    with_manager(run, three_nodes())
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -23,6 +23,39 @@ KINDS_OF_ROT = {"rot": 1}
 """Nothing else: who rots is not to be the last who has something."""
 
 
+LINK_SHARE = 0.2
+"""Of the seeds: in these links between two nodes break, and nobody else notices."""
+LINK_S = (8.0, 40.0)
+"""The longest for longer than clients wait."""
+
+
+class BrokenLinks:
+    """Break the link between two nodes that have targets, in one direction or both, until `over()`."""
+
+    def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]) -> None:
+        self._pool = pool
+        self._chance = chance
+        self._over = over
+        self._done = done
+
+    async def run(self) -> None:
+        pool, chance = self._pool, self._chance
+        nodes = sorted({pool.processes[name].node for name in pool.processes if name.startswith("target")})
+        if chance.random() >= LINK_SHARE or len(nodes) < 3:  # with fewer one of them does not reach the leader
+            return
+        while not self._over():
+            await asyncio.sleep(chance.expovariate(0.3))
+            one, other = chance.sample(nodes, 2)
+            ways = [(one, other), (other, one)][:chance.choice((1, 1, 2))]
+            until_s = asyncio.get_running_loop().time() + chance.uniform(*LINK_S)
+            pool.truths.happened(asyncio.get_running_loop().time(), f"links are broken: {ways}")
+            self._done["cuts"] += 1
+            pool.network.break_link(*ways)
+            while not self._over() and asyncio.get_running_loop().time() < until_s:  # noqa: ASYNC110 - in counted time
+                await asyncio.sleep(0.5)
+            pool.network.mend_links()
+
+
 class Faults:
     """`over()` says when no more is to be broken; `done` counts. `kinds`, `of`: only these, of processes named so."""
 

@@ -39,24 +39,50 @@ class Network:
         self.slow_share = 0.02
         self.slow_s = 0.2
         self.frames = 0
-        self._cut: set[frozenset[str]] = set()
+        self._cut: set[tuple[str, str]] = set()
+        """Sender, receiver."""
+        self._broken_links: set[tuple[str, str]] = set()
+        """Likewise, for longer than `heal` mends."""
         self._pipes: dict[Pipe, None] = {}
 
     # -- faults
 
     def cut(self, one: str, other: str) -> None:
         """Nothing goes between the two nodes from now on."""
-        if one != other:
-            self._cut.add(frozenset((one, other)))
+        self.lose(one, other)
+        self.lose(other, one)
+
+    def lose(self, sender: str, receiver: str) -> None:
+        """Nothing arrives any more of what the first node sends to the second."""
+        if sender != receiver:
+            self._cut.add((sender, receiver))
 
     def heal(self) -> None:
         """All can reach all again; what was held back arrives, where its connection still stands."""
         self._cut.clear()
+        self._release()
+
+    def break_link(self, *ways: tuple[str, str]) -> None:
+        """As `lose`, until `mend_links`."""
+        self._broken_links.update(ways)
+
+    def mend_links(self) -> None:
+        self._broken_links.clear()
+        self._release()
+
+    def _release(self) -> None:
         for pipe in list(self._pipes):
             pipe.release()
 
+    def loses(self, sender: str, receiver: str) -> bool:
+        """Whether nothing arrives of what the first process sends to the second. What comes the other way arrives, though TCP
+        would stop that too when acknowledgements are missing for long."""
+        way = self.places[sender], self.places[receiver]
+        return way in self._cut or way in self._broken_links
+
     def is_cut(self, one: str, other: str) -> bool:
-        return frozenset((self.places[one], self.places[other])) in self._cut
+        """Whether the two processes can make no connection."""
+        return self.loses(one, other) or self.loses(other, one)
 
     def hang_up(self, process: str) -> None:
         """The process has ended: who was connected sees it at once, or, where he is cut off, by keepalive."""
@@ -116,7 +142,7 @@ class Pipe:
         network = self._network
         if self._connection.closed:
             network.forget(self)
-        elif self._held or network.is_cut(self.source, self.target):
+        elif self._held or network.loses(self.source, self.target):
             self._held.append((deliver, frame))
             if self._breaks is None:
                 self._breaks = network.loop.call_later(KEEPALIVE_S, self.break_off, "keepalive")

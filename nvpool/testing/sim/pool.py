@@ -41,6 +41,7 @@ from nvpool.meta.member import MemberOptions, ShardMember
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.service import MetaService
 from nvpool.store.memory import MemoryChunkStore
+from nvpool.store.reach import Reach
 from nvpool.store.service import StoreService
 from nvpool.store.tenure import Tenure
 from nvpool.testing.sim.doors import STORE_STEPS, Door, Killed, Process, is_death
@@ -156,10 +157,12 @@ class SimPool:
         old = self._dialers.pop(process.name, None)
         if old is not None:
             self._later(old.close())
-        self._dialers[process.name] = Dialer(Greeting(process.name, self.first_map.fingerprint), clock=clock,
-                                             host_id=host_of(process.node),
-                                             transports=transports_of(self.network, process.name, clock))
+        self._dialers[process.name] = self._another_dialer(process, clock)
         return self._dialers[process.name]
+
+    def _another_dialer(self, process: Process, clock: Clock) -> Dialer:
+        return Dialer(Greeting(process.name, self.first_map.fingerprint), clock=clock, host_id=host_of(process.node),
+                      transports=transports_of(self.network, process.name, clock))
 
     def process(self, name: str, node: str) -> Process:
         self.network.places[name] = node
@@ -233,7 +236,9 @@ class SimPool:
         service = StoreService(Door(self.stores[number], process, STORE_STEPS, self.disk_s), target=number,
                                grant_secret=self.secret, clock=clock, dialer=dialer, refresh_map=asked.set, tenure=tenure)
         await self.loop.create_task(self._serve(process, clock, service, f"inproc://target-{number}"), context=process.context)
-        self.own(process, self._beat(number, service, tenure, dialer, clock, self._pids[number]))
+        reach = Reach(service.replica.peers, self._another_dialer(process, clock), clock, on_change=lambda: None)
+        self.own(process, reach.run())
+        self.own(process, self._beat(number, service, tenure, dialer, clock, self._pids[number], reach))
         self.own(process, self._follow(process, service, dialer, clock, asked))
 
     async def _restarted(self, number: int) -> bool:
@@ -243,13 +248,15 @@ class SimPool:
             return False
         return True
 
-    async def _beat(self, number: int, service: StoreService, tenure: Tenure, dialer: Dialer, clock: Clock, pid: int) -> None:
+    async def _beat(self, number: int, service: StoreService, tenure: Tenure, dialer: Dialer, clock: Clock, pid: int,
+                    reach: Reach) -> None:
         """As run/beating does."""
         endpoints, calls = self.managing.endpoints(number), LeaseCalls(dialer, clock)
         while True:
             sent_s = clock.boottime_s()
             equal = service.upkeep.resync.equal
             request = pool_pb2.AliveRequest(target=number, pid=pid, epoch=tenure.epoch, verifier=tenure.verifier,
+                                            unreachable=sorted(reach.unreachable),
                                             equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]))
             try:
                 reply = await calls.call(endpoints, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0)

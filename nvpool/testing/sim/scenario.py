@@ -28,7 +28,15 @@ from nvpool.logic import chainset
 from nvpool.sdk.checkup import Checkup, check_metadata
 from nvpool.testing.sim.drains import Drains
 from nvpool.testing.sim.endpoints import EndpointFaults
-from nvpool.testing.sim.faults import KINDS, KINDS_OF_ETCD, KINDS_OF_ROT, KINDS_WITH_FULL, KINDS_WITH_POWER, Faults
+from nvpool.testing.sim.faults import (
+    KINDS,
+    KINDS_OF_ETCD,
+    KINDS_OF_ROT,
+    KINDS_WITH_FULL,
+    KINDS_WITH_POWER,
+    BrokenLinks,
+    Faults,
+)
 from nvpool.testing.sim.listing import Listings
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.naming import Naming
@@ -86,6 +94,7 @@ class Scenario:
                              standbys=members if standbys is None else standbys,
                              shards=shards, etcd=etcd, durability="always" if "power" in kinds else "interval")
         self._aim = kinds, of
+        self._breaks_links = chosen and kinds is not KINDS_OF_ROT
         self._breaks_endpoints = etcd and chosen and kinds is not KINDS_OF_ROT
         self._over = False
         self.done = dict.fromkeys(COUNTED, 0)
@@ -118,6 +127,8 @@ class Scenario:
             wishing = self._loop.create_task(wishes.run() if self._moving else asyncio.sleep(0))
             endpoints = EndpointFaults(pool, random.Random(f"{self._seed} endpoints"), lambda: self._over, self.done)
             misleading = self._loop.create_task(endpoints.run() if self._breaks_endpoints else asyncio.sleep(0))
+            links = BrokenLinks(pool, random.Random(f"{self._seed} links"), lambda: self._over, self.done)
+            parting = self._loop.create_task(links.run() if self._breaks_links else asyncio.sleep(0))
             drains = Drains(pool, random.Random(f"{self._seed} drained"), lambda: self._over, self.done)
             draining = self._loop.create_task(drains.run() if self._draining else asyncio.sleep(0))
             working = [self._loop.create_task(self._work(client, number)) for number, client in enumerate(clients)]
@@ -125,6 +136,7 @@ class Scenario:
             self._over = True
             await breaking
             await misleading
+            await parting
             await faults.mend()
             await wishing
             await draining

@@ -135,7 +135,7 @@ class Forwardable(_message.Message):
     def __init__(self, forwarded: _Optional[_Union[Forwarded, _Mapping]] = ...) -> None: ...
 
 class AliveRequest(_message.Message):
-    __slots__ = ("target", "pid", "epoch", "equal", "copied_bytes", "used_bytes", "verifier", "forwarded")
+    __slots__ = ("target", "pid", "epoch", "equal", "copied_bytes", "used_bytes", "verifier", "unreachable", "forwarded")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class AliveRequest(_message.Message):
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     FORWARDED_FIELD_NUMBER: _ClassVar[int]
     target: int
     pid: int
@@ -151,18 +152,21 @@ class AliveRequest(_message.Message):
     copied_bytes: int
     used_bytes: int
     verifier: int
+    unreachable: _containers.RepeatedScalarFieldContainer[int]
     forwarded: Forwarded
-    def __init__(self, target: _Optional[int] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., equal: _Optional[bytes] = ..., copied_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., verifier: _Optional[int] = ..., forwarded: _Optional[_Union[Forwarded, _Mapping]] = ...) -> None: ...
+    def __init__(self, target: _Optional[int] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., equal: _Optional[bytes] = ..., copied_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., verifier: _Optional[int] = ..., unreachable: _Optional[_Iterable[int]] = ..., forwarded: _Optional[_Union[Forwarded, _Mapping]] = ...) -> None: ...
 
 class AliveReply(_message.Message):
-    __slots__ = ("lease_s", "epoch", "epoch_min")
+    __slots__ = ("lease_s", "epoch", "epoch_min", "left_out")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     EPOCH_MIN_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     epoch: int
     epoch_min: int
-    def __init__(self, lease_s: _Optional[float] = ..., epoch: _Optional[int] = ..., epoch_min: _Optional[int] = ...) -> None: ...
+    left_out: str
+    def __init__(self, lease_s: _Optional[float] = ..., epoch: _Optional[int] = ..., epoch_min: _Optional[int] = ..., left_out: _Optional[str] = ...) -> None: ...
 
 class MetricsRequest(_message.Message):
     __slots__ = ("node", "wait_s")

@@ -1,0 +1,63 @@
+"""A link between two nodes of which both reach the leader: writes of the chains that cross it go on, in counted time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import KIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.testing.sim.loop import VirtualLoop
+from nvpool.testing.sim.pool import SimPool
+from nvpool.testing.sim.scenario import _few_chains
+
+ME = Caller(1000, 1000)
+OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False, fresh_s=0.0, attr_s=0.0)
+CUT_S, WRITE_S = 45.0, 15.0
+
+
+async def longest_write_s(loop, client, seconds: float) -> float:
+    until_s, longest, number = loop.time() + seconds, 0.0, 0
+    while loop.time() < until_s:
+        began_s, number = loop.time(), number + 1
+        _, handle = await client.vfs.create(ROOT_INODE, b"file-%d-%d" % (int(1000 * seconds), number), 0o644, os.O_RDWR, ME)
+        await client.vfs.write(handle, 0, bytes(64 * KIB))
+        await client.vfs.fsync(handle, False)
+        await client.vfs.release(handle)
+        longest = max(longest, loop.time() - began_s)
+        await asyncio.sleep(0.1)
+    return longest
+
+
+@pytest.mark.parametrize("ways", [((2, 3),), ((3, 2),), ((2, 3), (3, 2))], ids=["to the third", "to the second", "both"])
+@pytest.mark.parametrize("etcd", [False, True], ids=["one manager", "etcd"])
+def test_writes_go_on_while_two_nodes_are_cut_apart(ways, etcd):
+    async def run():
+        async with SimPool(loop, "links", targets=3, replicas=2, options=OPTIONS, standbys=0, shards=1, etcd=etcd,
+                           durability="interval") as pool:
+            client = await pool.client("client-1")
+            await longest_write_s(loop, client, 2.0)
+            for sender, receiver in ways:
+                pool.network.lose(f"node-{sender}", f"node-{receiver}")
+            assert await longest_write_s(loop, client, CUT_S) < WRITE_S
+            pool.network.heal()
+            for _ in range(120):
+                if pool.is_whole():
+                    break
+                await asyncio.sleep(0.5)
+            assert pool.is_whole()
+            assert not pool.replica_problems()
+            return pool.failures + pool.truths.problems
+
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    with _few_chains():
+        try:
+            assert not loop.run_until_complete(run())
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
