@@ -247,7 +247,7 @@ def test_wishes_that_can_not_be_carried_out_are_refused_and_change_nothing(pool)
     before = pool.pool_map
     fill(pool, 3)
     assert "first: nvpool drive drain" in nvpool(pool, "drive", "remove", 1, code=1).stderr
-    assert "no drive '9'" in nvpool(pool, "drive", "drain", 9, code=1).stderr
+    assert "no drive 9; its drives are" in nvpool(pool, "drive", "drain", 9, code=1).stderr
     nvpool(pool, "pool", "rebalance", "--pause")
     nvpool(pool, "drive", "drain", 3)
     assert "add a drive" in nvpool(pool, "drive", "drain", 2, code=1).stderr, "two replicas, one drive"

@@ -121,7 +121,8 @@ def test_who_has_no_certificate_or_has_left_learns_nothing():
             second.kill_all()
             pool.client(third)
             pool.client(second_client := Node(second.machine, "client"))
-            assert third.nvpool("status", str(third.path)).returncode == 0
+            seen = third.nvpool("status", str(third.path), check=False)
+            assert seen.returncode == 3 and "node 2" in seen.stderr and "does not answer" in seen.stderr
             served = third.nvpool("serve", str(third.path), check=False)
             assert served.returncode == 1 and "nvpool mount" in served.stderr
             first.nvpool("node", "remove", str(first.path), "2")

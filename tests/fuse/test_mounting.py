@@ -32,9 +32,9 @@ class CountingVfs(MemoryVfs):
         self.cancelled = 0
         self.flush_hangs = False
 
-    async def write(self, handle, offset, buffer):
+    async def write(self, handle, offset, buffer, append=None):
         self.writes += 1
-        return await super().write(handle, offset, buffer)
+        return await super().write(handle, offset, buffer, append)
 
     async def hang(self):
         try:
