@@ -47,7 +47,7 @@ async def _lines(title: str, task: asyncio.Future, look: Callable[[], Look]) -> 
     while not task.done():
         await asyncio.wait([task], timeout=LINE_S)
         if task.done() and (task.cancelled() or task.exception() is not None):
-            break  # its error is told by itself
+            break  # the caller reports its error
         seen = look()
         share = f"{100 * seen.done // seen.total}%, " if seen.total else ""
         amount = format_bytes(seen.done) if seen.in_bytes else f"{seen.done:,}"

@@ -1,7 +1,7 @@
 """The end of an interrupted `dev up`: what it made is removed again, or named with the command that removes it.
 
 An interruption is Ctrl-C, and SIGTERM or SIGHUP (a terminal that is closed). A pool that was there before is never removed: it
-holds somebody's files. A second Ctrl-C ends the removal, and then it is said what is left.
+may hold files of users. A second Ctrl-C ends the removal and prints what is left.
 """
 
 from __future__ import annotations

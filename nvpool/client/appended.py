@@ -2,7 +2,7 @@
 
 The metadata service gives a place without moving the file's end; the end moves when the writer reports that stores have the
 bytes (`meta/appends`). Until then other clients that append wait. So the bytes are sent and reported PUBLISH_S after the write,
-at once where other clients append too, and by every close and fsync. Where bytes cannot be stored, all that lie behind them in
+immediately if other clients append too, and by every close and fsync. Where bytes cannot be stored, all that lie behind them in
 the reservation are given up and the reservation is withdrawn: the file ends before them. Kept by `client/writer`.
 """
 

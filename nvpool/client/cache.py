@@ -296,7 +296,7 @@ class Cache:
         return inode if self._cover(parent, inode, sent_s, lease) else None
 
     def cover(self, parent: int, name: bytes, inode: int) -> int:
-        """The inode whose lease promises that the name goes on standing for `inode`: that one or the directory; 0: none."""
+        """Inode number of the lease that guards the name of `inode`: its own or the directory's; 0: none."""
         known = self._entries.get((parent, name))
         return self._cover(parent, inode, known[2], known[3]) if known is not None and known[0] == inode else 0
 

@@ -60,7 +60,7 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._number = 0
         self.on_end_all: Callable[[], None] = lambda: None
-        """Told when all leases of a shard end at once, without a recall of each inode. Must not wait."""
+        """Called when all leases of a shard end together, without a recall of each inode. Must not wait."""
 
     def held(self, inode: int) -> Lease | None:
         """The lease, where it holds now."""

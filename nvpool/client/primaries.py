@@ -4,7 +4,7 @@ A refusal or a broken connection makes this client look out for a newer map. A p
 nothing: so where an answer is missing for a second a newer map is looked out for as well, and when one names another primary
 the connection to the old one is given up, with all that waits for it, whoever sent it. The map that this client knows may be
 older than the standby that takes over: so this holds for every shard. A primary that the pool reaches and this client does not
-is not replaced: that is told in the log and by `silent_s`. Requests are repeated by metaclient, which gives them
+is not replaced: the log and `silent_s` report it. Requests are repeated by metaclient, which gives them
 their slots; here nothing is.
 """
 
