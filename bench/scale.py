@@ -41,7 +41,7 @@ from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 MADE = "made.json"
-MADE_FORMAT = 1
+MADE_FORMAT = 2
 DENSE_FILES_MAX = 10_000_000
 """Up to here the records are laid without a gap too: bytes a file are the same with more of them."""
 

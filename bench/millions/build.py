@@ -178,5 +178,5 @@ def _seen(kv: Kv, number: int) -> tuple[records.Inode, int] | None:
     if raw is None:
         return None
     inode = records.decode_inode(number, raw)
-    inode.number = inode.parent = inode.atime_ns = inode.mtime_ns = inode.ctime_ns = 0
+    inode.number = inode.parent = inode.atime_ns = inode.mtime_ns = inode.ctime_ns = inode.birth_ns = 0
     return inode, len(raw) if inode.is_file else 0

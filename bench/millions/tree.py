@@ -128,7 +128,8 @@ class Tree:
         written_ns = born_ns + WRITTEN_NS
         return records.encode_inode(records.Inode(
             self.inode_of(number, parent), FILE_MODE, 1, OWNER, OWNER, size, records.blocks_of(size), born_ns, written_ns,
-            written_ns, WRITTEN_CHANGE, table=self._layout.table, chunk_bits=self._layout.chunk_bits, flags=records.TOUCHED))
+            written_ns, WRITTEN_CHANGE, table=self._layout.table, chunk_bits=self._layout.chunk_bits, flags=records.TOUCHED,
+            birth_ns=born_ns))
 
     def _directory_record(self, inode: int, parent: int, first: int, entries: int, directories: int) -> tuple[bytes, bytes]:
         """Made with its first file, changed with each entry; `entries` of which `directories` are directories."""
@@ -136,7 +137,7 @@ class Tree:
         changed_ns = born_ns + max(entries - 1, 0) * EACH_NS
         return records.inode_key(inode), records.encode_inode(records.Inode(
             inode, DIRECTORY_MODE, 2 + directories, OWNER, OWNER, entries, 0, born_ns, changed_ns, changed_ns, 1 + entries,
-            table=self._layout.table, chunk_bits=self._layout.chunk_bits, parent=parent))
+            table=self._layout.table, chunk_bits=self._layout.chunk_bits, parent=parent, birth_ns=born_ns))
 
     def few(self, root: records.Inode) -> Records:
         """What there is once: the root, which gets its entry, `data`, the shard's counts and bounds."""

@@ -41,6 +41,9 @@ PRESENT_S = 10.0
 _LOOK_S = 2.0
 _AGAIN_S = 1.0
 _LEAVE_S = 90.0
+SILENT_S = 5.0
+"""A member of etcd that does not answer for so long is a problem: one that starts again, as each does after a node was
+removed, takes a second."""
 _PRESENT = "etcd/"
 """Before the number of a node, in what is announced."""
 
@@ -57,6 +60,8 @@ class EtcdKeeper:
         self._leading = leading
         self._dialer = dialer
         self._last_here: dict[int, float] = {}
+        self._silent_since: dict[int, float] = {}
+        """Nodes whose member of etcd should answer and does not, and since when (boot time, seconds)."""
         self._answers = False
         self._told = ""
         self._revoked = 0
@@ -94,7 +99,15 @@ class EtcdKeeper:
                         await before.release()
             except NvpoolError as error:
                 log.debug("others can not be told that this node is there: %s", error)
+            self.look()
             await asyncio.sleep(_LOOK_S)
+
+    def look(self) -> None:
+        """Note whose member of etcd does not answer, for `problems`. To be called every few seconds."""
+        pool_map, now_s = self._keeper.relay.pool_map, SYSTEM_CLOCK.boottime_s()
+        here = self._here(pool_map)
+        silent = {one.node for one in pool_map.etcd if one.state == "up" and one.node not in here}
+        self._silent_since = {node: self._silent_since.get(node, now_s) for node in silent}
 
     def _here(self, pool_map: PoolMap) -> set[int]:
         found = set()
@@ -346,10 +359,12 @@ class EtcdKeeper:
         if etcd is None:
             return []
         up, here = [one.node for one in pool_map.etcd if one.state == "up"], self._here(pool_map)
-        told = [f"etcd on node {node} does not answer" for node in up if node not in here]
+        since_s = SYSTEM_CLOCK.boottime_s() - SILENT_S
+        told = [f"etcd on node {node} does not answer" for node in up
+                if node not in here and self._silent_since.get(node, inf) <= since_s]
         wanted = etcdmembers.members_wanted(pool_map)
         if up and len(up) < wanted:
-            able = len(here) + len(told)
+            able = len(here | set(up))
             told.append(f"the pool map is kept by {len(up)} of {wanted} members of etcd" +
                         (": install etcd (Debian: etcd-server) on more nodes" if able < wanted else ""))
         return told

@@ -130,3 +130,28 @@ def test_no_member_is_started_again_while_a_lost_node_is_counted_on(tmp_path):
 
     with real_etcd.RealEtcd() as etcd:
         asyncio.run(run(etcd.members[0]))
+
+
+def test_member_that_starts_again_is_a_problem_only_once_it_is_silent_for_seconds(tmp_path, monkeypatch):
+    now_s, says = [100.0], {"etcd/1": {"able": True, "answers": True}}
+    first = first_map()
+    pool_map = msgspec.structs.replace(first, etcd=(EtcdMember(first.nodes[0].id, "h:1", "h:2"),))
+    relay = SimpleNamespace(pool_map=pool_map, present=lambda: {name: json.dumps(told) for name, told in says.items()})
+    monkeypatch.setattr(etcd_keeper, "SYSTEM_CLOCK", SimpleNamespace(boottime_s=lambda: now_s[0]))
+    monkeypatch.setattr(etcd_keeper.EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))
+    keeper = etcd_keeper.EtcdKeeper(
+        PoolDirectory(tmp_path), Config(), SimpleNamespace(relay=relay, own_data_is_lost=False, is_in_etcd=True), None, None)
+    keeper._node = first.nodes[0].id
+
+    def problems_after(seconds, answers):
+        says["etcd/1"]["answers"] = answers
+        now_s[0] += seconds
+        keeper.look()
+        return keeper.problems()
+
+    assert problems_after(0, True) == []
+    assert problems_after(2, False) == []
+    assert problems_after(etcd_keeper.SILENT_S - 1, False) == []
+    assert problems_after(1, False) == ["etcd on node 1 does not answer"]
+    assert problems_after(0, True) == []
+    assert problems_after(9, False) == [], "the silence before does not count"
