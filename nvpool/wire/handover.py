@@ -33,6 +33,7 @@ from nvpool.base.errors import (
     Unreachable,
     from_os_error,
 )
+from nvpool.wire.roles import credentials_of
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,6 @@ _HEAD = struct.Struct("<4sHH")
 _MAGIC, _VERSION = b"NPfd", 2
 SAID_BYTES_MAX = 256
 DESCRIPTORS_MAX = 4
-_PEERCRED = struct.Struct("iII")
-_SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)
 _ACCEPTS_A_TURN = 16
 
 
@@ -49,14 +48,6 @@ def path_beside(path: str) -> str:
     """Where the descriptors are to be had of who takes requests at the unix socket `path`: no longer than that."""
     return path.removesuffix(".sock") + ".fd"
 
-
-def peer_of(sock: socket.socket) -> tuple[int, set[int]]:
-    """User and groups of the process that has connected."""
-    _, uid, gid = _PEERCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
-    groups = {gid}
-    with contextlib.suppress(OSError):  # before Linux 4.13, or more groups than fit: the first counts alone
-        groups.update(array.array("I", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)))
-    return uid, groups
 
 
 class Handover:
@@ -106,7 +97,7 @@ class Handover:
         descriptors: Sequence[int] = ()
         try:
             sock.setblocking(False)
-            uid, groups = peer_of(sock)
+            uid, groups, _ = credentials_of(sock)
             try:
                 if not self.allows(uid, groups):
                     raise AccessDenied(f"user {uid} is not of the pool's group")

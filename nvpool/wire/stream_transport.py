@@ -44,6 +44,7 @@ from nvpool.wire.exchange import Answerer, Asker
 from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.wire.greeting import HELLO_S, check_hello, encode_hello
 from nvpool.wire.identity import Identity, member_of, refusal_of, security
+from nvpool.wire.roles import with_address
 from nvpool.wire.status import decode_error, encode_error
 from nvpool.wire.transport import Buffer, Connection, Greeting, Handler, Listener, Peer
 
@@ -323,8 +324,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        address = transport.get_extra_info("peername")
-        self.peer = self.peer._replace(address=f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "unix")
+        self.peer = with_address(self.peer, transport)
         connections = self._listener.connections
         connections.add(self)
         self._hello_timer = self._stream_loop.call_later(HELLO_S, self._end, "no greeting came", True)

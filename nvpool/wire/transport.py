@@ -65,8 +65,17 @@ class Call(Protocol):
         """Call `callback` once when the asker gives up or the connection ends before an answer."""
 
 
+class Credentials(NamedTuple):
+    """User and groups of the process at the other end of a unix socket, when it connected, as the kernel knows them."""
+
+    uid: int
+    gids: frozenset[int]
+    """Its group and, where the kernel tells them (Linux 4.13), its further groups."""
+    pid: int
+
+
 class Peer(NamedTuple):
-    """Who is at the other end, as its greeting said."""
+    """Who is at the other end: its greeting, its certificate, its credentials."""
 
     name: str
     address: str
@@ -74,6 +83,8 @@ class Peer(NamedTuple):
     """On this host (unix socket or in-process)."""
     member: str = ""
     """Who that is by his certificate, like node/alpha; nothing in plain text, and for a stranger where those are let in."""
+    credentials: Credentials | None = None
+    """Of a process on this host; None on other connections than unix sockets."""
 
 
 Handler = Callable[[Call], None]

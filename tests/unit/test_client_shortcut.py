@@ -22,7 +22,8 @@ from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.drive.reading import cached_pages
 from nvpool.store import chunkstore
 from nvpool.testing.pool import LocalPool
-from nvpool.wire.handover import Handover, path_beside, peer_of, take
+from nvpool.wire.handover import Handover, path_beside, take
+from nvpool.wire.roles import credentials_of
 from nvpool.wire.v1.wire_pb2 import Method
 
 ME = Caller(0, 0)
@@ -706,7 +707,8 @@ def test_nobody_there_somebody_who_says_nothing_and_somebody_else_are_told_apart
         handover.close()
         one, other = socket.socketpair()
         with one, other:
-            assert peer_of(one)[0] == os.geteuid() and os.getegid() in peer_of(one)[1]
+            found = credentials_of(one)
+            assert (found.uid, found.pid) == (os.geteuid(), os.getpid()) and os.getegid() in found.gids
             with pytest.raises(NotSupported):
                 read, _ = os.pipe()
                 os.close(_)

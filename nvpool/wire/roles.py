@@ -1,0 +1,67 @@
+"""Role of the process at the other end of a connection, by its certificate or its credentials.
+
+A certificate names a node or a client. A process on this host has the credentials that the kernel gives for a unix socket
+(unix(7), SO_PEERCRED and SO_PEERGROUPS): root, the user of the pool's daemons and the members of the operator group have the
+rights of a node, each other user has the rights of that user alone. Used by the services and by `wire/handover`.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import enum
+import os
+import socket
+import struct
+from functools import lru_cache
+
+from nvpool.wire.transport import Credentials, Peer
+
+_PEERCRED = struct.Struct("iII")
+_SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)
+
+
+class Role(enum.IntEnum):
+    """Ordered by rights."""
+
+    STRANGER = 0
+    """No certificate where one is needed: may ask how to join."""
+    USER = 1
+    """A local user without the rights of a node: acts as its own uid and groups."""
+    CLIENT = 2
+    """A host with the certificate of a client."""
+    NODE = 3
+    """A node of the pool, or a process on one with the same rights. Also each peer in plain text (`network.plain_text`)."""
+
+
+def credentials_of(sock: socket.socket) -> Credentials:
+    """User and groups of the process that has connected to this unix socket."""
+    pid, uid, gid = _PEERCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
+    groups = {gid}
+    with contextlib.suppress(OSError):  # before Linux 4.13, or more groups than fit: the first counts alone
+        groups.update(array.array("I", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)))
+    return Credentials(uid, frozenset(groups), pid)
+
+
+def with_address(peer: Peer, transport: asyncio.BaseTransport) -> Peer:
+    """The peer with the address of the connection and, on a unix socket, its credentials."""
+    address = transport.get_extra_info("peername")
+    if isinstance(address, tuple):
+        return peer._replace(address=f"{address[0]}:{address[1]}")
+    return peer._replace(address="unix", credentials=credentials_of(transport.get_extra_info("socket")))
+
+
+def role_of(peer: Peer, operators: int | None = None) -> Role:
+    """Rights of the peer. `operators` is the number of the operator group, None without one. For a connection on which a
+    stranger may be let in (TLS without a certificate), the listener refuses before this is asked."""
+    return _role(peer.member, peer.credentials, operators)
+
+
+@lru_cache(maxsize=1024)
+def _role(member: str, credentials: Credentials | None, operators: int | None) -> Role:
+    if member:
+        return Role.NODE if member.startswith("node/") else Role.CLIENT
+    if credentials is None or credentials.uid in (0, os.geteuid()) or operators in credentials.gids:
+        return Role.NODE
+    return Role.USER

@@ -1,0 +1,25 @@
+"""Roles by certificate and by credentials."""
+
+import os
+
+import pytest
+
+from nvpool.wire.roles import Role, role_of
+from nvpool.wire.transport import Credentials, Peer
+
+OPERATORS = 4711
+OTHER_UID = os.geteuid() + 1000
+
+
+@pytest.mark.parametrize(("member", "credentials", "role"), [
+    ("node/alpha", None, Role.NODE), ("client/alpha.1", None, Role.CLIENT), ("", None, Role.NODE),
+    ("", Credentials(0, frozenset((0,)), 1), Role.NODE), ("", Credentials(os.geteuid(), frozenset((5,)), 1), Role.NODE),
+    ("", Credentials(OTHER_UID, frozenset((5,)), 1), Role.USER),
+    ("", Credentials(OTHER_UID, frozenset((5, OPERATORS)), 1), Role.NODE),
+    ("client/alpha.1", Credentials(0, frozenset((0,)), 1), Role.CLIENT)])
+def test_role_follows_certificate_then_credentials(member, credentials, role):
+    assert role_of(Peer("name", "address", credentials is not None, member, credentials), OPERATORS) == role
+
+
+def test_role_without_operator_group():
+    assert role_of(Peer("name", "unix", True, "", Credentials(OTHER_UID, frozenset((5,)), 1))) == Role.USER
