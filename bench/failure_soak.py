@@ -73,6 +73,8 @@ GIVEN_UP_S = 180.0
 """Longer than any bound: a pool that is not whole then is replaced by another one."""
 HELD_S = (4.0, 6.0)
 """Of a condition: longer than any lease."""
+USED_SHARE_MAX = 0.4
+"""Of the pool, before a round: a drain needs room for a drive's content on the others."""
 CHECKED_ROUNDS = 25
 POOLS_TRIED = 3
 LOGS_KEPT, LOG_BYTES = 20, 256 << 10
@@ -416,6 +418,16 @@ class Soak:
                 time.sleep(0.1)
         return None
 
+    def wait_for_room(self) -> None:
+        """Pause the faults while the pool is more than USED_SHARE_MAX full: a primary frees removed files only a session's
+        lease after its start, which kills every few seconds put off. The next round says if that does not help."""
+        until = time.monotonic() + GIVEN_UP_S
+        while time.monotonic() < until:
+            space = os.statvfs(self._pool.mount)
+            if space.f_bfree >= space.f_blocks * (1 - USED_SHARE_MAX):
+                return
+            time.sleep(1.0)
+
     def keep_logs(self, to: Path) -> None:
         """The ends of all logs of the nodes and of the client."""
         for node in self._pool.nodes:
@@ -571,6 +583,7 @@ def rounds_on(soak: Soak, numbers: list[int], options: argparse.Namespace) -> It
         number = numbers.pop(0)
         chance, victim, condition, drains = chosen(options.seed, number)
         try:
+            soak.wait_for_room()
             row = soak.round(number, chance, options.victim or victim, options.condition or condition, options.drain or drains)
             last = not numbers or row["whole_s"] is None
             if row["whole_s"] is not None and (row["missed"] or last or (number + 1) % CHECKED_ROUNDS < options.pools):
