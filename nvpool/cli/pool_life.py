@@ -77,22 +77,23 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
     started = 0
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     seen: dict[str, Any] = {}
-    while SYSTEM_CLOCK.boottime_s() < deadline_s:
-        # Looked at each time: whoever held the lock a moment ago may have been a process that was just being killed.
-        if directory.supervisor() is None and (supervisor is None or supervisor.poll() is not None):
-            if started == _STARTS_MAX:
-                family = _FAMILY_OF_EXIT_CODE.get(supervisor.returncode, Unavailable) if supervisor else Unavailable
-                raise family(f"the supervisor ended at once:{_last_errors(directory, 'nvpoold.log')}")
-            supervisor = _spawn_supervisor(directory)
-            started += 1
-        try:
-            seen = asyncio.run(status_of(str(directory.path), 1.0))
-            if all(process["state"] == "serving" for process in seen["processes"]
-                   if process["role"] in ("meta", "store") and process["pid"] is not None):  # None: another node's
-                return seen
-        except Unavailable:
-            pass
-        pause(0.1)
+    with asyncio.Runner() as runner:  # one loop: what gRPC has left of an attempt is told to the loop that asked
+        while SYSTEM_CLOCK.boottime_s() < deadline_s:
+            # Looked at each time: whoever held the lock a moment ago may have been a process that was just being killed.
+            if directory.supervisor() is None and (supervisor is None or supervisor.poll() is not None):
+                if started == _STARTS_MAX:
+                    family = _FAMILY_OF_EXIT_CODE.get(supervisor.returncode, Unavailable) if supervisor else Unavailable
+                    raise family(f"the supervisor ended at once:{_last_errors(directory, 'nvpoold.log')}")
+                supervisor = _spawn_supervisor(directory)
+                started += 1
+            try:
+                seen = runner.run(status_of(str(directory.path), 1.0))
+                if all(process["state"] == "serving" for process in seen["processes"]
+                       if process["role"] in ("meta", "store") and process["pid"] is not None):  # None: another node's
+                    return seen
+            except Unavailable:
+                pass
+            pause(0.1)
     waits = [f"{process.get('name')} is {process['state']}" for process in seen.get("processes", ())
              if process["state"] != "serving"]
     raise Unavailable(f"the pool does not serve after {wait_s:.0f} s: {', '.join(waits) or 'no answer'}"
