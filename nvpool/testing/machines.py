@@ -50,6 +50,7 @@ class Machine:
             assert SYSTEM_CLOCK.boottime_s() < deadline_s, "unshare takes for ever"
         self.run("ip", "link", "set", "lo", "up")
         self.run("mount", "--bind", str(identity), "/etc/machine-id")
+        self.run("mount", "-t", "tmpfs", "none", "/dev/shm")  # memory of its own, which ends with it
 
     def command(self, *words: str) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "-n", "-m", "--", *words]
