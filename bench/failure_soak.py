@@ -50,8 +50,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from report import commit, machine, put_into_readme  # noqa: E402
 from subjects.contract import MARK, Failed  # noqa: E402
-from workspace import minutes, say, workspace  # noqa: E402
+from workspace import PREFIX, minutes, say, workspace  # noqa: E402
 
+from nvpool.base.directory import SOCKET_PATH_BYTES_MAX, PoolDirectory  # noqa: E402
 from nvpool.base.errors import NvpoolError  # noqa: E402
 from nvpool.testing import machines, real_etcd  # noqa: E402
 from nvpool.testing.load import CheckingLoad, Pauses  # noqa: E402
@@ -62,6 +63,8 @@ from nvpool.testing.real_nodes import NVPOOL, Node  # noqa: E402
 from nvpool.testing.service_manager import ServiceManager  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
+PLACES = HERE.parent / "build", Path("/var/tmp")
+"""For pools: the second is short, and on a drive."""
 CHANGE_S, WHOLE_S, DRAIN_S = 5.0, 60.0, 60.0
 NOTICED_S = 5.0
 """After it `status` has to know of what the map says."""
@@ -635,6 +638,23 @@ def shared(words: list[str], pools: int, directory: Path) -> Iterator[dict]:
             worker.wait()
 
 
+def short_enough(parent: Path, pools: int) -> bool:
+    """Whether unix sockets of pools below `parent` have paths that the system takes, in the directories of the pools."""
+    workspaces = [PREFIX + 8 * "x"] * (2 if pools > 1 else 1)
+    pool = PoolDirectory(parent.resolve().joinpath(*workspaces, machines.PREFIX + 8 * "x", "m1", "pool"))
+    return pool.socket_directory() == pool.run
+
+
+def place_of_pools(wanted: Path | None, pools: int) -> Path:
+    """Where pools are made: `wanted`, or the first of PLACES that is short enough. SystemExit where `wanted` is not."""
+    if wanted is None:
+        return next(place for place in PLACES if short_enough(place, pools))
+    if not short_enough(wanted, pools):
+        raise SystemExit(f"--directory {wanted} is too long: unix sockets of pools below it would have paths of more than "
+                         f"{SOCKET_PATH_BYTES_MAX} bytes; give a shorter one, for instance --directory {PLACES[-1]}")
+    return wanted
+
+
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=100)
@@ -649,7 +669,8 @@ def main(words: list[str] | None = None) -> int:
                         "other work on the machine [1]")
     parser.add_argument("--drain", action="store_true", help="drain a drive in every round")
     parser.add_argument("--results", type=Path, default=HERE.parent / "build" / "failure-soak", help="[build/failure-soak]")
-    parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="of the pools [build]")
+    parser.add_argument("--directory", type=Path, help=f"of the pools [build; {PLACES[-1]} where that lies too deep for unix "
+                        "sockets]")
     parser.add_argument("--write", action="store_true", help="and put the table into bench/README.md and results/")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
@@ -658,6 +679,8 @@ def main(words: list[str] | None = None) -> int:
     if options.load:
         load(options.load, options.seed)
         return 0
+    if options.share is None:
+        options.directory = place_of_pools(options.directory, options.pools)
     if missing := machines.missing() or real_etcd.missing():
         raise SystemExit(f"this can not run here: {missing}")
     options.results.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ import msgspec
 
 from nvpool.base.errors import AccessDenied, InUse, InvalidRequest, NotFound, WrongFormat, from_os_error
 from nvpool.base.host import Identity, boot_id, own_identity, runs
-from nvpool.base.mounts import mounts
+from nvpool.base.mounts import mount_at, mounts
 from nvpool.base.units import KIB
 
 FORMAT_TEXT = "nvpool pool 1\n"
@@ -46,6 +46,7 @@ RESERVE_BYTES = 256 * KIB
 """A pool map of a large pool, and the states of its processes."""
 
 _SOCKET_NAME_BYTES_MAX = len("/target-99999.sock")
+_MEMORY = Path("/dev/shm")
 
 
 class ProcessState(msgspec.Struct, frozen=True):
@@ -68,6 +69,13 @@ class ProcessState(msgspec.Struct, frozen=True):
     @property
     def identity(self) -> Identity:
         return Identity(self.pid, self.start, self.boot)
+
+
+def memory_file(pool_id: str, process: str) -> Path | None:
+    """A file in the memory of this machine for a daemon of the pool: it outlives the process, and no loss of power. None where
+    POSIX shared memory (shm_overview(7)) is not a tmpfs. Whoever opens it checks that it is no other user's."""
+    found = mount_at(_MEMORY)
+    return _MEMORY / f"nvpool-{pool_id}-{process}" if found is not None and found.type == "tmpfs" else None
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o644) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from nvpool.base import config as configuration
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.directory import Flock, PoolDirectory, holder_of
+from nvpool.base.directory import Flock, PoolDirectory, holder_of, memory_file
 from nvpool.base.errors import (
     BadConfiguration,
     Bug,
@@ -39,7 +39,7 @@ from nvpool.base.mounts import mounts_below
 from nvpool.cli.mounts import pause
 from nvpool.cli.reach import status_of
 from nvpool.logic.poolmap import PoolMap, decode_map
-from nvpool.logic.shards import members, node_and_path
+from nvpool.logic.shards import members, node_and_path, process_name
 
 START_S = 60.0
 _STARTS_MAX = 3
@@ -241,7 +241,12 @@ def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
         else:
             raise NotFound(f"{place} is neither a directory nor a block device; remove it by hand")
     for shard in pool_map.shards:
-        for where, path in (node_and_path(shard, member) for member in members(shard)):
+        for member in members(shard):
+            where, path = node_and_path(shard, member)
+            kept = memory_file(pool_map.pool_id, process_name(shard.id, member)) if where == node else None
+            if kept is not None:
+                with contextlib.suppress(OSError):  # of a process that was killed
+                    kept.unlink()
             if where == node and path and not Path(path).is_relative_to(directory.path) and Path(path).is_dir():
                 remove_tree(Path(path))
                 done.append(f"removed {path}")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from nvpool.base.units import MIB
+from nvpool.kv.commitmark import CommitMark
 
 RETAIN_BYTES = 32 * MIB
 """About 90,000 changes of usual size: a standby that was away for some seconds of full load is caught up from them."""
@@ -72,6 +73,11 @@ class History:
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._waiting: deque[tuple[int, Callable[[bool], None]]] = deque()
         self._ended = False
+        self._mark: CommitMark | None = None
+
+    def mark_commits(self, mark: CommitMark | None) -> None:
+        """Raise this mark from here on before a change counts as committed."""
+        self._mark = mark
 
     def note(self, sequence: int, term: int, record: bytes) -> None:
         """The engine has made the change `sequence`; `record` is what its journal has of it. Never fails."""
@@ -79,6 +85,8 @@ class History:
         self.last = Position(sequence, term)
         self._bytes += len(record)
         if self.alone:
+            if self._mark is not None:
+                self._mark.raise_to(sequence)
             self.committed = sequence
         while self._bytes > self._retain_bytes and self.base.sequence < self.committed:
             first = self.base.sequence + 1
@@ -133,6 +141,8 @@ class History:
         """All up to `committed` is on every member that counts. Never goes back."""
         committed = min(committed, self.last.sequence)
         if committed > self.committed:
+            if self._mark is not None:
+                self._mark.raise_to(committed)
             self.committed = committed
         waiting = self._waiting
         while waiting and waiting[0][0] <= self.committed:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nvpool.base.errors import CorruptRecord, InvalidRequest, NoSpace, NvpoolError, StaleTerm
+from nvpool.kv.commitmark import read_mark
 from nvpool.kv.contract import Effect
 from nvpool.kv.directory import EngineDirectory
 from nvpool.kv.history import RETAIN_BYTES, History, Position, Tail, runs_of
@@ -194,6 +195,13 @@ def peek(path: Path) -> Tail:
         if journal is not None:
             journal.close()
         directory.release()
+
+
+def whole_term(mark: Path | None, path: Path) -> int:
+    """The term of which the commit mark proves that the records in `path` have every change acknowledged up to and in it; 0
+    without proof. Errors as of `peek`."""
+    marked = read_mark(mark, path) if mark is not None else None
+    return marked.term if marked is not None and peek(path).last.sequence >= marked.sequence else 0
 
 
 def _empty(path: Path) -> None:

@@ -136,11 +136,13 @@ def primary_lost(pool_map: PoolMap, shard_id: int, heirs: Collection[int] | None
 
 
 def primary_began(pool_map: PoolMap, shard_id: int, member: int, heirs: Collection[int] | None = None,
-                  lost: Collection[int] = ()) -> PoolMap:
+                  lost: Collection[int] = (), whole_term: int = 0) -> PoolMap:
     """A new process of the primary wants to serve. Its drive may have lost what was not synced: a standby that is up has that,
     and is promoted; where none is, the same member begins another term.
 
     `heirs` are standbys that were found to have their records (None: all that are up), `lost` those found without.
+    `whole_term`: the process has proof of having every change that was acknowledged up to and in this term. In that term it
+    waits for no standby that was not found: that one is up no more from here on, so it can not follow without what comes next.
     StaleTerm: it is not the primary. Unavailable: a standby that is up may have more, and was not found.
     """
     shard = shard_of(pool_map, shard_id)
@@ -150,6 +152,9 @@ def primary_began(pool_map: PoolMap, shard_id: int, member: int, heirs: Collecti
     shard = shard_of(pool_map, shard_id)
     if (new := primary_lost(pool_map, shard_id, heirs)) is not None:
         return new
+    if whole_term and whole_term == shard.term:
+        pool_map = records_lost(pool_map, shard_id, up_standbys(shard))
+        shard = shard_of(pool_map, shard_id)
     if missing := [standby for standby in shard.standbys if standby.state == "up"]:
         told = " and ".join(f"{process_name(shard_id, standby.member)} on node {standby.node}" for standby in missing)
         raise Unavailable(f"{told} may have changes that {process_name(shard_id, member)} lacks, and does not answer; "

@@ -35,8 +35,9 @@ from nvpool.base.errors import (
     Unreachable,
 )
 from nvpool.base.metrics_page import Page
+from nvpool.kv.commitmark import CommitMark, remove_mark
 from nvpool.kv.measuring import measure_engine
-from nvpool.kv.member import MemberKv, with_term
+from nvpool.kv.member import MemberKv, whole_term, with_term
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.shipping import Shipping, ShippingOptions
 from nvpool.kv.standby import StandbyKv
@@ -81,6 +82,8 @@ class MemberOptions:
     engine: LmdbOptions
     secret: bytes
     shipping: ShippingOptions = ShippingOptions()
+    mark: Path | None = None
+    """Of the commit mark (kv/commitmark), on a tmpfs; None: without one."""
 
 
 class _AtOnce:
@@ -259,6 +262,8 @@ class ShardMember:
             await self._shipping.close()
         if self._kv is not None:
             await self._kv.close()
+            if self._options.mark is not None:
+                remove_mark(self._options.mark)
 
     def _own(self, work) -> asyncio.Task:
         task = asyncio.ensure_future(work)
@@ -323,6 +328,8 @@ class ShardMember:
 
     def _stand_by(self) -> None:
         options = self._options
+        if options.mark is not None:
+            remove_mark(options.mark)  # it was the primary once
         self._standby = StandbyKv(options.path, options.engine, term=self._shard.term, on_fence=self._fail)
         self._door = StandbyDoor(self._standby, shard=options.shard, member=options.member, clock=self._clock,
                                  secret=options.secret)
@@ -361,6 +368,8 @@ class ShardMember:
     def _begin_shipping(self) -> None:
         kv = self._kv
         kv.remember(True)
+        if self._options.mark is not None:  # before a standby may be up: what was acknowledged until now is here
+            kv.history.mark_commits(CommitMark.begin(self._options.mark, self._options.path, self._term, kv.last.sequence))
         self._shipping = Shipping(kv, clock=self._clock, ask=self._ask_for_standby, on_deposed=self._depose,
                                   options=self._options.shipping)
         self._gate = Gate(kv.history, self._clock, lambda: self._shipping.may_be_replaced)
@@ -407,12 +416,15 @@ class ShardMember:
 
     async def _ask_to_begin(self) -> None:
         """Be given a term to serve in, or learn who is the primary."""
-        give_up_s = self._clock.boottime_s() + BEGIN_S
+        give_up_s, proven, said = self._clock.boottime_s() + BEGIN_S, self._whole_term(), ""
         while self._is_primary:
             try:
-                request = pb.ShardAliveRequest(member=self._options.member, map_epoch=self._map.epoch)
+                request = pb.ShardAliveRequest(member=self._options.member, map_epoch=self._map.epoch, whole_term=proven)
                 reply = await self._call_keeper(wire.META_ALIVE, request, pb.ShardAliveReply, 5.0)
             except (Unavailable, StaleTerm) as error:
+                if str(error) != said:
+                    log.info("member %d of shard %d can not begin yet: %s", self._options.member, self._options.shard, error)
+                said = str(error)
                 if self._clock.boottime_s() > give_up_s:
                     raise Unavailable(f"who keeps the map does not let shard {self._options.shard} begin: {error}") from None
                 await asyncio.sleep(0.1)
@@ -421,6 +433,14 @@ class ShardMember:
                 self.update_map(decode_map(reply.map))
             if self._is_primary and reply.term == self._shard.term:
                 return
+
+    def _whole_term(self) -> int:
+        """See kv/member."""
+        try:
+            return whole_term(self._options.mark, self._options.path)
+        except NvpoolError as error:
+            log.warning("the records of member %d can not be compared with its commit mark: %s", self._options.member, error)
+            return 0
 
     async def _keep_lease(self) -> None:
         """Say that we live, for as long as we do. Renewals wait for nothing but the loop."""

@@ -30,6 +30,8 @@ _LEAD_S = LEASE_S_MIN
 on it. On two busy cores a sign takes up to half a second; the next ones do not wait for it."""
 _RETRY_S = 0.5
 _PASSED_ON_MAX = 1024
+PASSED_ON_S = LEASE_S / 3
+"""For the leader to answer a request that was passed on to it: a lease bears two that are lost."""
 _HOPS_MAX = 1
 """A supervisor passes on what a process of its own node asks, and nothing that another supervisor has passed on: two nodes that
 each take the other for the leader would send it in a circle."""
@@ -272,7 +274,7 @@ class Leading:
             raise NotLeader("this node does not lead the pool")
         # Of two parts with the same field the later one counts, in whatever message it is.
         message += Forwardable(forwarded=Forwarded(node=self._node, hops=hops + 1)).SerializeToString()
-        until_s = min(call.deadline_s, self._clock.boottime_s() + LEASE_S / 3)
+        until_s = min(call.deadline_s, self._clock.boottime_s() + PASSED_ON_S)
         was_sent = False
         while True:
             leader, another = self._coordinator.leader(), self._another

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.directory import memory_file
 from nvpool.base.errors import NotFound
 from nvpool.kv.member import MemberKv
 from nvpool.kv.options import LmdbOptions
@@ -36,7 +37,8 @@ async def _open(member: int, opened: Opened) -> ShardMember:
         return service
 
     path = Path(place) if place else opened.directory.shard(opened.number)
-    options = MemberOptions(opened.directory.node, opened.number, member, path, engine, opened.grant_secret)
+    options = MemberOptions(opened.directory.node, opened.number, member, path, engine, opened.grant_secret,
+                            mark=memory_file(opened.pool_map.pool_id, process_name(opened.number, member)))
     return ShardMember(options, opened.pool_map, opened.dialer, SYSTEM_CLOCK, make_service, opened.fail)
 
 

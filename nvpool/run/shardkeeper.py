@@ -130,8 +130,12 @@ class ShardKeeper:
         if request.term == 0 and request.member == shard.member:
             heirs, lost = await self._look_at_standbys(shard)
             pool_map = await self._change(lambda newest: shards.primary_began(newest, request.shard, request.member, heirs,
-                                                                              lost))
+                                                                              lost, request.whole_term))
+            silent = shards.up_standbys(shard) - shards.up_standbys(pool_map.shard_by_id[request.shard]) - heirs - lost
             shard = pool_map.shard_by_id[request.shard]
+            if silent and shard.member == request.member:
+                log.warning("member %d of shard %d was started again, has every acknowledged change, and goes on without "
+                            "standby %s, which does not answer", shard.member, shard.id, ", ".join(map(str, sorted(silent))))
             self._heard[shard.id] = shard.term, self._clock.boottime_s()
             log.info("member %d of shard %d is its primary in term %d", shard.member, shard.id, shard.term)
         elif request.term:

@@ -20,16 +20,20 @@ from nvpool.wire.dial import Dialer
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 ASK_S = 1.0
+RECORDS_S = 0.5
+"""For `has_records`: clearly less than a node waits for the leader to which it passes a request on (run/leading), since the
+request of a primary that begins is answered behind it. A connection that takes longer is made all the same."""
 LOOK_S = 5.0
 """Between two looks at the standbys that catch up."""
 _HAS = {"standby": True, "promoting": True, "serving": True, "waiting": True, "filling": False, "empty": False, "lost": False}
 
 
-async def member_status(dialer: Dialer, clock: Clock, shard: Shard, member: int) -> meta_pb2.MetaStatusReply | None:
-    """The status of a member, or None when it gives none within ASK_S."""
+async def member_status(dialer: Dialer, clock: Clock, shard: Shard, member: int,
+                        wait_s: float = ASK_S) -> meta_pb2.MetaStatusReply | None:
+    """The status of a member, or None when it gives none within `wait_s`."""
     try:
         reply = await dialer.call(endpoints_of(shard, member), wire_pb2.META_STATUS,
-                                  meta_pb2.MetaStatusRequest().SerializeToString(), deadline_s=clock.boottime_s() + ASK_S)
+                                  meta_pb2.MetaStatusRequest().SerializeToString(), deadline_s=clock.boottime_s() + wait_s)
         return decoded(meta_pb2.MetaStatusReply, reply.message)
     except NvpoolError:
         return None
@@ -37,7 +41,7 @@ async def member_status(dialer: Dialer, clock: Clock, shard: Shard, member: int)
 
 async def has_records(dialer: Dialer, clock: Clock, shard: Shard, member: int) -> bool | None:
     """Whether a standby has its whole records. None: it does not answer, or its drive is away."""
-    status = await member_status(dialer, clock, shard, member)
+    status = await member_status(dialer, clock, shard, member, RECORDS_S)
     return None if status is None else _HAS.get(status.state)
 
 

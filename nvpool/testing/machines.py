@@ -15,6 +15,8 @@ from pathlib import Path
 
 from nvpool.base.clock import SYSTEM_CLOCK
 
+PREFIX = "nvpool-machines-"
+"""Of the directory of all machines of a test."""
 NOBODY = "02:00:00:00:00:01"
 """An Ethernet address of no machine."""
 
@@ -50,6 +52,7 @@ class Machine:
             assert SYSTEM_CLOCK.boottime_s() < deadline_s, "unshare takes for ever"
         self.run("ip", "link", "set", "lo", "up")
         self.run("mount", "--bind", str(identity), "/etc/machine-id")
+        self.run("mount", "-t", "tmpfs", "none", "/dev/shm")  # memory of its own, which ends with it
 
     def command(self, *words: str) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "-n", "-m", "--", *words]
@@ -75,7 +78,7 @@ class Machines:
     def __init__(self, count: int, parent: Path | None = None) -> None:
         """Their files lie in a directory below `parent`, which goes with them."""
         self._count = count
-        self._place = Path(tempfile.mkdtemp(prefix="nvpool-machines-", dir=parent))
+        self._place = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._machines: list[Machine] = []
         self._switch: Machine | None = None
         self._delays: dict[int, subprocess.Popen] = {}

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import Disconnected, NvpoolError, StaleTerm, Unavailable
+from nvpool.kv.commitmark import CommitMark
 from nvpool.kv.history import Position, Tail
-from nvpool.kv.member import MemberKv, with_term
+from nvpool.kv.member import MemberKv, whole_term, with_term
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.shipping import Shipping, ShippingOptions
 from nvpool.kv.standby import Done, Group, StandbyKv
@@ -148,16 +149,26 @@ class Members:
     def path(self, member: Member) -> Path:
         return self.directory / f"member-{member.number}"
 
-    async def start(self, number: int) -> None:
-        """A new process of the member: primary or standby, as the map says."""
+    def mark(self, member: Member) -> Path:
+        return self.directory / f"member-{member.number}.mark"
+
+    async def start(self, number: int, alone: bool = False) -> None:
+        """A new process of the member: primary or standby, as the map says. `alone`: no standby can be reached then, and a
+        primary that may lack what one has is refused: Unavailable, and it is dead."""
         member = self.members[number]
         member.alive = True
         if self.shard.member == number:
-            self.pool_map = shards.primary_began(self.pool_map, SHARD, number)
+            try:
+                self.pool_map = shards.primary_began(self.pool_map, SHARD, number, () if alone else None,
+                                                     whole_term=whole_term(self.mark(member), self.path(member)))
+            except Unavailable:
+                member.alive = False
+                raise
             if self.shard.member == number:
                 kv = await MemberKv.open_member(self.path(member), with_term(self.options, self.shard.term), **self._more())
                 await self._serve(member, kv)
                 return
+        self.mark(member).unlink(missing_ok=True)
         member.standby = StandbyKv(self.path(member), self.options, retain_bytes=self.retain_bytes)
         await self.follow_map()
 
@@ -170,6 +181,7 @@ class Members:
 
     async def _serve(self, member: Member, kv: MemberKv) -> None:
         member.kv, member.term = kv, self.shard.term
+        kv.history.mark_commits(CommitMark.begin(self.mark(member), self.path(member), member.term, kv.last.sequence))
 
         async def ask(number: int, up: bool) -> None:
             epoch = self.shard.epoch

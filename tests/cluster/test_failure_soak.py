@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,15 @@ needs_nodes = [pytest.mark.mount, pytest.mark.skipif(bool(machines.missing()), r
 ROUNDS = int(os.environ.get("NVPOOL_FAILURES", "1000"))
 
 
+@pytest.fixture
+def place():
+    """A short path: those of unix sockets below it are bounded."""
+    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as made:
+        yield Path(made)
+
+
 def program(place, *words):
-    command = [sys.executable, ROOT / "bench" / "failure_soak.py", "--directory", place / "pools", "--results", place / "found",
+    command = [sys.executable, ROOT / "bench" / "failure_soak.py", "--directory", place / "p", "--results", place / "found",
                *words]
     return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -40,7 +48,7 @@ def finished(place, *words, timeout_s):
         process.kill()
         process.wait()
     assert process.returncode == 0, f"{told}\n{said}"
-    assert list((place / "pools").iterdir()) == [] and contract.marked(place / "pools") == []
+    assert list((place / "p").iterdir()) == [] and contract.marked(place / "p") == []
     assert "| **all** |" in (place / "found" / "failure-soak.md").read_text()
     return [json.loads(line) for line in (place / "found" / "failure-soak.jsonl").read_text().splitlines()]
 
@@ -51,22 +59,22 @@ def smoke(victim, condition, *words):
 
 @pytest.mark.parametrize("words", [smoke("primary and leader", "primary's node mute"),
                                    smoke("leader", "store stopped", "--drain")])
-def test_failure_soak_round_misses_no_bound(tmp_path, words):
-    row, = finished(tmp_path, "--rounds", 1, "--patience", 8, *words, timeout_s=560)  # beside other tests
+def test_failure_soak_round_misses_no_bound(place, words):
+    row, = finished(place, "--rounds", 1, "--patience", 8, *words, timeout_s=560)  # beside other tests
     assert row["missed"] == [] and "skipped" not in row and row["whole_s"] > 0, row
 
 
 @pytest.mark.soak
 @pytest.mark.mount
 @pytest.mark.timeout(4 * 3600)
-def test_failure_soak_rounds_miss_no_bound(tmp_path):
-    rows = finished(tmp_path, "--rounds", ROUNDS, "--keep-going", timeout_s=4 * 3600)
+def test_failure_soak_rounds_miss_no_bound(place):
+    rows = finished(place, "--rounds", ROUNDS, "--keep-going", timeout_s=4 * 3600)
     assert len(rows) == ROUNDS and sum("skipped" in row for row in rows) < ROUNDS / 20
 
 
 @pytest.mark.parametrize("pools", [pytest.param(2, marks=needs_nodes)])
-def test_failure_soak_interrupted_leaves_nothing(tmp_path, pools):
-    process = program(tmp_path, "--rounds", 50, "--pools", pools, "--keep-going")
+def test_failure_soak_interrupted_leaves_nothing(place, pools):
+    process = program(place, "--rounds", 50, "--pools", pools, "--keep-going")
     try:
         while not (line := process.stderr.readline()).startswith("round"):
             assert line, "it ended before its first round"
@@ -77,8 +85,19 @@ def test_failure_soak_interrupted_leaves_nothing(tmp_path, pools):
         process.kill()
         process.wait()
     assert process.returncode == 1
-    assert list((tmp_path / "pools").iterdir()) == []
-    assert contract.marked(tmp_path / "pools") == [] and contract.mounted_below(tmp_path / "pools") == []
+    assert list((place / "p").iterdir()) == []
+    assert contract.marked(place / "p") == [] and contract.mounted_below(place / "p") == []
+
+
+@pytest.mark.parametrize(("pools", "longest"), [(1, 35), (2, 18)])
+def test_failure_soak_pools_lie_in_short_places(monkeypatch, pools, longest):
+    short, long = (Path("/" + (count - 1) * "d") for count in (longest, longest + 1))
+    assert soak.place_of_pools(short, pools) == short
+    with pytest.raises(SystemExit, match=r"--directory /d+ is too long.*107 bytes.*--directory /var/tmp"):
+        soak.place_of_pools(long, pools)
+    for build, chosen in ((short, short), (long, Path("/var/tmp"))):
+        monkeypatch.setattr(soak, "PLACES", (build, soak.PLACES[-1]))
+        assert soak.place_of_pools(None, pools) == chosen
 
 
 def test_failure_soak_choices_depend_on_seed_and_round():

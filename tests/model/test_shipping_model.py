@@ -2,6 +2,7 @@
 is promoted, none is that was refused, a primary that was replaced acknowledges nothing, and after quiet all are equal."""
 
 import asyncio
+import contextlib
 import itertools
 import random
 import shutil
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from nvpool.base.errors import Busy, Fenced
+from nvpool.base.errors import Busy, Fenced, Unavailable
 from nvpool.testing.contracts.kv import everything
 from nvpool.testing.members import Members
 
@@ -104,6 +105,14 @@ class ShippingMachine(RuleBasedStateMachine):
         if not self.members.members[number].alive and not self.members.manager_away:
             self.run(self.members.start(number))
             self.check()
+
+    @rule(number=NUMBERS)
+    def start_alone(self, number):
+        """While no other member can be asked: a primary goes on only where it has all that was acknowledged."""
+        if not self.members.members[number].alive and not self.members.manager_away:
+            with contextlib.suppress(Unavailable):
+                self.run(self.members.start(number, alone=True))
+                self.check()
 
     @rule()
     def fail_over(self):

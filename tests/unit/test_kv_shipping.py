@@ -292,6 +292,48 @@ def test_what_is_acknowledged_is_on_all_and_the_standby_goes_on(tmp_path, count)
     with_members(tmp_path, check, count, shipping=PATIENT)
 
 
+def test_killed_primary_goes_on_without_its_standby(tmp_path):
+    async def check(members):
+        await members.quiet()
+        members.manager_away = True
+        await members.acknowledged(of(1))
+        members.cuts.add((0, 1))
+        told = []
+        members.apply(of(2), told.append)
+        await members.kill(0)
+        assert told == [False] and members.up == {1}
+        members.manager_away = False
+        await members.start(0, alone=True)
+        assert members.primary.number == 0 and members.up == set() and members.primary.kv.get(b"last") == b"2"
+        await members.acknowledged(of(3))
+        members.cuts.clear()
+        await members.quiet(up={1})
+        assert members.members[1].standby.kv.get(b"last") == b"3"
+
+    with_members(tmp_path, check, shipping=PATIENT)
+
+
+@pytest.mark.parametrize("lost", ["changes", "mark"])
+def test_primary_without_proof_waits_for_its_standby(tmp_path, lost):
+    """Its machine has lost power, or its drive went away and came back with less."""
+    async def check(members):
+        await members.quiet()
+        primary = members.members[0]
+        older = [(path, path.read_bytes()) for path in members.path(primary).iterdir()]
+        await members.acknowledged(of(1))
+        await members.kill(0)
+        if lost == "mark":
+            members.mark(primary).unlink()
+        else:
+            for path, content in older:
+                path.write_bytes(content)
+        with pytest.raises(Unavailable, match="may have changes"):
+            await members.start(0, alone=True)
+        assert members.up == {1}
+
+    with_members(tmp_path, check, shipping=PATIENT)
+
+
 def test_a_change_waits_for_a_standby_and_decisions_do_not(tmp_path):
     async def check(members):
         await members.quiet()

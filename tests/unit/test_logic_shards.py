@@ -42,6 +42,17 @@ def test_a_primary_that_begins_anew_leaves_it_to_one_that_is_up():
         shards.primary_began(a_map("up"), 1, 1)
 
 
+def test_proven_primary_waits_for_no_silent_standby():
+    """One that answers follows it all the same; a proof of another term is none."""
+    there = a_map("up", "syncing")
+    for term in (0, 6, 8):
+        with pytest.raises(Unavailable, match="may have changes"):
+            shards.primary_began(there, 1, 0, (), whole_term=term)
+    new = shards.primary_began(there, 1, 0, (), whole_term=7).shard_by_id[1]
+    assert (new.member, new.term, shards.up_standbys(new)) == (0, 8, frozenset())
+    assert shards.primary_began(there, 1, 0, (1,), whole_term=7).shard_by_id[1].member == 1
+
+
 def test_a_question_that_a_standby_be_up_comes_too_late_once_it_was_taken_out():
     there = a_map("syncing")
     out = shards.standby_out(there, 1, 1, 7)

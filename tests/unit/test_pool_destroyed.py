@@ -3,6 +3,7 @@
 from msgspec.structs import replace
 
 from nvpool.base.directory import PoolDirectory
+from nvpool.cli import pool_life
 from nvpool.cli.pool_life import erase_stores
 from nvpool.logic.poolmap import Drive, Standby
 from nvpool.testing.contracts.coordinator import first_map
@@ -22,3 +23,14 @@ def test_only_what_this_node_has_is_removed_and_the_records_of_shards_too(tmp_pa
     done = erase_stores(PoolDirectory(tmp_path / "pool"), pool_map)
     assert done == [f"removed {place[0]}", f"removed {place[2]}"]
     assert {path.name for path in (tmp_path / "drive").iterdir()} == {names[1], names[3], "mine"}
+
+
+def test_commit_marks_of_this_node_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_life, "memory_file", lambda pool_id, process: tmp_path / process)
+    pool_map = first_map()
+    shard, = pool_map.shards
+    pool_map = replace(pool_map, shards=(replace(shard, standbys=(Standby(1, 1, ()), Standby(2, 2, ()), Standby(3, 1, ()))),))
+    for name in ("meta-1", "meta-1.1", "meta-1.2"):
+        (tmp_path / name).write_text("a mark")
+    erase_stores(PoolDirectory(tmp_path / "pool"), pool_map)
+    assert [path.name for path in tmp_path.iterdir()] == ["meta-1.2"], "that of another node"

@@ -11,7 +11,9 @@ from msgspec.structs import replace
 from nvpool.base.clock import ManualClock
 from nvpool.base.errors import AlreadyExists, InvalidRequest, StaleEpoch, StaleGrant, StaleTerm, Unavailable
 from nvpool.base.grants import READ, SERVICE, Grant, read, sign
+from nvpool.kv.commitmark import CommitMark
 from nvpool.kv.history import History, Position
+from nvpool.kv.member import MemberKv
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.standby import StandbyKv
 from nvpool.logic import shards
@@ -73,8 +75,8 @@ class Bench:
     def shard(self):
         return self.map.shards[0]
 
-    async def alive(self, member, term, right=None):
-        request = pb.ShardAliveRequest(shard=1, member=member, term=term, map_epoch=self.map.epoch,
+    async def alive(self, member, term, right=None, whole_term=0):
+        request = pb.ShardAliveRequest(shard=1, member=member, term=term, map_epoch=self.map.epoch, whole_term=whole_term,
                                        authority=self.right() if right is None else right)
         return pb.ShardAliveReply.FromString(await self.keeper.answer(wire.META_ALIVE, request.SerializeToString()))
 
@@ -165,6 +167,20 @@ async def test_a_standby_that_does_not_answer_is_waited_for():
     bench.records = {}
     await bench.keeper.run_once()
     assert (bench.shard.member, bench.shard.term) == (1, 2)
+
+
+@in_a_loop
+async def test_proven_primary_goes_on_without_silent_standby():
+    bench = Bench("up")
+    bench.records = {1: None}
+    with pytest.raises(Unavailable, match="may have changes"):
+        await bench.alive(0, 0, whole_term=5)
+    reply = await bench.alive(0, 0, whole_term=1)
+    assert reply.term == 2 and reply.lease_ms and decode_map(reply.map).shards[0].standbys[0].state == "syncing"
+    bench.records = {}
+    bench.keeper.member_ended(1, 0)  # from here on the standby may lack what the primary acknowledges
+    await bench.keeper.run_once()
+    assert bench.shard.member == 0
 
 
 @in_a_loop
@@ -427,6 +443,46 @@ def test_who_is_deposed_by_a_map_does_not_act_on_what_that_map_gives_the_shard(t
     member.update_map(second)
     member.update_map(replace(first, epoch=3, shards=(replace(first.shards[0], member=1, term=3),)))
     assert told == [second] and "is not the primary of shard 1 any more" in failed[0] and len(failed) == 1
+
+
+class Asked:
+    """The way to who keeps the map: notes what is asked, and gives no term."""
+
+    def __init__(self):
+        self.requests = []
+        self.asked = asyncio.Event()
+
+    async def call(self, _endpoints, method, message, *, deadline_s):
+        assert method == wire.META_ALIVE
+        self.requests.append(pb.ShardAliveRequest.FromString(message))
+        self.asked.set()
+        raise StaleTerm("ask again")
+
+    def redial(self, _endpoints):
+        pass
+
+
+@in_a_loop
+async def test_primary_that_begins_tells_its_proof(tmp_path):
+    path, mark = tmp_path / "kv", tmp_path / "mark"
+    path.mkdir()
+    options = LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 20)
+    kv = await MemberKv.open_member(path, options)
+    kv.apply([(b"a", b"1")])
+    CommitMark.begin(mark, path, 2, kv.last.sequence)
+    await kv.abandon()
+    first = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (Node(1, "n", "", ()),),
+                    shards=(Shard(1, 1, (), term=2, standbys=(Standby(1, 1, (), "up"),)),))
+    for named, term in ((mark, 2), (None, 0)):
+        asked = Asked()
+        named_options = MemberOptions(1, 1, 0, path, options, SECRET, mark=named)
+        member = ShardMember(named_options, first, asked, ManualClock(), None, None)
+        starting = asyncio.ensure_future(member.start())
+        await asked.asked.wait()
+        starting.cancel()
+        await asyncio.wait([starting])
+        await member.close()
+        assert [(one.term, one.whole_term) for one in asked.requests] == [(0, term)] and mark.exists()
 
 
 @pytest.mark.parametrize(("method", "message"), [(wire.META_SHIP, pb.ShipRequest), (wire.META_FOLLOW, pb.FollowRequest)])

@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
+from nvpool.logic.shards import process_name
 from nvpool.testing.sim.pool import SimPool
 
 NEVER_BROKEN = ("client", "judge")
@@ -17,6 +18,8 @@ KINDS = {"kill": 2, "kill_node": 1, "die": 4, "cut": 2, "isolate": 2, "stop": 1,
 """How often each comes."""
 KINDS_OF_ETCD = {"majority": 2, "alone": 2}
 """Besides, where the map is etcd's."""
+KINDS_OF_STANDBYS = {"orphan": 2}
+"""Besides, where shards have standbys."""
 KINDS_WITH_POWER = KINDS | {"power": 5}
 KINDS_WITH_FULL = {"fill": 4, "kill": 1, "die": 2, "cut": 1}
 KINDS_OF_ROT = {"rot": 1}
@@ -203,6 +206,29 @@ class Faults:
             if not node.startswith("node-of-client"):
                 network.cut(process.node, node)
         await self._cut_off(f"{process.node} is alone with the clients", self._chance.uniform(0.1, 1.4), process.kill)
+
+    async def _orphan(self, _name: str) -> None:
+        """A node with standbys is cut off from all but the clients; before the primary of one of them can take it out of the
+        map its process dies, and is started again before the node is back."""
+        network, pool, chance = self._pool.network, self._pool, self._chance
+        pairs = [(shard, standby) for shard in pool.pool_map.shards for standby in shard.standbys
+                 if standby.state == "up" and standby.node != shard.node]
+        if not pairs:
+            return
+        shard, standby = chance.choice(pairs)
+        alone, primary = f"node-{standby.node}", process_name(shard.id, shard.member)
+        for node in sorted(set(network.places.values())):
+            if not node.startswith("node-of-client"):
+                network.cut(alone, node)
+        await asyncio.sleep(chance.uniform(0.0, 1.4))
+        if primary in pool.processes:
+            pool.processes[primary].kill()
+            await asyncio.sleep(chance.uniform(0.0, 0.5))
+            again = asyncio.ensure_future(pool.start_again(primary))
+            await self._cut_off(f"{alone} is alone with the clients, and {primary} has died", chance.uniform(1.0, 6.0))
+            await again
+        else:
+            network.heal()
 
     async def _cut(self, _name: str) -> None:
         network = self._pool.network

@@ -39,6 +39,8 @@ class MemberDrive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.mark = path.with_name(f"{path.name}.mark")
+        """In the memory of the machine."""
         self.synced_sequence = 0
         """What the process that died last was sure of."""
         self._has: dict[str, tuple[int, bytes]] = {}  # file -> its number, what was synced
@@ -55,6 +57,7 @@ class MemberDrive:
 
     def lose_power(self, chance: random.Random) -> None:
         """Of what was written since the last sync each sector is there or not; or nothing is."""
+        self.mark.unlink(missing_ok=True)
         share = chance.choice((0.0, 0.5, 0.9))
         for name, (number, old) in self._has.items():
             path = self.path / name

@@ -333,7 +333,7 @@ class SimPool:
 
         fail = partial(self._ends, process)
         engine = engine_options(floor=SimFloor(self.loop, process, drive, self.disk_s), durability=self._durability)
-        options = MemberOptions(node, shard, member, drive.path, engine, self.secret)
+        options = MemberOptions(node, shard, member, drive.path, engine, self.secret, mark=drive.mark)
         serving = ShardMember(options, self.pool_map, dialer, clock, make_service, fail)
         self._members[process.name] = serving
         try:

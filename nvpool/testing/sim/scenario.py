@@ -32,6 +32,7 @@ from nvpool.testing.sim.faults import (
     KINDS,
     KINDS_OF_ETCD,
     KINDS_OF_ROT,
+    KINDS_OF_STANDBYS,
     KINDS_WITH_FULL,
     KINDS_WITH_POWER,
     BrokenLinks,
@@ -87,6 +88,8 @@ class Scenario:
         etcd = chance.random() < ETCD_SHARE if etcd is None else etcd
         if etcd and chosen and kinds is not KINDS_OF_ROT:
             kinds = kinds | KINDS_OF_ETCD
+        if members and standbys is None and chosen and kinds is not KINDS_OF_ROT:
+            kinds = kinds | KINDS_OF_STANDBYS
         targets = max(targets, replicas + 1) if draining else targets
         share = DRAINING_SHARE if targets > replicas else 0.0
         self._draining = random.Random(f"{seed} drains").random() < share if draining is None else draining

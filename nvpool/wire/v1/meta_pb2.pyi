@@ -1112,20 +1112,22 @@ class FollowReply(_message.Message):
     def __init__(self, stored: _Optional[int] = ..., stored_term: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[FollowRun, _Mapping]]] = ..., synced: _Optional[int] = ...) -> None: ...
 
 class ShardAliveRequest(_message.Message):
-    __slots__ = ("shard", "member", "term", "map_epoch", "authority", "forwarded")
+    __slots__ = ("shard", "member", "term", "map_epoch", "authority", "whole_term", "forwarded")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_TERM_FIELD_NUMBER: _ClassVar[int]
     FORWARDED_FIELD_NUMBER: _ClassVar[int]
     shard: int
     member: int
     term: int
     map_epoch: int
     authority: bytes
+    whole_term: int
     forwarded: _pool_pb2.Forwarded
-    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., map_epoch: _Optional[int] = ..., authority: _Optional[bytes] = ..., forwarded: _Optional[_Union[_pool_pb2.Forwarded, _Mapping]] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., map_epoch: _Optional[int] = ..., authority: _Optional[bytes] = ..., whole_term: _Optional[int] = ..., forwarded: _Optional[_Union[_pool_pb2.Forwarded, _Mapping]] = ...) -> None: ...
 
 class ShardAliveReply(_message.Message):
     __slots__ = ("term", "lease_ms", "map")
