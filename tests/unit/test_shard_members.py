@@ -483,6 +483,10 @@ async def test_primary_that_begins_tells_its_proof(tmp_path):
         await asyncio.wait([starting])
         await member.close()
         assert [(one.term, one.whole_term) for one in asked.requests] == [(0, term)] and mark.exists()
+    member = ShardMember(MemberOptions(1, 1, 0, path, options, SECRET, mark=mark), first, None, ManualClock(), None, None)
+    member._kv = await MemberKv.open_member(path, options)
+    await member.close()
+    assert not mark.exists(), "a primary that ended in order leaves nothing behind"
 
 
 @pytest.mark.parametrize(("method", "message"), [(wire.META_SHIP, pb.ShipRequest), (wire.META_FOLLOW, pb.FollowRequest)])
