@@ -1,0 +1,80 @@
+"""The newest map that other nodes hold, asked over real connections in one process."""
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from nvpool.base.errors import StaleIdentity
+from nvpool.logic.poolmap import encode_map
+from nvpool.run import elsewhere
+from nvpool.testing.contracts.coordinator import first_map
+from nvpool.wire.dial import Dialer
+from nvpool.wire.registry import listen
+from nvpool.wire.transport import Greeting
+from nvpool.wire.v1 import pool_pb2
+
+OWN = 1
+
+
+@pytest.fixture
+def ask(monkeypatch, request):
+    """Result of `newest_elsewhere` where the other nodes answer: a map, None (nothing newer), an error; or are "silent"."""
+    monkeypatch.setattr(elsewhere, "ASK_S", 3600.0)
+    monkeypatch.setattr(elsewhere, "MORE_S", 0.01)
+
+    async def asked(answers):
+        kept = []
+
+        def handler(answer):
+            def handle(call):
+                if answer == "silent":
+                    kept.append(call)
+                elif isinstance(answer, Exception):
+                    call.fail(answer)
+                else:
+                    call.reply(pool_pb2.MapReply(map=encode_map(answer) if answer else b"").SerializeToString())
+            return handle
+
+        names = [f"inproc://{request.node.name}-{number}" for number in range(len(answers))]
+        listeners = [await listen(name, Greeting("node"), handler(answer))
+                     for name, answer in zip(names, answers, strict=True)]
+        dialer = Dialer(Greeting("node 1"))
+        first = first_map()
+        nodes = tuple(msgspec.structs.replace(first.nodes[0], id=number + 2, endpoints=(name,)) for number, name in
+                      enumerate(names))
+        try:
+            async with asyncio.timeout(30):
+                return await elsewhere.newest_elsewhere(SimpleNamespace(etcd=(), nodes=nodes, epoch=first.epoch), OWN, dialer)
+        finally:
+            await dialer.close()
+            for listener in listeners:
+                await listener.close()
+
+    return lambda *answers: asyncio.run(asked(answers))
+
+
+def newer(epochs):
+    return msgspec.structs.replace(first_map(), epoch=first_map().epoch + epochs)
+
+
+def test_newest_map_is_found_beside_a_silent_node(ask):
+    assert ask("silent", newer(2)) == newer(2)
+
+
+def test_nothing_newer_is_an_answer_beside_a_silent_node(ask):
+    assert ask(None, "silent") is None
+
+
+def test_newest_map_of_several_nodes_is_taken(ask):
+    assert ask(newer(1), newer(3)) == newer(3)
+
+
+def test_refusal_counts_where_no_node_gives_a_map(ask):
+    with pytest.raises(StaleIdentity):
+        ask(StaleIdentity("node 1 is not in the pool"))
+
+
+def test_refusal_of_one_node_yields_to_a_map(ask):
+    assert ask(StaleIdentity("node 1 is not in the pool"), newer(1)) == newer(1)
