@@ -47,6 +47,13 @@ class Network(msgspec.Struct, frozen=True):
         description="send all over the network as it is, without certificates: for networks that are nobody else's")] = False
 
 
+class Access(msgspec.Struct, frozen=True):
+    """Users of this machine with the rights of an operator, beside root and the user of the daemons."""
+
+    operators: Annotated[str, Meta(
+        description="group, by name or number, whose members may read logs, the audit log and the pool map; empty: none")] = ""
+
+
 class Supervisor(msgspec.Struct, frozen=True):
     """nvpoold, which starts the other processes."""
 
@@ -171,6 +178,7 @@ class ClientSection(msgspec.Struct, frozen=True):
 class Config(msgspec.Struct, frozen=True):
     log: Log = Log()
     network: Network = Network()
+    access: Access = Access()
     supervisor: Supervisor = Supervisor()
     metrics: Metrics = Metrics()
     processors: Processors = Processors()

@@ -76,7 +76,7 @@ def _first_line(line: str, where: str) -> str:
 
 
 def hide_argument(text: str) -> None:
-    """Overwrite `text` in the arguments of this process that /proc/PID/cmdline shows. Nothing where they are not to be found."""
+    """Overwrite `text` in the arguments of this process that /proc/PID/cmdline shows, where they are to be found."""
     wanted = os.fsencode(text)
     if not wanted:
         return

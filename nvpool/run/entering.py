@@ -20,6 +20,7 @@ from nvpool.base.config import Config, parse
 from nvpool.base.directory import BEING_MADE_TEXT, FORMAT_TEXT, Flock, PoolDirectory, sync_directory, write_whole
 from nvpool.base.errors import AccessDenied, AlreadyExists, InvalidRequest
 from nvpool.base.host import host_id
+from nvpool.base.protection import group_number, protect
 from nvpool.base.tokens import Token, read_token
 from nvpool.logic.poolmap import decode_map
 from nvpool.run.external_etcd import External, check, external, keep
@@ -61,6 +62,7 @@ async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, .
         if kind == "node":
             for path in (directory.path / "meta", directory.path / "targets"):
                 path.mkdir(exist_ok=True)
+        protect(directory, group_number(config.access.operators, "access.operators"))
         write_whole(directory.node_toml, request["config"].encode())
         # A name of its own: two nodes may have their directories at the same path, and each would find its own socket there.
         own_name = f"node-{key_of_request(key.request)[:8]}"

@@ -39,6 +39,7 @@ from nvpool.base.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, No
 from nvpool.base.host import host_id
 from nvpool.base.identities import new_member
 from nvpool.base.mounts import mounts
+from nvpool.base.protection import group_number, protect
 from nvpool.base.units import BLOCK_BYTES, MIB, format_bytes
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
@@ -256,6 +257,7 @@ async def make_pool(request: dict) -> dict:
         for path in (directory.map, *map(directory.shard, shard_numbers), directory.run, directory.log,
                      directory.path / "targets"):
             path.mkdir(parents=True, exist_ok=True)
+        protect(directory, group_number(config.access.operators, "access.operators"))
         directory.secret.mkdir(mode=0o700)
         write_whole(directory.grant_key, SYSTEM_CLOCK.secret(32), 0o600)
         member = found_authority(directory, pool_id, config.network.host)
@@ -300,7 +302,7 @@ async def make_pool(request: dict) -> dict:
             await found(directory, given, first)
         else:
             kv = await LmdbKv.open(directory.map, LmdbOptions())
-            await (await EmbeddedCoordinator.found(kv, first, lambda raw: write_whole(directory.poolmap, raw))).close()
+            await (await EmbeddedCoordinator.found(kv, first, directory.publish)).close()
         for place in (directory.path / "meta", directory.path / "targets", directory.path, directory.path.parent):
             sync_directory(place)
         for target in targets:  # there is nothing in which they could differ

@@ -17,6 +17,7 @@ import sys
 from nvpool.base.config import load
 from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import Fenced, InvalidRequest, NotFound, NvpoolError, WrongFormat
+from nvpool.base.protection import group_number, protect
 
 log = logging.getLogger("nvpool.run.nvpoold")
 
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
             check_formats(directory)
+        protect(directory, group_number(config.access.operators, "access.operators"))
     except NvpoolError as error:
         log.error("%s", error)
         return daemon.exit_code(error)
