@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dump": ("nvpool.cli.dump:dump", "Write all metadata of one moment to a file."),
     "load": ("nvpool.cli.load:load", "Load dumped metadata into an empty pool."),
     "doctor": ("nvpool.cli.doctor:doctor", "Say what makes a pool slow or unsafe here, and the remedy."),
+    "audit": ("nvpool.cli.audit:audit", "Show who changed a pool, and who was refused."),
     "bench": ("nvpool.cli.bench:bench", "Measure a pool."),
     "config": ("nvpool.cli.config:config", "Show, check and explain the configuration of a node."),
     "dev": ("nvpool.cli.dev:dev", "A throw-away pool on this machine, all of it under one directory."),

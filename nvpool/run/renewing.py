@@ -9,20 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from nvpool.base.audit import AuditLog
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied
 from nvpool.base.identities import RENEW_S
 from nvpool.client import renewing
 from nvpool.client.renewing import Signed
 from nvpool.logic.poolmap import PoolMap
+from nvpool.run.auditing import ourselves
 from nvpool.run.tokens import hosts_of, read_authority
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import ETCD_SECRET, Identity
 
 
-async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: Callable[[], PoolMap], dialer: Dialer) -> None:
+async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: Callable[[], PoolMap], dialer: Dialer,
+                       audit: AuditLog) -> None:
     """See client/renewing."""
-    await renewing.keep_renewed(lambda: renew_once(directory, identity, pool_map(), dialer), identity)
+    async def renew() -> bool:
+        renewed = await renew_once(directory, identity, pool_map(), dialer)
+        if renewed:
+            audit.note("certificate-renew", ourselves(), {"member": identity.own_member()})
+        return renewed
+
+    await renewing.keep_renewed(renew, identity)
 
 
 async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, dialer: Dialer, *,

@@ -33,12 +33,14 @@ from nvpool.base.errors import (
 )
 from nvpool.base.host import host_id
 from nvpool.base.metrics_page import Page
+from nvpool.base.version import VERSION
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
 from nvpool.logic.nodes import on_host
 from nvpool.logic.poolmap import PoolMap, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run import measuring, node_metrics
+from nvpool.run.auditing import actor_of, audit_log, audited, ourselves, settings_of
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, keep_alive, notify_ready
 from nvpool.run.drives import Drives
@@ -97,7 +99,8 @@ class Supervisor:
         self._identity = greeting.identity
         self._dialer = Dialer(greeting, host_id=host_id())
         self.leading = Leading(coordinator, node, self._dialer, self._pid_of, config.supervisor.replace_after_s)
-        self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
+        self._audit = audit_log(directory, "nvpoold")
+        self._reception = Reception(directory, keeper, self.leading.change, self._audit) if keeper is not None else None
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         self._status = PoolStatus(directory, node, coordinator, self.leading, self._dialer, self._etcd, self._children,
                                   is_stopping=stop.asked.is_set, replace_after_s=config.supervisor.replace_after_s)
@@ -123,6 +126,7 @@ class Supervisor:
         """
         for number in (signal.SIGHUP, signal.SIGUSR1):
             self._stop.on_signal[number] = lambda number=number: self._pass_on(number)
+        self._audit.note("start", ourselves(), {"software": VERSION, "settings": settings_of(self._config)})
         await self._know_this_host()
         await self._note_the_dead()
         self._start_missing()
@@ -141,7 +145,8 @@ class Supervisor:
             lastings.append(asyncio.ensure_future(serve_metrics(self._config.metrics.listen, self.metrics)))
         if self._identity is not None and self._identity.secured:
             lastings.append(asyncio.ensure_future(keep_renewed(self._directory, self._identity,
-                                                               lambda: self._coordinator.pool_map, self._dialer)))
+                                                               lambda: self._coordinator.pool_map, self._dialer,
+                                                               self._audit)))
         try:
             while not asked.done():
                 # The keeper of a drive that was added meanwhile is waited for from the next round on.
@@ -160,6 +165,7 @@ class Supervisor:
                 if managing.done():
                     managing.result()
             notify_ready("STOPPING=1")
+            self._audit.note("stop", ourselves(), {"because": self._stop.why})
             await self._end_children()
         finally:
             for task in (asked, ready, alive, managing, *lastings, *self._keepers.values()):
@@ -191,6 +197,7 @@ class Supervisor:
             await asyncio.wait(answers, timeout=_ANSWER_S)
         await self.leading.close()
         await self._dialer.close()
+        await asyncio.to_thread(self._audit.close)
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -356,7 +363,10 @@ class Supervisor:
         """As `handle`, for what comes over a network, where nobody knows who asks: it changes and stops nothing. Changes make
         files, and overwrite devices, with this process's rights."""
         if call.method in (wire_pb2.POOL_CHANGE, wire_pb2.POOL_STOP):
-            call.fail(AccessDenied("a pool is changed through the unix socket of its node only, by who runs it; do it there"))
+            error = AccessDenied("a pool is changed through the unix socket of its node only, by who runs it; do it there")
+            self._audit.note("change" if call.method == wire_pb2.POOL_CHANGE else "stop", actor_of(call.peer), {}, error,
+                             refused=True)
+            call.fail(error)
         else:
             self.handle(call)
 
@@ -412,6 +422,7 @@ class Supervisor:
         request = _read(pool_pb2.PoolStopRequest, call)
         if request.drain_s > 0:
             self._drain_s = min(request.drain_s, _DRAIN_S_MAX)
+        self._audit.note("stop", actor_of(call.peer), {"drain_s": request.drain_s})
         asyncio.get_running_loop().call_later(0.05, self._stop.ask, f"asked by {call.peer.name or call.peer.address}")
         return pool_pb2.PoolStopReply().SerializeToString()
 
@@ -429,7 +440,8 @@ class Supervisor:
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{request.verb} wants a JSON object")
         # Not divided by a caller that goes away: what is begun is finished or refused as a whole.
-        result = await asyncio.shield(asyncio.ensure_future(verbs[request.verb](arguments)))
+        result = await asyncio.shield(asyncio.ensure_future(audited(
+            self._audit, request.verb, actor_of(call.peer), arguments, verbs[request.verb](arguments))))
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
 
 def _without_descriptors() -> Busy:
