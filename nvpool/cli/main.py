@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bridge": ("nvpool.cli.bridge:bridge", "Give containers volumes of a pool: Docker's plugin."),
     "node": ("nvpool.cli.node:node", "List the nodes of a pool, let them in, drain and remove them."),
     "client": ("nvpool.cli.client:client", "Let clients that are no nodes into a pool."),
+    "cert": ("nvpool.cli.cert:cert", "List, renew and revoke the certificates of a pool."),
     "drive": ("nvpool.cli.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
     "shard": ("nvpool.cli.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
     "dir": ("nvpool.cli.dir:directory", "Say how many replicas new files of a directory have, and how large their chunks are."),

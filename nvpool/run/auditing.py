@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from nvpool.base.audit import FILE, Actor, AuditLog
+from nvpool.base.audit import FILE
 from nvpool.base.config import Config, as_dict
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, NotPermitted, Refused
+from nvpool.run.audit_log import Actor, AuditLog
 from nvpool.wire.transport import Buffer, Call, Peer
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire

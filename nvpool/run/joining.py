@@ -14,7 +14,6 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from nvpool.base.audit import AuditLog
 from nvpool.base.authority import Authority, key_of_request
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
@@ -25,7 +24,9 @@ from nvpool.logic.etcdmembers import lets_in
 from nvpool.logic.joining import joined, token_for, token_given
 from nvpool.logic.poolmap import Node, PoolMap, encode_map
 from nvpool.meta.service_right import AuthorityCheck
+from nvpool.run.audit_log import AuditLog
 from nvpool.run.auditing import actor_of, audited
+from nvpool.run.certificates import Certificates
 from nvpool.run.keeping import MapKeeper
 from nvpool.run.served import read_grant_key
 from nvpool.run.tokens import KINDS, TOKEN_S_MAX, address_of, hosts_of, new_token, now_ms, read_authority
@@ -41,11 +42,13 @@ class Reception:
     """`change` is Supervisor._change."""
 
     def __init__(self, directory: PoolDirectory, keeper: MapKeeper,
-                 change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]], audit: AuditLog):
+                 change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]], audit: AuditLog,
+                 certificates: Certificates):
         self._directory = directory
         self._keeper = keeper
         self._change = change
         self._audit = audit
+        self._certificates = certificates
         self.answers = {wire_pb2.POOL_AUTHORITY: self._answer_authority, wire_pb2.POOL_JOIN: self._answer_join,
                         wire_pb2.POOL_RENEW: self._answer_renew, wire_pb2.POOL_KEYS: self._answer_keys}
 
@@ -101,7 +104,11 @@ class Reception:
         member = token_for(new, hash, kind, used_by, now_ms()).member
         what["member"] = member
         log.info("%s has joined the pool, from %s", member, call.peer.address)
-        sign = partial(authority.sign, request.request, new.pool_id, member)
+        def sign(addresses: tuple[str, ...] = ()) -> bytes:
+            certificate = authority.sign(request.request, new.pool_id, member, addresses)
+            self._certificates.note_issued(member, certificate)
+            return certificate
+
         answer = {"pool_id": new.pool_id, "name": new.name, "member": member, "authority": authority.certificate.decode(),
                   "map": encode_map(new).decode()}
         if node is None:
@@ -132,8 +139,9 @@ class Reception:
         if node is not None:
             etcd = read_authority(self._directory, ETCD_SECRET).sign(request.request, pool_id, member, hosts)
         self._audit.note("certificate-renew", actor_of(call.peer), {"member": member})
-        return pool_pb2.RenewReply(certificate=authority.sign(request.request, pool_id, member, hosts),
-                                   etcd_certificate=etcd).SerializeToString()
+        certificate = authority.sign(request.request, pool_id, member, hosts)
+        self._certificates.note_issued(member, certificate)
+        return pool_pb2.RenewReply(certificate=certificate, etcd_certificate=etcd).SerializeToString()
 
     async def _answer_keys(self, call: Call) -> bytes:
         """The authorities' keys, for a node that keeps the map as this one does."""

@@ -9,24 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from nvpool.base.audit import AuditLog
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import AccessDenied
+from nvpool.base.errors import AccessDenied, NvpoolError
 from nvpool.base.identities import RENEW_S
 from nvpool.client import renewing
 from nvpool.client.renewing import Signed
 from nvpool.logic.poolmap import PoolMap
+from nvpool.run.audit_log import AuditLog
 from nvpool.run.auditing import ourselves
+from nvpool.run.certificates import Certificates
 from nvpool.run.tokens import hosts_of, read_authority
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import ETCD_SECRET, Identity
 
 
 async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: Callable[[], PoolMap], dialer: Dialer,
-                       audit: AuditLog) -> None:
-    """See client/renewing."""
+                       audit: AuditLog, certificates: Certificates) -> None:
+    """See client/renewing. `certificates` is told why it can not be."""
     async def renew() -> bool:
-        renewed = await renew_once(directory, identity, pool_map(), dialer)
+        try:
+            renewed = await renew_once(directory, identity, pool_map(), dialer)
+        except (NvpoolError, OSError) as error:
+            certificates.trouble = str(error)
+            raise
+        certificates.trouble = ""
         if renewed:
             audit.note("certificate-renew", ourselves(), {"member": identity.own_member()})
         return renewed

@@ -33,6 +33,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.host import host_id
 from nvpool.base.metrics_page import Page
+from nvpool.base.protection import group_number
 from nvpool.base.version import VERSION
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
 from nvpool.logic.nodes import on_host
@@ -41,6 +42,7 @@ from nvpool.logic.shards import endpoints_of, members, node_and_path, process_na
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run import measuring, node_metrics
 from nvpool.run.auditing import actor_of, audit_log, audited, ourselves, settings_of
+from nvpool.run.certificates import Certificates
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, keep_alive, notify_ready
 from nvpool.run.drives import Drives
@@ -51,7 +53,7 @@ from nvpool.run.leading import Leading
 from nvpool.run.metashards import MetaShards
 from nvpool.run.newchains import NewChains
 from nvpool.run.nodes import Nodes, look_after
-from nvpool.run.renewing import keep_renewed
+from nvpool.run.renewing import keep_renewed, renew_once
 from nvpool.run.scrape import serve_metrics
 from nvpool.run.scrubbing import Scrubbing
 from nvpool.run.served import follow_members, read_grant_key
@@ -100,10 +102,13 @@ class Supervisor:
         self._dialer = Dialer(greeting, host_id=host_id())
         self.leading = Leading(coordinator, node, self._dialer, self._pid_of, config.supervisor.replace_after_s)
         self._audit = audit_log(directory, "nvpoold")
-        self._reception = Reception(directory, keeper, self.leading.change, self._audit) if keeper is not None else None
+        self._certificates = Certificates(directory)
+        self._reception = Reception(directory, keeper, self.leading.change, self._audit, self._certificates) \
+            if keeper is not None else None
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         self._status = PoolStatus(directory, node, coordinator, self.leading, self._dialer, self._etcd, self._children,
-                                  is_stopping=stop.asked.is_set, replace_after_s=config.supervisor.replace_after_s)
+                                  self._certificates, is_stopping=stop.asked.is_set,
+                                  replace_after_s=config.supervisor.replace_after_s)
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.reign,
                                              change_anywhere=self.leading.change,
@@ -142,11 +147,12 @@ class Supervisor:
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
         if self._config.metrics.listen:
-            lastings.append(asyncio.ensure_future(serve_metrics(self._config.metrics.listen, self.metrics)))
+            lastings.append(asyncio.ensure_future(serve_metrics(
+                self._config.metrics.listen, self.metrics, group_number(self._config.access.operators, "access.operators"))))
         if self._identity is not None and self._identity.secured:
             lastings.append(asyncio.ensure_future(keep_renewed(self._directory, self._identity,
                                                                lambda: self._coordinator.pool_map, self._dialer,
-                                                               self._audit)))
+                                                               self._audit, self._certificates)))
         try:
             while not asked.done():
                 # The keeper of a drive that was added meanwhile is waited for from the next round on.
@@ -389,7 +395,9 @@ class Supervisor:
         return pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString()
 
     async def _answer_status(self, call: Call) -> bytes:
-        status = json.dumps(await self._status.told(call.deadline_s - _ANSWER_S))  # msgspec takes no names that are not UTF-8
+        issued = _read(pool_pb2.PoolStatusRequest, call).issued
+        told = await self._status.told(call.deadline_s - _ANSWER_S, issued)
+        status = json.dumps(told)  # msgspec takes no names that are not UTF-8
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
 
     async def _answer_metrics(self, call: Call) -> bytes:
@@ -403,6 +411,7 @@ class Supervisor:
     def _measure(self, page: Page) -> None:
         node_metrics.measure_pool(page, self._coordinator.pool_map, self._node, self.leading.manager is not None,
                                self._children.values(), self._status.watch.stalled_s())
+        node_metrics.measure_certificates(page, self._certificates.own(), SYSTEM_CLOCK.wall_ns() / 1e9)
 
     async def metrics(self, wait_s: float) -> Page:
         """Of this process and all others of its node, within `wait_s`."""
@@ -429,7 +438,7 @@ class Supervisor:
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
         verbs = self._drives.verbs | self._places.verbs | self._nodes.verbs | self._shards.verbs
-        verbs |= {"scrub": self._scrubbing.order}
+        verbs |= {"scrub": self._scrubbing.order, "certificate-rotate": self._rotate}
         verbs |= self._etcd.verbs if self._etcd is not None else {}
         if request.verb not in verbs:
             raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
@@ -443,6 +452,15 @@ class Supervisor:
         result = await asyncio.shield(asyncio.ensure_future(audited(
             self._audit, request.verb, actor_of(call.peer), arguments, verbs[request.verb](arguments))))
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
+
+    async def _rotate(self, arguments: dict) -> dict:
+        """A new certificate for this node, under the same key. Its daemons show it within half a minute, as they are."""
+        if self._identity is None or not self._identity.secured:
+            raise InvalidRequest("this node has no certificate: the pool speaks plain text (network.plain_text)")
+        await renew_once(self._directory, self._identity, self._coordinator.pool_map, self._dialer, left_s=math.inf)
+        self._certificates.trouble = ""
+        return {"certificates": self._certificates.told()}
+
 
 def _without_descriptors() -> Busy:
     return Busy("the supervisor has no file descriptor left: end some of its clients, or raise its limit (LimitNOFILE=, "

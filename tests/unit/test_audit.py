@@ -9,12 +9,14 @@ import pytest
 from click.testing import CliRunner
 
 from nvpool.base import audit
-from nvpool.base.audit import Actor, AuditLog, read_audit
+from nvpool.base.audit import read_audit
 from nvpool.base.clock import ManualClock
 from nvpool.base.config import parse
 from nvpool.base.directory import FORMAT_TEXT, PoolDirectory
 from nvpool.base.errors import AccessDenied, AlreadyExists, InUse, WrongShard
 from nvpool.cli import audit as command
+from nvpool.run import audit_log
+from nvpool.run.audit_log import Actor, AuditLog
 from nvpool.run.auditing import MetaAudit, actor_of, audited, settings_of
 from nvpool.wire.transport import Credentials, Peer
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -76,7 +78,7 @@ def test_audit_line_is_bounded_and_plain_ascii(log, path):
 
 
 def test_audit_log_is_rotated_and_bounded(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(audit, "BYTES_MAX", 2000)
+    monkeypatch.setattr(audit_log, "BYTES_MAX", 2000)
     logs = [AuditLog(path, tmp_path / "audit.lock", name) for name in ("one", "two")]
     for number in range(200):
         logs[number % 2].note("x", US, {"number": number})
@@ -98,8 +100,8 @@ def test_refusals_do_not_push_out_other_lines(path, tmp_path):
         log.note("join", STRANGER, {}, AccessDenied("no"), refused=True)
     log.note("token", US, {})
     records = written(log, path)
-    assert len(records) == audit.REFUSED_MAX + 1
-    assert records[-1]["event"] == "token" and records[-1]["left_out"] == 500 - audit.REFUSED_MAX
+    assert len(records) == audit_log.REFUSED_MAX + 1
+    assert records[-1]["event"] == "token" and records[-1]["left_out"] == 500 - audit_log.REFUSED_MAX
 
 
 def test_audit_log_that_can_not_be_written_harms_nobody(tmp_path, caplog):
