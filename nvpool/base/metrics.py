@@ -157,7 +157,7 @@ TARGET_CHAINS = _gauge("target_chains", "Chains that a target of this node holds
                        "away (to_go).", "target state")
 CHILD_RESTARTS = _counter("child_restarts_total", "Deaths of the process since its supervisor began.", "child")
 CERTIFICATE_LEFT = _gauge("certificate_remaining_seconds", "Until a certificate in this node's pool directory ends: its own "
-                          "(member), that of the pool's authority, and the two for etcd. Below 0: it has ended.", "kind")
+                          "(member), that of the pool's authority, and those for etcd. Below 0: it has ended.", "kind")
 SCRAPE_SECONDS = _gauge("scrape_seconds", "How long the processes of this node took to answer this scrape.")
 
 # -- a client: a mount --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from nvpool.base.errors import InvalidRequest, NotFound, NvpoolError
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
 DAY_S = 86_400.0
-_ROLES = {"authority": "authority", "etcd-authority": "authority of etcd", "etcd-member": "node, for etcd"}
+_ROLES = {"authority": "authority", "etcd-authority": "authority of etcd", "etcd-member": "node, for etcd",
+          "external-etcd-authority": "authority of your etcd", "external-etcd-member": "node, for your etcd"}
 
 
 @click.group(epilog="""\b
@@ -122,23 +123,29 @@ def _time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-@cert.command(epilog="example: nvpool cert rotate /srv/nvpool")
+@cert.command(epilog="""\b
+examples:
+  nvpool cert rotate /srv/nvpool
+  nvpool cert rotate /srv/nvpool --new-key
+""")
 @pool_argument
+@click.option("--new-key", is_flag=True, help="Under a new key; the former is removed.")
 @json_option
-def rotate(pool: str, as_json: bool) -> None:
-    """Renew the certificate of this node now, and that which it shows to etcd, under the same key.
+def rotate(pool: str, new_key: bool, as_json: bool) -> None:
+    """Renew the certificate of this node now, and that which it shows to etcd.
 
-    Nothing is started anew: the daemons show the new one within half a minute. The old one is good until its end. Where
-    somebody else has got the key, take the member out (revoke) and let the machine join anew, which makes a new key. The
-    authorities are not renewed.
+    Nothing is started anew: the daemons show the new one within half a minute. The old one is good until its end, also under a
+    former key: where somebody else has got that, take the member out (revoke) and let the machine join anew. The authorities
+    are not renewed.
     """
     from nvpool.cli.reach import change
-    done = asyncio.run(change(pool, "certificate-rotate", {}))
+    done = asyncio.run(change(pool, "certificate-rotate", {"new_key": new_key}))
     if as_json:
         print_json(done)
         return
     own = next(one for one in done["certificates"] if one["kind"] == "member")
-    click.echo(f"{own['member']} has a new certificate, serial {own['serial']}, good until {_day(_time(own['ends_s']))}")
+    click.echo(f"{own['member']} has a new certificate{' and key' if new_key else ''}, serial {own['serial']}, good until "
+               f"{_day(_time(own['ends_s']))}")
 
 
 @cert.command(epilog="""\b

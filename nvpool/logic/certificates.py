@@ -1,7 +1,7 @@
 """Certificates that end soon, as problems of a pool: decisions of `nvpool status` and `nvpool doctor`.
 
 A member's certificate is renewed by itself when a third of its life is left, which is the notice time of the others: one that
-is below that for a day was not renewed, and the problem says why. Authorities are not renewed. Used by run/status and the CLI.
+is below that for a day was not renewed, and the problem says why. Others are not renewed. Used by run/status and the CLI.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ NOTICE_S, RISK_S = 30 * DAY_S, 7 * DAY_S
 LATE_S = DAY_S
 """For so long the pool may take to renew a certificate before that is a problem."""
 NAMES = {"authority": "the pool's authority", "member": "this node", "etcd-authority": "the authority of etcd",
-         "etcd-member": "this node for etcd"}
+         "etcd-member": "this node for etcd", "external-etcd-authority": "the authority of your etcd",
+         "external-etcd-member": "this node for your etcd"}
 """By kind, as in run/certificates."""
 
+_RENEWED = frozenset(("member", "etcd-member"))
+"""Kinds that are renewed by themselves."""
 State = Literal["well", "notice", "risk", "ended"]
 
 
@@ -30,13 +33,15 @@ def state_of(kind: str, begins_s: float, ends_s: float, now_s: float) -> State:
     if left_s < min(RISK_S, life_s / 12):
         return "risk"
     notice_s = min(NOTICE_S, life_s / 3)
-    if not kind.endswith("authority"):
+    if kind in _RENEWED:
         notice_s -= min(LATE_S, life_s / 12)
     return "notice" if left_s < notice_s else "well"
 
 
 def remedy_of(kind: str, node: str) -> str:
-    if kind.endswith("authority"):
+    if kind.startswith("external"):
+        return "put new files of your etcd's authority into secret/external-etcd of the pool directory, on each node"
+    if kind not in _RENEWED:
         return "an authority is not renewed: make a new pool before, and copy the files (nvpool export, nvpool import)"
     return f"nvpool cert rotate {node}   and see that the clocks of all nodes are right"
 
@@ -52,7 +57,7 @@ def problems(certificates: Iterable[Mapping[str, Any]], now_s: float, *, node: i
         days = abs(one["ends_s"] - now_s) / DAY_S
         when = f"ended {days:.1f} days ago" if state == "ended" else f"ends in {days:.1f} days"
         why = ""
-        if not kind.endswith("authority"):
+        if kind in _RENEWED:
             why = f", and was not renewed: {trouble or 'the supervisor has not tried yet; it does so every hour'}"
         severity = {"notice": "notice", "risk": "degraded", "ended": "unavailable"}[state]
         found.append(Problem("certificate", f"the certificate of {NAMES[kind]} {when}{why}", remedy_of(kind, pool),

@@ -7,6 +7,7 @@ may be lost without harm.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ ISSUED_MAX = 10_000
 KEPT_S = 30 * 86_400
 """For so long a certificate that has ended is remembered."""
 KINDS = {"authority": AUTHORITY_FILE, "member": CERTIFICATE_FILE,
-         "etcd-authority": f"{ETCD_SECRET}/{AUTHORITY_FILE}", "etcd-member": f"{ETCD_SECRET}/{CERTIFICATE_FILE}"}
+         "etcd-authority": f"{ETCD_SECRET}/{AUTHORITY_FILE}", "etcd-member": f"{ETCD_SECRET}/{CERTIFICATE_FILE}",
+         "external-etcd-authority": f"external-etcd/{AUTHORITY_FILE}",
+         "external-etcd-member": f"external-etcd/{CERTIFICATE_FILE}"}
 """What it is for -> its file in secret/."""
 
 log = logging.getLogger("nvpool.run.certificates")
@@ -44,6 +47,8 @@ class Certificates:
         self._clock = clock
         self._seen: dict[str, tuple[int, Described]] = {}
         self.trouble = ""
+        self.renewing = asyncio.Lock()
+        """Held while our certificate is being renewed."""
 
     def own(self) -> dict[str, Described]:
         """Kind -> the certificate in secret/, of those that are there and can be read."""

@@ -102,6 +102,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     from nvpool.base.clock import SYSTEM_CLOCK
     from nvpool.base.directory import announcement
     from nvpool.run.keeping import MapKeeper
+    from nvpool.run.renewing import settle_keys
     from nvpool.run.served import follow_members, listen_on
     from nvpool.run.supervisor import Supervisor
     from nvpool.wire.endpoint import parse_endpoint
@@ -116,6 +117,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
             failed.set_exception(Fenced(reason))
             failed.exception()  # seen, also where the end comes from elsewhere
 
+    settle_keys(directory)
     keeper = await MapKeeper.open(directory, config, fence)
     coordinator = keeper.relay
     directory.keep_reserve()

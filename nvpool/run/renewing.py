@@ -20,7 +20,7 @@ from nvpool.run.auditing import ourselves
 from nvpool.run.certificates import Certificates
 from nvpool.run.tokens import hosts_of, read_authority
 from nvpool.wire.dial import Dialer
-from nvpool.wire.identity import ETCD_SECRET, Identity
+from nvpool.wire.identity import ETCD_SECRET, Identity, settle_key
 
 
 async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: Callable[[], PoolMap], dialer: Dialer,
@@ -28,7 +28,8 @@ async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: C
     """See client/renewing. `certificates` is told why it can not be."""
     async def renew() -> bool:
         try:
-            renewed = await renew_once(directory, identity, pool_map(), dialer)
+            async with certificates.renewing:
+                renewed = await renew_once(directory, identity, pool_map(), dialer)
         except (NvpoolError, OSError) as error:
             certificates.trouble = str(error)
             raise
@@ -40,10 +41,16 @@ async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: C
     await renewing.keep_renewed(renew, identity)
 
 
+def settle_keys(directory: PoolDirectory) -> None:
+    """Before anything uses them: finish or undo changes of keys that were interrupted. OSError."""
+    for below in ("", ETCD_SECRET):
+        settle_key(directory.secret / below)
+
+
 async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, dialer: Dialer, *,
-                     left_s: float = RENEW_S) -> bool:
+                     left_s: float = RENEW_S, new_key: bool = False) -> bool:
     """See client/renewing."""
-    return await renewing.renew_once(directory, identity, pool_map, dialer, left_s=left_s,
+    return await renewing.renew_once(directory, identity, pool_map, dialer, left_s=left_s, new_key=new_key,
                                      sign=partial(_sign, directory, identity, pool_map))
 
 

@@ -454,10 +454,13 @@ class Supervisor:
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
 
     async def _rotate(self, arguments: dict) -> dict:
-        """A new certificate for this node, under the same key. Its daemons show it within half a minute, as they are."""
+        """A new certificate for this node, with `new_key` under another key. Its daemons show it within half a minute, as they
+        are."""
         if self._identity is None or not self._identity.secured:
             raise InvalidRequest("this node has no certificate: the pool speaks plain text (network.plain_text)")
-        await renew_once(self._directory, self._identity, self._coordinator.pool_map, self._dialer, left_s=math.inf)
+        async with self._certificates.renewing:
+            await renew_once(self._directory, self._identity, self._coordinator.pool_map, self._dialer, left_s=math.inf,
+                             new_key=bool(arguments.get("new_key", False)))
         self._certificates.trouble = ""
         return {"certificates": self._certificates.told()}
 

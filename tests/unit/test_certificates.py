@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,14 @@ from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import CorruptRecord, NotFound, Unavailable
 from nvpool.base.metrics_page import Page
 from nvpool.cli import cert, reach
+from nvpool.client import renewing as client_renewing
 from nvpool.logic.certificates import DAY_S, problems, state_of
+from nvpool.logic.poolmap import MAP_FORMAT, PoolMap, Settings
 from nvpool.run import renewing
 from nvpool.run.certificates import ISSUED_FILE, Certificates
 from nvpool.run.node_metrics import measure_certificates
+from nvpool.wire import identity as identity_module
+from nvpool.wire.identity import ETCD_SECRET, Identity, is_key_of
 
 POOL = "0123456789abcdef" * 2
 NOW_S = 1_000_000_000.0
@@ -131,6 +136,78 @@ def test_seconds_until_a_certificate_ends_are_a_metric(directory, clock):
     assert len(lines) == 2
     member = next(line for line in lines if 'kind="member"' in line)
     assert abs(float(member.split()[-1]) + DAY_S) < 2
+
+
+@pytest.fixture
+def rotating(tmp_path):
+    """A directory with keys and certificates of the pool and of etcd, and its identity."""
+    directory = PoolDirectory(tmp_path)
+    directory.secret.mkdir()
+    etcd = directory.secret / ETCD_SECRET
+    etcd.mkdir()
+    authority, asked = Authority.make(POOL), request_certificate()
+    for place in (directory.secret, etcd):
+        (place / "authority.crt").write_bytes(authority.certificate)
+        (place / "authority.key").write_bytes(authority.key)
+        (place / "member.key").write_bytes(asked.key)
+        (place / "member.crt").write_bytes(authority.sign(asked.request, POOL, "node/alpha.1"))
+    return directory, Identity.load(directory.secret, POOL)
+
+
+def secrets_of(directory):
+    return [(place / name).read_bytes() for place in (directory.secret, directory.secret / ETCD_SECRET)
+            for name in ("member.crt", "member.key")]
+
+
+def rotated(directory, identity):
+    first = PoolMap(format=MAP_FORMAT, pool_id=POOL, name="p", epoch=1, settings=Settings(1 << 20, 1), nodes=(), drives=(),
+                    targets=(), tables=(), shards=())
+    return asyncio.run(renewing.renew_once(directory, identity, first, None, new_key=True))
+
+
+def test_new_key_takes_the_place_of_the_former_one(rotating):
+    directory, identity = rotating
+    before = secrets_of(directory)
+    assert rotated(directory, identity)
+    after = secrets_of(directory)
+    assert not set(before) & set(after) and after[1] == after[3]
+    assert identity.shown.key == after[1] and identity.own_member() == "node/alpha.1"
+    assert is_key_of(after[0], after[1]) and is_key_of(after[2], after[3]) and not is_key_of(after[0], before[1])
+    assert not list(directory.secret.rglob("*.next"))
+    assert all(path.stat().st_mode & 0o077 == 0 for path in directory.secret.rglob("member.key"))
+
+
+@pytest.mark.parametrize("step", range(10))
+def test_interrupted_change_of_a_key_leaves_a_pair_that_fits(rotating, monkeypatch, step):
+    """The power goes before each of the writes and renames in turn."""
+    directory, identity = rotating
+    left = [step]
+
+    class PowerLoss(Exception):
+        pass
+
+    def counted(write):
+        def instead(*arguments, **named):
+            if left[0] == 0:
+                raise PowerLoss
+            left[0] -= 1
+            return write(*arguments, **named)
+        return instead
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client_renewing, "write_whole", counted(client_renewing.write_whole))
+        patch.setattr(identity_module.os, "replace", counted(os.replace))
+        try:
+            rotated(directory, identity)
+        except PowerLoss:
+            pass
+    found = Identity.load(directory.secret, POOL)
+    assert found.own_member() == "node/alpha.1", "before the supervisor has put it in order"
+    renewing.settle_keys(directory)
+    certificate, key, etcd_certificate, etcd_key = secrets_of(directory)
+    assert is_key_of(certificate, key) and is_key_of(etcd_certificate, etcd_key)
+    assert not list(directory.secret.rglob("*.next"))
+    assert rotated(directory, Identity.load(directory.secret, POOL)), "it can be repeated"
 
 
 def status(certificates, issued=(), members=("node/a.1", "node/b.2", "client/c.3"), revoked=()):
