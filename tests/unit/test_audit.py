@@ -64,9 +64,11 @@ def test_audit_log_is_not_for_other_users(log, path):
 
 
 def test_audit_line_has_no_secrets(log, path):
-    log.note("x", US, {"token": "nvp1.AAAA", "etcd": {"client_key": "PEM", "urls": ["http://a"]}, "Password": "p", "new_key": True})
+    log.note("x", US, {"token": "nvp1.AAAA", "etcd": {"client_key": "PEM", "urls": ["http://a"]}, "Password": "p",
+                       "new_key": True})
     record, = written(log, path)
-    assert record["what"] == {"token": "...", "etcd": {"client_key": "...", "urls": ["http://a"]}, "Password": "...", "new_key": True}
+    assert record["what"] == {"token": "...", "etcd": {"client_key": "...", "urls": ["http://a"]}, "Password": "...",
+                              "new_key": True}
 
 
 def test_audit_line_is_bounded_and_plain_ascii(log, path):
