@@ -159,6 +159,17 @@ class Flock:
             self.descriptor = -1
 
 
+def make_passed_through(path: Path) -> None:
+    """Make a directory, and those above it, in which others reach a socket by its name, whatever the umask. One that is there
+    stays as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=PASSED_THROUGH_MODE)
+    except FileExistsError:
+        return
+    path.chmod(PASSED_THROUGH_MODE)
+
+
 def _make_private(descriptor: int) -> None:
     """Take rights of others to a lock away, where it is ours: they could open and hold it (versions up to 0.1 let them)."""
     found = os.fstat(descriptor)
@@ -262,7 +273,7 @@ class PoolDirectory:
     def make_socket_directory(self) -> Path:
         """Make it where it is missing (a reboot empties /run). AccessDenied when somebody else made one of that name."""
         path = self.socket_directory()
-        path.mkdir(mode=PASSED_THROUGH_MODE, exist_ok=True)
+        make_passed_through(path)
         found = os.lstat(path)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise AccessDenied(f"{path} is not ours alone; remove it and try again")

@@ -56,7 +56,8 @@ def protect(directory: PoolDirectory, operators: int | None = None) -> None:
         if (mode := _RUN_MODES.get(entry.suffix)) is not None:
             refused += _restrict(entry, mode, operators if mode == MAP_MODE else None)
     if refused:
-        log.warning("other users may have rights in %s that they should not have: %s", directory.path, "; ".join(refused[:3]))
+        log.warning("modes and groups in %s could not all be set as they should be, so other users may have rights there, or "
+                    "the operators none: %s", directory.path, "; ".join(refused[:3]))
 
 
 def _entries(path: Path) -> list[Path]:

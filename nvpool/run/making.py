@@ -34,7 +34,16 @@ from urllib.parse import quote
 from nvpool.base.authority import Authority, request_certificate
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Network, parse
-from nvpool.base.directory import BEING_MADE_TEXT, FORMAT_TEXT, Flock, PoolDirectory, check_name, sync_directory, write_whole
+from nvpool.base.directory import (
+    BEING_MADE_TEXT,
+    FORMAT_TEXT,
+    Flock,
+    PoolDirectory,
+    check_name,
+    make_passed_through,
+    sync_directory,
+    write_whole,
+)
 from nvpool.base.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, NotFound, NvpoolError, from_os_error
 from nvpool.base.host import host_id
 from nvpool.base.identities import new_member
@@ -246,7 +255,7 @@ async def make_pool(request: dict) -> dict:
         capacity_for(place, int(drive.get("capacity_bytes") or 0))
         check_device(place, _id_of_begun(directory), force)
 
-    directory.path.mkdir(parents=True, exist_ok=True)
+    make_passed_through(directory.path)
     pool_id = _begin(directory)
     lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
     try:
@@ -254,7 +263,8 @@ async def make_pool(request: dict) -> dict:
             if name not in ("lock", "targets"):
                 _remove(directory.path / name)
         shard_numbers = range(1, shard_count + 1)
-        for path in (directory.map, *map(directory.shard, shard_numbers), directory.run, directory.log,
+        make_passed_through(directory.run)
+        for path in (directory.map, *map(directory.shard, shard_numbers), directory.log,
                      directory.path / "targets"):
             path.mkdir(parents=True, exist_ok=True)
         protect(directory, group_number(config.access.operators, "access.operators"))

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from nvpool.base.directory import Flock, PoolDirectory, announcement
+from nvpool.base.directory import Flock, PoolDirectory, announcement, make_passed_through
 from nvpool.base.errors import BadConfiguration
 from nvpool.base.logfile import open_log
 from nvpool.base.protection import group_number, protect
@@ -85,6 +85,15 @@ def test_protection_follows_no_links(directory, tmp_path):
         place.symlink_to(other) if number == 0 else os.link(other, place)
     protect(directory)
     assert mode(tmp_path / "other") == mode(tmp_path / "linked") == 0o644
+
+
+def test_new_directory_can_be_passed_through_with_any_umask(tmp_path, old_umask):
+    os.umask(0o077)
+    make_passed_through(tmp_path / "above" / "run")
+    assert mode(tmp_path / "above" / "run") == 0o751
+    (tmp_path / "there").mkdir(mode=0o700)
+    make_passed_through(tmp_path / "there")
+    assert mode(tmp_path / "there") == 0o700
 
 
 def test_lock_can_not_be_opened_by_others(directory):
