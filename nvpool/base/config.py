@@ -55,8 +55,8 @@ class Access(msgspec.Struct, frozen=True):
     """Users of this machine with the rights of an operator, beside root and the user of the daemons."""
 
     operators: Annotated[str, Meta(
-        description="group, by name or number, whose members may read logs, the audit log and the pool map; the user of the daemons has "
-                    "to be in it, or root; empty: none")] = ""
+        description="group, by name or number, whose members may read logs, the audit log and the pool map; the user of the "
+                    "daemons has to be in it, or root; empty: none")] = ""
 
 
 class Supervisor(msgspec.Struct, frozen=True):
