@@ -13,7 +13,7 @@ import os
 import re
 import tomllib
 from functools import lru_cache
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -217,6 +217,17 @@ def parse_address(text: str) -> tuple[str, int]:
         raise InvalidRequest(f"{text!r} is no address to listen on; write PORT for this machine alone, like 9477, HOST:PORT, "
                              f"or unix:/PATH")
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def is_open(address: str) -> bool:
+    """Whether other machines may reach it. InvalidRequest as parse_address."""
+    host, port = parse_address(address)
+    if not port or host == "localhost":
+        return False
+    try:
+        return not ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return True
 
 
 def _contradictions(config: Config) -> list[tuple[str, str, str]]:

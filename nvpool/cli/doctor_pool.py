@@ -15,6 +15,7 @@ from typing import Any
 
 from nvpool.base.authority import Described, described
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import is_open, load
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import NvpoolError
 from nvpool.cli import doctor_drive
@@ -216,6 +217,14 @@ def certificate_files(secret: Path) -> dict[str, Described]:
             for path in sorted([*secret.glob("*.crt"), *secret.glob("etcd/*.crt")])}
 
 
+def metrics(listen: str) -> Check:
+    """`metrics.listen` of node.toml."""
+    if listen and is_open(listen):
+        return warn("metrics", f"whoever reaches {listen} may read them, without a password",
+                    "listen on a port of this machine alone (a number), or at unix:/PATH, and put a proxy with TLS before it")
+    return ok("metrics", f"told at {listen}, to this machine alone" if listen else "told to nobody by HTTP")
+
+
 async def _asked(pool: str, status: dict[str, Any]) -> tuple[dict[str, str], dict[str, float]]:
     """What each node says of its software and its clock."""
     from nvpool.cli.reach import ask
@@ -256,6 +265,7 @@ def pool_checks(pool: str, can_be_held: bool) -> Iterator[Check]:
         yield from all_of("certificates", lambda: list(certificates(certificate_files(directory.secret),
                                                                     SYSTEM_CLOCK.wall_ns() / 1e9)))
         if node:
+            yield from all_of("metrics", lambda: metrics(load(directory.node_toml).metrics.listen))
             yield from all_of("space of metadata", lambda: meta_space(directory))
     try:
         status = asyncio.run(status_of(pool))

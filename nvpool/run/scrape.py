@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import os
 from collections.abc import Awaitable, Callable
 
-from nvpool.base.config import parse_address
+from nvpool.base.config import is_open, parse_address
 from nvpool.base.metrics_page import CONTENT_TYPE, Page
 
 CONNECTIONS_MAX = 16
@@ -77,17 +76,6 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
             server.close()
             for writer in list(asked):
                 writer.close()
-
-
-def is_open(address: str) -> bool:
-    """Whether other machines may reach it. InvalidRequest as parse_address."""
-    host, port = parse_address(address)
-    if not port or host == "localhost":
-        return False
-    try:
-        return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return True
 
 
 async def _at_socket(path: str, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],

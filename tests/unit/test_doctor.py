@@ -288,6 +288,11 @@ def test_certificates_that_end(tmp_path):
     assert read["authority.crt"].ends_s > SYSTEM_CLOCK.wall_ns() / 1e9
 
 
+def test_metrics_that_others_may_read():
+    for listen, wanted in (("", OK), ("9477", OK), ("unix:/run/m.sock", OK), ("0.0.0.0:9477", WARN)):
+        assert state(doctor_pool.metrics(listen)) == wanted
+
+
 def test_addresses():
     found = dict(states(doctor_pool.names(["stream://127.0.0.1:1", "stream://no-such-name.invalid:1", "stream://192.0.2.7:1",
                                            "stream+unix:///x.sock"], ["stream://127.0.0.1:1", "stream://192.0.2.7:1"])))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from nvpool.base import metrics
+from nvpool.base import config, metrics
 from nvpool.base.config import parse_address
 from nvpool.base.errors import CorruptFrame, InvalidRequest, NoSpace
 from nvpool.base.metrics import BOUNDS_S, SLOTS, Times
@@ -203,7 +203,7 @@ def test_metrics_address_is_loopback_unless_a_host_is_named():
                                  ("localhost:9477", ("localhost", 9477), False), ("10.0.0.1:9477", ("10.0.0.1", 9477), True),
                                  ("0.0.0.0:9477", ("0.0.0.0", 9477), True), ("[::]:9477", ("::", 9477), True),
                                  ("gpu-1:9477", ("gpu-1", 9477), True), ("unix:/run/m.sock", ("/run/m.sock", 0), False)):
-        assert parse_address(text) == found and scrape.is_open(text) == is_open, text
+        assert parse_address(text) == found and config.is_open(text) == is_open, text
     for text in ("", "x", "x:", ":0", "70000", "unix:", "unix:m.sock", "unix:/" + "m" * 107, "unix:/a\0b"):
         with pytest.raises(InvalidRequest, match="to listen on"):
             parse_address(text)
