@@ -7,11 +7,11 @@ import stat
 
 import pytest
 
-from nvpool.base.directory import Flock, PoolDirectory, announcement, make_passed_through
+from nvpool.base.directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, make_passed_through
 from nvpool.base.errors import BadConfiguration
 from nvpool.base.logfile import open_log
 from nvpool.base.protection import group_number, protect
-from nvpool.run import logs
+from nvpool.run import logs, nvpoold
 
 
 @pytest.fixture
@@ -35,6 +35,23 @@ def directory(tmp_path, old_umask):
     return found
 
 
+@pytest.fixture
+def unchanged_log():
+    """The log of this process, and its stdout and stderr, are as before when the test ends."""
+    kept = [os.dup(number) for number in (1, 2)]
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for number, copy in zip((1, 2), kept, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
+
+
 def mode(path):
     return stat.S_IMODE(path.lstat().st_mode)
 
@@ -53,6 +70,16 @@ def test_pool_of_an_earlier_version_is_mended(directory):
     before = modes_below(directory)
     protect(directory)
     assert modes_below(directory) == before
+
+
+def test_supervisor_mends_the_pool_when_it_starts(directory, monkeypatch, unchanged_log):
+    directory.format.write_text(FORMAT_TEXT)
+    directory.node_toml.write_text("")
+    directory.lock.unlink()
+    monkeypatch.setattr("nvpool.run.daemon.run", lambda main: 0)
+    assert nvpoold.main([str(directory.path), "--log", "stderr"]) == 0
+    assert mode(directory.path) == 0o751 and mode(directory.log) == 0o750
+    assert mode(directory.run / "target-1.lock") == mode(directory.lock) == 0o600
 
 
 def test_protection_gives_no_rights(directory):
@@ -133,25 +160,13 @@ def test_map_and_announcements_are_not_for_others(directory):
     assert mode(directory.poolmap) == mode(directory.run / "mount-1.json") == 0o640
 
 
-def test_log_is_not_for_others_also_when_opened_anew(directory):
+def test_log_is_not_for_others_also_when_opened_anew(directory, unchanged_log):
     path = directory.log / "target-2.log"
-    kept = [os.dup(number) for number in (1, 2)]
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        logs.start_log("target-2", "info", path)
-        assert mode(path) == 0o640
-        path.rename(directory.log / "moved.log")
-        logging.getLogger("nvpool.x").warning("again")
-        assert mode(path) == 0o640 and "again" in path.read_text()
-    finally:
-        for handler in root.handlers[:]:
-            handler.close()
-        root.handlers[:] = handlers
-        root.setLevel(level)
-        for number, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, number)
-            os.close(copy)
+    logs.start_log("target-2", "info", path)
+    assert mode(path) == 0o640
+    path.rename(directory.log / "moved.log")
+    logging.getLogger("nvpool.x").warning("again")
+    assert mode(path) == 0o640 and "again" in path.read_text()
 
 
 def test_group_that_does_not_exist_is_named():
