@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from nvpool.base.errors import InvalidRequest, NotFound, NvpoolError
+from nvpool.base.errors import NotFound, NvpoolError
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
 DAY_S = 86_400.0
@@ -163,11 +163,7 @@ def revoke(pool: str, member: str, as_json: bool) -> None:
     that is to come back joins anew, under another name.
     """
     from nvpool.cli.reach import change, status_of
-    kind = member.partition("/")[0]
-    if kind not in ("node", "client", "bridge"):
-        raise InvalidRequest(f"{member!r} is no member of a pool: write node/NAME, client/NAME or bridge/NAME, as `nvpool cert "
-                             f"ls` shows it")
-    if kind == "node":
+    if member.startswith("node/"):
         node = next((one for one in asyncio.run(status_of(pool))["nodes"] if one["member"] == member), None)
         if node is None:
             raise NotFound(f"no node of the pool has the certificate of {member}; `nvpool cert ls` shows who is in")
