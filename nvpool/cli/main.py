@@ -121,6 +121,9 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
+    if any(word.startswith("--token") for word in words):
+        from nvpool.cli.token import hide_tokens
+        hide_tokens(words)  # before anything is loaded: others look at arguments now
     as_json = "--json" in words[:words.index("--")] if "--" in words else "--json" in words
     try:
         result = cli.main(arguments, prog_name="nvpool", standalone_mode=False)

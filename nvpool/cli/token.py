@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ def token_from(given: str | None, file: str | None) -> str:
     if given == "-":
         return _first_line(sys.stdin.readline(_TOKEN_BYTES_MAX), "standard input")
     if given is not None:
-        hide_argument(given)
         say(f"warning: a token on the command line can be read by every user of this machine in the list of processes; use "
             f"--token -, --token-file PATH or the variable {VARIABLE}")
         return given
@@ -75,6 +74,14 @@ def _first_line(line: str, where: str) -> str:
     return token
 
 
+def hide_tokens(words: Sequence[str]) -> None:
+    """Hide what stands behind --token in the arguments of this process."""
+    for word, following in zip(words, [*words[1:], "-"], strict=True):
+        given = following if word == "--token" else word.partition("=")[2] if word.startswith("--token=") else "-"
+        if given != "-":
+            hide_argument(given)
+
+
 def hide_argument(text: str) -> None:
     """Overwrite `text` in the arguments of this process that /proc/PID/cmdline shows, where they are to be found."""
     wanted = os.fsencode(text)
@@ -89,5 +96,6 @@ def hide_argument(text: str) -> None:
         there = ctypes.string_at(start, end - start)
         at = there.find(wanted)
         while at >= 0:
-            ctypes.memset(start + at, ord("x"), len(wanted))
-            at = there.find(wanted, at + len(wanted))
+            if there[at - 1:at] in (b"\0", b"=") and there[at + len(wanted):][:1] in (b"\0", b""):  # a whole one
+                ctypes.memset(start + at, ord("x"), len(wanted))
+            at = there.find(wanted, at + 1)

@@ -16,10 +16,15 @@ TOKEN = "nvp1." + "A" * 64
 HIDES = """
 import sys
 from pathlib import Path
-from nvpool.cli.token import token_from
-token = token_from(sys.argv[2], None)
-print(token == sys.argv[2])
-print(Path("/proc/self/cmdline").read_bytes().split(b"\\0")[4:])
+from nvpool.cli import client, main
+seen = []
+client.entered = lambda *arguments: seen.append((arguments[3], Path("/proc/self/cmdline").read_bytes())) or sys.exit(0)
+try:
+    main.main()
+except SystemExit:
+    pass
+print(seen[0][0])
+print(seen[0][1].split(b"\\0")[-3:])
 """
 
 
@@ -85,10 +90,13 @@ def test_token_as_an_argument_warns(joined):
     assert "warning: a token on the command line can be read by every user" in done.stderr
 
 
-def test_token_as_an_argument_leaves_the_process_list():
-    done = subprocess.run([sys.executable, "-c", HIDES, "--token", TOKEN], capture_output=True, text=True, check=True)
-    same, shown = done.stdout.splitlines()
-    assert same == "True" and shown == str([b"x" * len(TOKEN), b""])
+@pytest.mark.parametrize("words, shown", [(["--token", TOKEN], [b"--token", b"x" * len(TOKEN), b""]),
+                                          (["--token", "e"], [b"--token", b"x", b""]),
+                                          ([f"--token={TOKEN}"], [b"there", b"--token=" + b"x" * len(TOKEN), b""])])
+def test_token_as_an_argument_leaves_the_process_list(words, shown):
+    done = subprocess.run([sys.executable, "-c", HIDES, "client", "join", "10.0.0.1:17512", "there", *words],
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [words[-1].removeprefix("--token="), str(shown)]
 
 
 def test_token_is_not_handed_on_to_programs(joined):
