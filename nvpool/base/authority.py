@@ -22,7 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import CorruptRecord, InvalidRequest
-from nvpool.base.identities import DAY_S, MEMBER_DAYS, MEMBER_S, check_member, dns_of, uri_of
+from nvpool.base.identities import DAY_S, MEMBER_DAYS, MEMBER_S, check_member, dns_of, member_in, uri_of
 
 AUTHORITY_S = 20 * 365 * DAY_S
 SKEW_S = 3600
@@ -65,6 +65,31 @@ def fingerprint_of(certificate: bytes) -> bytes:
 def ends_s(certificate: bytes) -> float:
     """When it ends, in seconds since 1970. CorruptRecord."""
     return _certificate(certificate).not_valid_after_utc.timestamp()
+
+
+class Described(NamedTuple):
+    """What people want to know of a certificate."""
+
+    member: str
+    """Nobody for an authority."""
+    serial: str
+    """Hex digits, as openssl prints them."""
+    begins_s: float
+    ends_s: float
+    """Seconds since 1970."""
+
+
+def described(certificate: bytes) -> Described:
+    """CorruptRecord for what is no certificate (PEM)."""
+    found = _certificate(certificate)
+    try:
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (x509.ExtensionNotFound, ValueError):
+        uris = []
+    member = next((named[1] for uri in uris if (named := member_in(uri))), "")
+    return Described(member, f"{found.serial_number:X}", found.not_valid_before_utc.timestamp(),
+                     found.not_valid_after_utc.timestamp())
 
 
 class Authority:

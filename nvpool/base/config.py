@@ -13,7 +13,7 @@ import os
 import re
 import tomllib
 from functools import lru_cache
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -47,6 +47,18 @@ class Network(msgspec.Struct, frozen=True):
         description="send all over the network as it is, without certificates: for networks that are nobody else's")] = False
 
 
+SOCKET_PATH_MAX = 107
+"""sockaddr_un, less the ending zero."""
+
+
+class Access(msgspec.Struct, frozen=True):
+    """Users of this machine with the rights of an operator, beside root and the user of the daemons."""
+
+    operators: Annotated[str, Meta(
+        description="group, by name or number, whose members may read logs, the audit log and the pool map; the user of the "
+                    "daemons has to be in it, or root; empty: none")] = ""
+
+
 class Supervisor(msgspec.Struct, frozen=True):
     """nvpoold, which starts the other processes."""
 
@@ -63,8 +75,9 @@ class Metrics(msgspec.Struct, frozen=True):
     """What this node tells Prometheus: METRICS.md has the names."""
 
     listen: Annotated[str, Meta(
-        description="HOST:PORT at which http://HOST:PORT/metrics tells of all processes of this node, to whoever reaches it; "
-                    "empty: nowhere")] = ""
+        description="PORT at which http://127.0.0.1:PORT/metrics tells of all processes of this node to programs of this "
+                    "machine; unix:/PATH for a socket of root and the operators; HOST:PORT opens it to whoever reaches HOST, "
+                    "without a password; empty: nowhere")] = ""
 
 
 class Processors(msgspec.Struct, frozen=True):
@@ -171,6 +184,7 @@ class ClientSection(msgspec.Struct, frozen=True):
 class Config(msgspec.Struct, frozen=True):
     log: Log = Log()
     network: Network = Network()
+    access: Access = Access()
     supervisor: Supervisor = Supervisor()
     metrics: Metrics = Metrics()
     processors: Processors = Processors()
@@ -186,12 +200,34 @@ def networks_of(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
     return tuple(ip_network(part.strip()) for part in text.split(",") if part.strip())
 
 
+SOCKET_PREFIX = "unix:"
+
+
 def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, [ADDRESS]:PORT, or :PORT, which is that of the loopback address: where to listen. InvalidRequest."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
-        raise InvalidRequest(f"{text!r} is no address to listen on; write HOST:PORT, like 127.0.0.1:9477")
+    """HOST:PORT, [ADDRESS]:PORT, or PORT and :PORT, which are those of the loopback address: where to listen. Of unix:/PATH the
+    path and 0. InvalidRequest."""
+    if text.startswith(SOCKET_PREFIX):
+        path = text.removeprefix(SOCKET_PREFIX)
+        if not path.startswith("/") or len(os.fsencode(path)) > SOCKET_PATH_MAX or "\0" in path:
+            raise InvalidRequest(f"{text!r} is no socket to listen on; write unix:/PATH, with at most {SOCKET_PATH_MAX} bytes "
+                                 f"of path")
+        return path, 0
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise InvalidRequest(f"{text!r} is no address to listen on; write PORT for this machine alone, like 9477, HOST:PORT, "
+                             f"or unix:/PATH")
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def is_open(address: str) -> bool:
+    """Whether other machines may reach it. InvalidRequest as parse_address."""
+    host, port = parse_address(address)
+    if not port or host == "localhost":
+        return False
+    try:
+        return not ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return True
 
 
 def _contradictions(config: Config) -> list[tuple[str, str, str]]:

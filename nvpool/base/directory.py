@@ -2,16 +2,16 @@
 
     node.toml          configuration of this node (base/config)
     FORMAT             "nvpool pool 1\\n"; written last when a pool is made
-    lock               flock of the supervisor; its text is the holder's identity
+    lock               flock of the supervisor; its text is the holder's identity; mode 0600, as of all locks
     secret/grant.key   32 random bytes, mode 0600
     secret/            authority.crt, member.crt, member.key: who this node is (wire/identity); authority.key on nodes that may
                        lead
     node.json          which node of the pool this is; absent: the first
     map/               the embedded coordinator's records
-    poolmap.json       the newest pool map, replaced atomically
+    poolmap.json       the newest pool map, replaced atomically; mode 0640
     meta/shard-N/      records of a metadata shard
     run/               NAME.json: state of a process; NAME.lock: its flock; unix sockets
-    log/               one file per process
+    log/               one file per process, mode 0640; audit.log
     reserve            blocks set aside for poolmap.json and run/ on a full drive
     targets/N          chunk stores of pools that live in one directory
 
@@ -44,6 +44,12 @@ SOCKET_PATH_BYTES_MAX = 107
 
 RESERVE_BYTES = 256 * KIB
 """A pool map of a large pool, and the states of its processes."""
+
+PRIVATE_MODE, MAP_MODE = 0o600, 0o640
+"""Of locks, which others could hold, and of the pool map and the states of processes, which the operators may read."""
+PASSED_THROUGH_MODE, RECORDS_MODE = 0o751, 0o750
+"""Of the pool directory and run/, in which others reach a socket by its name, and of the directories in it. See
+base/protection."""
 
 _SOCKET_NAME_BYTES_MAX = len("/target-99999.sock")
 _MEMORY = Path("/dev/shm")
@@ -94,6 +100,11 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644) -> None:
     sync_directory(path.parent)
 
 
+def _write(path: Path, content: bytes, mode: int) -> None:
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(content)
+
+
 def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -113,10 +124,11 @@ class Flock:
     def take(cls, path: Path, what: str, *, wait: bool = False) -> Flock:
         """InUse, naming the holder, when it is held. `wait` waits for ever instead (in a thread made for that)."""
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_MODE)
         except OSError as error:
             raise from_os_error(error, f"open {path}") from error
         try:
+            _make_private(descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if os.fstat(descriptor).st_nlink == 0:  # removed with its pool while we waited
                 raise NotFound(f"{path} was removed")
@@ -153,6 +165,24 @@ class Flock:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def make_passed_through(path: Path) -> None:
+    """Make a directory, and those above it, in which others reach a socket by its name, whatever the umask. One that is there
+    stays as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=PASSED_THROUGH_MODE)
+    except FileExistsError:
+        return
+    path.chmod(PASSED_THROUGH_MODE)
+
+
+def _make_private(descriptor: int) -> None:
+    """Take rights of others to a lock away, where it is ours: they could open and hold it (versions up to 0.1 let them)."""
+    found = os.fstat(descriptor)
+    if found.st_mode & 0o077 and found.st_uid == os.geteuid():
+        os.fchmod(descriptor, PRIVATE_MODE)
 
 
 def holder_of(path: Path) -> Identity | None:
@@ -251,7 +281,7 @@ class PoolDirectory:
     def make_socket_directory(self) -> Path:
         """Make it where it is missing (a reboot empties /run). AccessDenied when somebody else made one of that name."""
         path = self.socket_directory()
-        path.mkdir(mode=0o755, exist_ok=True)
+        make_passed_through(path)
         found = os.lstat(path)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise AccessDenied(f"{path} is not ours alone; remove it and try again")
@@ -260,12 +290,12 @@ class PoolDirectory:
     def announce(self, name: str, state: ProcessState) -> None:
         """Write run/NAME.json: this process now is what `state` says. Not synced: it means nothing after a reboot."""
         beside = self.run / f".{name}.{os.getpid()}"
-        self.on_reserve(lambda: beside.write_bytes(msgspec.json.encode(state)))
+        self.on_reserve(lambda: _write(beside, msgspec.json.encode(state), MAP_MODE))
         os.replace(beside, self.run / f"{name}.json")
 
     def publish(self, pool_map: bytes) -> None:
         """Replace poolmap.json, also on a full drive: no daemon is started before its map is there."""
-        self.on_reserve(lambda: write_whole(self.poolmap, pool_map))
+        self.on_reserve(lambda: write_whole(self.poolmap, pool_map, MAP_MODE))
 
     def on_reserve(self, write: Callable[[], object]) -> None:
         """`write`, once more with the blocks of the reserve where the drive is full. May be called by several processes: who
@@ -284,7 +314,7 @@ class PoolDirectory:
     def keep_reserve(self) -> None:
         """Set blocks aside, as many as there are up to RESERVE_BYTES."""
         try:
-            with open(self.reserve, "ab", buffering=0) as file:
+            with open(self.reserve, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE_MODE)) as file:
                 while file.tell() < RESERVE_BYTES:
                     file.write(bytes(4 * KIB))
         except OSError:

@@ -156,6 +156,8 @@ DRAIN_STALLED = _gauge("drain_stalled_seconds", "Seconds for which the drain of 
 TARGET_CHAINS = _gauge("target_chains", "Chains that a target of this node holds (holds), is to get (to_come), and to give "
                        "away (to_go).", "target state")
 CHILD_RESTARTS = _counter("child_restarts_total", "Deaths of the process since its supervisor began.", "child")
+CERTIFICATE_LEFT = _gauge("certificate_remaining_seconds", "Until a certificate in this node's pool directory ends: its own "
+                          "(member), that of the pool's authority, and those for etcd. Below 0: it has ended.", "kind")
 SCRAPE_SECONDS = _gauge("scrape_seconds", "How long the processes of this node took to answer this scrape.")
 
 # -- a client: a mount --------------------------------------------------------------------------------------------------------

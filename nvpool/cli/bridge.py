@@ -36,8 +36,8 @@ Docker passes them on only for a volume that is not there yet; see and change on
 @click.option("--csi-controller", is_flag=True, help="Of CSI the Controller service, and not Node: needs no mount.")
 @click.option("--csi-node", is_flag=True, help="Of CSI the Node service, and not Controller.")
 @click.option("--csi-pool", metavar="NAME", help="How nodes are labeled (nvpool.io/pool) that have the pool. [its name]")
-@click.option("--metrics", metavar="HOST:PORT", help="Tell Prometheus of the bridge at http://HOST:PORT/metrics, to "
-              "whoever asks.")
+@click.option("--metrics", metavar="PORT|unix:PATH", help="Tell Prometheus of the bridge at "
+              "http://127.0.0.1:PORT/metrics; HOST:PORT opens it to whoever reaches HOST.")
 @click.option("--node", metavar="NAME", help="Under which this host uses volumes, the same after a reboot. [its host name]")
 @click.option("--log", type=click.Path(dir_okay=False), help="Where to write the log. [stderr]")
 @log_options

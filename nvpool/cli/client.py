@@ -10,12 +10,13 @@ from msgspec.structs import replace
 from nvpool.base import config as configuration
 from nvpool.cli.node import entered, make_token
 from nvpool.cli.render import Number, json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.token import WAYS, token_options
 
 
 @click.group(epilog="""\b
 examples:
   nvpool client token /srv/nvpool                       on a node
-  nvpool client join 10.0.0.1:17512 ~/pool --token nvp1.XXXX
+  nvpool client join 10.0.0.1:17512 ~/pool              asks for the token
   nvpool mount ~/pool /mnt/pool
 """)
 def client() -> None:
@@ -31,10 +32,15 @@ def token(pool: str, hours: float, as_json: bool) -> None:
     make_token(pool, "client", hours, as_json)
 
 
-@client.command(epilog="example: nvpool client join 10.0.0.1:17512 ~/pool --token nvp1.XXXX")
+@client.command(epilog=WAYS + """
+\b
+examples:
+  NVPOOL_TOKEN=nvp1.XXXX nvpool client join 10.0.0.1:17512 ~/pool
+  nvpool client join 10.0.0.1:17512 ~/pool --token - < token
+""")
 @click.argument("address", metavar="HOST:PORT")
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
-@click.option("--token", "token_text", required=True, help="As `nvpool client token` printed it.")
+@token_options
 @click.option("--name", default="", help="Name of this client, for people; default: the host's.")
 @click.option("--plain-text", is_flag=True, help="Without certificates and TLS: as on the nodes.")
 @json_option

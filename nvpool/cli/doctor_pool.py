@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nvpool.base.authority import ends_s
+from nvpool.base.authority import Described, described
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import is_open, load
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import NvpoolError
 from nvpool.cli import doctor_drive
 from nvpool.cli.checks import Check, all_of, bad, ok, warn
+from nvpool.logic.certificates import remedy_of, state_of
 from nvpool.wire.endpoint import parse_endpoint
 
 SKEW_WARN_S, SKEW_BAD_S = 0.5, 300.0
-CERTIFICATE_WARN_S = 86_400.0
-"""They are renewed long before."""
 CONNECT_S = 2.0
 _OF_OTHER_CHECKS = frozenset(("copies-missing", "data-unavailable", "mount-dead"))
 """Kinds of problems that have a check of their own."""
@@ -114,17 +114,22 @@ def skews(found: dict[str, float]) -> Check:
     return ok("clocks", told)
 
 
-def certificates(ends: dict[str, float], now_s: float) -> Iterator[Check]:
-    """Name of the file -> when what is in it ends, in seconds of the wall clock."""
-    for name, end_s in sorted(ends.items()):
-        left_s = end_s - now_s
+def certificates(found: dict[str, Described], now_s: float) -> Iterator[Check]:
+    """Name of the file -> what is in it."""
+    for name, one in sorted(found.items()):
+        left_s, is_authority = one.ends_s - now_s, name.endswith("authority.crt")
         told = f"it is good for {left_s / 86_400:.1f} days" if left_s > 0 else f"it ended {-left_s / 86_400:.1f} days ago"
-        if left_s <= 0:
-            yield bad(f"certificate {name}", told, "see that the clock is right; else take the node out and let it join anew")
-        elif left_s < CERTIFICATE_WARN_S:
-            yield warn(f"certificate {name}", told, "it is renewed by itself while the pool can be asked: see its logs")
-        else:
+        state = state_of("authority" if is_authority else "member", one.begins_s, one.ends_s, now_s)
+        if state == "well":
             yield ok(f"certificate {name}", told)
+        elif is_authority:
+            yield (warn if state == "notice" else bad)(f"certificate {name}", told, remedy_of("authority", "POOL"))
+        elif state == "ended":
+            yield bad(f"certificate {name}", told, "see that the clock is right; else take the node out and let it join anew")
+        else:
+            yield (warn if state == "notice" else bad)(
+                f"certificate {name}", told, "it was to be renewed by itself: nvpool status and the logs say why it was not; "
+                                             "try nvpool cert rotate POOL")
 
 
 def _host_is_here(host: str) -> bool:
@@ -206,8 +211,18 @@ def meta_space(directory: PoolDirectory) -> Check:
     return doctor_drive.space(directory.path, f"metadata and logs ({directory.path})")
 
 
-def certificate_ends(secret: Path) -> dict[str, float]:
-    return {path.name: ends_s(path.read_bytes()) for path in sorted(secret.glob("*.crt"))}
+def certificate_files(secret: Path) -> dict[str, Described]:
+    """Of the pool and, below etcd/, of its etcd."""
+    return {str(path.relative_to(secret)): described(path.read_bytes())
+            for path in sorted([*secret.glob("*.crt"), *secret.glob("etcd/*.crt")])}
+
+
+def metrics(listen: str) -> Check:
+    """`metrics.listen` of node.toml."""
+    if listen and is_open(listen):
+        return warn("metrics", f"whoever reaches {listen} may read them, without a password",
+                    "listen on a port of this machine alone (a number), or at unix:/PATH, and put a proxy with TLS before it")
+    return ok("metrics", f"told at {listen}, to this machine alone" if listen else "told to nobody by HTTP")
 
 
 async def _asked(pool: str, status: dict[str, Any]) -> tuple[dict[str, str], dict[str, float]]:
@@ -247,9 +262,10 @@ def pool_checks(pool: str, can_be_held: bool) -> Iterator[Check]:
         yield bad("pool", str(error), "name a pool by its directory, or by HOST:PORT of a node")
         return
     if directory is not None:
-        yield from all_of("certificates", lambda: list(certificates(certificate_ends(directory.secret),
+        yield from all_of("certificates", lambda: list(certificates(certificate_files(directory.secret),
                                                                     SYSTEM_CLOCK.wall_ns() / 1e9)))
         if node:
+            yield from all_of("metrics", lambda: metrics(load(directory.node_toml).metrics.listen))
             yield from all_of("space of metadata", lambda: meta_space(directory))
     try:
         status = asyncio.run(status_of(pool))

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bridge": ("nvpool.cli.bridge:bridge", "Give containers volumes of a pool: Docker's plugin."),
     "node": ("nvpool.cli.node:node", "List the nodes of a pool, let them in, drain and remove them."),
     "client": ("nvpool.cli.client:client", "Let clients that are no nodes into a pool."),
+    "cert": ("nvpool.cli.cert:cert", "List, renew and revoke the certificates of a pool."),
     "drive": ("nvpool.cli.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
     "shard": ("nvpool.cli.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
     "dir": ("nvpool.cli.dir:directory", "Say how many replicas new files of a directory have, and how large their chunks are."),
@@ -37,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dump": ("nvpool.cli.dump:dump", "Write all metadata of one moment to a file."),
     "load": ("nvpool.cli.load:load", "Load dumped metadata into an empty pool."),
     "doctor": ("nvpool.cli.doctor:doctor", "Say what makes a pool slow or unsafe here, and the remedy."),
+    "audit": ("nvpool.cli.audit:audit", "Show who changed a pool, and who was refused."),
     "bench": ("nvpool.cli.bench:bench", "Measure a pool."),
     "config": ("nvpool.cli.config:config", "Show, check and explain the configuration of a node."),
     "dev": ("nvpool.cli.dev:dev", "A throw-away pool on this machine, all of it under one directory."),
@@ -119,6 +121,9 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
+    if any(word.startswith("--token") for word in words):
+        from nvpool.cli.token import hide_tokens
+        hide_tokens(words)  # before anything is loaded: others look at arguments now
     as_json = "--json" in words[:words.index("--")] if "--" in words else "--json" in words
     try:
         result = cli.main(arguments, prog_name="nvpool", standalone_mode=False)

@@ -11,7 +11,9 @@ from nvpool.cli.render import Number, json_option, print_json
 
 @click.command(epilog="""\b
 The page is of the node that POOL names: its supervisor and all processes that this one keeps. Prometheus gets the same by HTTP
-where node.toml has, in [metrics], listen = "127.0.0.1:9477"; a mount gives its own with `nvpool mount --metrics HOST:PORT`.
+where node.toml has, in [metrics], listen = "9477", to programs of this machine, and with "unix:/PATH" at a socket of root and
+the operator group. There is no password: listen = "HOST:PORT" opens it to whoever reaches HOST. A mount gives its own with
+`nvpool mount --metrics`, which takes the same.
 METRICS.md beside the sources tells what each name means, and how Prometheus is told where to look.
 
 \b

@@ -63,9 +63,9 @@ examples:
 @click.option("--workers", type=click.IntRange(1, configuration.WORKERS_MAX),
               help="Processes for this mount, where one core does not do: all but one only read files of more than 64 KiB. "
                    "Needs a holder and Linux 6.9. [workers under [client] in node.toml, else 1]")
-@click.option("--metrics", metavar="HOST:PORT",
-              help="Tell Prometheus of this mount, all its processes together, at http://HOST:PORT/metrics, to whoever "
-                   "reaches it.")
+@click.option("--metrics", metavar="PORT|unix:PATH",
+              help="Tell Prometheus of this mount, all its processes together, at http://127.0.0.1:PORT/metrics; HOST:PORT "
+                   "opens it to whoever reaches HOST.")
 @click.option("--transport", metavar="SCHEME",
               help="The only one to use: stream+unix, stream, grpc, or an installed one's. [transport under [client] in "
                    "node.toml, else the best that both ends have]")

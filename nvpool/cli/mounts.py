@@ -19,6 +19,7 @@ from typing import NamedTuple
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Damaged, DeadlineExceeded, InUse, InvalidRequest, NotFound, NvpoolError, Refused, Unavailable
+from nvpool.base.logfile import open_log
 from nvpool.base.mounts import Mount, look_at, mount_at, mounts, mounts_below, place_of
 
 _BY_ITSELF_S = 1.0
@@ -54,7 +55,7 @@ def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] =
     stays = before is not None and before.type == "autofs"
     if stays:
         options = (*options, "--stay-in-group")
-    with open(log, "ab") as said:
+    with open_log(log) as said:
         start = said.tell()
         daemon = subprocess.Popen(mount_command(pool, place, options), stdin=subprocess.DEVNULL, stdout=said, stderr=said,
                                   start_new_session=not stays, cwd="/")

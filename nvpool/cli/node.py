@@ -17,6 +17,7 @@ from nvpool.base.units import format_bytes
 from nvpool.cli.drive import say_what_waits, wait_option
 from nvpool.cli.pool import drive_of, etcd_given, etcd_options
 from nvpool.cli.render import Number, json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.token import VARIABLE, WAYS, token_options
 
 _DIRECTORY = "/srv/nvpool"
 
@@ -24,7 +25,7 @@ _DIRECTORY = "/srv/nvpool"
 @click.group(epilog="""\b
 examples:
   nvpool node token /srv/nvpool
-  nvpool node join 10.0.0.1:17512 --token nvp1.XXXX --drive /mnt/nvme0
+  nvpool node join 10.0.0.1:17512 --drive /mnt/nvme0
   nvpool node ls /srv/nvpool
 """)
 def node() -> None:
@@ -32,9 +33,10 @@ def node() -> None:
 
 
 def join_command(join: dict[str, Any], config: configuration.Config, kind: str = "node") -> str:
+    """A line for a shell. The token is in a variable, which other users of the machine can not read."""
     where = "--drive PATH" if kind == "node" else "DIR"
     plain = " --plain-text" if config.network.plain_text else ""
-    return f"nvpool {kind} join {join['address'].removeprefix('stream://')} {where} --token {join['token']}{plain}"
+    return f"{VARIABLE}={join['token']} nvpool {kind} join {join['address'].removeprefix('stream://')} {where}{plain}"
 
 
 def make_token(pool: str, kind: str, hours: float, as_json: bool) -> None:
@@ -78,13 +80,14 @@ def token(pool: str, hours: float, as_json: bool) -> None:
     make_token(pool, "node", hours, as_json)
 
 
-@node.command(epilog="""\b
+@node.command(epilog=WAYS + """
+\b
 examples:
-  nvpool node join 10.0.0.1:17512 --token nvp1.XXXX --drive /mnt/nvme0 --drive /mnt/nvme1
-  nvpool node join 10.0.0.1:17512 --token nvp1.XXXX --dir /var/lib/pool --no-start
+  NVPOOL_TOKEN=nvp1.XXXX nvpool node join 10.0.0.1:17512 --drive /mnt/nvme0 --drive /mnt/nvme1
+  nvpool node join 10.0.0.1:17512 --token-file token --dir /var/lib/pool --no-start
 """)
 @click.argument("address", metavar="HOST:PORT")
-@click.option("--token", "token_text", required=True, help="As `nvpool pool create` or `nvpool node token` printed it.")
+@token_options
 @click.option("--drive", "drives", multiple=True, metavar="PATH[:SIZE]", help="A drive for the pool. Repeat it.")
 @click.option("--dir", "directory", type=click.Path(file_okay=False), default=_DIRECTORY, show_default=True,
               help="Pool directory of this node.")

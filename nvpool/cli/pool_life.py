@@ -35,6 +35,7 @@ from nvpool.base.errors import (
     Unavailable,
 )
 from nvpool.base.host import Identity, runs
+from nvpool.base.logfile import open_log
 from nvpool.base.mounts import mounts_below
 from nvpool.cli.mounts import pause
 from nvpool.cli.reach import status_of
@@ -103,7 +104,7 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
 def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen:
     configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
     directory.log.mkdir(exist_ok=True)
-    with open(directory.log / "nvpoold.log", "ab") as log:
+    with open_log(directory.log / "nvpoold.log") as log:
         return subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(directory.path), "--log", "file"],
                                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
 

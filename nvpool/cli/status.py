@@ -27,6 +27,7 @@ from nvpool.cli.render import Number, ago, json_option, print_json, print_table,
               --json); of a mount mountpoint, engine (kernel, pyfuse3)
   nodes, drives, shards    as `nvpool node ls --json`, `nvpool drive ls --json`, `nvpool shard ls --json`
   members     who has a certificate of the pool
+  certificates  of this node: kind (authority, member, etcd-authority, etcd-member), member, serial, begins_s, ends_s
   chains      replicas (counts that there are chains for), total, full, fewer (than they shall have copies), without (any that
               serves), filling, to_copy (copies still to be made), bytes_left (an estimate), seconds_left (null: not known),
               paused, limit_bytes_s
@@ -36,7 +37,7 @@ from nvpool.cli.render import Number, ago, json_option, print_json, print_table,
               reason, remedy (what to run or do; empty: nothing), since_ms (since when that node knows of it), text (the
               sentence). Kinds: node-silent, process-down, target-left-out, data-unavailable, copies-missing, shard-no-primary,
               shard-no-standby, standby-missing, shard-at-risk, drain-stalled, drive-away, drive-full, drive-no-room,
-              host-full, map, bad-block, data-lost, mount-dead
+              host-full, map, bad-block, data-lost, mount-dead, certificate
 
 \b
 exit codes:

@@ -1,4 +1,4 @@
-"""Our certificate, renewed before it ends under the same key and the same name.
+"""Our certificate, renewed before it ends under the same key and the same name; under another key where that is asked for.
 
 Called by clients for a client's directory, which nobody else looks after, and by run/renewing for a node's. A node of the pool
 that has the authority's key signs; it is shown the certificate that is good still. The file is replaced whole, and either
@@ -20,7 +20,7 @@ from nvpool.base.identities import MEMBER_S, RENEW_S
 from nvpool.logic.poolmap import PoolMap
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
-from nvpool.wire.identity import CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, Identity
+from nvpool.wire.identity import CERTIFICATE_FILE, ETCD_SECRET, KEY_NEXT_FILE, Identity, read_key, settle_key
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
 LOOK_S = min(3600.0, MEMBER_S / 10)
@@ -44,21 +44,27 @@ async def keep_renewed(renew: Callable[[], Awaitable[bool]], identity: Identity)
 
 
 async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, dialer: Dialer, *,
-                     left_s: float = RENEW_S, clock: Clock = SYSTEM_CLOCK,
+                     left_s: float = RENEW_S, clock: Clock = SYSTEM_CLOCK, new_key: bool = False,
                      sign: Callable[[bytes], Signed | None] = lambda request: None) -> bool:
-    """Renew the certificate where it lasts for less than `left_s`; whether it was. Who has not signed the request himself,
+    """Renew the certificate where it lasts for less than `left_s`, or, with `new_key`, in any case and under another key;
+    whether it was. The caller sees that this is done once at a time where keys change. Who has not signed the request himself,
     by `sign`, asks a node. Unavailable where nobody could; AccessDenied where the files are not ours to write."""
     identity.refresh()
-    if identity.own_end_s() - clock.wall_ns() / 1e9 >= left_s:
+    if not new_key and identity.own_end_s() - clock.wall_ns() / 1e9 >= left_s:
         return False
     if not os.access(directory.secret, os.W_OK):
         raise AccessDenied(f"it ends soon, and {directory.secret} may not be written by us: use the pool as its owner once")
-    from nvpool.base.authority import request_again  # large, and needed once in months
+    from nvpool.base.authority import request_again, request_certificate  # large, and needed once in months
 
-    request = request_again((directory.secret / KEY_FILE).read_bytes()).request
-    signed = sign(request) or await _ask(request, pool_map, dialer, clock)
+    asked = request_certificate() if new_key else request_again(read_key(directory.secret))
+    signed = sign(asked.request) or await _ask(asked.request, pool_map, dialer, clock)
     for below, certificate in reversed(signed):  # ours last: while that is old, all of this is done again
-        write_whole(directory.secret / below / CERTIFICATE_FILE, certificate)
+        place = directory.secret / below
+        if new_key:  # durable before the certificate: with one of the two keys it is good, whatever comes between
+            write_whole(place / KEY_NEXT_FILE, asked.key, 0o600)
+        write_whole(place / CERTIFICATE_FILE, certificate)
+        if new_key:
+            settle_key(place)
     identity.refresh()
     return True
 

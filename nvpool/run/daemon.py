@@ -55,6 +55,8 @@ class Stop:
         self.asked = asyncio.Event()
         self.hurry = asyncio.Event()
         self.on_signal: dict[int, Callable[[], None]] = {}
+        self.why = ""
+        """Of the first wish."""
 
     def signalled(self, number: int) -> None:
         """SIGHUP or SIGUSR1 came."""
@@ -67,6 +69,7 @@ class Stop:
         if self.asked.is_set():
             self.hurry.set()
             return
+        self.why = why
         log.info("stopping: %s", why)
         self.asked.set()
 

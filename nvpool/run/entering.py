@@ -17,9 +17,18 @@ import msgspec
 from nvpool.base.authority import MemberRequest, fingerprint_of, key_of_request, request_again, request_certificate
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, parse
-from nvpool.base.directory import BEING_MADE_TEXT, FORMAT_TEXT, Flock, PoolDirectory, sync_directory, write_whole
+from nvpool.base.directory import (
+    BEING_MADE_TEXT,
+    FORMAT_TEXT,
+    Flock,
+    PoolDirectory,
+    make_passed_through,
+    sync_directory,
+    write_whole,
+)
 from nvpool.base.errors import AccessDenied, AlreadyExists, InvalidRequest
 from nvpool.base.host import host_id
+from nvpool.base.protection import group_number, protect
 from nvpool.base.tokens import Token, read_token
 from nvpool.logic.poolmap import decode_map
 from nvpool.run.external_etcd import External, check, external, keep
@@ -52,15 +61,16 @@ async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, .
     directory, kind = PoolDirectory(request["directory"]), request["kind"]
     token, config = read_token(request["token"]), parse(request["config"], "node.toml")
     address = _address(request["address"])
-    directory.path.mkdir(parents=True, exist_ok=True)
+    make_passed_through(directory.path)
     key = _begin(directory)
     lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
     try:
-        for path in (directory.run, directory.log):
-            path.mkdir(exist_ok=True)
+        make_passed_through(directory.run)
+        directory.log.mkdir(exist_ok=True)
         if kind == "node":
             for path in (directory.path / "meta", directory.path / "targets"):
                 path.mkdir(exist_ok=True)
+        protect(directory, group_number(config.access.operators, "access.operators"))
         write_whole(directory.node_toml, request["config"].encode())
         # A name of its own: two nodes may have their directories at the same path, and each would find its own socket there.
         own_name = f"node-{key_of_request(key.request)[:8]}"

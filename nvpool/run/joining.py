@@ -24,6 +24,9 @@ from nvpool.logic.etcdmembers import lets_in
 from nvpool.logic.joining import joined, token_for, token_given
 from nvpool.logic.poolmap import Node, PoolMap, encode_map
 from nvpool.meta.service_right import AuthorityCheck
+from nvpool.run.audit_log import AuditLog
+from nvpool.run.auditing import actor_of, audited
+from nvpool.run.certificates import Certificates
 from nvpool.run.keeping import MapKeeper
 from nvpool.run.served import read_grant_key
 from nvpool.run.tokens import KINDS, TOKEN_S_MAX, address_of, hosts_of, new_token, now_ms, read_authority
@@ -39,10 +42,13 @@ class Reception:
     """`change` is Supervisor._change."""
 
     def __init__(self, directory: PoolDirectory, keeper: MapKeeper,
-                 change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]]):
+                 change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]], audit: AuditLog,
+                 certificates: Certificates):
         self._directory = directory
         self._keeper = keeper
         self._change = change
+        self._audit = audit
+        self._certificates = certificates
         self.answers = {wire_pb2.POOL_AUTHORITY: self._answer_authority, wire_pb2.POOL_JOIN: self._answer_join,
                         wire_pb2.POOL_RENEW: self._answer_renew, wire_pb2.POOL_KEYS: self._answer_keys}
 
@@ -74,6 +80,11 @@ class Reception:
 
     async def _answer_join(self, call: Call) -> bytes:
         request = _read(pool_pb2.JoinRequest, call)
+        what = {"kind": request.kind, "name": request.name, "host": request.host}
+        return await audited(self._audit, "join", actor_of(call.peer), what, self._join(request, call, what))
+
+    async def _join(self, request: pool_pb2.JoinRequest, call: Call, what: dict[str, str]) -> bytes:
+        """`what` gets the name of the new member."""
         kind, hash, used_by = request.kind, hash_of(request.secret), key_of_request(request.request)
         authority = self._authority()
         relay = self._keeper.relay
@@ -91,8 +102,13 @@ class Reception:
             node = partial(Node, name=request.name[:64], host_id=request.host_id, endpoints=endpoints, member=member)
         new = await self._change(lambda newest: joined(newest, hash, kind, used_by, member, now_ms(), node))
         member = token_for(new, hash, kind, used_by, now_ms()).member
+        what["member"] = member
         log.info("%s has joined the pool, from %s", member, call.peer.address)
-        sign = partial(authority.sign, request.request, new.pool_id, member)
+        def sign(addresses: tuple[str, ...] = ()) -> bytes:
+            certificate = authority.sign(request.request, new.pool_id, member, addresses)
+            self._certificates.note_issued(member, certificate)
+            return certificate
+
         answer = {"pool_id": new.pool_id, "name": new.name, "member": member, "authority": authority.certificate.decode(),
                   "map": encode_map(new).decode()}
         if node is None:
@@ -122,8 +138,10 @@ class Reception:
         etcd = b""
         if node is not None:
             etcd = read_authority(self._directory, ETCD_SECRET).sign(request.request, pool_id, member, hosts)
-        return pool_pb2.RenewReply(certificate=authority.sign(request.request, pool_id, member, hosts),
-                                   etcd_certificate=etcd).SerializeToString()
+        self._audit.note("certificate-renew", actor_of(call.peer), {"member": member})
+        certificate = authority.sign(request.request, pool_id, member, hosts)
+        self._certificates.note_issued(member, certificate)
+        return pool_pb2.RenewReply(certificate=certificate, etcd_certificate=etcd).SerializeToString()
 
     async def _answer_keys(self, call: Call) -> bytes:
         """The authorities' keys, for a node that keeps the map as this one does."""
@@ -134,6 +152,7 @@ class Reception:
         if request.node not in lets_in(pool_map) or node is None or (call.peer.member and call.peer.member != node.member):
             raise AccessDenied(f"node {request.node} keeps no pool map, and gets no keys")
         authority, etcd = (read_authority(self._directory, below) for below in ("", ETCD_SECRET))
+        self._audit.note("authority-keys", actor_of(call.peer), {"node": request.node})
         log.info("node %d gets the keys of the pool's authorities: it lets others in from now on", request.node)
         return pool_pb2.KeysReply(authority=authority.key, etcd_authority=etcd.key).SerializeToString()
 

@@ -43,7 +43,7 @@ from nvpool.run.revoking import write_revoked
 from nvpool.run.served import read_map
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import host_port
-from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, identity_in
+from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, ETCD_SECRET, identity_in, read_key
 from nvpool.wire.transport import Greeting
 
 log = logging.getLogger("nvpool.run.keeping")
@@ -281,7 +281,8 @@ class MapKeeper:
             return None
         secret = self._directory.secret / (EXTERNAL_SECRET if external else ETCD_SECRET)
         try:
-            return Certificates(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)))
+            return Certificates(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE)),
+                                read_key(secret))
         except OSError as error:
             raise BadConfiguration(f"{error.filename} can not be read: {error.strerror}") from None
 

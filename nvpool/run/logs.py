@@ -14,6 +14,8 @@ import logging.handlers
 import os
 from pathlib import Path
 
+from nvpool.base.logfile import log_opener
+
 log = logging.getLogger("nvpool.run")
 
 _again: Path | None = None
@@ -23,6 +25,13 @@ _again: Path | None = None
 class _Lines(logging.Formatter):
     def __init__(self, name: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}[%(process)d] %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+class _File(logging.handlers.WatchedFileHandler):
+    """Each new file is for its owner and group alone."""
+
+    def _open(self):
+        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=log_opener)
 
 
 class _Objects(logging.Formatter):
@@ -48,8 +57,8 @@ def start_log(name: str, level: str, path: Path | None, *, form: str = "text", n
     global _again
     _again = node_toml
     if path is not None:
-        kept: logging.Handler = logging.handlers.WatchedFileHandler(path, encoding="utf-8", errors="backslashreplace")
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        kept: logging.Handler = _File(path, encoding="utf-8", errors="backslashreplace")
+        descriptor = log_opener(os.fspath(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)

@@ -34,11 +34,21 @@ from urllib.parse import quote
 from nvpool.base.authority import Authority, request_certificate
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Network, parse
-from nvpool.base.directory import BEING_MADE_TEXT, FORMAT_TEXT, Flock, PoolDirectory, check_name, sync_directory, write_whole
+from nvpool.base.directory import (
+    BEING_MADE_TEXT,
+    FORMAT_TEXT,
+    Flock,
+    PoolDirectory,
+    check_name,
+    make_passed_through,
+    sync_directory,
+    write_whole,
+)
 from nvpool.base.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, NotFound, NvpoolError, from_os_error
 from nvpool.base.host import host_id
 from nvpool.base.identities import new_member
 from nvpool.base.mounts import mounts
+from nvpool.base.protection import group_number, protect
 from nvpool.base.units import BLOCK_BYTES, MIB, format_bytes
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
@@ -245,7 +255,7 @@ async def make_pool(request: dict) -> dict:
         capacity_for(place, int(drive.get("capacity_bytes") or 0))
         check_device(place, _id_of_begun(directory), force)
 
-    directory.path.mkdir(parents=True, exist_ok=True)
+    make_passed_through(directory.path)
     pool_id = _begin(directory)
     lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
     try:
@@ -253,9 +263,11 @@ async def make_pool(request: dict) -> dict:
             if name not in ("lock", "targets"):
                 _remove(directory.path / name)
         shard_numbers = range(1, shard_count + 1)
-        for path in (directory.map, *map(directory.shard, shard_numbers), directory.run, directory.log,
+        make_passed_through(directory.run)
+        for path in (directory.map, *map(directory.shard, shard_numbers), directory.log,
                      directory.path / "targets"):
             path.mkdir(parents=True, exist_ok=True)
+        protect(directory, group_number(config.access.operators, "access.operators"))
         directory.secret.mkdir(mode=0o700)
         write_whole(directory.grant_key, SYSTEM_CLOCK.secret(32), 0o600)
         member = found_authority(directory, pool_id, config.network.host)
@@ -300,7 +312,7 @@ async def make_pool(request: dict) -> dict:
             await found(directory, given, first)
         else:
             kv = await LmdbKv.open(directory.map, LmdbOptions())
-            await (await EmbeddedCoordinator.found(kv, first, lambda raw: write_whole(directory.poolmap, raw))).close()
+            await (await EmbeddedCoordinator.found(kv, first, directory.publish)).close()
         for place in (directory.path / "meta", directory.path / "targets", directory.path, directory.path.parent):
             sync_directory(place)
         for target in targets:  # there is nothing in which they could differ

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from nvpool.base import metrics
+from nvpool.base.authority import Described
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import NvpoolError
 from nvpool.base.metrics_page import Page
@@ -100,6 +101,11 @@ def measure_pool(page: Page, pool_map: PoolMap, node: int, leads: bool, children
                 page.set(metrics.TARGET_CHAINS, counts[target.id], target=target.id, state=state)
     for child in children:
         page.set(metrics.CHILD_RESTARTS, child.restarts, child=child.name)
+
+
+def measure_certificates(page: Page, found: Mapping[str, Described], now_s: float) -> None:
+    for kind, one in found.items():
+        page.set(metrics.CERTIFICATE_LEFT, one.ends_s - now_s, kind=kind)
 
 
 def asked(pool_map: PoolMap, children: Iterable[Child]) -> list[Asked]:

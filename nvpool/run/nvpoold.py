@@ -17,6 +17,7 @@ import sys
 from nvpool.base.config import load
 from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import Fenced, InvalidRequest, NotFound, NvpoolError, WrongFormat
+from nvpool.base.protection import group_number, protect
 
 log = logging.getLogger("nvpool.run.nvpoold")
 
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
             check_formats(directory)
+        protect(directory, group_number(config.access.operators, "access.operators"))
     except NvpoolError as error:
         log.error("%s", error)
         return daemon.exit_code(error)
@@ -100,6 +102,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     from nvpool.base.clock import SYSTEM_CLOCK
     from nvpool.base.directory import announcement
     from nvpool.run.keeping import MapKeeper
+    from nvpool.run.renewing import settle_keys
     from nvpool.run.served import follow_members, listen_on
     from nvpool.run.supervisor import Supervisor
     from nvpool.wire.endpoint import parse_endpoint
@@ -114,6 +117,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
             failed.set_exception(Fenced(reason))
             failed.exception()  # seen, also where the end comes from elsewhere
 
+    settle_keys(directory)
     keeper = await MapKeeper.open(directory, config, fence)
     coordinator = keeper.relay
     directory.keep_reserve()

@@ -3,18 +3,20 @@
 The standard library's streams are enough for that: one method, one path, no body, a connection for each request. So neither
 daemons nor mounts pay for a web server. Bounds: CONNECTIONS_MAX at once, HEAD_BYTES_MAX of request, REQUEST_S to send it,
 TAKE_S to take the answer; what is beyond is hung up on. There is no encryption and no password: it listens on the loopback
-address unless the operator says otherwise; METRICS.md tells what to put before it. Called by run/supervisor and
-run/mount_daemon.
+address or a unix socket unless the operator says otherwise; METRICS.md tells what to put before it. Called by run/supervisor,
+run/mount_daemon and run/bridge_daemon.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 from collections.abc import Awaitable, Callable
 
-from nvpool.base.config import parse_address
+from nvpool.base.config import is_open, parse_address
 from nvpool.base.metrics_page import CONTENT_TYPE, Page
 
 CONNECTIONS_MAX = 16
@@ -32,9 +34,13 @@ MakePage = Callable[[float], Awaitable[Page]]
 """Given how many seconds it may take."""
 
 
-async def serve_metrics(address: str, make_page: MakePage) -> None:
-    """Listen at `address` until cancelled. While it can not be had it is tried again, and the log says so once."""
+async def serve_metrics(address: str, make_page: MakePage, group: int | None = None) -> None:
+    """Listen at `address` until cancelled. While it can not be had it is tried again, and the log says so once. A unix socket
+    is for its owner and `group`, or ours."""
     host, port = parse_address(address)
+    if is_open(address):
+        log.warning("metrics are told to whoever reaches %s, without a password: keep it on the loopback address, or put a "
+                    "proxy before it", address)
     told = False
     asked: set[asyncio.StreamWriter] = set()
 
@@ -55,20 +61,35 @@ async def serve_metrics(address: str, make_page: MakePage) -> None:
 
     while True:
         try:
-            server = await asyncio.start_server(answer, host, port, limit=HEAD_BYTES_MAX)
+            server = await (asyncio.start_server(answer, host, port, limit=HEAD_BYTES_MAX) if port
+                            else _at_socket(host, answer, group))
         except OSError as error:
             if not told:
                 log.warning("metrics can not be served at %s, which is tried again: %s", address, error.strerror or error)
                 told = True
             await asyncio.sleep(AGAIN_S)
             continue
-        log.info("metrics are served at http://%s/metrics", address)
+        log.info("metrics are served at %s", f"http://{host}:{port}/metrics" if port else f"the socket {host}")
         try:
             await asyncio.get_running_loop().create_future()
         finally:
             server.close()
             for writer in list(asked):
                 writer.close()
+
+
+async def _at_socket(path: str, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+                     group: int | None) -> asyncio.Server:
+    """A socket that a process which has ended left is replaced. OSError where another process listens there."""
+    with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.close()
+        raise OSError(errno.EADDRINUSE, "another process listens there")
+    server = await asyncio.start_unix_server(answer, path, limit=HEAD_BYTES_MAX)
+    os.chmod(path, 0o660)  # before, the umask has kept others from writing, which connecting needs
+    if group is not None:
+        os.chown(path, -1, group)
+    return server
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, make_page: MakePage) -> None:

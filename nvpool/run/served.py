@@ -24,6 +24,7 @@ from nvpool.base.metrics_page import Page
 from nvpool.base.version import VERSION
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.run import measuring
+from nvpool.run.auditing import MetaAudit, audit_log
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import EXIT_IN_USE, Stop, exit_code, keep_supervised, run
 from nvpool.run.logs import start_log
@@ -85,8 +86,9 @@ class Opened:
 class Handling:
     """The handler of a daemon's listeners: what every role answers, then its service."""
 
-    def __init__(self, service: Service, awake: Awake) -> None:
+    def __init__(self, service: Service, awake: Awake, audit: MetaAudit | None = None) -> None:
         self._service = service
+        self._audit = audit
         self._awake = awake
         self._answer = getattr(service, "at_once", None) and service.at_once.answer
         self.at_once = self._answer_at_once if self._answer is not None else None
@@ -96,7 +98,7 @@ class Handling:
             measuring.answer(call, self._service.measure)
             return
         self._awake.touch()
-        self._service.handle(call)
+        self._service.handle(call if self._audit is None else self._audit.watched(call))
 
     def _answer_at_once(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side) -> int:
         taken = self._answer(buffer, end, in_work, tally, out, side)
@@ -198,7 +200,8 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         service = await open_service(opened)
         awake = Awake(config.processors.awake)
 
-        handle = Handling(service, awake)
+        audit = audit_log(directory, name)
+        handle = Handling(service, awake, MetaAudit(audit) if role == "meta" else None)
         listeners: list[Listener] = []
         try:
             service.update_map(pool_map)
@@ -227,6 +230,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
             await service.close(max(0.0, deadline_s - SYSTEM_CLOCK.boottime_s()))
             await dialer.close()
             awake.close()
+            await asyncio.to_thread(audit.close)
             directory.withdraw(name)
 
     try:

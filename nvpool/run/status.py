@@ -16,10 +16,12 @@ from nvpool.base.errors import DeadlineExceeded, NvpoolError
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import Coordinator
+from nvpool.logic.certificates import problems as expiring_problems
 from nvpool.logic.health import Health, Problem, exit_code
 from nvpool.logic.poolmap import Node, PoolMap, Shard, Target
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import remaining
+from nvpool.run.certificates import Certificates
 from nvpool.run.child import Child
 from nvpool.run.drives import Progress, drives_told
 from nvpool.run.etcd_keeper import EtcdKeeper
@@ -41,8 +43,8 @@ _PROBLEM_FIELDS = ("kind", "severity", "node", "name", "target", "drive", "shard
 
 class PoolStatus:
     def __init__(self, directory: PoolDirectory, node: int, coordinator: Coordinator, leading: Leading, dialer: Dialer,
-                 etcd: EtcdKeeper | None, children: Mapping[str, Child], *, is_stopping: Callable[[], bool],
-                 replace_after_s: float) -> None:
+                 etcd: EtcdKeeper | None, children: Mapping[str, Child], certificates: Certificates, *,
+                 is_stopping: Callable[[], bool], replace_after_s: float) -> None:
         """`children`: the processes of this node, by name, as they come and go."""
         self._directory = directory
         self._node = node
@@ -51,6 +53,7 @@ class PoolStatus:
         self._dialer = dialer
         self._etcd = etcd
         self._children = children
+        self.certificates = certificates
         self._is_stopping = is_stopping
         self._replace_after_s = replace_after_s
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
@@ -66,8 +69,9 @@ class PoolStatus:
     async def _targets(self) -> list[dict]:
         return await asyncio.gather(*(self._target_status(target) for target in remaining(self._coordinator.pool_map)))
 
-    async def told(self, until_s: float) -> dict:
-        """What `nvpool status --json` prints: pool, processes, drives, problems. Paths of damaged files are looked for a short
+    async def told(self, until_s: float, issued: bool = False) -> dict:
+        """What `nvpool status --json` prints: pool, processes, drives, problems; with `issued` the certificates that this node
+        has signed. Paths of damaged files are looked for a short
         time, at most until `until_s`."""
         pool_map = self._coordinator.pool_map
         shards = [self._shard_status(shard, member) for shard in pool_map.shards for member in members(shard)]
@@ -105,12 +109,18 @@ class PoolStatus:
             found += [Problem("data-lost", text, "nvpool fsck names the files; put them back from a copy, or remove them",
                               "damaged") if "; `nvpool fsck`" in text else Problem("data-lost", text, severity="damaged")
                       for text in await self._losses.told(pool_map)]
+        certificates, now_s = self.certificates.told(), SYSTEM_CLOCK.wall_ns() / 1e9
+        expiring = expiring_problems(certificates, now_s, node=self._node, pool=str(self._directory.path),
+                                     trouble=self.certificates.trouble)
+        found += [problem for problem in expiring if problem.severity != "notice"]
         is_degraded = bool(found)
+        found += [problem for problem in expiring if problem.severity == "notice"]
         found += [Problem("mount-dead", f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone",
                           f"clean it up with: nvpool umount {state.mountpoint}", "notice", node=self._node, name=name)
                   for name, state in dead.items()]
         found = self.watch.since(found)
-        return {"nodes": nodes, "members": pool_map.members,
+        return {"nodes": nodes, "members": pool_map.members, "certificates": certificates,
+                "revoked": [one.member for one in pool_map.revoked],
                 "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
@@ -118,7 +128,8 @@ class PoolStatus:
                          "state": "degraded" if is_degraded else "serving"},
                 "processes": [{"node": self._node} | process for process in processes], "drives": drives,
                 "shards": shards_told(pool_map, metas), "chains": chains, "problems": [problem.text for problem in found],
-                "health": {"exit_code": exit_code(found), "problems": list(map(_told, found))}}
+                "health": {"exit_code": exit_code(found), "problems": list(map(_told, found))}} | (
+                    {"issued": self.certificates.issued_told()} if issued else {})
 
     def _can_change(self) -> bool:
         """Whether the pool map can be changed, as far as this node knows."""

@@ -33,12 +33,16 @@ from nvpool.base.errors import (
 )
 from nvpool.base.host import host_id
 from nvpool.base.metrics_page import Page
+from nvpool.base.protection import group_number
+from nvpool.base.version import VERSION
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
 from nvpool.logic.nodes import on_host
 from nvpool.logic.poolmap import PoolMap, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run import measuring, node_metrics
+from nvpool.run.auditing import actor_of, audit_log, audited, ourselves, settings_of
+from nvpool.run.certificates import Certificates
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, keep_alive, notify_ready
 from nvpool.run.drives import Drives
@@ -49,7 +53,7 @@ from nvpool.run.leading import Leading
 from nvpool.run.metashards import MetaShards
 from nvpool.run.newchains import NewChains
 from nvpool.run.nodes import Nodes, look_after
-from nvpool.run.renewing import keep_renewed
+from nvpool.run.renewing import keep_renewed, renew_once
 from nvpool.run.scrape import serve_metrics
 from nvpool.run.scrubbing import Scrubbing
 from nvpool.run.served import follow_members, read_grant_key
@@ -97,10 +101,14 @@ class Supervisor:
         self._identity = greeting.identity
         self._dialer = Dialer(greeting, host_id=host_id())
         self.leading = Leading(coordinator, node, self._dialer, self._pid_of, config.supervisor.replace_after_s)
-        self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
+        self._audit = audit_log(directory, "nvpoold")
+        self._certificates = Certificates(directory)
+        self._reception = Reception(directory, keeper, self.leading.change, self._audit, self._certificates) \
+            if keeper is not None else None
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         self._status = PoolStatus(directory, node, coordinator, self.leading, self._dialer, self._etcd, self._children,
-                                  is_stopping=stop.asked.is_set, replace_after_s=config.supervisor.replace_after_s)
+                                  self._certificates, is_stopping=stop.asked.is_set,
+                                  replace_after_s=config.supervisor.replace_after_s)
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.reign,
                                              change_anywhere=self.leading.change,
@@ -123,6 +131,7 @@ class Supervisor:
         """
         for number in (signal.SIGHUP, signal.SIGUSR1):
             self._stop.on_signal[number] = lambda number=number: self._pass_on(number)
+        self._audit.note("start", ourselves(), {"software": VERSION, "settings": settings_of(self._config)})
         await self._know_this_host()
         await self._note_the_dead()
         self._start_missing()
@@ -138,10 +147,12 @@ class Supervisor:
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
         if self._config.metrics.listen:
-            lastings.append(asyncio.ensure_future(serve_metrics(self._config.metrics.listen, self.metrics)))
+            lastings.append(asyncio.ensure_future(serve_metrics(
+                self._config.metrics.listen, self.metrics, group_number(self._config.access.operators, "access.operators"))))
         if self._identity is not None and self._identity.secured:
             lastings.append(asyncio.ensure_future(keep_renewed(self._directory, self._identity,
-                                                               lambda: self._coordinator.pool_map, self._dialer)))
+                                                               lambda: self._coordinator.pool_map, self._dialer,
+                                                               self._audit, self._certificates)))
         try:
             while not asked.done():
                 # The keeper of a drive that was added meanwhile is waited for from the next round on.
@@ -160,6 +171,7 @@ class Supervisor:
                 if managing.done():
                     managing.result()
             notify_ready("STOPPING=1")
+            self._audit.note("stop", ourselves(), {"because": self._stop.why})
             await self._end_children()
         finally:
             for task in (asked, ready, alive, managing, *lastings, *self._keepers.values()):
@@ -191,6 +203,7 @@ class Supervisor:
             await asyncio.wait(answers, timeout=_ANSWER_S)
         await self.leading.close()
         await self._dialer.close()
+        await asyncio.to_thread(self._audit.close)
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -356,7 +369,10 @@ class Supervisor:
         """As `handle`, for what comes over a network, where nobody knows who asks: it changes and stops nothing. Changes make
         files, and overwrite devices, with this process's rights."""
         if call.method in (wire_pb2.POOL_CHANGE, wire_pb2.POOL_STOP):
-            call.fail(AccessDenied("a pool is changed through the unix socket of its node only, by who runs it; do it there"))
+            error = AccessDenied("a pool is changed through the unix socket of its node only, by who runs it; do it there")
+            self._audit.note("change" if call.method == wire_pb2.POOL_CHANGE else "stop", actor_of(call.peer), {}, error,
+                             refused=True)
+            call.fail(error)
         else:
             self.handle(call)
 
@@ -379,7 +395,9 @@ class Supervisor:
         return pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString()
 
     async def _answer_status(self, call: Call) -> bytes:
-        status = json.dumps(await self._status.told(call.deadline_s - _ANSWER_S))  # msgspec takes no names that are not UTF-8
+        issued = _read(pool_pb2.PoolStatusRequest, call).issued
+        told = await self._status.told(call.deadline_s - _ANSWER_S, issued)
+        status = json.dumps(told)  # msgspec takes no names that are not UTF-8
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
 
     async def _answer_metrics(self, call: Call) -> bytes:
@@ -393,6 +411,7 @@ class Supervisor:
     def _measure(self, page: Page) -> None:
         node_metrics.measure_pool(page, self._coordinator.pool_map, self._node, self.leading.manager is not None,
                                self._children.values(), self._status.watch.stalled_s())
+        node_metrics.measure_certificates(page, self._certificates.own(), SYSTEM_CLOCK.wall_ns() / 1e9)
 
     async def metrics(self, wait_s: float) -> Page:
         """Of this process and all others of its node, within `wait_s`."""
@@ -412,13 +431,14 @@ class Supervisor:
         request = _read(pool_pb2.PoolStopRequest, call)
         if request.drain_s > 0:
             self._drain_s = min(request.drain_s, _DRAIN_S_MAX)
+        self._audit.note("stop", actor_of(call.peer), {"drain_s": request.drain_s})
         asyncio.get_running_loop().call_later(0.05, self._stop.ask, f"asked by {call.peer.name or call.peer.address}")
         return pool_pb2.PoolStopReply().SerializeToString()
 
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
         verbs = self._drives.verbs | self._places.verbs | self._nodes.verbs | self._shards.verbs
-        verbs |= {"scrub": self._scrubbing.order}
+        verbs |= {"scrub": self._scrubbing.order, "certificate-rotate": self._rotate}
         verbs |= self._etcd.verbs if self._etcd is not None else {}
         if request.verb not in verbs:
             raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
@@ -429,8 +449,21 @@ class Supervisor:
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{request.verb} wants a JSON object")
         # Not divided by a caller that goes away: what is begun is finished or refused as a whole.
-        result = await asyncio.shield(asyncio.ensure_future(verbs[request.verb](arguments)))
+        result = await asyncio.shield(asyncio.ensure_future(audited(
+            self._audit, request.verb, actor_of(call.peer), arguments, verbs[request.verb](arguments))))
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
+
+    async def _rotate(self, arguments: dict) -> dict:
+        """A new certificate for this node, with `new_key` under another key. Its daemons show it within half a minute, as they
+        are."""
+        if self._identity is None or not self._identity.secured:
+            raise InvalidRequest("this node has no certificate: the pool speaks plain text (network.plain_text)")
+        async with self._certificates.renewing:
+            await renew_once(self._directory, self._identity, self._coordinator.pool_map, self._dialer, left_s=math.inf,
+                             new_key=bool(arguments.get("new_key", False)))
+        self._certificates.trouble = ""
+        return {"certificates": self._certificates.told()}
+
 
 def _without_descriptors() -> Busy:
     return Busy("the supervisor has no file descriptor left: end some of its clients, or raise its limit (LimitNOFILE=, "

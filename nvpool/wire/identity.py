@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+from nvpool.base.directory import sync_directory
 from nvpool.base.errors import AccessDenied, BadConfiguration, NvpoolError, StaleIdentity, from_os_error
 from nvpool.base.identities import member_in
 from nvpool.wire.endpoint import Endpoint
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "authority.crt", "member.crt", "member.key"
 """In secret/ of a pool directory, PEM."""
+KEY_NEXT_FILE = "member.key.next"
+"""There while a certificate of a new key takes the place of the former: until the key's name is changed, either may belong to
+the certificate."""
 ETCD_SECRET = "etcd"
 """Below secret/: the same for etcd, with an authority of its own, which only nodes get a certificate of. With the pool's every
 client could write the map."""
@@ -38,6 +42,36 @@ class Shown(NamedTuple):
     authority: bytes
     certificate: bytes
     key: bytes
+
+
+def read_key(secret: Path) -> bytes:
+    """The key (PEM) of the certificate in `secret`. OSError."""
+    key = (secret / KEY_FILE).read_bytes()
+    try:
+        following = (secret / KEY_NEXT_FILE).read_bytes()
+    except FileNotFoundError:
+        return key
+    return following if is_key_of((secret / CERTIFICATE_FILE).read_bytes(), following) else key
+
+
+def settle_key(secret: Path) -> None:
+    """Finish the change of a key that was interrupted, or undo it; nothing where none was."""
+    following = secret / KEY_NEXT_FILE
+    if not following.exists():
+        return
+    if is_key_of((secret / CERTIFICATE_FILE).read_bytes(), following.read_bytes()):
+        os.replace(following, secret / KEY_FILE)
+        sync_directory(secret)
+    else:
+        following.unlink()
+
+
+def is_key_of(certificate: bytes, key: bytes) -> bool:
+    try:
+        _load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), Shown(b"", certificate, key))
+    except BadConfiguration:
+        return False
+    return True
 
 
 class Revocable(Protocol):
@@ -82,7 +116,7 @@ class Identity:
         """The identity whose files lie in `secret`. BadConfiguration, with the remedy, where they do not."""
         try:
             seen_ns = (secret / CERTIFICATE_FILE).stat().st_mtime_ns  # before it is read: what comes between is seen again
-            shown = Shown(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)))
+            shown = Shown(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE)), read_key(secret))
         except FileNotFoundError as error:
             raise BadConfiguration(f"{error.filename} is missing: this directory has no certificate of its pool; join it "
                                    f"anew, or set network.plain_text = true in node.toml") from None

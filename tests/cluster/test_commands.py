@@ -144,6 +144,39 @@ def test_token_of_a_loopback_pool_warns(pool, tmp_path):
     assert "nvpool client token" in said and "nvpool node token" not in said
 
 
+def test_changes_are_in_the_audit_log(pool):
+    nvpool("volume", "create", pool, "audited", "--size", "1GiB")
+    nvpool("volume", "grant", pool, "audited", "client/x.00000000", "ro", "--force")
+    nvpool("client", "token", pool)
+    nvpool("client", "remove", pool, "client/none.00000000", code=1)
+    found = [(one["event"], one["result"]) for one in as_json("audit", pool) if one["who"].get("uid") == os.geteuid()]
+    for event in (("start", "done"), ("volume-create", "done"), ("volume-grant", "done"), ("token", "done"),
+                  ("member-remove", "failed")):
+        assert event in found
+    grant = next(one for one in as_json("audit", pool, "--since", "1h") if one["event"] == "volume-grant"
+                 and one["what"].get("volume") == "audited")
+    assert grant["what"]["client"] == "client/x.00000000" and grant["what"]["right"] == "ro" and grant["who"]["pid"] > 0
+    assert "nvp1." not in (Path(pool) / "log" / "audit.log").read_text()
+
+
+def test_certificate_is_renewed_under_a_new_key(pool, tmp_path):
+    def own():
+        return next(one for one in as_json("cert", "ls", pool) if one["role"] == "node")
+
+    before, key = own(), (Path(pool) / "secret" / "member.key").read_bytes()
+    assert before["days_left"] > 80 and not before["revoked"]
+    done = as_json("cert", "rotate", pool, "--new-key")
+    assert {one["kind"] for one in done["certificates"]} == {"authority", "member", "etcd-authority", "etcd-member"}
+    assert own()["to"] >= before["to"] and own()["member"] == before["member"]
+    assert (Path(pool) / "secret" / "member.key").read_bytes() != key
+    made = as_json("client", "token", pool)
+    nvpool("client", "join", made["address"].removeprefix("stream://"), tmp_path / "client", "--token", made["token"])
+    member = next(one["member"] for one in as_json("cert", "ls", pool) if one["role"] == "client" and not one["revoked"])
+    nvpool("cert", "revoke", pool, member)
+    assert next(one for one in as_json("cert", "ls", pool) if one["member"] == member)["revoked"]
+    assert as_json("status", pool)["pool"]["state"] == "serving"
+
+
 def test_refusal_comes_before_any_progress(pool, tmp_path):
     (tmp_path / "text").write_text("hello")
     for words in (("export", f"{pool}:/nowhere", tmp_path / "y"), ("load", pool, tmp_path / "text"),

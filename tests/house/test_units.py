@@ -70,4 +70,4 @@ def test_users_and_directories_are_made_as_the_files_say(name, tmp_path):
         assert re.search(r"^nvpool:x:\d+:\d+:", (tmp_path / "etc" / "passwd").read_text(), re.M)
     else:
         assert (tmp_path / "var/lib/nvpool").stat().st_uid == 990
-        assert (tmp_path / "var/lib/nvpool").stat().st_mode & 0o777 == 0o750
+        assert (tmp_path / "var/lib/nvpool").stat().st_mode & 0o777 == 0o751

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.authority import Authority
+from nvpool.base.authority import Authority, Described
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.mounts import Mount
 from nvpool.cli import doctor_drive, doctor_machine, doctor_path, doctor_pool
@@ -276,10 +276,21 @@ def test_versions_and_clocks_that_differ():
 
 def test_certificates_that_end(tmp_path):
     now_s = 1_000_000.0
-    ends = {"a.crt": now_s + 90 * 86_400, "b.crt": now_s + 3600, "c.crt": now_s - 1}
-    assert [one for _, one in states(doctor_pool.certificates(ends, now_s))] == [OK, WARN, BAD]
-    (tmp_path / "authority.crt").write_bytes(Authority.make("0" * 32).certificate)
-    assert doctor_pool.certificate_ends(tmp_path)["authority.crt"] > SYSTEM_CLOCK.wall_ns() / 1e9
+    ends = {"a.crt": 29.5, "b.crt": 28.0, "c.crt": 6.0, "d.crt": -0.1, "etcd/authority.crt": 31.0, "f/authority.crt": 29.5,
+            "g/authority.crt": 6.0}
+    found = {name: Described("", "1", now_s - 90 * 86_400, now_s + days * 86_400) for name, days in ends.items()}
+    assert [one for _, one in states(doctor_pool.certificates(found, now_s))] == [OK, WARN, BAD, BAD, OK, WARN, BAD]
+    (tmp_path / "etcd").mkdir()
+    for name in ("authority.crt", "etcd/authority.crt"):
+        (tmp_path / name).write_bytes(Authority.make("0" * 32).certificate)
+    read = doctor_pool.certificate_files(tmp_path)
+    assert set(read) == {"authority.crt", "etcd/authority.crt"}
+    assert read["authority.crt"].ends_s > SYSTEM_CLOCK.wall_ns() / 1e9
+
+
+def test_metrics_that_others_may_read():
+    for listen, wanted in (("", OK), ("9477", OK), ("unix:/run/m.sock", OK), ("0.0.0.0:9477", WARN)):
+        assert state(doctor_pool.metrics(listen)) == wanted
 
 
 def test_addresses():

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import socket
 
 import msgspec
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from nvpool.base import metrics
+from nvpool.base import config, metrics
+from nvpool.base.config import parse_address
 from nvpool.base.errors import CorruptFrame, InvalidRequest, NoSpace
 from nvpool.base.metrics import BOUNDS_S, SLOTS, Times
 from nvpool.base.metrics_page import Page
@@ -193,6 +195,60 @@ async def asked_by_http(requests, make_page, patience=None):
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+
+
+def test_metrics_address_is_loopback_unless_a_host_is_named():
+    for text, found, is_open in (("9477", ("127.0.0.1", 9477), False), (":9477", ("127.0.0.1", 9477), False),
+                                 ("127.0.0.1:9477", ("127.0.0.1", 9477), False), ("[::1]:9477", ("::1", 9477), False),
+                                 ("localhost:9477", ("localhost", 9477), False), ("10.0.0.1:9477", ("10.0.0.1", 9477), True),
+                                 ("0.0.0.0:9477", ("0.0.0.0", 9477), True), ("[::]:9477", ("::", 9477), True),
+                                 ("gpu-1:9477", ("gpu-1", 9477), True), ("unix:/run/m.sock", ("/run/m.sock", 0), False)):
+        assert parse_address(text) == found and config.is_open(text) == is_open, text
+    for text in ("", "x", "x:", ":0", "70000", "unix:", "unix:m.sock", "unix:/" + "m" * 107, "unix:/a\0b"):
+        with pytest.raises(InvalidRequest, match="to listen on"):
+            parse_address(text)
+
+
+async def asked_at_socket(path):
+    """The answer at a unix socket and its mode, while a second process wants the same one."""
+    serving = asyncio.ensure_future(scrape.serve_metrics(f"unix:{path}", a_page))
+    for _ in range(1000):
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            break
+        except OSError:
+            await asyncio.sleep(0.01)
+    second = asyncio.ensure_future(scrape.serve_metrics(f"unix:{path}", a_page))
+    await asyncio.sleep(0.1)
+    mode = path.stat().st_mode & 0o777
+    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    for task in (serving, second):
+        task.cancel()
+    await asyncio.gather(serving, second, return_exceptions=True)
+    return answer, mode
+
+
+def test_metrics_at_a_unix_socket_are_for_owner_and_group(tmp_path):
+    path = tmp_path / "m.sock"
+    answer, mode = asyncio.run(asked_at_socket(path))
+    assert b"200 OK" in answer and b"nvpool_scrape_seconds" in answer and mode == 0o660
+    with socket.socket(socket.AF_UNIX) as left:  # by a process that was killed
+        path.unlink(missing_ok=True)
+        left.bind(str(path))
+    assert b"200 OK" in asyncio.run(asked_at_socket(path))[0]
+
+
+def test_metrics_open_to_other_machines_warn(caplog):
+    async def begin():
+        serving = asyncio.ensure_future(scrape.serve_metrics("0.0.0.0:1", a_page))
+        await asyncio.sleep(0.05)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(begin())
+    assert "to whoever reaches 0.0.0.0:1, without a password" in caplog.text
 
 
 async def a_page(wait_s):

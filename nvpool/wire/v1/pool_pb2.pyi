@@ -21,8 +21,10 @@ class MapReply(_message.Message):
     def __init__(self, map: _Optional[bytes] = ...) -> None: ...
 
 class PoolStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("issued",)
+    ISSUED_FIELD_NUMBER: _ClassVar[int]
+    issued: bool
+    def __init__(self, issued: _Optional[bool] = ...) -> None: ...
 
 class PoolStatusReply(_message.Message):
     __slots__ = ("status",)

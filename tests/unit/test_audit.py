@@ -1,0 +1,224 @@
+"""The audit log: what a line holds, that it is bounded and has no secrets, and which requests are events."""
+
+import asyncio
+import json
+import os
+import stat
+
+import pytest
+from click.testing import CliRunner
+
+from nvpool.base import audit
+from nvpool.base.audit import read_audit
+from nvpool.base.clock import ManualClock
+from nvpool.base.config import parse
+from nvpool.base.directory import FORMAT_TEXT, PoolDirectory
+from nvpool.base.errors import AccessDenied, AlreadyExists, InUse, WrongShard
+from nvpool.cli import audit as command
+from nvpool.run import audit_log
+from nvpool.run.audit_log import Actor, AuditLog
+from nvpool.run.auditing import MetaAudit, actor_of, audited, settings_of
+from nvpool.wire.transport import Credentials, Peer
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+US = Actor(uid=os.geteuid(), pid=os.getpid())
+STRANGER = Actor(address="10.0.0.9:4711")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "audit.log"
+
+
+@pytest.fixture
+def log(path, tmp_path):
+    made = AuditLog(path, tmp_path / "audit.lock", "nvpoold")
+    yield made
+    made.close()
+
+
+def written(log, path):
+    log.close()
+    return list(read_audit(path))
+
+
+def test_audit_line_says_who_what_and_result(log, path):
+    log.note("drive-add", US, {"path": "/mnt/nvme0", "force": False})
+    client = Actor(member="client/ws1.0a1b2c3d", address="10.0.0.9:4711")
+    log.note("volume-grant", client, {"inode": 7}, AccessDenied("not you"), refused=True)
+    log.note("join", STRANGER, {"kind": "node"}, InUse("x"))
+    first, second, third = written(log, path)
+    assert first["who"]["uid"] == os.geteuid() and first["who"]["pid"] == os.getpid() and first["who"]["command"]
+    assert (first["event"], first["result"], first["from"], first["process"]) == ("drive-add", "done", "unix", "nvpoold")
+    assert first["what"] == {"path": "/mnt/nvme0", "force": False} and first["time"].endswith("Z")
+    assert second["who"] == {"member": "client/ws1.0a1b2c3d"} and second["from"] == "10.0.0.9:4711"
+    assert (second["result"], second["error"]) == ("refused", "not you")
+    assert third["who"] == {"unknown": True} and third["result"] == "failed"
+
+
+def test_audit_log_is_not_for_other_users(log, path):
+    log.note("token", US, {})
+    log.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_audit_line_has_no_secrets(log, path):
+    log.note("x", US, {"token": "nvp1.AAAA", "etcd": {"client_key": "PEM", "urls": ["http://a"]}, "Password": "p",
+                       "new_key": True})
+    record, = written(log, path)
+    assert record["what"] == {"token": "...", "etcd": {"client_key": "...", "urls": ["http://a"]}, "Password": "...",
+                              "new_key": True}
+
+
+def test_audit_line_is_bounded_and_plain_ascii(log, path):
+    log.note("join", STRANGER, {"name": "\x1b[2J\n" + "ü" * 10_000, "more": {str(n): "x" * 300 for n in range(50)}})
+    record, = written(log, path)
+    raw = path.read_bytes()
+    assert raw.isascii() and raw.count(b"\n") == 1 and len(raw) <= audit.LINE_MAX and b"\x1b" not in raw
+    assert record["what"] == {"left_out": "too long"}
+
+
+def test_audit_log_is_rotated_and_bounded(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(audit_log, "BYTES_MAX", 2000)
+    logs = [AuditLog(path, tmp_path / "audit.lock", name) for name in ("one", "two")]
+    for number in range(200):
+        logs[number % 2].note("x", US, {"number": number})
+    for one in logs:
+        one.close()
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == ["audit.lock", "audit.log", *(f"audit.log.{n}" for n in range(1, audit.KEPT + 1))]
+    assert all(file.stat().st_size < 2600 for file in tmp_path.iterdir())
+    kept = [record["what"]["number"] for record in read_audit(path)]
+    assert {198, 199} & set(kept) and not {0, 1} & set(kept)
+    for which in (0, 1):
+        mine = [number for number in kept if number % 2 == which]
+        assert mine == sorted(mine), "the oldest first"
+
+
+def test_refusals_do_not_push_out_other_lines(path, tmp_path):
+    log = AuditLog(path, tmp_path / "audit.lock", "nvpoold", ManualClock())
+    for _ in range(500):
+        log.note("join", STRANGER, {}, AccessDenied("no"), refused=True)
+    log.note("token", US, {})
+    records = written(log, path)
+    assert len(records) == audit_log.REFUSED_MAX + 1
+    assert records[-1]["event"] == "token" and records[-1]["left_out"] == 500 - audit_log.REFUSED_MAX
+
+
+def test_audit_log_that_can_not_be_written_harms_nobody(tmp_path, caplog):
+    log = AuditLog(tmp_path / "none" / "audit.log", tmp_path / "audit.lock", "nvpoold")
+    for _ in range(3):
+        log.note("token", US, {})
+    log.close()
+    assert caplog.text.count("can not be written") == 1
+
+
+def test_read_audit_leaves_broken_lines_out(path):
+    path.write_text('{"event": "a"}\nnonsense\n[1]\n{"event": "b"')
+    assert [record["event"] for record in read_audit(path)] == ["a"]
+
+
+def test_audited_work_is_noted_with_its_end(log, path):
+    async def work(error=None):
+        if error is not None:
+            raise error
+        return 7
+
+    assert asyncio.run(audited(log, "drive-add", US, {}, work())) == 7
+    for error in (AccessDenied("no"), InUse("busy")):
+        with pytest.raises(type(error)):
+            asyncio.run(audited(log, "drive-add", US, {}, work(error)))
+    assert [record["result"] for record in written(log, path)] == ["done", "refused", "failed"]
+
+
+def test_actor_is_the_certificate_or_the_local_user():
+    credentials = Credentials(1000, frozenset({1000}), 77)
+    assert actor_of(Peer("x", "unix", True, credentials=credentials)) == Actor(uid=1000, pid=77, address="unix")
+    assert actor_of(Peer("x", "10.0.0.9:1", False, "client/a.1")) == Actor("client/a.1", address="10.0.0.9:1")
+    assert actor_of(Peer("x", "10.0.0.9:1", False)) == Actor(address="10.0.0.9:1")
+
+
+def test_settings_that_differ_are_audited():
+    assert settings_of(parse('[network]\nhost = "10.0.0.1"\n[log]\nlevel = "info"\n')) == {"network": {"host": "10.0.0.1"}}
+
+
+class Asked:
+    """A call as a handler sees it."""
+
+    def __init__(self, method, message):
+        self.method, self.message = method, message.SerializeToString()
+        self.peer = Peer("x", "10.0.0.9:1", False, "client/a.1")
+        self.answered = []
+
+    def reply(self, message=b"", payload=()):
+        self.answered.append(bytes(message))
+
+    def fail(self, error):
+        self.answered.append(error)
+
+
+WISH = pb.VolumeRequest
+EVENTS = [
+    (wire.META_CREATE, pb.CreateRequest(name=b"data", volume=pb.VolumeWish(bytes_max=9)), "volume-create",
+     {"volume": "data", "bytes_max": 9}),
+    (wire.META_VOLUME, WISH(inode=5, wish=WISH.GRANT, grant=pb.VolumeGrant(client="client/b.2", write=True)), "volume-grant",
+     {"inode": 5, "client": "client/b.2", "right": "rw"}),
+    (wire.META_VOLUME, WISH(inode=5, wish=WISH.REVOKE, grant=pb.VolumeGrant(client="client/b.2")), "volume-revoke",
+     {"inode": 5, "client": "client/b.2"}),
+    (wire.META_VOLUME, WISH(inode=5, wish=WISH.SEAL), "volume-seal", {"inode": 5}),
+    (wire.META_VOLUME, WISH(inode=5, wish=WISH.REMOVE), "volume-remove", {"inode": 5}),
+    (wire.META_VOLUME, WISH(inode=5, wish=WISH.SET, bytes_max=3), "volume-set", {"inode": 5, "bytes_max": 3}),
+    (wire.META_TRASH, pb.TrashRequest(inode=5, wish=pb.TrashRequest.PURGE), "trash-purge", {"inode": 5, "entry": 0}),
+    (wire.META_DUMP, pb.DumpRequest(), "dump", {}),
+]
+
+
+@pytest.mark.parametrize("method, message, event, what", EVENTS, ids=[event for _, _, event, _ in EVENTS])
+def test_change_of_a_volume_is_an_event(log, path, method, message, event, what):
+    call = Asked(method, message)
+    MetaAudit(log).watched(call).reply(b"")
+    record, = written(log, path)
+    assert (record["event"], record["what"], record["who"]) == (event, what, {"member": "client/a.1"})
+    assert call.answered == [b""]
+
+
+@pytest.mark.parametrize("method, message", [
+    (wire.META_CREATE, pb.CreateRequest(name=b"jjj")), (wire.META_VOLUME, WISH(inode=5)),
+    (wire.META_VOLUME, WISH(inode=5, wish=WISH.ATTACH)), (wire.META_TRASH, pb.TrashRequest(inode=5)),
+    (wire.META_GETATTR, pb.GetAttrRequest(inode=5))])
+def test_ordinary_request_is_no_event(log, method, message):
+    call = Asked(method, message)
+    assert MetaAudit(log).watched(call) is call
+
+
+def test_volume_of_an_answer_is_named(log, path):
+    call = MetaAudit(log).watched(Asked(wire.META_VOLUME, WISH(inode=5, wish=WISH.SEAL)))
+    call.reply(pb.VolumeReply(volume=pb.VolumeState(inode=5, name="data")).SerializeToString())
+    assert written(log, path)[0]["what"] == {"inode": 5, "volume": "data"}
+
+
+@pytest.mark.parametrize("error, results", [(AccessDenied("no"), ["refused"]), (AlreadyExists("there"), ["failed"]),
+                                            (WrongShard("elsewhere"), [])])
+def test_refused_change_of_a_volume_is_an_event(log, path, error, results):
+    call = Asked(wire.META_VOLUME, WISH(inode=5, wish=WISH.SEAL))
+    MetaAudit(log).watched(call).fail(error)
+    assert call.answered == [error]
+    assert [record["result"] for record in written(log, path)] == results
+
+
+def test_audit_command_prints_the_log(tmp_path):
+    directory = PoolDirectory(tmp_path)
+    directory.log.mkdir()
+    directory.format.write_text(FORMAT_TEXT)
+    old = {"time": "2020-01-01T00:00:00.000Z", "event": "token", "result": "done", "who": {"unknown": True}, "from": "x",
+           "what": {"kind": "node"}}
+    new = old | {"time": "2120-01-01T00:00:00.000Z", "event": "drive-add", "who": {"uid": 0, "user": "root", "pid": 7,
+                                                                                 "command": "nvpool"}}
+    (directory.log / audit.FILE).write_text(json.dumps(old) + "\n" + json.dumps(new) + "\n")
+    shown = CliRunner().invoke(command.audit, [str(tmp_path)]).output
+    assert "token\tdone\tunknown\tx\tkind=node" in shown and "root (nvpool 7)" in shown
+    for since in ("7d", "2050-01-01", "2050-01-01T00:00:00Z"):
+        done = CliRunner().invoke(command.audit, [str(tmp_path), "--json", "--since", since])
+        assert [one["event"] for one in json.loads(done.output)] == ["drive-add"], since
+    assert "write how long ago" in CliRunner().invoke(command.audit, [str(tmp_path), "--since", "soon"]).output
