@@ -262,11 +262,11 @@ class View:
 
     def signed(self, rights: int, session: int, number: int, cut: int, table: int, volume: int, now_ns: int) -> bytes:
         """A grant of a file with these attributes to who asks, whatever speaks against one."""
-        grant = Grant(rights, 0, session, number, cut, now_ns // 1_000_000 + self.grant_ms, table)
-        if volume:  # else there is no right that could be taken back
-            grant = grant._replace(epoch=self.map_epoch & EPOCH_MASK, volume=volume_tag(volume),
-                                   member=member_tag(self.access.asker or ""))
-        return sign(grant, self.grant_secret)
+        ends_ms = now_ns // 1_000_000 + self.grant_ms
+        if not volume:  # then there is no right that could be taken back
+            return sign(Grant(rights, 0, session, number, cut, ends_ms, table), self.grant_secret)
+        return sign(Grant(rights, 0, session, number, cut, ends_ms, table, self.map_epoch & EPOCH_MASK, volume_tag(volume),
+                          member_tag(self.access.asker or "")), self.grant_secret)
 
 
 def _directory(find: Callable[[int], Inode], number: int) -> Inode:
