@@ -112,9 +112,9 @@ class Sessions:
             first = pairs[-1][0] + b"\0"
 
     def end_strangers(self, members: Container[str]) -> None:
-        """End those of clients that are not among the members of the pool, with the next look at leases."""
+        """End those of clients and bridges that are not among the members of the pool, with the next look at leases."""
         for session in self.by_number.values():
-            if session.member and session.member not in members:
+            if session.member.startswith(("client/", "bridge/")) and session.member not in members:
                 session.expires_s = -inf
 
     def get(self, number: int) -> Session:

@@ -15,6 +15,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller
 from nvpool.logic.lockranges import EXCLUSIVE
 from nvpool.meta.options import MetaOptions
+from nvpool.meta.service import MetaService
 from nvpool.meta.volumes import revocation
 from nvpool.meta.volumes.records import LISTED, SEALED, VolumeRecord
 from nvpool.meta.volumes.revocation import ALL, Revocations, lost_rights
@@ -115,6 +116,40 @@ async def test_target_that_does_not_answer_is_told_of(bench):
     finally:
         revocation.WAIT_S = wait_s
     assert (await bench.fs.volumes.set("v", trash_s=5)).revoked_in_s == 0
+
+
+def test_client_reads_on_by_a_lesser_right(monkeypatch):
+    handle = MetaService.handle
+
+    def handle_as_client(self, call):
+        if call.peer.name == ONE:
+            call.peer = call.peer._replace(member=ONE)
+        handle(self, call)
+
+    monkeypatch.setattr(MetaService, "handle", handle_as_client)
+
+    async def main() -> None:
+        async with LocalPool(shards=1) as pool:
+            own = AsyncFileSystem(await pool.client(), Caller(0, 0))
+            await own.volumes.create("v")
+            await own.volumes.grant("v", ONE, "rw")
+            await own.write_bytes("/volumes/v/f", b"before")
+            fs = AsyncFileSystem(await pool.client(ONE), Caller(0, 0))
+            file = await fs.open("/volumes/v/f", "r+b")
+            await file.write(0, b"B")
+            await file.fsync()
+            await own.volumes.grant("v", ONE, "ro")
+            assert await file.read(0, 6) == b"Before"
+            with pytest.raises(PermissionError, match="may only read"):
+                await file.write(0, b"C")
+                await file.fsync()
+            await own.volumes.revoke("v", ONE)
+            with pytest.raises(PermissionError, match="was taken back"):
+                await file.read(0, 6)
+            with pytest.raises(PermissionError):  # what was written by the right that was taken is lost
+                await file.close()
+            assert await own.read_bytes("/volumes/v/f") == b"Before"
+    asyncio.run(main())
 
 
 def a_record(flags: int = 0, **grants: bool) -> VolumeRecord:
