@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _STEP_S = 0.25
 _FIELDS = ("name, inode, path, bytes_max, files_max (0: no limit), bytes_used, files_used, bytes_reserved, replicas, "
-           "chunk_bytes, sealed, trash_s, access, grants, attachments, state, files_removing, created_ns")
+           "chunk_bytes, sealed, trash_s, access, grants, attachments, state, files_removing, created_ns, revoked_in_s")
 
 
 @click.group(epilog=f"""\b
@@ -92,6 +92,9 @@ def _of(used: int, most: int, bytes_: bool) -> str:
 
 
 def _told(found: Volume, as_json: bool) -> None:
+    if found.revoked_in_s:
+        say(f"a target has not answered: what was taken back it may still allow for up to {found.revoked_in_s} s; see which: "
+            "nvpool status")
     if as_json:
         print_json(as_object(found))
         return
@@ -258,7 +261,9 @@ example: nvpool volume revoke /srv/pool models trainer.9f31c2aa
 @click.argument("client")
 @json_option
 def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
-    """Take a client's right to a volume away. What it has open it can read for two minutes more at most.
+    """Take a client's right to a volume away, also to what it has open.
+
+    Returns when all targets refuse the client; where one does not answer within some seconds, that is told of.
 
     A client that has none is left so, and told of.
     """

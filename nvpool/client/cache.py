@@ -79,6 +79,10 @@ class OpenInode:
     def size(self) -> int:
         return self.attr.size if self.written is None else max(self.attr.size, self.written.end)
 
+    def give_up_grant(self) -> None:
+        """Not all of its rights are ours any more: the next grant is used, whatever it allows."""
+        self.grant_rights = 0
+
     def adopt_grant(self, raw: bytes, now_ms: int) -> None:
         """Use `raw` from now on, when it is not weaker than what we have."""
         if not raw:

@@ -34,6 +34,7 @@ from nvpool.base.errors import (
     StaleCut,
     StaleEpoch,
     StaleGrant,
+    StaleIdentity,
     StaleSession,
     StaleTenure,
     Unavailable,
@@ -50,7 +51,7 @@ from nvpool.client.flushing import PATIENCE_S, Flushing, Stored, WrittenAt
 from nvpool.client.hedging import LATE_S, Hedging, Sent
 from nvpool.client.lanes import Lane, Read, error_of, mismatch, reads_struct, results_struct, submit_into
 from nvpool.client.options import ClientOptions
-from nvpool.client.pauses import pause
+from nvpool.client.pauses import pause, until_known
 from nvpool.client.poolview import PoolView
 from nvpool.client.replicas import Replicas
 from nvpool.client.secondreads import SecondReads, settle
@@ -398,6 +399,8 @@ class ChunkClient(BeginsWrites):
         elif isinstance(error, (StaleEpoch, WrongTarget)):
             if not await self._view.refresh():
                 await self._pause(error, tries, left)
+        elif isinstance(error, StaleIdentity):
+            await until_known(error, tries, left)
         elif not isinstance(error, Damaged) or tries > 1:
             await self._pause(error, tries, left)
 

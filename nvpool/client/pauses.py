@@ -5,13 +5,24 @@ from __future__ import annotations
 import asyncio
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Busy, NvpoolError, Unreachable
+from nvpool.base.errors import AccessDenied, Busy, NvpoolError, StaleIdentity, Unreachable
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 
 REACH_S = 0.1
 """Between two looks whether anybody listens again where nobody does: they cost next to nothing, and a daemon that is started
 again is there within a second."""
+
+IDENTITY_S, IDENTITY_TRIES = 0.2, 5
+"""For a target whose map is older than the joining of this client to hear of it; each target hears of a map within a second."""
+
+
+async def until_known(error: StaleIdentity, tries: int, left_s: float) -> None:
+    """Before a target that has not let this client in is asked again. AccessDenied where that has been tried for a second: then
+    the client is in the pool no more."""
+    if tries > IDENTITY_TRIES:
+        raise AccessDenied(str(error))
+    await asyncio.sleep(min(IDENTITY_S, left_s))
 
 
 async def pause(error: NvpoolError, tries: int, left_s: float, view: PoolView, options: ClientOptions, clock: Clock) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Busy, StaleEpoch, Unavailable, Unreachable
+from nvpool.base.errors import Busy, StaleEpoch, StaleIdentity, Unavailable, Unreachable
 from nvpool.client.poolview import PoolView
 from nvpool.logic.poolmap import PoolMap, Shard
 from nvpool.logic.shards import process_name
@@ -59,8 +59,12 @@ class Primaries:
         connection = self._dialer.live(shard.endpoints)
         if connection is None:
             self._unreached.setdefault(shard.endpoints, self._clock.boottime_s())
-            with self._followed():
-                connection = await self._connect(shard.endpoints, deadline_s)
+            try:
+                with self._followed():
+                    connection = await self._connect(shard.endpoints, deadline_s)
+            except StaleIdentity:  # it answers, and refuses us
+                self._unreached.pop(shard.endpoints, None)
+                raise
             self._unreached.pop(shard.endpoints, None)
         return connection
 

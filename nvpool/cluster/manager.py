@@ -28,6 +28,7 @@ from nvpool.logic import transitions
 from nvpool.logic.links import BROKEN, cut_off, is_replaceable
 from nvpool.logic.poolmap import PoolMap
 from nvpool.logic.rebalance import given_up, next_steps, taken_back
+from nvpool.logic.rights import without_ended
 from nvpool.logic.transitions import ChainName
 from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest
 
@@ -198,6 +199,13 @@ class Manager:
         """Targets that have given a sign of life in the last lease."""
         return frozenset(target for target in self._heard if self.answering(target))
 
+    def unaware(self, epoch: int) -> list[int]:
+        """Targets that may serve and have not said that they know the map of this epoch. A target that serves nothing is left
+        out: it begins with the newest map."""
+        return [target.id for target in self._coordinator.pool_map.targets
+                if target.state not in ("down", "gone") and not target.is_over and target.id not in self._dead
+                and (target.id not in self._heard or self._heard[target.id].epoch < epoch)]
+
     def used_bytes(self) -> dict[int, int]:
         """Of each target that has said it."""
         return {target: heard.used_bytes for target, heard in self._heard.items() if heard.used_bytes is not None}
@@ -218,7 +226,8 @@ class Manager:
                     await self._unless_urgent(_GATHER_S)
             except TimeoutError:
                 pool_map = self._coordinator.pool_map
-                if not (self._silent(pool_map) or self._away(pool_map) or self._to_leave(pool_map)):
+                if not (self._silent(pool_map) or self._away(pool_map) or self._to_leave(pool_map)
+                        or without_ended(pool_map, self._clock.wall_ns() // 1_000_000) is not pool_map):
                     continue
             self._news.clear()
             self._urgent.clear()
@@ -312,7 +321,7 @@ class Manager:
                                    and self._known(now, name, (target,)))
         serving = self.serving()
         new = next_steps(new, serving=serving)
-        return transitions.retired(new)
+        return without_ended(transitions.retired(new), self._clock.wall_ns() // 1_000_000)
 
     def _away(self, pool_map: PoolMap) -> set[int]:
         """Those that have been down for so long that they are given up."""

@@ -235,6 +235,21 @@ class Moving(msgspec.Struct, frozen=True):
     limit_bytes_s: int = 0
 
 
+class RightTaken(msgspec.Struct, frozen=True):
+    """A right to a volume that was taken back: stores refuse grants of it that were given before the map had `epoch`. Changes:
+    logic/rights."""
+
+    volume: int
+    """Its inode; 0: each volume."""
+    member: str
+    """Whose right; empty: everybody's, and those who have one still get a new grant."""
+    rights: int
+    """READ, WRITE of base/grants."""
+    epoch: int
+    until_ms: int
+    """Wall clock, since 1970: by then each grant that was given before has ended."""
+
+
 class PoolMap(msgspec.Struct, frozen=True, dict=True):
     format: int
     pool_id: str
@@ -265,6 +280,8 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     """Shards that nodes are to make."""
     losses: tuple[Loss, ...] = ()
     """What chains have lost for ever, the oldest first; they name it by its number."""
+    rights_taken: tuple[RightTaken, ...] = ()
+    """Rights to volumes that were taken back not long ago."""
 
     @cached_property
     def target_by_id(self) -> dict[int, Target]:

@@ -804,8 +804,13 @@ cdef class AtOnce:
         put64(begin + 20, i.cut)
         put64(begin + 28, ends_ms)
         begin[36] = i.table if i.table > 1 else 0
-        for byte in range(37, GRANT_BODY):
-            begin[byte] = 0
+        cdef uint64_t epoch = 0, tag = 0
+        if i.volume:  # open to all: a shard with one that is not answers nothing here
+            epoch = self._view.map_epoch
+            tag = i.volume * GOLDEN >> 48
+            tag = tag if tag else 1
+        begin[37], begin[38], begin[39] = <uint8_t>(epoch >> 16), <uint8_t>epoch, <uint8_t>(epoch >> 8)
+        begin[40], begin[41], begin[42], begin[43] = <uint8_t>tag, <uint8_t>(tag >> 8), 0, 0
         state = self._grants.copy()
         state.update(PyBytes_FromStringAndSize(<const char *>begin, GRANT_BODY))
         memcpy(begin + GRANT_BODY, PyBytes_AS_STRING(<bytes>state.digest()), MAC_BYTES)

@@ -12,6 +12,7 @@ import stat
 import struct
 from collections.abc import Callable, Container, Iterable
 from itertools import islice
+from math import inf
 
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.base.ids import partition_of
@@ -55,7 +56,8 @@ class Slot:
 
 
 class Session:
-    __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity", "brought")
+    __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity", "brought",
+                 "member")
 
     def __init__(self, number: int, record: records.SessionRecord, expires_s: float) -> None:
         self.number = number
@@ -71,6 +73,8 @@ class Session:
         """The client's, as it says it at every shard; 0: it did not say."""
         self.brought: dict[int, int] = {}
         """Of these, what has come with partitions from another shard, and the client has not named here yet."""
+        self.member = ""
+        """Whom the certificate of the client names, as far as this process has heard it; empty: it showed none."""
 
     @property
     def record(self) -> records.SessionRecord:
@@ -106,6 +110,12 @@ class Sessions:
                 number = records.session_of_key(key)
                 self.add(Session(number, record, now_s + self.lease_s))
             first = pairs[-1][0] + b"\0"
+
+    def end_strangers(self, members: Container[str]) -> None:
+        """End those of clients and bridges that are not among the members of the pool, with the next look at leases."""
+        for session in self.by_number.values():
+            if session.member.startswith(("client/", "bridge/")) and session.member not in members:
+                session.expires_s = -inf
 
     def get(self, number: int) -> Session:
         session = self.by_number.get(number)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from stat import S_IFREG
 
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongShard
-from nvpool.base.grants import READ, Grant, sign
+from nvpool.base.grants import READ
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_BITS, PARTITION_COUNT
 from nvpool.logic.partition import HASH_BITS, cursor_at, cursor_behind, cursor_parts, partition_of_name
@@ -130,8 +130,7 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
 
 def _grants(view: View, session: int, inodes: list[tuple], lent: Collection[int], now_ns: int) -> bytes:
     """To read the regular files among these that are lent, in order."""
-    secret, ends_ms = view.grant_secret, now_ns // 1_000_000 + view.grant_ms
-    return b"".join([sign(Grant(READ, 0, session, fields[0], fields[_CUT], ends_ms, fields[_TABLE]), secret)
+    return b"".join([view.signed(READ, session, fields[0], fields[_CUT], fields[_TABLE], fields[_VOLUME], now_ns)
                      for fields in inodes if fields[0] in lent and fields[1] & S_IFMT == S_IFREG])
 
 

@@ -100,6 +100,11 @@ class LockWaits:
             _log.warning("session %#x has ended without giving back %d locks, which are kept for %.0f s: it may still write",
                          session, held, self._table.hold_s)
 
+    def give_on(self, sessions: Iterable[int]) -> None:
+        """What these sessions held, which have ended: their clients can write no more. With the next `run_once`."""
+        for session in sessions:
+            self._table.end_session(session, 0.0)
+
     async def run_once(self) -> None:
         """Give on what dead sessions held, as far as it is time; move the queues. Waits for the engine only."""
         self._table.tick()

@@ -414,6 +414,14 @@ class ShardMember:
                                               request.SerializeToString(), deadline_s=self._clock.boottime_s() + wait_s)
         return decoded(reply_type, reply.message)
 
+    async def take_right(self, request: pb.TakeRightRequest) -> list[int]:
+        """Ask that stores refuse grants of a right that was taken back, or only who does not know that; who does not. On return
+        this member has the map that says it, so the grants that it gives are newer. Errors as of the supervisor."""
+        reply = await self._call_keeper(wire.META_TAKE_RIGHT, request, pb.TakeRightReply, ASK_S)
+        if reply.map:
+            self.update_map(decode_map(reply.map))
+        return list(reply.unaware)
+
     async def _ask_to_begin(self) -> None:
         """Be given a term to serve in, or learn who is the primary."""
         give_up_s, proven, said = self._clock.boottime_s() + BEGIN_S, self._whole_term(), ""

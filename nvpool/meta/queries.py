@@ -20,7 +20,7 @@ from nvpool.base.errors import (
     Stale,
     WrongShard,
 )
-from nvpool.base.grants import READ, Grant, sign
+from nvpool.base.grants import READ
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.meta import records
@@ -149,7 +149,6 @@ def _look_up_together(view: View, session: int, some: list[Piece], rights: int, 
             or any([fields[_FLAGS] & _MORE_TO_SAY for fields in inodes]):
         return False
     lent = view.lend_all(session, inodes)
-    secret, ends_ms = view.grant_secret, now_ns // 1_000_000 + view.grant_ms
     not_found, lease_ms = NotFound.wire_code, view.lease_ms
     found, told = reply.found, iter(inodes)
     for number in numbers:
@@ -173,7 +172,7 @@ def _look_up_together(view: View, session: int, some: list[Piece], rights: int, 
         if volume:
             attr.volume = volume
         if rights and attr.mode & _TYPE == _REGULAR:
-            entry.grant = sign(Grant(rights, 0, session, number, cut, ends_ms, attr.table), secret)
+            entry.grant = view.signed(rights, session, number, cut, attr.table, volume, now_ns)
         if number in lent:
             entry.lease_ms = lease_ms
     return True

@@ -64,6 +64,7 @@ from nvpool.meta.view import CutInProgress, Decision, Draft, View, fill_attr
 from nvpool.meta.volumes.access import asker_of
 from nvpool.meta.volumes.accounts import Rooms
 from nvpool.meta.volumes.removal import Removal
+from nvpool.meta.volumes.revocation import Revocations, TakeRight
 from nvpool.meta.volumes.service import VolumeAnswers
 from nvpool.meta.waits import Waits
 from nvpool.meta.watches import Watches
@@ -76,7 +77,9 @@ _log = logging.getLogger(__name__)
 
 class MetaService(Answers, SessionAnswers, VolumeAnswers):
     def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: Dialer | None = None,
-                 clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions()) -> None:  # noqa: B008 (immutable)
+                 clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
+                 take_right: TakeRight | None = None) -> None:
+        """`take_right`: see Revocations."""
         self._kv = kv
         self._shard = shard
         self._term = term
@@ -93,6 +96,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._loading: Load | None = None
         self._targets = Targets(dialer, clock, grant_secret, shard)
         self._waits = Waits(clock, f"shard {shard}", self._die)
+        self._revocations = Revocations(clock, options, take_right, lambda: self._map.epoch if self._map is not None else 0)
         self._removals: dict[int, Removal] = {}
         self._purged_up_to: dict[int, int] = {}
         self._background: set[asyncio.Task] = set()
@@ -183,6 +187,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             return
         self._map = pool_map
         self._targets.use_map(pool_map)
+        if pool_map.members:
+            self._sessions.end_strangers(pool_map.members)
         if self._incarnation:
             self._view.use_map(pool_map)
             self._spanning.use_map(pool_map)
@@ -250,21 +256,6 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             await asyncio.sleep(self._options.sweep_s)
             if self._state == "serving":
                 await self._collector.sweep_all()
-
-    async def end_leases(self) -> None:
-        """End the sessions whose lease is over; give on locks; reserve numbers where they run low. Waits for the engine."""
-        now_s = self._clock.boottime_s()
-        for session in self._sessions.expired(now_s):
-            while self._kv.full:
-                await self._kv.room()
-            if session.expires_s >= now_s:
-                continue  # renewed while we waited
-            _log.warning("session %#x (%s) has not been renewed and ends", session.number, session.client)
-            self._end_session(session, self._options.grant_s)
-            await asyncio.sleep(0)
-        await self._locks.run_once()
-        if self._numbers.low(self._view.next_number):
-            await self._numbers.more()
 
     async def run_once(self) -> tuple[int, int]:
         """What the background does at each tick, for tests: (inodes whose chunks went, what is left)."""

@@ -1,9 +1,13 @@
 """What a metadata service answers about sessions: opened, renewed, watched, ended; and what they have open.
 
-A part of `meta/service`, which owns all that is used here. Nothing here waits.
+A part of `meta/service`, which owns all that is used here. Nothing here waits but `end_leases`.
 """
 
 from __future__ import annotations
+
+import asyncio
+import logging
+from math import inf
 
 from nvpool.base.errors import InvalidRequest, WrongShard
 from nvpool.base.ids import partition_of
@@ -14,6 +18,7 @@ from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
 OWNERS_MAX = 4096
+_log = logging.getLogger(__name__)
 
 
 class SessionAnswers:
@@ -38,6 +43,7 @@ class SessionAnswers:
             self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
             self._sessions.add(session)
             self._numbers.next_session += 1
+        session.member = call.peer.member
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)
         self._moving.bring_sessions()
@@ -53,7 +59,7 @@ class SessionAnswers:
     def _renew_session(self, call: Call) -> None:
         request = pb.RenewSessionRequest.FromString(call.message)
         session = self._sessions.get(request.session)
-        session.expires_s = self._clock.boottime_s() + self._options.session_lease_s
+        session.expires_s, session.member = self._clock.boottime_s() + self._options.session_lease_s, call.peer.member
         self._check_ours(request.opened, request.released)
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)
@@ -87,6 +93,27 @@ class SessionAnswers:
         self._view.rooms.end_session(session.number)
         self._collector.hold(self._sessions.drop(session), grants_live_s and self._clock.boottime_s() + grants_live_s)
         self._locks.end_session(session.number, said_so=not grants_live_s)
+
+    async def end_leases(self) -> None:
+        """End the sessions whose lease is over, or whose client was removed from the pool; give on locks; reserve numbers where
+        they run low. Waits for the engine, and for who keeps the map where locks of removed clients hang on it."""
+        now_s = self._clock.boottime_s()
+        self._locks.give_on(await self._revocations.cut_off())
+        for session in self._sessions.expired(now_s):
+            while self._kv.full:
+                await self._kv.room()
+            if session.expires_s >= now_s:
+                continue  # renewed while we waited
+            was_removed = session.expires_s == -inf
+            _log.warning("session %#x (%s) ends: %s", session.number, session.client,
+                         f"{session.member} was removed from the pool" if was_removed else "it has not been renewed")
+            self._end_session(session, self._options.grant_s)
+            if was_removed:
+                self._revocations.removed(session.number)
+            await asyncio.sleep(0)
+        await self._locks.run_once()
+        if self._numbers.low(self._view.next_number):
+            await self._numbers.more()
 
     def _watch(self, call: Call) -> None:
         request = pb.WatchRequest.FromString(call.message)

@@ -20,7 +20,7 @@ from nvpool.base.errors import (
     SpreadDirectory,
     WrongShard,
 )
-from nvpool.base.grants import WRITE, Grant, sign
+from nvpool.base.grants import EPOCH_MASK, WRITE, Grant, member_tag, sign, volume_tag
 from nvpool.base.ids import COUNTER_BITS, inode_number
 from nvpool.base.units import NAME_BYTES_MAX, PARTITION_COUNT
 from nvpool.kv.contract import Kv
@@ -115,6 +115,7 @@ class View:
         self.shards = tuple(shard.id for shard in pool_map.shards) or self.shards
         self.tables = frozenset(pool_map.table_by_id) or self.tables
         self.map_epoch = pool_map.epoch
+        self.access.taken = frozenset((one.volume, one.member) for one in pool_map.rights_taken)
 
     def inode(self, number: int) -> Inode:
         """NotFound when there is none, WrongShard when another shard would know."""
@@ -257,9 +258,15 @@ class View:
         stores know it. An inode whose flag TOUCHED is not set may not get WRITE: the caller sets it first."""
         if inode.number in self.cutting:
             raise CutInProgress(inode.number)
+        return self.signed(rights & GRANT_RIGHTS, session, inode.number, inode.cut, inode.table, inode.volume, now_ns)
+
+    def signed(self, rights: int, session: int, number: int, cut: int, table: int, volume: int, now_ns: int) -> bytes:
+        """A grant of a file with these attributes to who asks, whatever speaks against one."""
         ends_ms = now_ns // 1_000_000 + self.grant_ms
-        return sign(Grant(rights & GRANT_RIGHTS, 0, session, inode.number, inode.cut, ends_ms, inode.table),
-                    self.grant_secret)
+        if not volume:  # then there is no right that could be taken back
+            return sign(Grant(rights, 0, session, number, cut, ends_ms, table), self.grant_secret)
+        return sign(Grant(rights, 0, session, number, cut, ends_ms, table, self.map_epoch & EPOCH_MASK, volume_tag(volume),
+                          member_tag(self.access.asker or "")), self.grant_secret)
 
 
 def _directory(find: Callable[[int], Inode], number: int) -> Inode:
@@ -462,9 +469,8 @@ class Draft:
             self.dirty[inode.number] = inode
         if self.intent is not None and self.intent[0] == inode.number:
             # The answer that carries it is given only when all targets have cut.
-            ends_ms = self.now_ns // 1_000_000 + self.view.grant_ms
-            return sign(Grant(rights & GRANT_RIGHTS, 0, session, inode.number, inode.cut, ends_ms, inode.table),
-                        self.view.grant_secret)
+            return self.view.signed(rights & GRANT_RIGHTS, session, inode.number, inode.cut, inode.table, inode.volume,
+                                    self.now_ns)
         return self.view.grant(inode, rights, session, self.now_ns)
 
     def cut(self, inode: Inode, size: int) -> None:

@@ -187,6 +187,12 @@ class Leading:
             raise Unavailable("this node does not lead the pool", retry_after_s=0.1)
         return await change(self._coordinator, decide, self._reign.lease)
 
+    def unaware(self, epoch: int) -> list[int]:
+        """Targets that serve and do not know the map of this epoch yet. Unavailable when this node does not lead."""
+        if self.manager is None:
+            raise Unavailable("this node does not lead the pool", retry_after_s=0.1)
+        return self.manager.unaware(epoch)
+
     def died(self, target: int, pid: int) -> None:
         """The process of one of our targets has ended: its place is taken at once, by us where nobody leads."""
         if self.manager is not None:

@@ -3,8 +3,9 @@
 A primary of a shard with standbys says every half second that it lives (META_ALIVE), to who leads the pool. Its lease counts
 from the sending, here it is counted from the arrival: so it has ended there before it has here. One that has been silent for a
 whole lease, or whose process on this node has ended, is followed by a standby that is up, where there is one. Primaries ask
-here that a standby be up, or be not (META_STANDBY), and that partitions be another shard's (META_MOVED). What changes is
-decided by logic/shards and logic/moves. Used by run/supervisor.
+here that a standby be up, or be not (META_STANDBY), that partitions be another shard's (META_MOVED), and that grants of a
+volume be refused (META_TAKE_RIGHT). What changes is decided by logic/shards, logic/moves and logic/rights. Used by
+run/supervisor.
 
 A standby is asked for its records before it is promoted, and is demoted where it has lost them: an empty member never follows,
 and a shard waits rather than be served without changes that were acknowledged.
@@ -20,13 +21,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleEpoch, StaleTerm
 from nvpool.base.units import PARTITION_COUNT
-from nvpool.logic import moves, shards
+from nvpool.logic import moves, rights, shards
 from nvpool.logic.poolmap import PoolMap, Shard, encode_map
 from nvpool.meta.service_right import AuthorityCheck
 from nvpool.run.leading import Reign
@@ -57,12 +58,14 @@ class _Lost(NamedTuple):
 class ShardKeeper:
     def __init__(self, pool_map: Callable[[], PoolMap], change: Change, clock: Clock,
                  secret: Callable[[], bytes], leads: Callable[[], Reign | None], lease_s: float = LEASE_S, *,
-                 change_anywhere: Change | None = None, has_records: HasRecords | None = None) -> None:
+                 change_anywhere: Change | None = None, has_records: HasRecords | None = None,
+                 unaware: Callable[[int], Collection[int]] = lambda epoch: ()) -> None:
         """`change(decide)` replaces the map by what `decide` makes of the newest, and returns the new one; `secret` is the
         pool's key of grants, asked for with the first message. `leads`: our reign, where primaries tell us that they live, and
         not another node's supervisor; nothing is decided else, but for the processes of this node that have ended
         (`change_anywhere`). `has_records(shard, member)` asks a standby, before it is promoted, whether it still has its
-        records; None: it does not answer, or its drive is away. Without the function, a standby that is up has them."""
+        records; None: it does not answer, or its drive is away. Without the function, a standby that is up has them.
+        `unaware(epoch)`: targets that serve and do not know the map of that epoch yet."""
         self._newest = pool_map
         self._change = change
         self._clock = clock
@@ -72,6 +75,7 @@ class ShardKeeper:
         self._change_anywhere = change_anywhere or change
         self._has_records = has_records
         self._lease_s = lease_s
+        self._unaware = unaware
         self._reign: Reign | None = None
         self._replacing: dict[int, tuple[int, int]] = {}
         """Shard -> term in which its primary is being replaced, and the epoch of the map that would say so."""
@@ -80,7 +84,7 @@ class ShardKeeper:
         self._said: dict[int, int] = {}  # shard -> term in which no standby answered
         self._woken = asyncio.Event()
 
-    METHODS = frozenset((wire.META_ALIVE, wire.META_STANDBY, wire.META_MOVED))
+    METHODS = frozenset((wire.META_ALIVE, wire.META_STANDBY, wire.META_MOVED, wire.META_TAKE_RIGHT))
 
     def _check(self, authority: bytes) -> None:
         if self._checking is None:
@@ -97,6 +101,10 @@ class ShardKeeper:
             moved = MovedRequest.FromString(message)
             self._check(moved.authority)
             return (await self._moved(moved)).SerializeToString()
+        if method == wire.META_TAKE_RIGHT:
+            taken = pb.TakeRightRequest.FromString(message)
+            self._check(taken.authority)
+            return (await self._take_right(taken)).SerializeToString()
         request = pb.StandbyRequest.FromString(message)
         self._check(request.authority)
 
@@ -108,6 +116,14 @@ class ShardKeeper:
         new = await self._change(decide)
         log.info("standby %d of shard %d is %s", request.member, request.shard, "up" if request.up else "not up any more")
         return pb.StandbyReply(map=encode_map(new)).SerializeToString()
+
+    async def _take_right(self, request: pb.TakeRightRequest) -> pb.TakeRightReply:
+        """Have stores refuse grants that were given before now; or only say which do not know that yet."""
+        if not request.rights:
+            return pb.TakeRightReply(unaware=self._unaware(request.known))
+        new = await self._change(lambda newest: rights.taken(newest, request.volume, request.member, request.rights,
+                                                             self._clock.wall_ns() // 1_000_000, request.life_ms))
+        return pb.TakeRightReply(map=encode_map(new), unaware=self._unaware(new.epoch))
 
     async def _moved(self, request: MovedRequest) -> MovedReply:
         """Partitions are another shard's from here on, where they are to be. The newest map says what became of it."""

@@ -112,7 +112,8 @@ class Supervisor:
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.reign,
                                              change_anywhere=self.leading.change,
-                                             has_records=partial(has_records, self._dialer, SYSTEM_CLOCK))
+                                             has_records=partial(has_records, self._dialer, SYSTEM_CLOCK),
+                                             unaware=self.leading.unaware)
         self._nodes = Nodes(node, self.leading, self._reception, self._etcd, used=self._status.used_bytes,
                             answers=self._status.node_answers, stop=stop.ask)
         self._places = ShardPlaces(directory, config, node, self.leading, start=partial(self._start_missing, targets=False),

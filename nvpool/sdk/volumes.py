@@ -11,7 +11,7 @@ import contextlib
 import os
 import stat
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nvpool.base.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
@@ -67,6 +67,8 @@ class Volume:
     bytes_reserved: int = 0
     """Promised to writers, beside what is used."""
     files_removing: int = 0
+    revoked_in_s: int = 0
+    """Of a right that was just taken back: for up to so long some target takes grants from before; 0: none does."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +188,8 @@ class AsyncVolumes:
             return await self._tell(name, _Wish.GRANT, grant=pb.VolumeGrant(client=member_named(client), write=_RIGHTS[rights]))
 
     async def revoke(self, name: str, client: str) -> Volume:
-        """The client has no right any more: new requests are refused at once, reads and writes by rights that it was given
-        before end within their life (two minutes)."""
+        """The client has no right any more, and what it has open is refused on return. `revoked_in_s` of the answer is not 0
+        where a target that does not answer may take grants from before."""
         with as_told(_place(name)):
             return await self._tell(name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(client)))
 
@@ -364,7 +366,8 @@ class AsyncVolumes:
 
     async def _tell(self, name: str, wish: int, **fields: Any) -> Volume:
         async with self._named(name) as inode:
-            return volume_of((await self._ask(inode, wish, **fields)).volume)
+            reply = await self._ask(inode, wish, **fields)
+            return replace(volume_of(reply.volume), revoked_in_s=reply.revoked_in_s)
 
     async def _ask(self, inode: int, wish: int, **fields: Any) -> pb.VolumeReply:
         request = _Wish(inode=inode, wish=wish, **{name: value for name, value in fields.items() if value is not None})

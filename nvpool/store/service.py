@@ -51,6 +51,7 @@ from nvpool.store.orders import Orders
 from nvpool.store.peers import Dialer, peer_write
 from nvpool.store.reads import READ
 from nvpool.store.replica import Replica
+from nvpool.store.rights import Rights
 from nvpool.store.rounds import INTERVAL_S, SCRUB_BYTES_PER_S
 from nvpool.store.telling import Telling
 from nvpool.store.tenure import Tenure
@@ -76,7 +77,6 @@ from nvpool.wire.v1.wire_pb2 import Method
 log = logging.getLogger(__name__)
 
 EXTENT = struct.Struct("<III")
-GRANTS_KEPT = 65_536
 WAITING_MAX = 8192
 """Calls that wait at once, over all connections; more are told to come later."""
 INODES_LISTED_MAX = 65_536
@@ -94,14 +94,14 @@ class StoreService(WritesOne, Telling):
         no part in chains with others. `on_fail` is told when background work has died of a fault in itself."""
         self.store = store
         self.target = target
-        self._secret = grant_secret
         self.clock = clock
         self._refresh_map = refresh_map
         self._map: PoolMap | None = None
         self._epoch = 0
         self._changed_at: dict[int, int] = {}
         self._stale_below = 0
-        self._grants: dict[bytes, grants.Grant] = {}
+        self._rights = Rights(grant_secret, clock, self._rights_taken)
+        self.grant, self._grants = self._rights.grant, self._rights.known
         self.use = Use(clock, self._grants)
         self._tasks: set[asyncio.Task] = set()
         self._reads: set[Call] = set()
@@ -129,6 +129,7 @@ class StoreService(WritesOne, Telling):
         self.at_once = reads_at_once(target, self._grants, store, self.replica.pending, self.tenure, self.use, clock)
         """What a listener asks first; None where every request is handled."""
         answer_new_writes(self, grant_secret)
+        self._new_writes = getattr(self.at_once, "writes", None)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
@@ -165,6 +166,7 @@ class StoreService(WritesOne, Telling):
     async def _tend(self) -> None:
         while True:
             await asyncio.sleep(TEND_S)
+            self._rights.tend()
             try:
                 await self.store.tend()
             except NvpoolError as error:
@@ -208,6 +210,7 @@ class StoreService(WritesOne, Telling):
                 for number, chain in enumerate(table.chains):
                     if old is None or old.chains[number] != chain:
                         self._changed_at[number] = pool_map.epoch
+        self._rights.use(pool_map.rights_taken)
         self.replica.update_map(pool_map)
         self._giving.update_map(pool_map)
         if self.upkeep is not None:
@@ -299,18 +302,12 @@ class StoreService(WritesOne, Telling):
 
     # -- grants ------------------------------------------------------------------------------------------------------
 
-    def grant(self, raw: bytes, now_ms: int) -> grants.Grant | None:
-        """The grant, or None when it is not valid (any more)."""
-        found = self._grants.get(raw)
-        if found is None:
-            try:
-                found = grants.verify(raw, self._secret, now_ms)
-            except StaleGrant:
-                return None
-            if len(self._grants) >= GRANTS_KEPT:
-                self._grants.clear()
-            self._grants[raw] = found
-        return found if found.ends_ms + grants.CLOCK_SKEW_S * 1000 >= now_ms else None
+    def _rights_taken(self, any_left: bool) -> None:
+        """Close paths that do not look a grant up in `known` while there are such rights; call locations in that were lent."""
+        if self._new_writes is not None:
+            self.at_once.writes = None if any_left else self._new_writes
+        if any_left and self.store.lender is not None:
+            self.store.lender.changing_all()
 
     def _authority(self, raw: bytes) -> None:
         grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)

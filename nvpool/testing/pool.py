@@ -24,6 +24,7 @@ from nvpool.kv.memory import MemoryKv
 from nvpool.logic.moves import moved
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Target, encode_map
+from nvpool.logic.rights import taken
 from nvpool.logic.shards import dealt, primary_began
 from nvpool.logic.transitions import sealed
 from nvpool.meta.service import MetaOptions, MetaService
@@ -33,6 +34,7 @@ from nvpool.wire.handover import path_beside
 from nvpool.wire.registry import listen
 from nvpool.wire.transport import Greeting
 from nvpool.wire.v1 import wire_pb2
+from nvpool.wire.v1.meta_pb2 import TakeRightRequest
 from nvpool.wire.v1.moving_pb2 import MovedReply, MovedRequest
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
 
@@ -71,6 +73,8 @@ class LocalPool:
         self._started: set[int] = set()
         self.deaf: set[int] = set()
         """Shards that are not told of a new map: they learn of it by others. For tests."""
+        self.unaware: set[int] = set()
+        """Targets that are said not to know the newest map. For tests."""
         self.loses_moved = lambda: ""
         """What is lost when a shard asks that partitions be another's: "question", "answer" or nothing. For tests."""
 
@@ -163,7 +167,7 @@ class LocalPool:
             kv = await LmdbKv.open(path, LmdbOptions())
         self.kvs[shard] = kv
         meta = MetaService(kv, shard=shard, grant_secret=self.grant_secret, dialer=self._dialer(f"shard {shard}"),
-                           clock=self.clock, options=self._meta_options)
+                           clock=self.clock, options=self._meta_options, take_right=self._take_right)
         meta.update_map(self.pool_map)
         await meta.start()
         self.metas[shard] = meta
@@ -253,6 +257,14 @@ class LocalPool:
                 meta.update_map(pool_map)
         for target in list(self.stores):
             self._give_map(target)
+
+    async def _take_right(self, request: TakeRightRequest) -> list[int]:
+        """As who keeps the map; `unaware` does not know of it."""
+        if request.rights:
+            now_ms = self.clock.wall_ns() // 1_000_000
+            await self.change_map(lambda now: taken(now, request.volume, request.member, request.rights, now_ms,
+                                                    request.life_ms))
+        return list(self.unaware)
 
     async def change_map(self, change) -> PoolMap:
         """The next map, as `change(map)` gives it, known to the shard and all stores; clients learn of it when they ask."""

@@ -18,7 +18,7 @@ from math import inf
 from typing import NamedTuple
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import DeadlineExceeded, InvalidRequest, NvpoolError, TooManyOpen, Unreachable
+from nvpool.base.errors import DeadlineExceeded, InvalidRequest, NvpoolError, StaleIdentity, TooManyOpen, Unreachable
 from nvpool.wire import registry
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.transport import Buffer, Connection, Greeting, Reply, Transport
@@ -66,6 +66,9 @@ class _Attempt:
 
     def error(self) -> NvpoolError:
         """All failures as one error, of the class that says most."""
+        for _, error in self.failures:
+            if isinstance(error, StaleIdentity):  # the daemon answers, and this is the reason
+                return error
         worst = next((error for _, error in self.failures if not isinstance(error, Unreachable)), self.failures[-1][1])
         return type(worst)("; ".join(self.failed()), may_be_applied=worst.may_be_applied, retry_after_s=worst.retry_after_s)
 

@@ -24,6 +24,7 @@ from nvpool.logic.poolmap import (
     encode_map,
 )
 from nvpool.logic.replication import of_old_floor
+from nvpool.logic.rights import taken
 from nvpool.store.chunkstore import ChunkCopy, InodeCut
 from nvpool.store.fetching import CHUNK_VERSION, INODE_CUT, WANTED, decode_copy, encode_copy
 from nvpool.store.service import EXTENT
@@ -58,13 +59,18 @@ def a_grant_of_table_2() -> bytes:
     return grants.sign(grants.Grant(3, 2, SESSION, INODE, 5, 1_700_000_000_000, 2), bytes(range(32)))
 
 
+def a_grant_in_a_volume() -> bytes:
+    return grants.sign(grants.Grant(3, 2, SESSION, INODE, 5, 1_700_000_000_000, 2, 0x123456, grants.volume_tag(INODE),
+                                    grants.member_tag("client/one.0a1b2c3d")), bytes(range(32)))
+
+
 def messages() -> dict[str, str]:
     epoch = 0x1122_3344
     reads = codec.pack_reads([(INODE, 7, 4096, 8192, 0, 0), (1, 0, 0, 4096, 0, 0)])
     writes = codec.pack_writes([(INODE, 5, 77, 7, 100, 5000, 0, 0)])
     change = meta_pb2.Change(session=SESSION, slot=63, sequence=1 << 40, map_epoch=epoch, uid=1000, gid=100)
     made = {
-        "grant": a_grant(), "grant of table 2": a_grant_of_table_2(),
+        "grant": a_grant(), "grant of table 2": a_grant_of_table_2(), "grant in a volume": a_grant_in_a_volume(),
         "read entries": reads, "write entries": writes,
         "read results": codec.pack_read_results([(0, 1, 8192, ids.version(7, 9)), (404, 0, 0, 0)]),
         "write results": codec.pack_write_results([(0, 0, 0, ids.version(7, 10))]),
@@ -131,6 +137,9 @@ def messages() -> dict[str, str]:
         "ShardAliveReply": meta_pb2.ShardAliveReply(term=3, lease_ms=3000, map=b"m"),
         "StandbyRequest": meta_pb2.StandbyRequest(shard=1, member=2, term=3, up=True, epoch=7, authority=a_grant()),
         "StandbyReply": meta_pb2.StandbyReply(map=b"m"),
+        "TakeRightRequest": meta_pb2.TakeRightRequest(shard=1, authority=a_grant(), volume=INODE, member="client/one",
+                                                      rights=3, life_ms=130_000, known=epoch),
+        "TakeRightReply": meta_pb2.TakeRightReply(map=b"m", unaware=[1, 300]),
         "NamesRequest": meta_pb2.NamesRequest(inodes=b"i" * 8, directory=INODE, elsewhere=True, cursor=b"c", limit=9),
         "NamesReply": meta_pb2.NamesReply(names=[meta_pb2.NamedInode(inode=INODE, directory=2, name=b"n\xff", above=1)],
                                           gone=b"g" * 8, cursor=b"c", done=True),
@@ -180,6 +189,10 @@ def test_the_pool_map_is_the_one_of_the_golden_file_and_places_chunks_as_ever():
     assert decode_map((GOLDEN / "poolmap-4.json").read_bytes().strip()) == a_map()  # and before it had targets' verifiers
     assert decode_map((GOLDEN / "poolmap-5.json").read_bytes().strip()) == a_map()  # and before chains began anew
     assert decode_map((GOLDEN / "poolmap-6.json").read_bytes().strip()) == a_map()  # and before moves had an epoch
+    assert decode_map((GOLDEN / "poolmap-7.json").read_bytes().strip()) == a_map()  # and before rights were taken back
+    taking = taken(a_map(), INODE, "client/one.0a1b2c3d", grants.READ, 1_700_000_000_000, 130_000)
+    assert encode_map(taking) == (GOLDEN / "poolmap-taken.json").read_bytes().strip()
+    assert decode_map(encode_map(taking)) == taking
 
 
 def test_every_data_message_carries_the_epoch_of_the_map():

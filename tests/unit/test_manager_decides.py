@@ -12,6 +12,7 @@ from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.cluster.manager import EQUAL, LEASE_S, LENT_S, OUTLIVES_S, Manager, change
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.poolmap import Chain, PartitionRange, Shard
+from nvpool.logic.rights import taken
 from nvpool.store.tenure import Tenure
 from nvpool.wire.v1.pool_pb2 import AliveRequest
 from tests.unit.test_placement import a_pool
@@ -321,3 +322,30 @@ def test_nothing_is_given_up_where_the_others_are_too_few_or_nobody_wants_it():
         assert [target.wish for target in coordinator.pool_map.targets] == ["share"] * 3
     given_up_after(refused, (4, 4, 4), 3)
     given_up_after(refused, (4, 4, 4), 2, replace_after_s=0.0)
+
+
+def test_manager_knows_which_targets_lack_a_map():
+    async def run(coordinator, manager, clock):
+        assert manager.unaware(1) == [1, 2, 3]
+        beat(manager, 1, epoch=5)
+        beat(manager, 2, epoch=4)
+        assert manager.unaware(4) == [3] and manager.unaware(5) == [2, 3]
+        manager.died({2: 102})
+        assert manager.unaware(5) == [3]
+        await change(coordinator, lambda now: replace(now, targets=tuple(
+            replace(target, state="down") if target.id == 3 else target for target in now.targets)))
+        assert manager.unaware(5) == []
+    with_manager(run)
+
+
+def test_manager_drops_taken_rights_after_their_time():
+    async def run(coordinator, manager, clock):
+        now_ms = clock.wall_ns() // 1_000_000
+        await change(coordinator, lambda now: taken(now, 7, "", 1, now_ms, 5000))
+        clock.advance(4.0)
+        await manager.run_once()
+        assert coordinator.pool_map.rights_taken
+        clock.advance(2.0)
+        await manager.run_once()
+        assert not coordinator.pool_map.rights_taken
+    with_manager(run)

@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.base.errors import Bug, Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound
+from nvpool.base.grants import EPOCH_MASK, read, volume_tag
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta import atonce, records
@@ -461,6 +463,23 @@ async def test_volumes_and_their_quotas_are_left(bench):
     assert is_left(bench, UNLINK, pb.UnlinkRequest(change=change, parent=root, name=b"inside"))
     assert is_left(bench, REPORT, pb.ReportRequest(change=change, inode=inside, end=9, wrote=True))
     assert not is_left(bench, LOOKUP, pb.LookupRequest(session=client.session, parent=root, name=b"inside"))
+
+
+@with_shard
+async def test_grant_in_a_volume_is_that_of_the_ordinary_way(bench):
+    client = bench.client
+    volume = await client.create(bench.home, b"v", stat.S_IFDIR | 0o755, volume=pb.VolumeWish())
+    root = volume.entry.attr.inode
+    inside = (await client.file(root, b"inside")).inode
+    for epoch in (0x1_0203, 0x7_1234_5678):
+        bench.service.update_map(replace(small_map(), epoch=epoch))
+        request = pb.LookupRequest(session=client.session, parent=root, name=b"inside", rights=1).SerializeToString()
+        frame = pack_head(REQUEST, LOOKUP, 7, 1000, request, 0)
+        taken, out = bench.at_once(frame)
+        assert taken and out == [await bench.ordinary.ask(frame)]
+        _, _, _, _, message, _ = read_head(bytearray(out[0]), 0, len(out[0]), 0)
+        grant = read(pb.Entry.FromString(message).grant)
+        assert (grant.inode, grant.epoch, grant.volume) == (inside, epoch & EPOCH_MASK, volume_tag(root)) and not grant.member
 
 
 @with_shard

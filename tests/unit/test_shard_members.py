@@ -57,7 +57,8 @@ class Bench:
         self.records: dict[int, bool | None] = {}
         """Of standbys that were asked: True unless it is said here."""
         self.keeper = ShardKeeper(lambda: self.map, self.change, self.clock, lambda: SECRET, lambda: self.reign,
-                                  change_anywhere=self.change_anywhere, has_records=self.has_records)
+                                  change_anywhere=self.change_anywhere, has_records=self.has_records,
+                                  unaware=lambda epoch: [3] if epoch > 1 else [])
         self.right = ServiceRight(self.clock, SECRET, 1)
 
     async def has_records(self, shard, member):
@@ -514,3 +515,16 @@ def test_a_right_is_one_of_a_service():
     assert read(ServiceRight(clock, SECRET, 7)()).rights == SERVICE and read(ServiceRight(clock, SECRET, 7)()).session == 7
 
 
+@in_a_loop
+async def test_keeper_has_the_map_say_what_was_taken_back():
+    bench = Bench()
+    request = pb.TakeRightRequest(shard=1, volume=7, member="client/one.0a1b2c3d", rights=1, life_ms=1000)
+    with pytest.raises(StaleGrant):
+        await bench.keeper.answer(wire.META_TAKE_RIGHT, request.SerializeToString())
+    request.authority = bench.right()
+    reply = pb.TakeRightReply.FromString(await bench.keeper.answer(wire.META_TAKE_RIGHT, request.SerializeToString()))
+    entry, = decode_map(reply.map).rights_taken
+    assert (entry.volume, entry.member, entry.epoch) == (7, "client/one.0a1b2c3d", 2) and list(reply.unaware) == [3]
+    asking = pb.TakeRightRequest(shard=1, known=1, authority=bench.right()).SerializeToString()
+    reply = pb.TakeRightReply.FromString(await bench.keeper.answer(wire.META_TAKE_RIGHT, asking))
+    assert not reply.map and not reply.unaware and bench.map.epoch == 2

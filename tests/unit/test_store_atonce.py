@@ -14,6 +14,7 @@ from nvpool.base.checksum import block_checksums, crc32c, piece_checksums
 from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target
+from nvpool.logic.rights import taken
 from nvpool.store import atonce
 from nvpool.store.chunkstore import create_chunk_store, open_chunk_store
 from nvpool.store.memory import MemoryChunkStore
@@ -211,6 +212,25 @@ async def test_a_grant_is_looked_at_as_always(bench):
     endless = grants.sign(grants.Grant(grants.READ, 0, 9, 1, 0, 2**64 - 1), SECRET)
     bench.ordinary.ask(bench.frame(grant=endless))
     assert bench.same(bench.frame(grant=endless))
+
+
+@with_bench
+async def test_grant_of_a_taken_right_is_left(bench):
+    def of(volume):
+        ends_ms = bench.clock.wall_ns() // 1_000_000 + 60_000
+        return grants.sign(grants.Grant(grants.READ, 0, 9, 1, 0, ends_ms, 1, 5, grants.volume_tag(volume)), SECRET)
+
+    revoked, other = bench.frame(grant=of(77)), bench.frame(grant=of(78))
+    for frame in (revoked, other):
+        assert not bench.same(frame)  # nobody has verified it
+        bench.ordinary.ask(frame)
+        assert bench.same(frame)
+    bench.service.update_map(taken(pool_map(5), 77, "", grants.READ, bench.clock.wall_ns() // 1_000_000, 60_000))
+    revoked, other = bench.frame(grant=of(77), epoch=6), bench.frame(grant=of(78), epoch=6)
+    for frame in (revoked, other):
+        assert not bench.same(frame)
+        bench.ordinary.ask(frame)
+    assert not bench.same(revoked) and bench.same(other)
 
 
 @with_bench

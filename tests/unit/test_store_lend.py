@@ -19,6 +19,8 @@ from nvpool.base.clock import ManualClock
 from nvpool.base.host import boot_id
 from nvpool.base.units import MIB
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.logic.poolmap import MAP_FORMAT, PoolMap, Settings
+from nvpool.logic.rights import taken
 from nvpool.store import lend
 from nvpool.store.allocator import Transaction, Waiting
 from nvpool.store.block_chunkstore import BlockChunkStore
@@ -450,6 +452,17 @@ async def test_places_are_told_to_whom_the_descriptors_were_given_under_a_grant_
     one.device.flip(place)
     one.store.quarantine.note(1, 0, 0, "was found bad")
     assert ask(one, [(1, 0, 256, 0, 0)])[0][0][4] == 0, "a chunk with bad blocks is read through the store"
+
+
+@lending
+async def test_locations_are_called_in_when_a_right_is_taken(one):
+    await put(one.store, 1, 0, 0, some_bytes(BLOCK))
+    (_, _, _, _, _, slot, stamp, _), = ask(one, [(1, 0, 256, 0, 0)])[0]
+    assert one.store.lender._table[slot] == stamp
+    service = StoreService(one.store, target=1, grant_secret=SECRET, clock=one.clock)
+    service.update_map(taken(PoolMap(MAP_FORMAT, "p", "p", 5, Settings()), 77, "", grants.READ,
+                             one.clock.wall_ns() // 1_000_000, 60_000))
+    assert one.store.lender._table[slot] != stamp
 
 
 def test_more_inodes_than_can_be_remembered_count_as_lent_altogether(monkeypatch):

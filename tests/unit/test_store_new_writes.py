@@ -18,6 +18,7 @@ from nvpool.base.checksum import piece_checksums
 from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.base.errors import Busy, DriveFailed, Fenced, NoSpace
 from nvpool.logic.layout import chain_of
+from nvpool.logic.rights import taken
 from nvpool.store import atonce, newwrites
 from nvpool.store.allocator import GROUP_BLOCKS, Transaction
 from nvpool.store.chunkstore import InodeCut, StoreOptions, create_chunk_store, open_chunk_store
@@ -567,3 +568,19 @@ def test_over_a_connection_it_is_answered_at_once(tmp_path):
             await connection.close()
             await listener.close()
     asyncio.run(scene())
+
+
+def test_writes_are_left_while_rights_are_taken_back(tmp_path):
+    async def main():
+        async with opened(tmp_path) as one:
+            now_ms = one.clock.wall_ns() // 1_000_000
+            one.said()
+            assert one.taken == 1
+            one.service.update_map(taken(pool_map(5), 77, "", grants.WRITE, now_ms, 5000))
+            one.said(inode=2, epoch=6)
+            assert one.taken == 1, "what answers at once does not look whose grants are refused"
+            one.clock.advance(6.0)
+            one.service._rights.tend()
+            one.said(inode=3, epoch=6)
+            assert one.taken == 2
+    asyncio.run(main())

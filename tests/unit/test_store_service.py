@@ -17,6 +17,7 @@ from nvpool.base.ids import version
 from nvpool.logic.layout import chain_of
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target, changed
+from nvpool.logic.rights import taken
 from nvpool.store.chunkstore import MustWait, create_chunk_store, open_chunk_store
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.reads import READ, RESULT
@@ -502,3 +503,41 @@ def test_copy_is_refused_where_its_chunk_became_shared_meanwhile():
     with pytest.raises(errors.NotSupported):
         copy(1, 1)
     assert not store.held(6, 1).version, "whoever joins has compared the chunk already"
+
+
+def of_a_volume(bench, rights, epoch, inode=1, volume=77, member="client/one.0a1b2c3d"):
+    ends = bench.clock.wall_ns() // 1_000_000 + 60_000
+    return grants.sign(grants.Grant(rights, 0, 9, inode, 0, ends, 1, epoch, grants.volume_tag(volume),
+                                    grants.member_tag(member)), SECRET)
+
+
+@served
+async def test_grant_of_a_taken_right_is_refused(bench):
+    stale = errors.StaleGrant.wire_code
+    bench.service.update_map(small_map(5))
+    both = of_a_volume(bench, grants.READ | grants.WRITE, 5)
+    assert [one[0] for one in await bench.write([(1, 0, 1, 0, 0, DATA)], both, epoch=9)] == [0]
+    assert await bench.read([(1, 0, 0, 4096)], both, 9) == ([0], DATA[:4096])
+    now_ms = bench.clock.wall_ns() // 1_000_000
+    bench.service.update_map(taken(small_map(5), 77, "client/one.0a1b2c3d", grants.READ | grants.WRITE, now_ms, 60_000))
+    assert (await bench.read([(1, 0, 0, 4096)], both, 9))[0] == [stale]
+    assert [one[0] for one in await bench.write([(1, 0, 2, 0, 0, DATA)], both, epoch=9)] == [stale]
+    for grant in (of_a_volume(bench, 3, 6), of_a_volume(bench, 3, 5, member=""), of_a_volume(bench, 3, 5, volume=78)):
+        assert await bench.read([(1, 0, 0, 4096)], grant, 9) == ([0], DATA[:4096])
+    with pytest.raises(errors.StaleGrant):
+        await bench.call(Method.DATA_EXTENTS, pb.ExtentsRequest(target=1, grant=both, inode=1, until=1, map_epoch=9))
+
+
+@served
+async def test_taken_rights_are_forgotten_with_their_time(bench):
+    now_ms = bench.clock.wall_ns() // 1_000_000
+    long = grants.sign(grants.Grant(grants.READ, 0, 9, 1, 0, now_ms + 600_000, 1, 5, grants.volume_tag(77), 0), SECRET)
+    bench.service.update_map(taken(small_map(5), 77, "", grants.READ, now_ms, 60_000))
+    assert (await bench.read([(1, 0, 0, 4096)], long, 9))[0] == [errors.StaleGrant.wire_code]
+    bench.clock.advance(61.0)
+    bench.service._rights.tend()
+    assert (await bench.read([(1, 0, 0, 4096)], long, 9))[0] == [0]
+
+
+def small_map(epoch):
+    return PoolMap(MAP_FORMAT, "p", "p", epoch, Settings())

@@ -15,6 +15,7 @@ from nvpool.base.errors import (
     NotFound,
     NotLeader,
     ProtocolMismatch,
+    StaleIdentity,
     StaleTerm,
     Unavailable,
     Unreachable,
@@ -150,6 +151,18 @@ def test_a_refusal_says_more_than_that_others_do_not_answer():
         dialer = Dialer(US, transports=transports)
         assert "another pool" in str(await refused(ProtocolMismatch, dialer.connect(("a://x", "b://x"), soon())))
         await dialer.close()
+    run(check())
+
+
+def test_refused_identity_is_told_alone():
+    async def check():
+        gone = StaleIdentity("client/one is not in the pool any more")
+        dialer = Dialer(US, transports={"a": Recorder("a", 50, (Unreachable("no such socket"), 0)),
+                                        "b": Recorder("b", 40, (gone, 0)),
+                                        "c": Recorder("c", 30, (AccessDenied("a strange certificate"), 0))})
+        assert str(await refused(StaleIdentity, dialer.connect(("a://1", "b://1", "c://1"), soon()))) == str(gone)
+        await dialer.close()
+
     run(check())
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from nvpool.base import grants
 from nvpool.base.clock import Clock
-from nvpool.base.errors import LockLost, NotFound, Unavailable, WrongShard
+from nvpool.base.errors import AccessDenied, LockLost, NotFound, Unavailable, WrongShard
 from nvpool.base.grants import READ, allows
 from nvpool.base.kept import KeptMemory
 from nvpool.client.batchread import BatchReader
@@ -110,12 +110,17 @@ class Core:
     # -- attributes and grants of open inodes --------------------------------------------------------------------------
 
     async def _refresh(self, file: OpenInode, rights: int) -> None:
-        """New attributes of an open inode, and a grant with `rights` besides those it has. One question at a time. LockLost."""
-        rights |= file.grant_rights
+        """New attributes of an open inode, and a grant with `rights` besides those it has, or with `rights` alone where some of
+        those were taken back. One question at a time. LockLost, AccessDenied."""
+        wanted, rights = rights, rights | file.grant_rights
         if file.renewal is None or file.renewal.done():
             file.renewal = asyncio.create_task(self._ask_attr(file, rights))
             file.renewal.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it meets it
-        await asyncio.shield(file.renewal)
+        try:
+            await asyncio.shield(file.renewal)
+        except AccessDenied:
+            file.give_up_grant()
+            rights = wanted
         if rights & ~file.grant_rights:
             await self._ask_attr(file, rights)
 

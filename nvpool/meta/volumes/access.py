@@ -49,6 +49,8 @@ class Access:
         self.restricted: dict[int, VolumeRecord] = {}
         self.asker: str | None = None
         """The member of the pool for whom it is decided, "" for who has the rights of a node; None: for ourselves."""
+        self.taken: frozenset[tuple[int, str]] = frozenset()
+        """Volumes and members whose rights were taken back not long ago, for the text of a refusal."""
 
     def note(self, number: int, record: VolumeRecord | None) -> None:
         """The volume's record is this now; None: it is gone."""
@@ -69,6 +71,8 @@ class Access:
         if record.flags & REMOVING:
             raise NotFound(f"volume {record.name} is being removed")
         if record.flags & LISTED and self.asker and self._granted(record) is None:
+            if self._was_taken(number):
+                raise AccessDenied(f"the right of {self.asker} to volume {record.name} was taken back")
             raise AccessDenied(f"{self.asker} has no right to volume {record.name}; an operator gives one: nvpool volume grant")
 
     def may_see(self, number: int) -> bool:
@@ -89,7 +93,8 @@ class Access:
         if record.flags & SEALED:
             raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")
         if record.flags & LISTED and self.asker and not self._granted(record):
-            raise AccessDenied(f"{self.asker} may only read in volume {record.name}")
+            raise AccessDenied(f"{self.asker} may only read in volume {record.name}"
+                               f"{': its right to write was taken back' if self._was_taken(number) else ''}")
 
     def check_method(self, method: int) -> None:
         """AccessDenied: the asker may not be shown, or mend, all that the shard has: there is a volume that he may not read."""
@@ -98,6 +103,9 @@ class Access:
                 if record.flags & LISTED and self._granted(record) is None:
                     raise AccessDenied(f"{self.asker} has no right to volume {record.name}, so none to look at everything: "
                                        "do it on a node of the pool")
+
+    def _was_taken(self, number: int) -> bool:
+        return (number, self.asker) in self.taken
 
     def _granted(self, record: VolumeRecord) -> bool | None:
         """Whether the asker may write; None: not even read."""

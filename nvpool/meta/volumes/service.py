@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
+from math import ceil
 
-from nvpool.base.errors import CorruptRecord, InUse, InvalidRequest, NotFound, NvpoolError, WrongShard
+from nvpool.base.errors import CorruptRecord, InUse, InvalidRequest, NotFound, NvpoolError, Unavailable, WrongShard
 from nvpool.base.ids import partition_of
 from nvpool.base.units import MIB, PARTITION_COUNT
 from nvpool.logic.volumenames import check_holder
@@ -19,6 +20,7 @@ from nvpool.meta.volumes import policy, trash
 from nvpool.meta.volumes.access import asker_of, check_trash, check_wish
 from nvpool.meta.volumes.records import (
     ATTACHMENTS_MAX,
+    LISTED,
     REMOVING,
     SEALED,
     VOLUME,
@@ -32,6 +34,7 @@ from nvpool.meta.volumes.records import (
     volume_of_key,
 )
 from nvpool.meta.volumes.removal import STEP, Removal, removed
+from nvpool.meta.volumes.revocation import ALL, lost_rights
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -127,12 +130,20 @@ class VolumeAnswers:
         if record.flags & REMOVING:
             raise NotFound(f"volume {record.name} is being removed")
         self._carry_out(request, record, use)
-        self._waits.add(call, partial(self._kv.sync, self._kv.sequence), lambda: self._reply_volume(call, request.inode),
-                        may_be_applied=True)
+        reply = pb.VolumeReply()
+        self._waits.add(call, partial(self._settle, request.inode, self._kv.sequence, reply),
+                        lambda: self._reply_volume(call, request.inode, reply), may_be_applied=True)
 
-    def _reply_volume(self, call: Call, number: int) -> None:
-        state = policy.state_of(self._view, number, *policy.read_volume(self._view, number))
-        call.reply(pb.VolumeReply(volume=state).SerializeToString())
+    async def _settle(self, number: int, sequence: int, reply: pb.VolumeReply) -> None:
+        """Have what was changed stored, and rights that were taken back refused by the stores."""
+        await self._kv.sync(sequence)
+        if self._revocations.owes(number):
+            reply.revoked_in_s = ceil(await self._revocations.settle(number))
+
+    def _reply_volume(self, call: Call, number: int, reply: pb.VolumeReply | None = None) -> None:
+        reply = reply or pb.VolumeReply()
+        reply.volume.CopyFrom(policy.state_of(self._view, number, *policy.read_volume(self._view, number)))
+        call.reply(reply.SerializeToString())
 
     def _carry_out(self, request: _Wish, record: VolumeRecord, use: policy.Use) -> None:
         """Nothing waits in here."""
@@ -149,12 +160,15 @@ class VolumeAnswers:
             new = policy.granted(record, request.grant)
         elif wish == _Wish.REVOKE:
             new = policy.revoked(record, request.grant.client)
+            if record.flags & LISTED:
+                self._revocations.owe(number, {request.grant.client: ALL})  # once more, where a process has died over it
         else:
             raise InvalidRequest(f"nothing is known that could be done with a volume under the number {wish}")
         if new == record:
             return
         self._kv.apply([(volume_key(VOLUME, number), encode_volume(new))], reclaims=True)
         access.note(number, new)
+        self._revocations.owe(number, lost_rights(record, new))
         if (new.flags, new.grants) != (record.flags, record.grants):
             self._watches.end_all()  # who has no right any more relies on nothing that he was told
 
@@ -250,6 +264,11 @@ class VolumeAnswers:
         self._view.rooms.by_volume.pop(number, None)
         self._collector.add(number)
         await self._kv.sync()
+        self._revocations.owe(number, {"": ALL})
+        try:
+            await self._revocations.settle(number)
+        except Unavailable as error:
+            _log.warning("volume %d is removed: %s", number, error)
 
     def _reply_removed(self, call: Call, number: int) -> None:
         try:

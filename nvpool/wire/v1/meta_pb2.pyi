@@ -1163,6 +1163,34 @@ class StandbyReply(_message.Message):
     map: bytes
     def __init__(self, map: _Optional[bytes] = ...) -> None: ...
 
+class TakeRightRequest(_message.Message):
+    __slots__ = ("shard", "authority", "volume", "member", "rights", "life_ms", "known", "forwarded")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    LIFE_MS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    authority: bytes
+    volume: int
+    member: str
+    rights: int
+    life_ms: int
+    known: int
+    forwarded: _pool_pb2.Forwarded
+    def __init__(self, shard: _Optional[int] = ..., authority: _Optional[bytes] = ..., volume: _Optional[int] = ..., member: _Optional[str] = ..., rights: _Optional[int] = ..., life_ms: _Optional[int] = ..., known: _Optional[int] = ..., forwarded: _Optional[_Union[_pool_pb2.Forwarded, _Mapping]] = ...) -> None: ...
+
+class TakeRightReply(_message.Message):
+    __slots__ = ("map", "unaware")
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    UNAWARE_FIELD_NUMBER: _ClassVar[int]
+    map: bytes
+    unaware: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, map: _Optional[bytes] = ..., unaware: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class SpanId(_message.Message):
     __slots__ = ("shard", "incarnation", "number")
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -1396,10 +1424,12 @@ class VolumeRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., wish: _Optional[_Union[VolumeRequest.Wish, str]] = ..., bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., trash_s: _Optional[int] = ..., listed: _Optional[bool] = ..., grant: _Optional[_Union[VolumeGrant, _Mapping]] = ..., holder: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class VolumeReply(_message.Message):
-    __slots__ = ("volume",)
+    __slots__ = ("volume", "revoked_in_s")
     VOLUME_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_IN_S_FIELD_NUMBER: _ClassVar[int]
     volume: VolumeState
-    def __init__(self, volume: _Optional[_Union[VolumeState, _Mapping]] = ...) -> None: ...
+    revoked_in_s: int
+    def __init__(self, volume: _Optional[_Union[VolumeState, _Mapping]] = ..., revoked_in_s: _Optional[int] = ...) -> None: ...
 
 class VolumeRoomRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "inode", "bytes", "needed", "again")

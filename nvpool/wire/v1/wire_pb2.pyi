@@ -73,6 +73,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_FOLLOW: _ClassVar[Method]
     META_ALIVE: _ClassVar[Method]
     META_STANDBY: _ClassVar[Method]
+    META_TAKE_RIGHT: _ClassVar[Method]
     META_HOLD: _ClassVar[Method]
     META_SETTLE: _ClassVar[Method]
     META_OUTCOME: _ClassVar[Method]
@@ -156,6 +157,7 @@ META_SHIP: Method
 META_FOLLOW: Method
 META_ALIVE: Method
 META_STANDBY: Method
+META_TAKE_RIGHT: Method
 META_HOLD: Method
 META_SETTLE: Method
 META_OUTCOME: Method

@@ -1,0 +1,22 @@
+"""How long a client goes on asking a target that does not let it in."""
+
+import asyncio
+
+import pytest
+
+from nvpool.base.errors import AccessDenied, StaleIdentity
+from nvpool.client import pauses
+from nvpool.client.pauses import IDENTITY_TRIES, until_known
+
+
+def test_client_that_is_not_let_in_gives_up_with_the_reason(monkeypatch):
+    monkeypatch.setattr(pauses, "IDENTITY_S", 0.0)
+
+    async def main():
+        error = StaleIdentity("client/one is not in the pool any more")
+        for tries in range(1, IDENTITY_TRIES + 1):
+            await until_known(error, tries, 60.0)
+        with pytest.raises(AccessDenied, match="client/one is not in the pool any more"):
+            await until_known(error, IDENTITY_TRIES + 1, 60.0)
+
+    asyncio.run(main())
