@@ -87,7 +87,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._state = "starting"
         self._incarnation = 0
         self._looked_s = clock.boottime_s()  # at the leases: where that is long ago we stood still, and nobody was heard
-        self._sessions = Sessions(kv, options.session_lease_s, shard)
+        self._sessions = Sessions(kv, options.session_lease_s, shard, options)
         self._numbers = Numbers(kv)
         self._runs = Runs(clock)
         self._loading: Load | None = None
@@ -262,7 +262,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             _log.warning("session %#x (%s) has not been renewed and ends", session.number, session.client)
             self._end_session(session, self._options.grant_s)
             await asyncio.sleep(0)
-        await self._locks.run_once()
+        await self._locks.run_once(self._sessions)
         if self._numbers.low(self._view.next_number):
             await self._numbers.more()
 

@@ -10,6 +10,7 @@ from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.meta import records
 from nvpool.meta.leases import Session, handles_of, inodes_of
+from nvpool.wire.limits import identify
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -20,6 +21,8 @@ class SessionAnswers:
     def _open_session(self, call: Call) -> None:
         request = pb.OpenSessionRequest.FromString(call.message)
         now_s = self._clock.boottime_s()
+        peer, trusted = identify(call.peer)
+        peer = "" if trusted else peer
         if request.session:
             session = self._sessions.take_up(request.session, request.secret, now_s)
             if request.names_open:
@@ -34,10 +37,11 @@ class SessionAnswers:
             number = self._shard << 48 | self._numbers.next_session
             record = records.SessionRecord(self._clock.secret(records.SESSION_SECRET_BYTES), self._clock.wall_ns(),
                                            request.client, request.watch, request.identity)
-            session, effects = self._sessions.opening(number, record, now_s)
+            session, effects = self._sessions.opening(number, record, now_s, peer)
             self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
             self._sessions.add(session)
             self._numbers.next_session += 1
+        self._sessions.belongs(session, peer)
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)
         self._moving.bring_sessions()
@@ -54,6 +58,9 @@ class SessionAnswers:
         request = pb.RenewSessionRequest.FromString(call.message)
         session = self._sessions.get(request.session)
         session.expires_s = self._clock.boottime_s() + self._options.session_lease_s
+        if not session.peer:
+            peer, trusted = identify(call.peer)
+            self._sessions.belongs(session, "" if trusted else peer)
         self._check_ours(request.opened, request.released)
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)

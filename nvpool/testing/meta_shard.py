@@ -77,9 +77,10 @@ class ShardClient:
                "LOCK": pb.LockReply, "LOCK_WAIT": pb.LockWaitReply, "LOCKS": pb.LocksReply,
                "WATCH": pb.WatchReply, "LOOKUP_MANY": pb.LookupManyReply}
 
-    def __init__(self, service: MetaService, uid: int = 0, gid: int = 0) -> None:
+    def __init__(self, service: MetaService, uid: int = 0, gid: int = 0, peer: Peer = PEER) -> None:
         self.service = service
         self.uid, self.gid = uid, gid
+        self.peer = peer
         self.session = 0
         self.secret = b""
         self.sequences = [0] * 64
@@ -93,6 +94,7 @@ class ShardClient:
 
     def send(self, method: str, request: Any, payload: bytes = b"") -> DirectCall:
         call = self.last = DirectCall(Method.Value("META_" + method), request.SerializeToString(), payload)
+        call.peer = self.peer
         self.service.handle(call)
         return call
 

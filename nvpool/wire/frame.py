@@ -154,6 +154,16 @@ class FrameReader:
         """Where the next bytes are received, when nothing came before them that is kept, and nobody stalls us; else None."""
         return None if self._end or self.stalled or self._sink is not None else self._buffer
 
+    def rewind(self) -> int:
+        """How many bytes are kept; they come anew, to be said to `buffer_updated` again."""
+        if self._sink is not None:
+            return 0
+        kept = self._end - self._begin
+        if self._begin:
+            self._view[:kept] = self._view[self._begin:self._end]
+        self._begin = self._end = 0
+        return kept
+
     def skip(self, count: int) -> None:
         """The first `count` of the bytes that come next, into what was `empty`, are taken already."""
         self._begin = count

@@ -5,6 +5,9 @@ user of a unix socket, else an IP address (of IPv6 the network of 64 bits). Node
 trusted: they are bounded by what a process can have at all, and a quarter of its connections is kept for them. Every other peer
 has a share, and no peer can use up what the others need.
 
+Each request of such a peer also waits for its turn: connections of one peer share a little time in each round of the loop, so
+that others wait for little.
+
 Guarantees, for all peers that are not trusted: no more connections than `connections_per_peer`, also before a handshake or
 greeting; requests with their messages hold no more than `memory_bytes_per_peer`: above it a connection is not read from until
 others of the same peer have ended; all peers together hold no more than `memory_bytes`, unsent answers included: above it the
@@ -37,6 +40,9 @@ LARGE_BYTES = 128 << 10
 LOOK_S = 1.0
 BYTES_PER_S = 1 << 20
 """A message, or what is to be sent, has a second more for each so many bytes."""
+TURN, RECEIVED = 16, 4
+"""Requests of a peer in one round of the loop; what a receive call brings costs as many, of which the quickest are answered
+together."""
 LOG_S = 10.0
 """One line for each limit in this time, however often it is met."""
 RESERVED_SHARE = 4
@@ -109,6 +115,9 @@ class Limited(Protocol):
     def go_on(self) -> None:
         """Read on, unless something else is against it."""
 
+    def take_turn(self) -> None:
+        """Go on with what was received; see Share.takes_turn."""
+
     def cut_off(self, reason: str) -> None:
         """End now, and let go of what is unsent. Calls Share.leave."""
 
@@ -127,7 +136,9 @@ class Account:
         self.waiting: deque[Share] = deque()
         self.queue: deque[Share] = deque()
         """Connections that wait for this peer's next turn; see `Share.turn`."""
-        self.used_s = 0.0
+        self.left = TURN
+        self.has_begun = False
+        """Its next turn is to come."""
         self.held_back = self.wakes = False
 
 
@@ -279,6 +290,20 @@ class Limits:
         share.connection.cut_off(reason)
         self.leave(share)
 
+    def next_turn(self, account: Account) -> None:
+        """A round of the loop later: those of the peer that wait, in their order, until its time is up again."""
+        account.has_begun, account.left = False, TURN
+        for _ in range(len(account.queue)):
+            if account.left <= 0:
+                break
+            share = account.queue.popleft()
+            share.queued = False
+            if share in account.shares:
+                share.connection.take_turn()
+        if account.queue and not account.has_begun:
+            account.has_begun = True
+            asyncio.get_running_loop().call_soon(self.next_turn, account)
+
     # -- the look
 
     def _tick(self) -> None:
@@ -395,6 +420,29 @@ class Share:
         if self in self.account.shares:
             self.held -= held
             self.limits.release(self.account, held)
+
+    # -- turns: what comes of all connections of a peer together is worked on for a little while in each round of the loop
+
+    def takes_turn(self) -> bool:
+        """Whether what was received may be worked on now; else the connection is told `take_turn` later."""
+        return self._spend(RECEIVED)
+
+    def goes_on(self) -> bool:
+        """Whether another request may follow at once on the one that was taken."""
+        return self._spend(1)
+
+    def _spend(self, cost: int) -> bool:
+        account = self.account
+        if not account.has_begun:
+            account.has_begun = True
+            asyncio.get_running_loop().call_soon(self.limits.next_turn, account)
+        if account.left > 0:
+            account.left -= cost
+            return True
+        if not self.queued:
+            self.queued = True
+            account.queue.append(self)
+        return False
 
     # -- time
 

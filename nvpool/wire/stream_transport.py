@@ -366,7 +366,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
         if kind == REQUEST and self._greeted:
             self._arrived(number, code, deadline_ms, message, payload)
-            if self._overfull:
+            if self._overfull or self._share is not None and not self._share.goes_on():
                 self._stop_reading()
         elif kind == CANCEL and self._greeted:
             self._cancelled(number)
@@ -405,8 +405,12 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     _writing_paused = False
 
     def _room(self) -> None:
-        if not self._writing_paused and not self._overfull and not self._held_back:
+        if self._may_read and (self._share is None or not self._share.queued):
             self._go_on_reading()
+
+    @property
+    def _may_read(self) -> bool:
+        return not (self._writing_paused or self._overfull or self._held_back or self._ended)
 
     def _who(self) -> str:
         return f"{self.peer.name} at {self.peer.address}"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import os
 import random
@@ -551,4 +552,34 @@ async def test_a_cancel_for_what_was_answered_already_is_nothing(tmp_path):
                  + pack_head(REQUEST, 1, 1, 1000, b"b", 0))
     assert [(await read_frame(reader))[3] for _ in range(2)] == [b"a", b"b"]
     writer.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_a_client_that_floods_lets_others_have_their_turn(tmp_path):
+    order = []
+
+    def handler(call):
+        order.append(call.method)
+        call.reply()
+
+    listener = await serve(tmp_path, handler, limits=Limits(Bounds(), trust=False))
+    flooding = [await raw_client(tmp_path) for _ in range(5)]
+    stranger = await connect(tmp_path)
+    end = next(end for end in listener.connections if end.peer.name == US.name)
+    end._share.leave()
+    end._entered = end._share = listener.limits.enter(end, end.peer._replace(member="client/other"), "we")
+    for _, writer in flooding:
+        writer.write(b"".join(pack_head(REQUEST, 1, n, 60_000, b"", 0) for n in range(1, 1001)))
+    await until(lambda: order)
+    for _ in range(20):
+        await stranger.call(2, b"", deadline_s=soon())
+    before = [place - number for number, place in enumerate(place for place, method in enumerate(order) if method == 2)]
+    assert max(after - earlier for earlier, after in itertools.pairwise(before)) < 200, before
+    for reader, writer in flooding:
+        for _ in range(1000):
+            assert (await read_frame(reader))[0] == REPLY
+        writer.close()
+    assert order.count(1) == 5000
+    await stranger.close()
     await listener.close()
