@@ -238,7 +238,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
 
 def limits_of(config: Config) -> Limits:
     """For all listeners of a daemon together."""
-    return Limits(Bounds(**as_dict(config)["limits"]))
+    return Limits(Bounds(**as_dict(config)["limits"]), plain_text=config.network.plain_text)
 
 
 def follow_members(identity: Identity | None, pool_map: PoolMap) -> None:

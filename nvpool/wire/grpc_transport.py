@@ -72,7 +72,7 @@ _CLIENT_OPTIONS = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enab
 """A connection of its own for each dialer, and never through a proxy that the environment names for web traffic."""
 
 _SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-                   ("grpc.max_concurrent_streams", 1), ("grpc.max_connection_idle_ms", 60_000),
+                   ("grpc.max_concurrent_streams", 1), ("grpc.max_connection_idle_ms", 600_000),
                    ("grpc.server_handshake_timeout_ms", int(HELLO_S * 1000)))
 """Without so_reuseport 0 a second daemon on the port would silently take half of the connections. A connection has one stream,
 which limits count; one without a stream ends."""

@@ -27,7 +27,7 @@ import resource
 from collections import deque
 from typing import NamedTuple, Protocol
 
-from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.clock import SYSTEM_CLOCK, Clock, stopwatch_s
 from nvpool.base.errors import Busy
 from nvpool.wire.roles import Role, role_of
 from nvpool.wire.tally import TALLY
@@ -40,9 +40,8 @@ LARGE_BYTES = 128 << 10
 LOOK_S = 1.0
 BYTES_PER_S = 1 << 20
 """A message, or what is to be sent, has a second more for each so many bytes."""
-TURN, RECEIVED = 16, 4
-"""Requests of a peer in one round of the loop; what a receive call brings costs as many, of which the quickest are answered
-together."""
+TURN_S = 0.00025
+"""Of a peer in one round of the loop: some ten requests, or of the quickest, which are answered together, a few dozen."""
 LOG_S = 10.0
 """One line for each limit in this time, however often it is met."""
 RESERVED_SHARE = 4
@@ -67,15 +66,17 @@ class Bounds(NamedTuple):
     open_files_per_peer: int = 2_000_000
 
 
-def identify(peer: Peer, operators: int | None = None) -> tuple[str, bool]:
-    """Name of the peer that limits are counted for, and whether it is trusted."""
+def identify(peer: Peer, operators: int | None = None, plain_text: bool = False) -> tuple[str, bool]:
+    """Name of the peer that limits are counted for, and whether it is trusted. With `plain_text` (network.plain_text) nobody on
+    the network has a certificate: addresses of other hosts are nodes then, which wait for one another."""
     if peer.member:
         return peer.member, role_of(peer, operators) is Role.NODE
     if peer.credentials is not None:
         return f"uid {peer.credentials.uid}", role_of(peer, operators) is Role.NODE
     if peer.local:
         return "this process", True
-    return f"address {network_of(peer.address.rpartition(':')[0])}", False
+    host = network_of(peer.address.rpartition(":")[0])
+    return f"address {host}", plain_text and not (host.startswith("127.") or host == "::1")
 
 
 def network_of(host: str) -> str:
@@ -136,17 +137,17 @@ class Account:
         self.waiting: deque[Share] = deque()
         self.queue: deque[Share] = deque()
         """Connections that wait for this peer's next turn; see `Share.turn`."""
-        self.left = TURN
+        self.turn_ends_s = 0.0
         self.has_begun = False
-        """Its next turn is to come."""
+        """Its turn in this round of the loop; another one is to come."""
         self.held_back = self.wakes = False
 
 
 class Limits:
-    """`operators`: number of the group whose members are trusted. Without `trust` nobody is."""
+    """`operators`, `plain_text`: see `identify`. Without `trust` nobody is trusted."""
 
     def __init__(self, bounds: Bounds | None = None, clock: Clock = SYSTEM_CLOCK, *, operators: int | None = None,
-                 trust: bool = True) -> None:
+                 plain_text: bool = False, trust: bool = True) -> None:
         self.bounds = bounds = bounds or Bounds()
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.connections_max = max(8, min(bounds.connections, int(descriptors * DESCRIPTORS_SHARE)))
@@ -157,7 +158,10 @@ class Limits:
         self.bytes = 0
         """Counted for peers that are not trusted."""
         self.now_s = clock.boottime_s
+        self.unsent = 0
+        """Answers to them that were not taken, at the last look."""
         self._operators = operators
+        self._plain_text = plain_text
         self._trust = trust
         self._accounts: dict[str, Account] = {}
         self._trusted = self._others = 0
@@ -168,7 +172,7 @@ class Limits:
 
     def enter(self, connection: Limited, peer: Peer, daemon: str) -> Share:
         """The share of a connection, to be left at its end. Busy."""
-        name, trusted = identify(peer, self._operators)
+        name, trusted = identify(peer, self._operators, self._plain_text)
         account = self._accounts.get(name) or Account(name, trusted and self._trust)
         self._check_connections(account, daemon, ends_handshake=True)
         share = Share(self, account, connection)
@@ -270,20 +274,18 @@ class Limits:
 
     def relieve(self, wanted: int) -> None:
         """Cut off connections of the peers with most until `wanted` bytes more are to be had."""
-        while self._used() + wanted > self.memory_max:
+        while self.bytes + self.unsent + wanted > self.memory_max:
             account = max((account for account in self._accounts.values() if not account.trusted and account.shares),
                           key=lambda account: account.bytes + account.unsent, default=None)
             if account is None or account.bytes + account.unsent == 0:
                 return
             share = max(account.shares, key=lambda share: share.total + share.unsent)
-            reason = (f"{account.name} holds most of the memory for messages under way, {self._used() >> 20} MiB in all; send "
-                      f"less at once, {raise_it('memory_bytes')}")
+            reason = (f"{account.name} holds most of the memory for messages, {self.bytes + self.unsent >> 20} MiB in "
+                      f"all; send less at once, {raise_it('memory_bytes')}")
             account.unsent -= share.unsent
+            self.unsent -= share.unsent
             share.unsent = 0
             self.cut_off(share, "memory_bytes", reason)
-
-    def _used(self) -> int:
-        return self.bytes + sum(account.unsent for account in self._accounts.values() if not account.trusted)
 
     def cut_off(self, share: Share, limit: str, reason: str) -> None:
         self.note(limit, reason)
@@ -292,9 +294,9 @@ class Limits:
 
     def next_turn(self, account: Account) -> None:
         """A round of the loop later: those of the peer that wait, in their order, until its time is up again."""
-        account.has_begun, account.left = False, TURN
+        account.has_begun = False
         for _ in range(len(account.queue)):
-            if account.left <= 0:
+            if account.has_begun and stopwatch_s() >= account.turn_ends_s:
                 break
             share = account.queue.popleft()
             share.queued = False
@@ -324,6 +326,7 @@ class Limits:
                 byte_count += my_bytes
                 account.unsent += share.unsent
             self._hold_back(account, requests, byte_count)
+        self.unsent = sum(account.unsent for account in self._accounts.values())
         self.relieve(0)
 
     def _hold_back(self, account: Account, requests: int, byte_count: int) -> None:
@@ -425,19 +428,13 @@ class Share:
 
     def takes_turn(self) -> bool:
         """Whether what was received may be worked on now; else the connection is told `take_turn` later."""
-        return self._spend(RECEIVED)
-
-    def goes_on(self) -> bool:
-        """Whether another request may follow at once on the one that was taken."""
-        return self._spend(1)
-
-    def _spend(self, cost: int) -> bool:
         account = self.account
         if not account.has_begun:
             account.has_begun = True
+            account.turn_ends_s = stopwatch_s() + TURN_S
             asyncio.get_running_loop().call_soon(self.limits.next_turn, account)
-        if account.left > 0:
-            account.left -= cost
+            return True
+        if stopwatch_s() < account.turn_ends_s:
             return True
         if not self.queued:
             self.queued = True

@@ -366,7 +366,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
         if kind == REQUEST and self._greeted:
             self._arrived(number, code, deadline_ms, message, payload)
-            if self._overfull or self._share is not None and not self._share.goes_on():
+            if self._overfull or self._share is not None and not self._share.takes_turn():
                 self._stop_reading()
         elif kind == CANCEL and self._greeted:
             self._cancelled(number)

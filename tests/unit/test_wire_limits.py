@@ -102,6 +102,11 @@ def test_operators_are_trusted():
     assert identify(peer, 4711) == ("uid 1000", True) and identify(peer, 4712) == ("uid 1000", False)
 
 
+def test_other_hosts_are_trusted_in_plain_text():
+    assert identify(far("10.1.2.3"), plain_text=True)[1] and not identify(far("127.0.0.1"), plain_text=True)[1]
+    assert not identify(far("::1"), plain_text=True)[1] and not identify(user(), plain_text=True)[1]
+
+
 def test_bounds_are_those_of_the_configuration():
     assert Bounds(**config.as_dict(config.Config())["limits"]) == Bounds()
 
