@@ -235,8 +235,10 @@ class Limits:
         if account.shares.pop(share, share) is share:
             return
         self._add(account, -1)
+        account.unsent -= share.unsent
+        self.unsent -= share.unsent
         self.release(account, share.total)
-        share.coming = share.held = 0
+        share.coming = share.held = share.unsent = 0
 
     def note(self, limit: str, reason: str) -> None:
         """Count that a limit was met, and say so in the log, seldom."""
@@ -282,9 +284,6 @@ class Limits:
             share = max(account.shares, key=lambda share: share.total + share.unsent)
             reason = (f"{account.name} holds most of the memory for messages, {self.bytes + self.unsent >> 20} MiB in "
                       f"all; send less at once, {raise_it('memory_bytes')}")
-            account.unsent -= share.unsent
-            self.unsent -= share.unsent
-            share.unsent = 0
             self.cut_off(share, "memory_bytes", reason)
 
     def cut_off(self, share: Share, limit: str, reason: str) -> None:
@@ -316,7 +315,7 @@ class Limits:
         """Look at all connections of peers that are not trusted: once in LOOK_S by itself."""
         now_s = self.now_s()
         for account in [account for account in self._accounts.values() if not account.trusted]:
-            requests = byte_count = account.unsent = 0
+            requests = byte_count = 0
             for share in list(account.shares):
                 share.look(now_s)
                 if share not in account.shares:
@@ -324,7 +323,7 @@ class Limits:
                 mine, my_bytes = share.connection.load()
                 requests += mine
                 byte_count += my_bytes
-                account.unsent += share.unsent
+            account.unsent = sum(share.unsent for share in account.shares)
             self._hold_back(account, requests, byte_count)
         self.unsent = sum(account.unsent for account in self._accounts.values())
         self.relieve(0)

@@ -240,7 +240,10 @@ def test_unsent_answers_count_for_the_memory_of_all():
     limits.run_once()
     assert [bool(end.cut) for end in ends] == [False, False, False, True]
     limits.run_once()
-    assert not ends[2].cut
+    assert not ends[2].cut and limits.unsent == (15 + 16 + 17) * MIB
+    for end in ends[:3]:
+        end.share.leave()
+    assert limits.unsent == limits.bytes == 0
 
 
 def test_message_that_does_not_come_ends_the_connection():
