@@ -132,6 +132,33 @@ class StoreSection(msgspec.Struct, frozen=True):
         description="group, by name or number, whose programs may; empty: root's and the daemon's own user's only")] = ""
 
 
+class LimitsSection(msgspec.Struct, frozen=True):
+    """What clients may have of each daemon of this node. One peer is a client's certificate, a user of this host, or an address
+    without either. Nodes, root and the daemons' own user are bounded by the totals alone."""
+
+    connections: Annotated[int, Meta(ge=64, le=1_000_000,
+        description="of a daemon, and at most three quarters of its open files; a quarter is kept for nodes and root")] = 16_384
+    connections_per_peer: Annotated[int, Meta(ge=4, le=1_000_000, description="of those; at most half of what clients may have"
+        )] = 2048
+    requests_per_peer: Annotated[int, Meta(ge=64, le=10_000_000,
+        description="requests in flight; above it the busiest connections are not read from")] = 8192
+    memory_bytes: Annotated[int, Meta(ge=64 * MIB, le=TIB, extra=_BYTES,
+        description="messages under way and unsent answers of all clients, and at most a quarter of the memory; above it the "
+                    "one with most is cut off")] = 4 * GIB
+    memory_bytes_per_peer: Annotated[int, Meta(ge=64 * MIB, le=TIB, extra=_BYTES,
+        description="large requests under way; above it no more are read until some have ended")] = 256 * MIB
+    message_s: Annotated[float, Meta(ge=1, le=3600,
+        description="for a message to come whole, or answers to be taken, and a second more for each MiB; then the client is "
+                    "cut off")] = 30.0
+    sessions: Annotated[int, Meta(ge=100, le=1_000_000, description="of a shard; a tenth is kept for nodes and root")] = 10_000
+    sessions_per_peer: Annotated[int, Meta(ge=4, le=1_000_000, description="each mount and program has one at each shard"
+        )] = 2000
+    locks_per_peer: Annotated[int, Meta(ge=1024, le=100_000_000, description="locked ranges at a shard, over all sessions"
+        )] = 262_144
+    open_files_per_peer: Annotated[int, Meta(ge=1024, le=100_000_000, description="open inodes at a shard, over all sessions"
+        )] = 2_000_000
+
+
 class Rdma(msgspec.Struct, frozen=True):
     """One-sided writes of stores into their readers' memory, with UCX (pip install 'nvpool[rdma]'). What is read is not
     encrypted on its way then; all else is. Look at a machine with: nvpool doctor rdma"""
@@ -192,6 +219,7 @@ class Config(msgspec.Struct, frozen=True):
     meta: MetadataSection = MetadataSection()
     store: StoreSection = StoreSection()
     client: ClientSection = ClientSection()
+    limits: LimitsSection = LimitsSection()
     rdma: Rdma = Rdma()
 
 
@@ -253,6 +281,8 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
             parse_address(config.metrics.listen)
         except InvalidRequest as error:
             found.append(("metrics", "listen", str(error)))
+    if config.limits.memory_bytes_per_peer > config.limits.memory_bytes:
+        found.append(("limits", "memory_bytes_per_peer", "is more than memory_bytes"))
     if config.client.read_ahead_bytes > config.client.read_ahead_bytes_max:
         found.append(("client", "read_ahead_bytes", "is more than read_ahead_bytes_max"))
     return found

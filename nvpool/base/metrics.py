@@ -66,6 +66,9 @@ CALL_ERRORS = _counter("call_errors_total", "Questions that ended with an error:
                        "no answer in time.", "op error")
 CALLS_IN_FLIGHT = _gauge("calls_in_flight", "Questions to other processes that wait for their answer or their turn.")
 
+LIMITS_MET = _counter("limits_met_total", "Times that a client was refused, held back or cut off, by the key of [limits] in "
+                      "node.toml.", "limit")
+
 KV_ENTRIES = _gauge("kv_entries", "Records in the LMDB environment of a shard or of a target's index.")
 KV_USED = _gauge("kv_used_bytes", "Of the LMDB environment, in use.")
 KV_MAP_MAX = _gauge("kv_map_max_bytes", "What the LMDB environment may grow to.")

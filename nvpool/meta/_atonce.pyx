@@ -14,7 +14,6 @@ from libc.string cimport memchr, memcpy
 
 from nvpool.base.clock import SystemClock
 from nvpool.base.errors import InvariantBroken, NvpoolError
-from nvpool.meta.leases import OPEN_INODES_MAX
 from nvpool.wire._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -93,7 +92,7 @@ cdef uint64_t SCATTER_1 = 0x5851F42D4C957, SCATTER_2 = 0x2545F4914F6CD
 cdef uint64_t FILE_BYTES_MAX = <uint64_t>1 << 50
 cdef int64_t TIME_MAX = <int64_t>1 << 62
 cdef uint64_t NUMBER_MAX = <uint64_t>1 << 63
-cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, opens_max = OPEN_INODES_MAX
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef uint16_t CREATE = wire.META_CREATE, UNLINK = wire.META_UNLINK, REPORT = wire.META_REPORT
 cdef uint16_t LOOKUP = wire.META_LOOKUP, GETATTR = wire.META_GETATTR
 cdef uint64_t GOLDEN = 0x9E3779B97F4A7C15
@@ -853,7 +852,7 @@ cdef class AtOnce:
         key = self._name(r, &parent)
         if key is None or self._view.get(key) is not None:
             return None
-        if r.opens and len(<dict?>session.opens) >= opens_max or self._is_disturbed(session, (parent.number,)):
+        if r.opens and len(<dict?>session.opens) >= <Py_ssize_t>session.opens_max or self._is_disturbed(session, (parent.number,)):
             return None
         now_ns = self._now_ns()
         if now_ns < 0:

@@ -19,11 +19,16 @@ from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
 from nvpool.meta import records
+from nvpool.meta.locks import LockTable
+from nvpool.meta.options import MetaOptions
+from nvpool.wire.limits import raise_it
+from nvpool.wire.tally import TALLY
 from nvpool.wire.v1 import meta_pb2
 
-SESSIONS_MAX = 10_000
 OPEN_INODES_MAX = 1_000_000
-"""Inodes that one session may hold open, and sessions of a shard: bounds for memory, far above what a node uses."""
+"""Inodes that one session may hold open: a bound for memory, far above what a node uses."""
+RESERVED_SHARE = 10
+"""A tenth of all sessions is kept for peers that are trusted."""
 HELD_ALL_MAX, HELD_MAX = 256, 1024
 """A session that has no more than so many inodes open is told all of them with each renewal, others so many nameless ones."""
 _HELD = struct.Struct("<QI")
@@ -57,7 +62,7 @@ class Slot:
 
 class Session:
     __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity", "brought",
-                 "member")
+                 "member", "peer", "opens_max")
 
     def __init__(self, number: int, record: records.SessionRecord, expires_s: float) -> None:
         self.number = number
@@ -75,6 +80,10 @@ class Session:
         """Of these, what has come with partitions from another shard, and the client has not named here yet."""
         self.member = ""
         """Whom the certificate of the client names, as far as this process has heard it; empty: it showed none."""
+        self.peer = ""
+        """Whose share it is of; nothing: of a trusted peer, or not renewed since a restart."""
+        self.opens_max = OPEN_INODES_MAX
+        """0 while the peer has too much open in all its sessions."""
 
     @property
     def record(self) -> records.SessionRecord:
@@ -84,8 +93,10 @@ class Session:
 class Sessions:
     """All sessions of a shard, and the count of handles on each open inode."""
 
-    def __init__(self, kv: Kv, lease_s: float, shard: int = 1) -> None:
+    def __init__(self, kv: Kv, lease_s: float, shard: int = 1, options: MetaOptions = MetaOptions()) -> None:  # noqa: B008
         self._kv = kv
+        self._options = options
+        self._of_peers: dict[str, int] = {}
         self._shard = shard
         self.lease_s = lease_s
         self.by_number: dict[int, Session] = {}
@@ -100,6 +111,7 @@ class Sessions:
         self.by_number.clear()
         self.holders.clear()
         self._by_identity.clear()
+        self._of_peers.clear()
         first, end = records.session_key(0), records.session_key((1 << 64) - 1)
         while pairs := self._kv.scan(first, end, 1000):
             for key, raw in pairs:
@@ -155,12 +167,37 @@ class Sessions:
             slot.restored = raw is not None
         return slot
 
-    def opening(self, number: int, record: records.SessionRecord, now_s: float) -> tuple[Session, list]:
-        """A new session that begins to count with `add`, and the effects that keep it."""
-        if len(self.by_number) >= SESSIONS_MAX:
-            raise TooManyOpen(f"the shard has {SESSIONS_MAX} sessions already")
+    def opening(self, number: int, record: records.SessionRecord, now_s: float, peer: str = "") -> tuple[Session, list]:
+        """A new session that begins to count with `add`, and the effects that keep it. `peer`: see Session. TooManyOpen."""
+        most, mine = self._options.sessions, self._of_peers.get(peer, 0)
+        if peer and mine >= self._options.sessions_per_peer:
+            TALLY.limit_met("sessions_per_peer")
+            raise TooManyOpen(f"the shard has {mine} sessions of {peer} already; end some mounts or programs, "
+                              f"{raise_it('sessions_per_peer')}")
+        if len(self.by_number) >= (most - most // RESERVED_SHARE if peer else most):
+            TALLY.limit_met("sessions")
+            raise TooManyOpen(f"the shard has {len(self.by_number)} sessions already; end some clients, {raise_it('sessions')}")
         return (Session(number, record, now_s + self.lease_s),
                 [(records.session_key(number), records.encode_session(record))])
+
+    def belongs(self, session: Session, peer: str) -> None:
+        """The session counts for this peer, where it does not count for one yet."""
+        if peer and not session.peer:
+            session.peer = peer
+            self._of_peers[peer] = self._of_peers.get(peer, 0) + 1
+
+    def weigh(self, table: LockTable) -> None:
+        """Let peers whose sessions together have too many files open, or locks, take no more until they have less."""
+        opens: dict[str, int] = {}
+        locks: dict[str, int] = {}
+        for session in self.by_number.values() if self._of_peers else ():
+            if session.peer:
+                opens[session.peer] = opens.get(session.peer, 0) + len(session.opens)
+                locks[session.peer] = locks.get(session.peer, 0) + table.counts.get(session.number, 0)
+        table.full = frozenset(session.number for session in self.by_number.values()
+                               if locks.get(session.peer, 0) >= self._options.locks_per_peer) if locks else frozenset()
+        for session in self.by_number.values() if opens else ():
+            session.opens_max = 0 if opens.get(session.peer, 0) >= self._options.open_files_per_peer else OPEN_INODES_MAX
 
     def add(self, session: Session) -> None:
         self.by_number[session.number] = session
@@ -314,6 +351,10 @@ class Sessions:
             self.on_free(inode)
 
     def check_room(self, session: Session) -> None:
+        if not session.opens_max:
+            TALLY.limit_met("open_files_per_peer")
+            raise TooManyOpen(f"{session.peer} has {self._options.open_files_per_peer} files open in all its sessions; close "
+                              f"some, {raise_it('open_files_per_peer')}")
         if len(session.opens) >= OPEN_INODES_MAX:
             raise TooManyOpen(f"a session holds {OPEN_INODES_MAX} inodes open at most; close some")
 
@@ -325,7 +366,10 @@ class Sessions:
 
     def drop(self, session: Session) -> list[int]:
         """Forget the session; the inodes that it had open."""
-        self.by_number.pop(session.number, None)
+        if self.by_number.pop(session.number, None) is not None and session.peer:
+            self._of_peers[session.peer] -= 1
+            if not self._of_peers[session.peer]:
+                del self._of_peers[session.peer]
         self._forget_identity(session)
         held = list(session.opens)
         for inode in held:

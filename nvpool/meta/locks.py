@@ -24,6 +24,8 @@ from nvpool.base.errors import TooManyLocks, WouldDeadlock
 from nvpool.base.ids import partition_of
 from nvpool.logic.lockranges import EXCLUSIVE, RECORD, UNLOCKED, WHOLE, Change, Span, laid, overlapping
 from nvpool.meta import records
+from nvpool.wire.limits import raise_it
+from nvpool.wire.tally import TALLY
 
 LOCKS_PER_SESSION_MAX = 65_536
 WAITERS_PER_SESSION_MAX = 4096
@@ -105,6 +107,8 @@ class LockTable:
         self.dead: dict[int, float] = {}
         """Sessions that have ended and whose locks are not given on before this time: their grants live on."""
         self.on_turn: Callable[[Waiter], None] = lambda waiter: None
+        self.full: frozenset[int] = frozenset()
+        """Sessions of peers that have too many in all; see Sessions.weigh."""
         self.client_of: Callable[[int], str] = lambda session: ""
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -142,6 +146,10 @@ class LockTable:
         old, new = spans[change.first:change.last], change.new
         if mode and len(new) > len(old) and self.counts.get(owner.session, 0) >= LOCKS_PER_SESSION_MAX:
             raise TooManyLocks(f"a client holds {LOCKS_PER_SESSION_MAX} locks at most")
+        if mode and len(new) > len(old) and owner.session in self.full:
+            TALLY.limit_met("locks_per_peer")
+            raise TooManyLocks(f"{self.client_of(owner.session)} and others of its host or user hold too many locks; give some "
+                               f"back, {raise_it('locks_per_peer')}")
         begins = {span.start for span in new}
         effects = [(records.lock_key(inode, *owner, span.start), None) for span in old if span.start not in begins]
         effects += [(records.lock_key(inode, *owner, span.start), records.encode_lock(span.end, span.mode, span.pid))

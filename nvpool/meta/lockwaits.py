@@ -19,7 +19,7 @@ from nvpool.base.ids import partition_of
 from nvpool.kv.contract import Effect, Kv
 from nvpool.logic.lockranges import Span
 from nvpool.meta import records
-from nvpool.meta.leases import inodes_of
+from nvpool.meta.leases import Sessions, inodes_of
 from nvpool.meta.locks import LockTable, Owner, Waiter
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -105,8 +105,10 @@ class LockWaits:
         for session in sessions:
             self._table.end_session(session, 0.0)
 
-    async def run_once(self) -> None:
-        """Give on what dead sessions held, as far as it is time; move the queues. Waits for the engine only."""
+    async def run_once(self, sessions: Sessions) -> None:
+        """Give on what dead sessions held, as far as it is time; move the queues; weigh what each peer has. Waits for the
+        engine only."""
+        sessions.weigh(self._table)
         self._table.tick()
         while True:
             while self._kv.full:

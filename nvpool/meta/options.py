@@ -19,5 +19,11 @@ class MetaOptions(NamedTuple):
     """Between two looks at leases and at the collector's work."""
     sweep_s: float = 3600.0
     """Between two searches of all targets for chunks of inodes that are gone."""
+    sessions: int = 10_000
+    sessions_per_peer: int = 2000
+    """Of clients that are not trusted (wire/limits), which may have nine tenths of all together."""
+    locks_per_peer: int = 262_144
+    open_files_per_peer: int = 2_000_000
+    """Over all sessions of a peer, as they are weighed once a tick."""
     files_max: int = 1 << 40
     """What statfs shows where the engine has no limit."""

@@ -90,7 +90,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._state = "starting"
         self._incarnation = 0
         self._looked_s = clock.boottime_s()  # at the leases: where that is long ago we stood still, and nobody was heard
-        self._sessions = Sessions(kv, options.session_lease_s, shard)
+        self._sessions = Sessions(kv, options.session_lease_s, shard, options)
         self._numbers = Numbers(kv)
         self._runs = Runs(clock)
         self._loading: Load | None = None

@@ -14,6 +14,7 @@ from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.meta import records
 from nvpool.meta.leases import Session, handles_of, inodes_of
+from nvpool.wire.limits import identify
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -25,6 +26,8 @@ class SessionAnswers:
     def _open_session(self, call: Call) -> None:
         request = pb.OpenSessionRequest.FromString(call.message)
         now_s = self._clock.boottime_s()
+        peer, trusted = identify(call.peer)
+        peer = "" if trusted else peer
         if request.session:
             session = self._sessions.take_up(request.session, request.secret, now_s)
             if request.names_open:
@@ -39,11 +42,12 @@ class SessionAnswers:
             number = self._shard << 48 | self._numbers.next_session
             record = records.SessionRecord(self._clock.secret(records.SESSION_SECRET_BYTES), self._clock.wall_ns(),
                                            request.client, request.watch, request.identity)
-            session, effects = self._sessions.opening(number, record, now_s)
+            session, effects = self._sessions.opening(number, record, now_s, peer)
             self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
             self._sessions.add(session)
             self._numbers.next_session += 1
         session.member = call.peer.member
+        self._sessions.belongs(session, peer)
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)
         self._moving.bring_sessions()
@@ -60,6 +64,9 @@ class SessionAnswers:
         request = pb.RenewSessionRequest.FromString(call.message)
         session = self._sessions.get(request.session)
         session.expires_s, session.member = self._clock.boottime_s() + self._options.session_lease_s, call.peer.member
+        if not session.peer:
+            peer, trusted = identify(call.peer)
+            self._sessions.belongs(session, "" if trusted else peer)
         self._check_ours(request.opened, request.released)
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)
@@ -111,7 +118,7 @@ class SessionAnswers:
             if was_removed:
                 self._revocations.removed(session.number)
             await asyncio.sleep(0)
-        await self._locks.run_once()
+        await self._locks.run_once(self._sessions)
         if self._numbers.low(self._view.next_number):
             await self._numbers.more()
 

@@ -21,7 +21,7 @@ from nvpool.run.served import Opened, main
 
 
 async def _open(member: int, opened: Opened) -> ShardMember:
-    journal, meta = opened.config.journal, opened.config.meta
+    journal, meta, limits = opened.config.journal, opened.config.meta, opened.config.limits
     if opened.number not in opened.pool_map.shard_by_id:
         raise NotFound(f"shard {opened.number} has left the pool")
     _, place = node_and_path(opened.pool_map.shard_by_id[opened.number], member)
@@ -31,7 +31,10 @@ async def _open(member: int, opened: Opened) -> ShardMember:
 
     def make_service(kv: MemberKv) -> MetaService:
         service = MetaService(kv, shard=opened.number, term=kv.term, grant_secret=opened.grant_secret, dialer=opened.dialer,
-                              options=MetaOptions(session_lease_s=meta.session_lease_s, grant_s=meta.grant_s),
+                              options=MetaOptions(
+                                  session_lease_s=meta.session_lease_s, grant_s=meta.grant_s, sessions=limits.sessions,
+                                  sessions_per_peer=limits.sessions_per_peer, locks_per_peer=limits.locks_per_peer,
+                                  open_files_per_peer=limits.open_files_per_peer),
                               take_right=lambda request: made.take_right(request))
         service.died.add_done_callback(
             lambda died: died.cancelled() or opened.fail(f"the service has stopped: {died.exception()}"))

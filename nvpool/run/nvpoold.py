@@ -103,7 +103,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     from nvpool.base.directory import announcement
     from nvpool.run.keeping import MapKeeper
     from nvpool.run.renewing import settle_keys
-    from nvpool.run.served import follow_members, listen_on
+    from nvpool.run.served import follow_members, limits_of, listen_on
     from nvpool.run.supervisor import Supervisor
     from nvpool.wire.endpoint import parse_endpoint
     from nvpool.wire.identity import identity_in
@@ -126,7 +126,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
         raise NotFound(f"this node was removed from the pool, and serves nothing; what it had can go: nvpool pool destroy "
                        f"{directory.path}")
     identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
-    greeting = Greeting("supervisor", pool_map.fingerprint, identity=identity)
+    greeting = Greeting("supervisor", pool_map.fingerprint, identity=identity, limits=limits_of(config))
     supervisor = Supervisor(directory, config, coordinator, stop, failed, directory.node, greeting, keeper)
     listeners = []
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config, Rdma, load, networks_of
+from nvpool.base.config import Config, Rdma, as_dict, load, networks_of
 from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
 from nvpool.base.host import host_id
@@ -32,6 +32,7 @@ from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.identity import Identity, identity_in
+from nvpool.wire.limits import Bounds, Limits
 from nvpool.wire.registry import listen
 from nvpool.wire.tally import Answers
 from nvpool.wire.transport import Call, Greeting, Listener
@@ -194,7 +195,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
     async def serve(stop: Stop) -> None:
         pool_map = read_map(directory)
         identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
-        greeting = Greeting(name, pool_map.fingerprint, identity=identity)
+        greeting = Greeting(name, pool_map.fingerprint, identity=identity, limits=limits_of(config))
         dialer = Dialer(greeting, host_id=host_id())
         opened = Opened(directory, number, config, pool_map, dialer, read_grant_key(directory))
         service = await open_service(opened)
@@ -237,6 +238,11 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         return run(serve)
     finally:
         lock.release()
+
+
+def limits_of(config: Config) -> Limits:
+    """For all listeners of a daemon together."""
+    return Limits(Bounds(**as_dict(config)["limits"]), plain_text=config.network.plain_text)
 
 
 def follow_members(identity: Identity | None, pool_map: PoolMap) -> None:

@@ -77,10 +77,10 @@ class ShardClient:
                "LOCK": pb.LockReply, "LOCK_WAIT": pb.LockWaitReply, "LOCKS": pb.LocksReply,
                "WATCH": pb.WatchReply, "LOOKUP_MANY": pb.LookupManyReply}
 
-    def __init__(self, service: MetaService, uid: int = 0, gid: int = 0) -> None:
+    def __init__(self, service: MetaService, uid: int = 0, gid: int = 0, peer: Peer = PEER) -> None:
         self.service = service
         self.uid, self.gid = uid, gid
-        self.peer = PEER
+        self.peer = peer
         self.session = 0
         self.secret = b""
         self.sequences = [0] * 64

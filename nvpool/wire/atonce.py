@@ -29,9 +29,14 @@ class HearsAtOnce:
 
 
 class AnswersAtOnce:
-    """Beside _End and Answerer of stream_transport, before them in the order of bases."""
+    """Beside _End and Answerer of stream_transport, before them in the order of bases. Connections of a peer that is not
+    trusted take turns; see limits.Share.takes_turn."""
 
     def buffer_updated(self, count: int) -> None:
+        if self._share is not None and count and not self._share.takes_turn():
+            self._stop_reading()
+            super().buffer_updated(count)  # which keeps them
+            return
         at_once = self._at_once
         if at_once is not None and count and not self._out:
             buffer = self._reader.empty
@@ -46,3 +51,11 @@ class AnswersAtOnce:
                     self._out_bytes += sum(map(len, out))
                     self._reader.skip(taken)
         super().buffer_updated(count)
+
+    def take_turn(self) -> None:
+        """Go on with what is kept, unless something else than the turn is against it."""
+        if self._may_read:
+            self._reader.stalled = False
+            self.buffer_updated(self._reader.rewind())
+            if not self._reader.stalled:
+                self._go_on_reading()

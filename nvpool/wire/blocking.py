@@ -17,8 +17,8 @@ from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.frame import HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.wire.greeting import check_hello, encode_hello
 from nvpool.wire.identity import security
+from nvpool.wire.sockets import set_socket_options
 from nvpool.wire.status import decode_error
-from nvpool.wire.stream_transport import set_socket_options
 from nvpool.wire.transport import Greeting
 
 _NUMBER_MASK = 0xFFFFFFFF

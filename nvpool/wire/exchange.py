@@ -26,6 +26,7 @@ from nvpool.base.errors import (
     NvpoolError,
     TooBig,
 )
+from nvpool.wire.limits import LARGE_BYTES, Share
 from nvpool.wire.status import decode_error, encode_error
 from nvpool.wire.tally import TALLY
 from nvpool.wire.transport import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer, Handler, Peer, Reply
@@ -36,8 +37,8 @@ WAITING_MAX = 16 * IN_FLIGHT_MAX
 """Requests that may wait on the asking side for one of those in flight to end. Behind it `submit` fails with Busy."""
 
 WORK_BYTES_MAX = 64 << 20
-"""Payload of requests in work from one peer; above it nothing more is read from that peer until some are answered. Two of the
-largest payloads, so that one can arrive while one is worked on."""
+"""Of requests in work on one connection; above it nothing more is read from that until some are answered. Two of the largest
+payloads, so that one can arrive while one is worked on."""
 
 TICK_S = 0.001
 """Deadlines are kept to a millisecond: those that end within one are served by one timer."""
@@ -253,7 +254,7 @@ class InboundCall:
     """transport.Call. The first answer counts; later ones, and those to an asker that has gone, are thrown away."""
 
     __slots__ = ("method", "message", "payload", "since_s", "deadline_s", "peer", "cancelled", "_side", "_number", "_bytes",
-                 "_callback")
+                 "_payload_bytes", "_callback")
 
     def __init__(self, side: Answerer, number: int, method: int, message: Buffer, payload: memoryview,
                  since_s: float, deadline_s: float) -> None:
@@ -266,7 +267,8 @@ class InboundCall:
         self.cancelled = False
         self._side: Answerer | None = side
         self._number = number
-        self._bytes = len(payload)
+        self._payload_bytes = len(payload)
+        self._bytes = self._payload_bytes + len(message)
         self._callback: Callable[[], None] | None = None
 
     def room(self, byte_count: int) -> memoryview | None:
@@ -323,6 +325,8 @@ class Answerer:
         self._in_work: dict[int, InboundCall] = {}
         self._work_bytes = 0
         self._overfull = False
+        self._share: Share | None = None
+        """What its peer's limits count of it; None where they count nothing but the connection."""
         self._on_idle: Callable[[], None] | None = None
 
     def _carried_by(self, transport: str) -> None:
@@ -356,6 +360,8 @@ class Answerer:
         self._in_work[number] = call
         self._tally.begun += 1
         self._work_bytes += call._bytes
+        if call._bytes > LARGE_BYTES and self._share is not None:
+            self._share.arrived(call._bytes)
         if self._work_bytes > WORK_BYTES_MAX:
             self._overfull = True
         try:
@@ -367,7 +373,8 @@ class Answerer:
         call = self._forget(number)
         self._send_answer(number, status, message, payload, payload_bytes)
         if call is not None:
-            self._tally.answered(call.method, self._now_s() - call.since_s, status, call._bytes, payload_bytes)
+            self._tally.answered(call.method, self._now_s() - call.since_s, status, call._payload_bytes,
+                                 payload_bytes)
         if self._on_idle is not None and not self._in_work:
             self._on_idle()
 
@@ -375,6 +382,8 @@ class Answerer:
         call = self._in_work.pop(number, None)
         if call is not None and call._bytes:
             self._work_bytes -= call._bytes
+            if call._bytes > LARGE_BYTES and self._share is not None:
+                self._share.done(call._bytes)
             if self._overfull and self._work_bytes <= WORK_BYTES_MAX:
                 self._overfull = False
                 self._room()
@@ -387,6 +396,10 @@ class Answerer:
             call._cancel()
             if self._on_idle is not None and not self._in_work:
                 self._on_idle()
+
+    def load(self) -> tuple[int, int]:
+        """Requests in work and their bytes."""
+        return len(self._in_work), self._work_bytes
 
     def _asker_gone(self) -> None:
         in_work, self._in_work = self._in_work, {}

@@ -41,6 +41,7 @@ HEADER = Struct("<HBBHHIIIIII")
 HEADER_BYTES = HEADER.size
 _CHECKED = Struct("<HBBHHIIIII")
 _CHECKED_BYTES = _CHECKED.size
+_LENGTHS = Struct("<II")
 
 SMALL_PAYLOAD_BYTES = 64 << 10
 """Up to here a payload is taken out of the linear buffer in one copy; a larger one is received right where it stays."""
@@ -103,8 +104,12 @@ class FrameReader:
     and call `parse`.
     """
 
-    def __init__(self, deliver: Callable, place: Callable[[int, int, int], memoryview | None]) -> None:
+    def __init__(self, deliver: Callable, place: Callable[[int, int, int], memoryview | None],
+                 admit: Callable[[int, int], bool] | None = None) -> None:
+        """`admit(kind, bytes)` is asked before memory is taken for a frame with a message or a payload above LINEAR_BYTES, once
+        or more often. Where it says False it has set `stalled`; it is asked again with the next `parse`."""
         self.stalled = False
+        self.admit = admit
         self._deliver = deliver
         self._place = place
         self._buffer = bytearray(LINEAR_BYTES)
@@ -124,8 +129,7 @@ class FrameReader:
         if self._end == len(self._buffer):
             self._make_room(self._end - self._begin + HEADER_BYTES)
         elif not self._end and len(self._buffer) != self.linear_bytes:
-            self._buffer = bytearray(self.linear_bytes)
-            self._view = memoryview(self._buffer)
+            self._be_ordinary()
         return self._view[self._end:] if self._end else self._view
 
     def buffer_updated(self, count: int) -> None:
@@ -149,6 +153,16 @@ class FrameReader:
     def empty(self) -> bytearray | None:
         """Where the next bytes are received, when nothing came before them that is kept, and nobody stalls us; else None."""
         return None if self._end or self.stalled or self._sink is not None else self._buffer
+
+    def rewind(self) -> int:
+        """How many bytes are kept; they come anew, to be said to `buffer_updated` again."""
+        if self._sink is not None:
+            return 0
+        kept = self._end - self._begin
+        if self._begin:
+            self._view[:kept] = self._view[self._begin:self._end]
+        self._begin = self._end = 0
+        return kept
 
     def skip(self, count: int) -> None:
         """The first `count` of the bytes that come next, into what was `empty`, are taken already."""
@@ -181,8 +195,7 @@ class FrameReader:
         if self._begin == self._end:
             self._begin = self._end = 0
             if len(self._buffer) > self.linear_bytes:  # grown for one long message
-                self._buffer = bytearray(self.linear_bytes)
-                self._view = memoryview(self._buffer)
+                self._be_ordinary()
 
     def _take(self) -> bool:
         """Deliver the frame at the beginning of the buffer, or begin to receive its payload; False when bytes are missing."""
@@ -192,6 +205,8 @@ class FrameReader:
             self._make_room(found)
             return False
         kind, code, number, deadline_ms, message, payload_bytes = found
+        if payload_bytes > LINEAR_BYTES and self.admit is not None and not self.admit(kind, len(message) + payload_bytes):
+            return False
         at = begin + HEADER_BYTES + len(message)
         if not payload_bytes:
             self._begin = at
@@ -227,17 +242,40 @@ class FrameReader:
 
     def release(self) -> None:
         """Let go of memory and of who is called: the connection is gone. A cycle would keep both until the next collection."""
-        self._buffer = self._view = self._sink = self._deliver = self._place = None
+        self._buffer = self._view = self._sink = self._deliver = self._place = self.admit = None
+
+    def unfinished(self) -> tuple[bytes, int] | None:
+        """Of a frame that has begun and is not whole: what tells it from those before it, and its length as far as that is
+        known. None without one, and while frames are kept."""
+        if self.stalled or self._buffer is None:
+            return None
+        if self._sink is not None:
+            return b"%012d" % self._sink_frame[2], len(self._sink)
+        kept = self._end - self._begin
+        if not kept:
+            return None
+        head = bytes(self._view[self._begin:self._begin + min(kept, HEADER_BYTES)])
+        return head[:12], sum(_LENGTHS.unpack_from(head, 16)) if kept >= HEADER_BYTES else 0
+
+    def _be_ordinary(self) -> None:
+        """Receive into a buffer of the ordinary size: nothing is kept."""
+        self._buffer = bytearray(self.linear_bytes)
+        self._view = memoryview(self._buffer)
 
     def _make_room(self, frame_bytes: int) -> None:
-        """Let the frame that begins at `_begin` fit behind it: by moving it to the front, seldom by a larger buffer."""
+        """Let more of the frame that begins at `_begin` fit behind it: by moving it to the front, seldom by a larger buffer.
+        That doubles when it is full, since a length in a header is only a word, and has room for this frame alone."""
         if len(self._buffer) - self._begin >= frame_bytes:
             return
         kept = self._end - self._begin
-        if frame_bytes > len(self._buffer):
-            buffer = bytearray(frame_bytes)
+        if kept == len(self._buffer):
+            if self.admit is not None:
+                _, kind, _, _, _, _, _, message_bytes, payload_bytes, _, _ = HEADER.unpack_from(self._buffer, self._begin)
+                if not self.admit(kind, message_bytes + payload_bytes):
+                    return
+            buffer = bytearray(min(frame_bytes, 2 * kept))
             buffer[:kept] = self._view[self._begin:self._end]
             self._buffer, self._view = buffer, memoryview(buffer)
-        else:
+        elif self._begin:
             self._view[:kept] = self._view[self._begin:self._end]  # may overlap, which memoryview allows
         self._begin, self._end = 0, kept

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -37,6 +38,7 @@ from nvpool.wire.exchange import Answerer, Asker
 from nvpool.wire.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
 from nvpool.wire.greeting import HELLO_S, check_hello, encode_hello
 from nvpool.wire.identity import Identity, member_at, member_of_uris, refusal_of, security
+from nvpool.wire.limits import Limits, Share
 from nvpool.wire.status import decode_error, encode_error
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer, Connection, Greeting, Handler, Listener, Peer
 from nvpool.wire.v1 import wire_pb2
@@ -50,7 +52,8 @@ FRAME_BYTES_MAX = MESSAGE_BYTES_MAX + PAYLOAD_BYTES_MAX + 1024
 QUEUE_BYTES = 1 << 20
 """Frames that wait for gRPC to take them; above it the asking side keeps requests, the answering side reads nothing."""
 
-CONNECTIONS_MAX = 4096
+REFUSED_S = 1.0
+"""For the greeting of a peer that is to be told that it is refused."""
 
 _OPTIONS = (
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
@@ -68,8 +71,11 @@ _OPTIONS = (
 _CLIENT_OPTIONS = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 """A connection of its own for each dialer, and never through a proxy that the environment names for web traffic."""
 
-_SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000))
-"""Without so_reuseport 0 a second daemon on the port would silently take half of the connections."""
+_SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+                   ("grpc.max_concurrent_streams", 1), ("grpc.max_connection_idle_ms", 600_000),
+                   ("grpc.server_handshake_timeout_ms", int(HELLO_S * 1000)))
+"""Without so_reuseport 0 a second daemon on the port would silently take half of the connections. A connection has one stream,
+which limits count; one without a stream ends."""
 
 _PROTOCOLS = ("h2",)
 """Of ALPN (RFC 7301); gRPC speaks to nobody who has not named it."""
@@ -117,13 +123,14 @@ class _Sending:
 
     def __init__(self) -> None:
         self._queue: deque[bytes] = deque()
-        self._queued_bytes = 0
+        self._queued_bytes = self._put_bytes = 0
         self._wake = asyncio.Event()
         self._stopping = False
 
     def _put(self, raw: bytes) -> None:
         self._queue.append(raw)
         self._queued_bytes += len(raw)
+        self._put_bytes += len(raw)
         self._wake.set()
 
     @property
@@ -265,16 +272,25 @@ class _Served(_Sending, Answerer):
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._serving: asyncio.Task | None = None
+        self._reading: asyncio.Task | None = None
+        self._entered: Share | None = None
+        self._held_back = False
         self._ended = False
 
     async def serve(self) -> None:
         """Greet, then read and answer until either side ends."""
         self._serving = asyncio.current_task()
-        if not await self._greet():
-            return
+        try:
+            if await self._greet():
+                await self._exchange()
+        finally:
+            if self._entered is not None:
+                self._entered.leave()
+
+    async def _exchange(self) -> None:
         self._listener.connections.add(self)
         writer = asyncio.get_running_loop().create_task(self._write_all(self._context))
-        reader = asyncio.get_running_loop().create_task(self._read_all())
+        self._reading = reader = asyncio.get_running_loop().create_task(self._read_all())
         try:
             await asyncio.wait([reader, writer], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -290,31 +306,63 @@ class _Served(_Sending, Answerer):
 
     async def _greet(self) -> bool:
         greeting = self._listener.greeting
+        refusal = self._enter()
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(HELLO_S if refusal is None else REFUSED_S):
                 raw = await self._context.read()
             if raw is grpc.aio.EOF:
                 return False
             frame, _ = decode_frame(raw)
             if frame.kind != HELLO:
                 raise CorruptFrame(f"a frame of kind {frame.kind} before a greeting")
-            member = self._member()
+            if refusal is not None:
+                raise refusal
             hello = check_hello(frame.message, greeting)
             if self._listener.closing:
                 raise Draining()
-            if len(self._listener.connections) >= CONNECTIONS_MAX:
-                raise Busy(f"{greeting.name} has {CONNECTIONS_MAX} connections already")
         except (ProtocolMismatch, Busy, Draining, AccessDenied, Stale) as error:
-            self._complain(str(error))
+            if not isinstance(error, Busy):  # of limits the log says little, however many come
+                self._complain(str(error))
             code, message = encode_error(error)
             await self._context.write(encode_frame(HELLO, 0, message, status=code))
             return False
         except (CorruptFrame, TimeoutError) as error:
             self._complain(str(error) or "no greeting came")
             return False
-        self.peer = self.peer._replace(name=hello.name, member=member)
+        self.peer = self.peer._replace(name=hello.name)
         await self._context.write(encode_frame(HELLO, 0, encode_hello(greeting)))
         return True
+
+    def _enter(self) -> NvpoolError | None:
+        """Be counted, before anything is read; the reason where that is refused."""
+        try:
+            self.peer = self.peer._replace(member=self._member())
+            self._entered = share = self._listener.limits.enter(self, self.peer, self._listener.greeting.name)
+        except (Busy, AccessDenied, Stale) as error:
+            return error
+        self._share = share if share.limited else None
+        return None
+
+    # -- what limits ask of a connection: wire/limits.Limited
+
+    def unfinished(self) -> None:
+        """Nobody tells how much of a message gRPC has received."""
+        return None
+
+    def unsent(self) -> tuple[int, int]:
+        return self._queued_bytes, self._put_bytes
+
+    def hold_back(self) -> None:
+        self._held_back = True
+
+    def go_on(self) -> None:
+        self._held_back = False
+        self._room()
+
+    def cut_off(self, reason: str) -> None:
+        self._queue.clear()
+        if self._reading is not None:
+            self._reading.cancel()
 
     def _member(self) -> str:
         """Who is at the other end by his certificate, which is watched from now on. AccessDenied, StaleIdentity."""
@@ -340,7 +388,9 @@ class _Served(_Sending, Answerer):
                 frame, payload = decode_frame(raw)
                 if frame.kind == REQUEST:
                     self._arrived(frame.request, frame.method, frame.deadline_ms, frame.message, payload)
-                    if self._overfull or self._full:
+                    if self._share is not None and self._share.is_full:
+                        self._share.wait()
+                    if self._overfull or self._full or self._held_back:
                         self._flowing.clear()
                         await self._flowing.wait()
                 elif frame.kind == CANCEL:
@@ -358,7 +408,7 @@ class _Served(_Sending, Answerer):
             self._put(encode_frame(REPLY, number, message, payload, payload_bytes, status=status))
 
     def _room(self) -> None:
-        if not self._full and not self._overfull:
+        if not self._full and not self._overfull and not self._held_back:
             self._flowing.set()
 
     _has_room = _room
@@ -380,6 +430,7 @@ class GrpcListener:
         self.identity = identity
         self.handler = handler
         self.clock = clock
+        self.limits = greeting.limits or Limits(clock=clock)
         self.connections: set[_Served] = set()
         self.closing = False
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
@@ -477,7 +528,7 @@ def _target(host: str, port: int) -> str:
 
 
 def _address(peer: str) -> str:
-    return peer.partition(":")[2]
+    return unquote(peer).partition(":")[2]
 
 
 def _code_of(error: BaseException) -> str:

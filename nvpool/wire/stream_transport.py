@@ -16,27 +16,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import socket
-import stat
 import struct
 from collections.abc import Sequence
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
     AccessDenied,
-    BadConfiguration,
     Busy,
     CorruptFrame,
-    DriveFailed,
     InUse,
     NvpoolError,
     ProtocolMismatch,
-    TooManyOpen,
     Unreachable,
-    from_os_error,
 )
 from nvpool.wire.atonce import AnswersAtOnce, HearsAtOnce
 from nvpool.wire.endpoint import Endpoint, host_port_url, parse_endpoint
@@ -44,8 +38,11 @@ from nvpool.wire.exchange import Answerer, Asker
 from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.wire.greeting import HELLO_S, check_hello, encode_hello
 from nvpool.wire.identity import Identity, member_of, refusal_of, security
+from nvpool.wire.limits import Limits, Metered, Share
 from nvpool.wire.roles import with_address
+from nvpool.wire.sockets import GOODBYE_S, connect_error, is_socket, listen_error, set_socket_options, tls_options
 from nvpool.wire.status import decode_error, encode_error
+from nvpool.wire.tls_server import TlsServer
 from nvpool.wire.transport import Buffer, Connection, Greeting, Handler, Listener, Peer
 
 _log = logging.getLogger(__name__)
@@ -60,18 +57,7 @@ WRITE_HIGH_BYTES = 1 << 20
 WRITE_LOW_BYTES = 256 << 10
 """Bytes that the loop's transport holds for a peer that does not take them, before we stop adding and until we go on."""
 
-SOCKET_BUFFER_BYTES = 1 << 20
-"""Of unix sockets, whose default of 208 KiB lets a 1 MiB answer stop four times for its reader. (TCP sizes itself.)"""
-
-DEAD_PEER_S = 10
-"""Shorter than a client's patience, longer than a switch takes to find another path."""
-
 BACKLOG = 1024
-CONNECTIONS_MAX = 4096
-"""Of one listener; each costs a receive buffer of LINEAR_BYTES. Further ones are told Busy."""
-
-TLS_GOODBYE_S = 5.0
-"""For what is still to be sent, and the goodbye of TLS, on a connection that is closed."""
 
 GATHER_IN_FLIGHT = 4
 """With this many requests in flight more are likely in this turn of the loop; their frames leave together at its end."""
@@ -321,6 +307,8 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
         self._later = self if type(self) is StreamServed else None  # an answer of another kind may have to go elsewhere
         self._hello_timer: asyncio.TimerHandle | None = None
         self._greeted = False
+        self._entered: Share | None = None
+        self._held_back = False
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -328,24 +316,57 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
         connections = self._listener.connections
         connections.add(self)
         self._hello_timer = self._stream_loop.call_later(HELLO_S, self._end, "no greeting came", True)
-        if self._listener.identity is not None:
-            try:
+        try:
+            if self._listener.identity is not None:
                 self.peer = self.peer._replace(member=self._member(self._listener.identity, as_server=False))
-            except NvpoolError as error:
-                self._refuse(error)
-                return
-        if len(connections) > CONNECTIONS_MAX:
-            self._refuse(Busy(f"{self._listener.greeting.name} has {CONNECTIONS_MAX} connections already"))
+            self._entered = share = self._listener.limits.enter(self, self.peer, self._listener.greeting.name)
+        except NvpoolError as error:
+            self._refuse(error)
+            return
+        if share.limited:
+            self._share = share
+            self._reader.admit = self._admit
+            self._transport = Metered(transport)
 
     def _refuse(self, error: NvpoolError) -> None:
         code, message = encode_error(error)
         self._send(pack_head(HELLO, code, 0, 0, message, 0), (), 0, gather=False)
-        self._end(str(error), logged=True)
+        self._end(str(error), logged=not isinstance(error, Busy))  # of limits the log says little, however many come
+
+    def _place(self, kind, number, payload_bytes):
+        if kind != REQUEST:
+            raise CorruptFrame(f"a frame of kind {kind} with a payload")
+        return None
+
+    def _admit(self, kind: int, count: int) -> bool:
+        if kind != REQUEST or not self._greeted:
+            raise CorruptFrame(f"a frame of kind {kind} with {count} bytes out of place")
+        return self._share.admit(count)
+
+    # -- what limits ask of a connection: wire/limits.Limited
+
+    def unfinished(self) -> tuple[bytes, int] | None:
+        return self._reader.unfinished() if self._greeted else None
+
+    def unsent(self) -> tuple[int, int]:
+        return self._transport.get_write_buffer_size(), self._transport.sent
+
+    def hold_back(self) -> None:
+        self._held_back = True
+        self._stop_reading()
+
+    def go_on(self) -> None:
+        self._held_back = False
+        self._room()
+
+    def cut_off(self, reason: str) -> None:
+        self._end(reason)
+        self._transport.abort()
 
     def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
         if kind == REQUEST and self._greeted:
             self._arrived(number, code, deadline_ms, message, payload)
-            if self._overfull:
+            if self._overfull or self._share is not None and not self._share.takes_turn():
                 self._stop_reading()
         elif kind == CANCEL and self._greeted:
             self._cancelled(number)
@@ -384,8 +405,12 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     _writing_paused = False
 
     def _room(self) -> None:
-        if not self._writing_paused and not self._overfull:
+        if self._may_read and (self._share is None or not self._share.queued):
             self._go_on_reading()
+
+    @property
+    def _may_read(self) -> bool:
+        return not (self._writing_paused or self._overfull or self._held_back or self._ended)
 
     def _who(self) -> str:
         return f"{self.peer.name} at {self.peer.address}"
@@ -394,6 +419,10 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
         self._hello_timer.cancel()
         self._listener.connections.discard(self)
         self._asker_gone()
+        if self._entered is not None:
+            self._entered.leave()
+        if self._transport.get_write_buffer_size():  # to a peer that may never take it
+            self._stream_loop.call_later(GOODBYE_S, self._transport.abort)
 
     async def drain(self, drain_s: float) -> None:
         await self._drained(drain_s)
@@ -414,8 +443,9 @@ class StreamListener:
         self.local = local
         self.clock = clock
         self.loop = asyncio.get_running_loop()
+        self.limits = greeting.limits or Limits(clock=clock)
         self.connections: set[StreamServed] = set()
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | TlsServer | None = None
         self._path: tuple[str, int] | None = None
 
     def _serve(self) -> StreamServed:
@@ -426,9 +456,10 @@ class StreamListener:
         if path:
             self._path = (path, os.stat(path).st_ino)
             self._server = await self.loop.create_unix_server(self._serve, sock=sock, backlog=BACKLOG)
+        elif self.identity is None:
+            self._server = await self.loop.create_server(self._serve, sock=sock, backlog=BACKLOG)
         else:
-            self._server = await self.loop.create_server(self._serve, sock=sock, backlog=BACKLOG,
-                                                         **_tls(self.identity, self.greeting, serving=True))
+            self._server = TlsServer(self._serve, sock, tls_options(self.identity, self.greeting, serving=True), self.limits)
 
     async def close(self, drain_s: float = 0.0) -> None:
         if self._server is not None:
@@ -464,10 +495,10 @@ class StreamTransport:
 
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
-                await self._open(loop, protocol, where, _tls(identity, greeting, serving=False))
+                await self._open(loop, protocol, where, tls_options(identity, greeting, serving=False))
                 await asyncio.shield(made[0].greeted)
         except OSError as error:  # TimeoutError is one
-            raise _as_ours(error, endpoint) from None
+            raise connect_error(error, endpoint) from None
         except Unreachable:
             if identity is not None and (trouble := identity.own_trouble()):
                 raise AccessDenied(f"{endpoint} hung up: {trouble}") from None
@@ -505,7 +536,7 @@ class StreamTransport:
                 sock.close()
                 raise
         except OSError as error:
-            raise _listen_error(error, endpoint) from None
+            raise listen_error(error, endpoint) from None
         listener = self._listening(greeting, handler, identity)
         await listener.start(sock, host_port_url(self.scheme, where.host, sock.getsockname()[1]))
         return listener
@@ -526,7 +557,7 @@ class UnixStreamTransport(StreamTransport):
         where = parse_endpoint(endpoint)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            if _is_socket(where.path):
+            if is_socket(where.path):
                 sock.setblocking(False)
                 with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
                     sock.connect(where.path)
@@ -540,59 +571,10 @@ class UnixStreamTransport(StreamTransport):
             sock.setblocking(False)
         except OSError as error:
             sock.close()
-            raise _listen_error(error, endpoint) from None
+            raise listen_error(error, endpoint) from None
         except InUse:
             sock.close()
             raise
         listener = self._listening(greeting, handler, None)
         await listener.start(sock, endpoint, where.path)
         return listener
-
-
-def _is_socket(path: str) -> bool:
-    try:
-        return stat.S_ISSOCK(os.stat(path).st_mode)
-    except FileNotFoundError:
-        return False
-
-
-def set_socket_options(sock) -> None:
-    if sock.family == socket.AF_UNIX:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_PEER_S // 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_PEER_S // 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_S * 1000)
-
-
-def _tls(identity: Identity | None, greeting: Greeting, *, serving: bool) -> dict:
-    """What the loop's create_connection and create_server want for it."""
-    if identity is None:
-        return {}
-    return {"ssl": identity.context(serving=serving, strangers=greeting.strangers), "ssl_handshake_timeout": HELLO_S,
-            "ssl_shutdown_timeout": TLS_GOODBYE_S}
-
-
-def _as_ours(error: OSError, endpoint: str) -> NvpoolError:
-    if refusal := refusal_of(error):
-        return AccessDenied(f"{endpoint}: {refusal}")
-    known = from_os_error(error, endpoint)
-    if isinstance(known, TooManyOpen):
-        return known
-    if isinstance(error, ConnectionResetError) and not error.errno:  # so says the loop's TLS
-        return Unreachable(f"{endpoint} hung up in the handshake of TLS; does it speak plain text (network.plain_text, "
-                           f"--plain-text)?")
-    return Unreachable(f"nobody answers at {endpoint}: {error.strerror or str(error) or 'no answer in time'}")
-
-
-def _listen_error(error: OSError, endpoint: str) -> NvpoolError:
-    if error.errno in (errno.EADDRINUSE, errno.EAGAIN):  # EAGAIN: so busy that its backlog is full
-        return InUse(f"{endpoint}: the address is in use")
-    known = from_os_error(error, f"listening at {endpoint}")
-    if isinstance(known, DriveFailed):  # no such host, not an address of this host
-        return BadConfiguration(str(known))
-    return known

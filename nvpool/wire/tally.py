@@ -86,6 +86,11 @@ class Tally:
     def __init__(self) -> None:
         self.answers: dict[str, Answers] = {}
         self.calls = Calls()
+        self.limits_met: dict[str, int] = {}
+
+    def limit_met(self, limit: str) -> None:
+        """Somebody was refused, held back or cut off for `limit`, a key of the section [limits]."""
+        self.limits_met[limit] = self.limits_met.get(limit, 0) + 1
 
     def over(self, transport: str) -> Answers:
         """Of that transport; the same for each of its connections."""
@@ -107,6 +112,8 @@ class Tally:
             page.times(metrics.CALL_SECONDS, times, op=op_of(method))
         for (method, status), count in self.calls.errors.items():
             page.set(metrics.CALL_ERRORS, count, op=op_of(method), error=error_of(status))
+        for limit, count in self.limits_met.items():
+            page.set(metrics.LIMITS_MET, count, limit=limit)
         page.set(metrics.CALLS_IN_FLIGHT, self.calls.begun - self.calls.ended)
 
 

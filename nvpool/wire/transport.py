@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from nvpool.wire.identity import Identity
+    from nvpool.wire.limits import Limits
 
 Buffer = bytes | bytearray | memoryview
 
@@ -155,6 +156,8 @@ class Greeting(NamedTuple):
     """Not said, but shown: our certificate, and whom we let in. Without one nothing leaves this host."""
     strangers: bool = False
     """Of who listens: who shows no certificate is served too, as a peer without a `member`. The handler decides what it may."""
+    limits: Limits | None = None
+    """Of who listens: for all listeners that have the same. None: the defaults, for this one alone."""
 
 
 class Transport(Protocol):

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DECLARED = {name: value for name, value in vars(metrics).items() if isinstance(value, metrics.Metric)}
 UNITS_THAT_ARE_NONE = re.compile(
     r"_(milliseconds|microseconds|ms|us|ns|kb|kib|mb|mib|gib|kilobytes|megabytes|minutes|percent)(_|$)")
-LABELS = {"child", "direction", "error", "kind", "member", "op", "service", "shard", "state", "target", "transport", "version",
-          "way"}
+LABELS = {"child", "direction", "error", "kind", "limit", "member", "op", "service", "shard", "state", "target", "transport",
+          "version", "way"}
 """Each has few values, whatever is stored and whoever comes."""
 PROMTOOL = shutil.which("promtool")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.base.errors import Bug, Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound
+from nvpool.base.errors import Bug, Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound, TooManyOpen
 from nvpool.base.grants import EPOCH_MASK, read, volume_tag
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
@@ -197,6 +197,21 @@ async def test_a_file_is_made_written_looked_up_and_removed_with_the_bytes_of_th
     for number in range(6):
         await ask(UNLINK, change=client.change(63), parent=bench.home, name=b"%d" % number)
     assert bench.taken == len(told) or not bench.quick
+    return told
+
+
+@with_both
+async def test_who_has_too_much_open_makes_no_open_file(bench):
+    async def make(name, opened):
+        request = pb.CreateRequest(change=bench.client.change(), parent=bench.home, name=name, mode=FILE, open=opened, rights=1)
+        return await bench.ask(CREATE, request)
+
+    told = [await make(b"a", True)]
+    session, = bench.service._sessions.by_number.values()
+    session.peer, session.opens_max = "uid 1000", 0
+    told += [await make(b"b", True), await make(b"c", False)]
+    assert [bool(status) for status, _ in told] == [False, True, False]
+    assert isinstance(decode_error(*told[1]), TooManyOpen) and list(session.opens.values()) == [1]
     return told
 
 

@@ -1,8 +1,10 @@
 """Peers that break the rules, die, stall or lie: the connection ends with one logged reason, and nothing hangs."""
 
 import asyncio
+import contextlib
 import functools
 import gc
+import itertools
 import logging
 import os
 import random
@@ -26,9 +28,10 @@ from nvpool.base.errors import (
     Unreachable,
 )
 from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
-from nvpool.wire import greeting, registry, stream_transport
+from nvpool.wire import greeting, limits, registry, stream_transport
 from nvpool.wire.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, pack_head
 from nvpool.wire.identity import PLAIN_TEXT
+from nvpool.wire.limits import Bounds, Limits
 from nvpool.wire.transport import IN_FLIGHT_MAX, Greeting
 from nvpool.wire.v1 import wire_pb2
 
@@ -49,8 +52,8 @@ def on_a_loop(test):
     return run
 
 
-async def serve(path, handler=echo):
-    return await registry.listen(f"stream+unix://{path}/s", US, handler)
+async def serve(path, handler=echo, limits=None):
+    return await registry.listen(f"stream+unix://{path}/s", US._replace(limits=limits), handler)
 
 
 async def connect(path, deadline_s=None):
@@ -249,13 +252,94 @@ async def test_who_connects_and_says_nothing_is_hung_up_on(tmp_path, monkeypatch
 
 
 @on_a_loop
-async def test_a_client_beyond_the_limit_is_told_that_we_are_busy(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_transport, "CONNECTIONS_MAX", 1)
-    listener = await serve(tmp_path)
-    first = await connect(tmp_path)
+async def test_a_client_beyond_the_limit_is_told_that_we_are_busy(tmp_path):
+    listener = await serve(tmp_path, limits=Limits(Bounds(connections=8)))
+    most = [await connect(tmp_path) for _ in range(8)]
     await refused(Busy, connect(tmp_path))
-    assert (await first.call(1, b"", deadline_s=soon())).message == b""
-    await first.close()
+    for one in most:
+        assert (await one.call(1, b"", deadline_s=soon())).message == b""
+        await one.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize("request_of", [lambda: pack_head(REQUEST, 1, 1, 1000, bytes(100), 0),
+                                        lambda: pack_head(REQUEST, 1, 1, 1000, b"", 1 << 20) + bytes(200_000)])
+@on_a_loop
+async def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(request_of, tmp_path, caplog):
+    bounds = Limits(Bounds(message_s=0.3), trust=False)
+    listener = await serve(tmp_path, limits=bounds)
+    _, writer = await raw_client(tmp_path)
+    good = await connect(tmp_path)
+    request = request_of()
+    writer.write(request[:-60])
+    for byte in request[-60:-1]:
+        bounds.run_once()
+        await asyncio.sleep(0.05)
+        if writer.transport.is_closing():
+            break
+        writer.write(bytes([byte]))
+    assert writer.transport.is_closing() and len(listener.connections) == 1 and "limits.message_s" in caplog.text
+    assert (await good.call(1, b"", deadline_s=soon())).message == b""
+    writer.close()
+    await good.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_a_long_message_counts_until_it_is_answered(tmp_path):
+    bounds = Limits(Bounds(), trust=False)
+    kept = Kept()
+    listener = await serve(tmp_path, kept, limits=bounds)
+    reader, writer = await raw_client(tmp_path)
+    whole = pack_head(REQUEST, 1, 1, 9999, bytes(4 << 20), 0)
+    writer.write(whole[:300_000])
+    await until(lambda: bounds.bytes == 4 << 20)
+    writer.write(whole[300_000:])
+    (await kept.count(1))[0].reply(b"so long")
+    assert await read_frame(reader) == (REPLY, 0, 1, b"so long", b"") and bounds.bytes == 0
+    writer.close()
+    await listener.close()
+
+
+async def hangs_up(reader):
+    with contextlib.suppress(ConnectionError):  # where bytes of ours were not read
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("frame", [pack_head(CANCEL, 0, 1, 0, b"", 32 << 20), pack_head(HELLO, 0, 0, 0, b"", 32 << 20)])
+@on_a_loop
+async def test_what_carries_no_payload_has_none(frame, tmp_path, caplog):
+    listener = await serve(tmp_path)
+    reader, writer = await raw_client(tmp_path)
+    writer.write(frame)
+    await hangs_up(reader)
+    assert "with a payload" in caplog.text or "out of place" in caplog.text
+    writer.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_a_greeting_is_short(tmp_path, caplog):
+    listener = await serve(tmp_path, limits=Limits(Bounds(), trust=False))
+    reader, writer = await raw_client(tmp_path, pack_head(HELLO, 0, 0, 0, bytes(4 << 20), 0))
+    await hangs_up(reader)
+    assert "out of place" in caplog.text
+    writer.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_answers_to_who_has_been_ended_do_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_transport, "GOODBYE_S", 0.05)
+    listener = await serve(tmp_path, lambda call: call.reply(b"", [bytes(8 << 20)]))
+    reader, writer = await raw_client(tmp_path)
+    writer.write(pack_head(REQUEST, 1, 1, 9999, b"", 0))
+    await until(lambda: any(end._transport.get_write_buffer_size() for end in listener.connections))
+    end, = listener.connections
+    end.revoked(NotFound("gone"))
+    async with asyncio.timeout(20):
+        await asyncio.shield(end._gone)
+    writer.close()
     await listener.close()
 
 
@@ -468,4 +552,35 @@ async def test_a_cancel_for_what_was_answered_already_is_nothing(tmp_path):
                  + pack_head(REQUEST, 1, 1, 1000, b"b", 0))
     assert [(await read_frame(reader))[3] for _ in range(2)] == [b"a", b"b"]
     writer.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_a_client_that_floods_lets_others_have_their_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "TURN_S", 0.0)
+    order = []
+
+    def handler(call):
+        order.append(call.method)
+        call.reply()
+
+    listener = await serve(tmp_path, handler, limits=Limits(Bounds(), trust=False))
+    flooding = [await raw_client(tmp_path) for _ in range(5)]
+    stranger = await connect(tmp_path)
+    end = next(end for end in listener.connections if end.peer.name == US.name)
+    end._share.leave()
+    end._entered = end._share = listener.limits.enter(end, end.peer._replace(member="client/other"), "we")
+    for _, writer in flooding:
+        writer.write(b"".join(pack_head(REQUEST, 1, n, 60_000, b"", 0) for n in range(1, 1001)))
+    await until(lambda: order)
+    for _ in range(20):
+        await stranger.call(2, b"", deadline_s=soon())
+    before = [place - number for number, place in enumerate(place for place, method in enumerate(order) if method == 2)]
+    assert max(after - earlier for earlier, after in itertools.pairwise(before)) < 500, before
+    for reader, writer in flooding:
+        for _ in range(1000):
+            assert (await read_frame(reader))[0] == REPLY
+        writer.close()
+    assert order.count(1) == 5000
+    await stranger.close()
     await listener.close()

@@ -1,0 +1,27 @@
+"""The benchmark of a flood: it measures with and without one, and leaves nothing behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "flood.py"
+
+
+def test_a_flood_is_measured_and_ends(tmp_path):
+    done = subprocess.run([sys.executable, BENCH, "--directory", tmp_path, "--kinds", "requests", "--rounds", "1",
+                           "--seconds", "0.5"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["requests"]
+    for what in ("read", "look"):
+        assert found[what]["p99 quotient"] > 0
+        assert all(one[what]["count"] > 5 for side in found["rounds"].values() for one in side)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [("--kinds", "rain")])
+def test_an_unknown_kind_of_flood_is_refused(words):
+    done = subprocess.run([sys.executable, BENCH, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "requests, connections, slow, unread" in done.stderr
