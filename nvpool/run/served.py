@@ -32,6 +32,7 @@ from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.identity import Identity, identity_in
 from nvpool.wire.registry import listen
+from nvpool.wire.rights import Callers
 from nvpool.wire.tally import Answers
 from nvpool.wire.transport import Call, Greeting, Listener
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
@@ -73,6 +74,7 @@ class Opened:
         self.pool_map = pool_map
         self.dialer = dialer
         self.grant_secret = key
+        self.callers = Callers()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, reason: str) -> None:
@@ -85,14 +87,16 @@ class Opened:
 class Handling:
     """The handler of a daemon's listeners: what every role answers, then its service."""
 
-    def __init__(self, service: Service, awake: Awake) -> None:
+    def __init__(self, service: Service, awake: Awake, callers: Callers) -> None:
         self._service = service
+        self._callers = callers
         self._awake = awake
         self._answer = getattr(service, "at_once", None) and service.at_once.answer
         self.at_once = self._answer_at_once if self._answer is not None else None
 
     def __call__(self, call: Call) -> None:
         if call.method == PROCESS_METRICS:
+            self._callers.check(call)
             measuring.answer(call, self._service.measure)
             return
         self._awake.touch()
@@ -198,7 +202,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         service = await open_service(opened)
         awake = Awake(config.processors.awake)
 
-        handle = Handling(service, awake)
+        handle = Handling(service, awake, opened.callers)
         listeners: list[Listener] = []
         try:
             service.update_map(pool_map)
