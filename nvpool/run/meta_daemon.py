@@ -30,13 +30,15 @@ async def _open(member: int, opened: Opened) -> ShardMember:
 
     def make_service(kv: MemberKv) -> MetaService:
         service = MetaService(kv, shard=opened.number, term=kv.term, grant_secret=opened.grant_secret, dialer=opened.dialer,
-                              options=MetaOptions(session_lease_s=meta.session_lease_s, grant_s=meta.grant_s))
+                              options=MetaOptions(session_lease_s=meta.session_lease_s, grant_s=meta.grant_s),
+                              callers=opened.callers)
         service.died.add_done_callback(
             lambda died: died.cancelled() or opened.fail(f"the service has stopped: {died.exception()}"))
         return service
 
     path = Path(place) if place else opened.directory.shard(opened.number)
-    options = MemberOptions(opened.directory.node, opened.number, member, path, engine, opened.grant_secret)
+    options = MemberOptions(opened.directory.node, opened.number, member, path, engine, opened.grant_secret,
+                            callers=opened.callers)
     return ShardMember(options, opened.pool_map, opened.dialer, SYSTEM_CLOCK, make_service, opened.fail)
 
 
