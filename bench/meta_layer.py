@@ -19,7 +19,7 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.meta import records
 from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import DirectCall, ShardClient
+from nvpool.testing.meta_shard import PEER, DirectCall, ShardClient
 from nvpool.wire.frame import HEADER_BYTES, REQUEST, pack_head
 from nvpool.wire.tally import Answers
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -49,6 +49,12 @@ def requests(method: int, made) -> list[DirectCall]:
     return [DirectCall(method, request.SerializeToString()) for request in made]
 
 
+class Side:
+    """Of a connection that everything comes by."""
+
+    peer = PEER
+
+
 async def spend_at_once(service: MetaService, kv: LmdbKv, method: int, made: list) -> tuple[float, list[bytes]]:
     """Microseconds of CPU of this thread a request, and the messages of the answers."""
     spent, answers, tally = 0.0, [], Answers()
@@ -61,7 +67,7 @@ async def spend_at_once(service: MetaService, kv: LmdbKv, method: int, made: lis
                 await kv.room()
             began, before = time.thread_time(), len(out)
             for number, frame in enumerate(frames[before:], before + 1):
-                service.at_once.answer(frame, len(frame), {}, tally, out)
+                service.at_once.answer(frame, len(frame), {}, tally, out, Side)
                 if len(out) != number:
                     break
             spent += time.thread_time() - began

@@ -25,6 +25,7 @@ from nvpool.base.ids import RequestId
 from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
 from nvpool.store.reads import READ
 from nvpool.store.service import WRITE, StoreService
+from nvpool.testing.meta_shard import PEER
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
 
@@ -37,6 +38,7 @@ class _Call:
 
     deadline_s = float("inf")
     cancelled = False
+    peer = PEER
 
     def __init__(self, method: int, message: bytes, payload: bytes = b""):
         self.method, self.message, self.payload = method, message, memoryview(payload)

@@ -97,6 +97,7 @@ cdef uint16_t CREATE = wire.META_CREATE, UNLINK = wire.META_UNLINK, REPORT = wir
 cdef uint16_t LOOKUP = wire.META_LOOKUP, GETATTR = wire.META_GETATTR
 cdef uint64_t GOLDEN = 0x9E3779B97F4A7C15
 cdef uint32_t ANYTHING = 0xFFFFFFFF
+cdef uint32_t MARK_METHOD = 0x9E3779B1, MARK_UID = 0x85EBCA6B, MARK_GID = 0xC2B2AE35  # leases.mark_of
 cdef bytes COUNTS_KEY = b"\x80\x04", ORPHAN_VALUE = b"\x01"
 
 
@@ -392,14 +393,16 @@ cdef bytes slot_key(uint64_t session, uint32_t slot):
     return PyBytes_FromStringAndSize(<const char *>key, 11)
 
 
-cdef bytes encode_slot(uint64_t sequence, bytes answer):
+cdef bytes encode_slot(uint64_t sequence, bytes answer, uint32_t mark):
     cdef Py_ssize_t count = PyBytes_GET_SIZE(answer)
-    cdef bytes value = PyBytes_FromStringAndSize(NULL, 17 + count)
+    cdef bytes value = PyBytes_FromStringAndSize(NULL, 17 + count + 9)
     cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(value)
     at[0] = 1
     put64(at + 1, sequence)
     put64(at + 9, 0)
     memcpy(at + 17, PyBytes_AS_STRING(answer), count)
+    put_varint(at + 17 + count, 0xFFFFFFFD)  # session_records: the tag of the mark
+    put32(at + 22 + count, mark)
     return value
 
 
@@ -459,7 +462,7 @@ cdef bint take(const uint8_t **at, const uint8_t *end, Field *field) noexcept no
 
 cdef struct Request:
     uint64_t session, sequence, inode, cut, end, blocks_delta
-    uint32_t slot, uid, gid, mode, rights
+    uint32_t slot, uid, gid, mode, rights, mark
     bint opens, wrote, sync, release
     const uint8_t *name
     Py_ssize_t name_bytes
@@ -494,10 +497,11 @@ cdef bint take_change(const uint8_t *at, Py_ssize_t count, Request *r) noexcept 
 
 cdef bint take_request(uint16_t method, const uint8_t *at, Py_ssize_t count, Request *r) noexcept nogil:
     """Read a message that has what is answered here, and nothing else. False: leave it."""
+    cdef const uint8_t *first = at
     cdef const uint8_t *end = at + count
     cdef Field f
     r.session = r.sequence = r.inode = r.cut = r.end = r.blocks_delta = 0
-    r.slot = r.uid = r.gid = r.mode = r.rights = 0
+    r.slot = r.uid = r.gid = r.mode = r.rights = r.mark = 0
     r.opens = r.wrote = r.sync = r.release = False
     r.name, r.name_bytes = NULL, 0
     f.number = 0
@@ -518,8 +522,9 @@ cdef bint take_request(uint16_t method, const uint8_t *at, Py_ssize_t count, Req
             else:
                 return False
         elif f.number == 1:
-            if f.kind != 2 or not take_change(f.bytes, f.count, r):
+            if f.kind != 2 or f.count > 127 or f.bytes != first + 2 or not take_change(f.bytes, f.count, r):
                 return False
+            r.mark = crc_of(at, end - at) ^ method * MARK_METHOD ^ r.uid * MARK_UID ^ r.gid * MARK_GID
         elif f.number == 2:
             if f.kind != 1:
                 return False
@@ -622,6 +627,7 @@ cdef class AtOnce:
     """See atonce.py. One for what `service` reads and keeps at the moment."""
 
     cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of, _grants
+    cdef object _callers, _peer, _owner
     cdef dict _by_number, _holders, _restricted, _cutting, _counters
     cdef bint _is_system
     cdef uint64_t _grant_ms
@@ -629,7 +635,8 @@ cdef class AtOnce:
     cdef uint32_t[::1] _leases
 
     def __init__(self, service, failed):
-        """`failed(service, session, slot, sequence, error, number)`: the frame that says that a change was not made."""
+        """`failed(service, session, slot, sequence, mark, error, number)`: the frame that says that a change was not made."""
+        self._callers = service._callers
         self._service, self._kv, self._view, self._sessions = service, service._kv, service._view, service._sessions
         self._numbers, self._moment, self._watches = service._numbers, service._moment, service._watches
         self._collector, self._clock, self._counters = service._collector, service._clock, service._counters
@@ -646,9 +653,15 @@ cdef class AtOnce:
     cdef long long _now_ns(self) except -1:
         return wall_ns() if self._is_system else self._clock.wall_ns()
 
-    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, _side=None):
+    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
         """Answer the frames at the beginning of `buffer`, of which `end` bytes came, as far as that can be done at once: append a
-        frame for each to `out`, return how many bytes they took. `in_work`: numbers of requests being answered."""
+        frame for each to `out`, return how many bytes they took. `in_work`: numbers of requests being answered. `side`: the
+        connection's answering end; without one nobody knows who asks, and nothing is answered."""
+        if side is None:
+            return 0
+        peer = side.peer
+        if peer is not self._peer:
+            self._owner, self._peer = self._callers.of(peer).owner, peer
         if end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")
         cdef Py_ssize_t at = 0, total = 0, message_bytes
@@ -739,8 +752,13 @@ cdef class AtOnce:
                           <const uint8_t *>PyBytes_AS_STRING(name_hash), name, count)
 
     cdef object _session(self, Request *r):
+        """None: unknown, or another's."""
         cdef PyObject *found = PyDict_GetItem(self._by_number, r.session)
-        return <object>found if found is not NULL else None
+        if found is NULL:
+            return None
+        session = <object>found
+        owner = session.owner
+        return session if owner == self._owner or owner is not None and not self._owner else None
 
     cdef object _slot(self, Request *r, session):
         """Where the request is new in its slot, and a change may be made now; else None."""
@@ -819,15 +837,16 @@ cdef class AtOnce:
 
     cdef bytes _commit(self, Request *r, session, slot, list effects, bytes answer, bint adds, uint32_t number):
         """Make the change with its slot's record. None: it is made; else the frame that says why it is not."""
-        effects.append((slot_key(r.session, r.slot), encode_slot(r.sequence, answer)))
+        effects.append((slot_key(r.session, r.slot), encode_slot(r.sequence, answer, r.mark)))
         try:
             self._kv.apply(effects, reclaims=not adds)
         except Exception as error:
             self._counters["requests"] += 1
-            return self._failed(self._service, session, slot, r.sequence, error, number)
+            return self._failed(self._service, session, slot, r.sequence, r.mark, error, number)
         self._counters["requests"] += 1
         self._counters["changes"] += 1
         slot.sequence, slot.waits_for, slot.answer, slot.error = r.sequence, 0, answer, None
+        slot.mark = r.mark
         slot.restored, slot.opened = False, 0
         return None
 

@@ -43,11 +43,12 @@ def answers_at_once(service: MetaService) -> Any | None:
     return _atonce.AtOnce(service, _failed)
 
 
-def _failed(service: MetaService, session: Session, slot: Slot, sequence: int, error: Exception, number: int) -> bytes:
+def _failed(service: MetaService, session: Session, slot: Slot, sequence: int, mark: int, error: Exception,
+            number: int) -> bytes:
     """The engine did not take a change: as MetaService.handle says it."""
     if isinstance(error, Refused):
         service._counters["refused"] += 1
-        service._keep_refusal(session, slot, sequence, error)
+        service._keep_refusal(session, slot, sequence, mark, error)
     elif isinstance(error, Fenced):
         service._die(error)
     code, message = encode_error(error)

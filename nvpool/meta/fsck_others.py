@@ -11,6 +11,7 @@ from nvpool.logic.lockranges import Span
 from nvpool.meta import records
 from nvpool.meta.locks import Owner
 from nvpool.meta.records import Inode
+from nvpool.meta.session_records import decode_session, decode_slot
 from nvpool.meta.spanning.records import decode_decision, decode_held, id_of_key
 
 
@@ -163,7 +164,7 @@ class OtherRecords:
 
     def _session(self, key: bytes, raw: bytes) -> None:
         try:
-            records.decode_session(raw)
+            decode_session(raw)
         except CorruptRecord as error:
             self._lay_aside(key, raw, str(error))
             return
@@ -179,7 +180,7 @@ class OtherRecords:
                         lambda: [(key, None)])
             return
         try:
-            records.decode_slot(now)
+            decode_slot(now)
         except CorruptRecord as error:
             self._found("undecodable", f"{error} (session {records.session_of_key(key):#x})", lambda: [(key, None)])
 

@@ -14,16 +14,19 @@ from collections.abc import Callable, Container, Iterable
 from itertools import islice
 from math import inf
 
+from nvpool.base.checksum import crc32c
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
-from nvpool.meta import records
+from nvpool.meta import records, session_records
 from nvpool.meta.locks import LockTable
 from nvpool.meta.options import MetaOptions
+from nvpool.meta.session_records import SessionRecord
 from nvpool.wire.limits import raise_it
 from nvpool.wire.tally import TALLY
 from nvpool.wire.v1 import meta_pb2
+from nvpool.wire.v1 import wire_pb2 as wire
 
 OPEN_INODES_MAX = 1_000_000
 """Inodes that one session may hold open: a bound for memory, far above what a node uses."""
@@ -32,17 +35,39 @@ RESERVED_SHARE = 10
 HELD_ALL_MAX, HELD_MAX = 256, 1024
 """A session that has no more than so many inodes open is told all of them with each renewal, others so many nameless ones."""
 _HELD = struct.Struct("<QI")
+_VARIES = {**dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), "spread"),
+           **dict.fromkeys((wire.META_SETATTR, wire.META_ALLOCATE), "rights")}
+"""Fields that say what the asker knows or has open, which another process of it may see otherwise: the change is the same."""
+_CHANGE_TAG, _ONE_BYTE = 1 << 3 | 2, 0x80
+
+
+def mark_of(method: int, request, message: bytes | memoryview) -> int:
+    """32 bits of what a change is, by which a repetition is told from another request under the same name.
+
+    Of the method, the caller's uid and gid, and all fields but `change` (its epoch may be newer) and those that vary. `message`
+    is the request as it came, its fields in order as protobuf writes them; `_atonce` makes the same mark.
+    """
+    change, varies = request.change, _VARIES.get(method)
+    if varies is not None and getattr(request, varies):
+        plain = type(request)()
+        plain.CopyFrom(request)
+        plain.ClearField(varies)
+        message = plain.SerializeToString()
+    behind = 2 + message[1] if len(message) > 1 and message[0] == _CHANGE_TAG and message[1] < _ONE_BYTE else 0
+    return (crc32c(message[behind:]) ^ method * 0x9E3779B1 ^ change.uid * 0x85EBCA6B ^ change.gid * 0xC2B2AE35) & 0xFFFFFFFF
 
 
 class Slot:
     """One request place: the last sequence that was decided, with its answer or its refusal."""
 
-    __slots__ = ("sequence", "waits_for", "answer", "error", "restored", "opened", "awaited")
+    __slots__ = ("sequence", "waits_for", "answer", "mark", "error", "restored", "opened", "awaited")
 
-    def __init__(self, sequence: int = 0, waits_for: int = 0, answer: bytes = b"") -> None:
+    def __init__(self, sequence: int = 0, waits_for: int = 0, answer: bytes = b"", mark: int | None = None) -> None:
         self.sequence = sequence
         self.waits_for = waits_for
         self.answer = answer
+        self.mark = mark
+        """Of the request that was decided, see `mark_of`; None where its record has none."""
         self.error: NvpoolError | None = None
         """A refusal is kept in memory only: after a restart nothing is under way that could come late."""
         self.restored = False
@@ -62,9 +87,9 @@ class Slot:
 
 class Session:
     __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity", "brought",
-                 "member", "peer", "opens_max")
+                 "member", "peer", "opens_max", "owner")
 
-    def __init__(self, number: int, record: records.SessionRecord, expires_s: float) -> None:
+    def __init__(self, number: int, record: SessionRecord, expires_s: float) -> None:
         self.number = number
         self.secret = record.secret
         self.client = record.client
@@ -84,10 +109,12 @@ class Session:
         """Whose share it is of; nothing: of a trusted peer, or not renewed since a restart."""
         self.opens_max = OPEN_INODES_MAX
         """0 while the peer has too much open in all its sessions."""
+        self.owner = record.owner
+        """The caller that has opened it (wire/rights); None until somebody uses it, where its record does not say."""
 
     @property
-    def record(self) -> records.SessionRecord:
-        return records.SessionRecord(self.secret, self.opened_ns, self.client, self.watches, self.identity)
+    def record(self) -> SessionRecord:
+        return SessionRecord(self.secret, self.opened_ns, self.client, self.watches, self.identity, self.owner)
 
 
 class Sessions:
@@ -116,7 +143,7 @@ class Sessions:
         while pairs := self._kv.scan(first, end, 1000):
             for key, raw in pairs:
                 try:
-                    record = records.decode_session(raw)
+                    record = session_records.decode_session(raw)
                 except NvpoolError:
                     continue
                 number = records.session_of_key(key)
@@ -135,6 +162,18 @@ class Sessions:
             raise StaleSession(f"session {number:#x} is unknown or has ended; open a new one")
         return session
 
+    def of(self, number: int, owner: str) -> Session:
+        """The session, for a caller of that name, "" for a node: nodes may act for all. StaleSession: there is none, or it is
+        another's."""
+        session = self.by_number.get(number)
+        if session is None or session.owner != owner:
+            session = self.get(number)
+            if session.owner is None:
+                session.owner = owner  # as its record was made before owners were kept: who has it goes on with it first
+            elif owner and session.owner != owner:
+                raise StaleSession(f"session {number:#x} belongs to somebody else than {owner}; open a new one")
+        return session
+
     def identify(self, session: Session, identity: int) -> list:
         """The session is that client's. The effects that keep this, where it is news."""
         if identity in (0, session.identity):
@@ -142,7 +181,7 @@ class Sessions:
         self._forget_identity(session)
         session.identity = identity
         self.add(session)
-        return [(records.session_key(session.number), records.encode_session(session.record))]
+        return [(records.session_key(session.number), session_records.encode_session(session.record))]
 
     def _forget_identity(self, session: Session) -> None:
         if self._by_identity.get(session.identity) == session.number:
@@ -163,11 +202,11 @@ class Sessions:
         slot = session.slots[index]
         if slot is None:
             raw = self._kv.get(records.slot_key(session.number, index))
-            slot = session.slots[index] = Slot() if raw is None else Slot(*records.decode_slot(raw))
+            slot = session.slots[index] = Slot() if raw is None else Slot(*session_records.decode_slot(raw))
             slot.restored = raw is not None
         return slot
 
-    def opening(self, number: int, record: records.SessionRecord, now_s: float, peer: str = "") -> tuple[Session, list]:
+    def opening(self, number: int, record: SessionRecord, now_s: float, peer: str = "") -> tuple[Session, list]:
         """A new session that begins to count with `add`, and the effects that keep it. `peer`: see Session. TooManyOpen."""
         most, mine = self._options.sessions, self._of_peers.get(peer, 0)
         if peer and mine >= self._options.sessions_per_peer:
@@ -178,7 +217,7 @@ class Sessions:
             TALLY.limit_met("sessions")
             raise TooManyOpen(f"the shard has {len(self.by_number)} sessions already; end some clients, {raise_it('sessions')}")
         return (Session(number, record, now_s + self.lease_s),
-                [(records.session_key(number), records.encode_session(record))])
+                [(records.session_key(number), session_records.encode_session(record))])
 
     def belongs(self, session: Session, peer: str) -> None:
         """The session counts for this peer, where it does not count for one yet."""
@@ -202,17 +241,19 @@ class Sessions:
     def add(self, session: Session) -> None:
         self.by_number[session.number] = session
         if session.identity:
-            known = self._by_identity.get(session.identity, 0)
-            if not known or known >> 48 != self._shard or session.number >> 48 == self._shard:  # one that came here counts less
+            known = self.by_number.get(self._by_identity.get(session.identity, 0))
+            if known is None or _are_of_one(known, session) and (
+                    known.number >> 48 != self._shard or session.number >> 48 == self._shard):  # one that came here counts less
                 self._by_identity[session.identity] = session.number
 
     def strangers(self) -> list[tuple[Session, Session]]:
         """Sessions that have come from other shards and whose clients have one of ours, with that."""
         return [(session, self.by_number[heir]) for session in self.by_number.values() if session.number >> 48 != self._shard
-                and (heir := self.number_of(session.identity)) and heir >> 48 == self._shard]
+                and (heir := self.number_of(session.identity)) and heir >> 48 == self._shard
+                and _are_of_one(session, self.by_number[heir])]
 
-    def take_up(self, number: int, secret: bytes, now_s: float) -> Session:
-        session = self.get(number)
+    def take_up(self, number: int, secret: bytes, owner: str, now_s: float) -> Session:
+        session = self.of(number, owner)
         if not hmac.compare_digest(session.secret, secret):
             raise StaleSession(f"session {number:#x} belongs to somebody else; open a new one")
         session.expires_s = now_s + self.lease_s
@@ -314,7 +355,7 @@ class Sessions:
                 session.brought.pop(inode, None)
                 self._let_go(inode)
 
-    def arrive(self, number: int, record: records.SessionRecord, opened: Iterable[int], now_s: float) -> Session:
+    def arrive(self, number: int, record: SessionRecord, opened: Iterable[int], now_s: float) -> Session:
         """A session has come from another shard with partitions, of which it has these open, once each; it lives here for a
         lease, in which its client comes."""
         session = self.by_number.get(number)
@@ -384,6 +425,11 @@ class Sessions:
         """The shard itself stood still: no session is to blame for that."""
         for session in self.by_number.values():
             session.expires_s += seconds
+
+
+def _are_of_one(one: Session, other: Session) -> bool:
+    """Whether one caller has opened both, as far as is known: an identity is what a client says of itself."""
+    return one.owner == other.owner or one.owner is None or other.owner is None
 
 
 def inodes_of(packed: bytes) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ from nvpool.meta.shipwire import PrimaryDoor, StandbyDoor, WireStandby
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.leasecalls import LeaseCalls
+from nvpool.wire.rights import Callers
 from nvpool.wire.tally import Answers
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -84,6 +85,7 @@ class MemberOptions:
     shipping: ShippingOptions = ShippingOptions()
     mark: Path | None = None
     """Of the commit mark (kv/commitmark), on a tmpfs; None: without one."""
+    callers: Callers = field(default_factory=Callers)
 
 
 class _AtOnce:
@@ -92,11 +94,11 @@ class _AtOnce:
     def __init__(self, member: ShardMember) -> None:
         self._member = member
 
-    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, _side: Any = None) -> int:
+    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side: Any = None) -> int:
         service = self._member._service
         if service is None or self._member.handle != service.handle:
             return 0
-        return service.at_once.answer(buffer, end, in_work, tally, out)
+        return service.at_once.answer(buffer, end, in_work, tally, out, side)
 
 
 class ShardMember:
@@ -337,6 +339,7 @@ class ShardMember:
         log.info("member %d is a standby of shard %d", options.member, options.shard)
 
     def _handle_as_standby(self, call: Call) -> None:
+        self._options.callers.check(call)
         if call.method == wire.META_STATUS:
             self._tell_status(call)
         else:
@@ -391,8 +394,10 @@ class ShardMember:
 
     def _handle_behind_gate(self, call: Call) -> None:
         if call.method == wire.META_STATUS:
+            self._options.callers.check(call)
             self._tell_primary_status(call)
         elif call.method in (wire.META_SHIP, wire.META_FOLLOW):
+            self._options.callers.check(call)
             PrimaryDoor(shard=self._options.shard, member=self._options.member, term=self._term, clock=self._clock,
                         secret=self._options.secret, on_later=self._depose).handle(call)
         else:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from nvpool.base.errors import Busy
+from nvpool.base.errors import Busy, InvalidRequest
 
 QUIET_S = 1.0
 """To tell all that is decided: milliseconds, or a shard is away."""
 MOMENT_S = 2.0
 """For all of it, counted from the first question: several round trips."""
+_NO_NUMBER = "a moment has a number, which is not 0: whoever begins one draws it"
 
 
 class Moment:
@@ -36,8 +37,10 @@ class Moment:
         """Whether no change may be made."""
 
     async def quiet(self, number: int) -> None:
-        """Busy: another one is being taken, or what is decided can not be told now."""
-        if not number or self._id not in (0, number):
+        """Busy: another one is being taken, or what is decided can not be told now. InvalidRequest: it has no number."""
+        if not number:
+            raise InvalidRequest(_NO_NUMBER)
+        if self._id not in (0, number):
             raise Busy("another check or dump is beginning", retry_after_s=0.05)
         if not self._id:
             loop = asyncio.get_running_loop()
@@ -53,9 +56,11 @@ class Moment:
         self._check(number)
 
     def take(self, number: int) -> None:
-        """Busy: it took too long, and changes have been made."""
+        """Busy: it was not begun, or took too long, and changes have been made. InvalidRequest: it has no number."""
+        if not number:  # what no moment has: it would pass for the one that is taken, and nothing would end it
+            raise InvalidRequest(_NO_NUMBER)
         self._check(number)
-        self.changes_wait = True
+        self.changes_wait = True  # until the timer of its beginning ends it, at the latest
 
     def _check(self, number: int) -> None:
         if self._id != number:

@@ -457,24 +457,6 @@ class Collect(NamedTuple):
     chunk_bits: int
 
 
-class SessionRecord(NamedTuple):
-    secret: bytes
-    opened_ns: int
-    client: str
-    watches: bool = False
-    identity: int = 0
-    """The client's, the same at every shard; 0: he did not say."""
-    """It may have leases, which a restart of the shard does not know."""
-
-
-class SlotRecord(NamedTuple):
-    """The last change of a slot. The answer waits while the inode `waits_for` (0: none) is being cut."""
-
-    sequence: int
-    waits_for: int
-    answer: bytes
-
-
 class Identity(NamedTuple):
     """Of a shard: its number, the pool's name key, and whether a load has begun and not ended."""
 
@@ -491,16 +473,15 @@ class Bounds(NamedTuple):
 
 
 _INTENT, _HOLE_INTENT, _COLLECT = struct.Struct("<BQQBB"), struct.Struct("<BQQBBQ"), struct.Struct("<BBB")
-_SESSION, _SLOT, _IDENTITY = struct.Struct("<B16sq"), struct.Struct("<BQQ"), struct.Struct("<BI16sB")
+_IDENTITY = struct.Struct("<BI16sB")
 _BOUNDS, _COUNTS, _LOCK = struct.Struct("<BQQ"), struct.Struct("<BQ"), struct.Struct("<BBQI")
 ORPHAN_VALUE = bytes((_VERSION,))
 ORPHAN_COUNTED = bytes((_VERSION + 1,))  # of a volume's inode that was open when it lost its last name: it counts there still
 XATTR_HEAD = bytes((_VERSION,))
-SESSION_SECRET_BYTES = 16
 
 
-def _fields(layout: struct.Struct, raw: bytes, what: str, exact: bool = True) -> tuple:
-    if len(raw) < layout.size or exact and len(raw) != layout.size or raw[0] != _VERSION:
+def _fields(layout: struct.Struct, raw: bytes, what: str) -> tuple:
+    if len(raw) != layout.size or raw[0] != _VERSION:
         raise CorruptRecord(f"{what} can not be read")
     return layout.unpack_from(raw)[1:]
 
@@ -543,32 +524,6 @@ def decode_lock(raw: bytes) -> tuple[int, int, int]:
     if mode not in (SHARED, EXCLUSIVE) or end > LAST_BYTE:
         raise CorruptRecord(f"a lock of mode {mode} to byte {end}")
     return end, mode, pid
-
-
-def encode_session(record: SessionRecord) -> bytes:
-    head = _SESSION.pack(_VERSION + record.watches + 2 * bool(record.identity), record.secret, record.opened_ns)
-    identity = record.identity.to_bytes(8, "little") if record.identity else b""
-    return head + identity + record.client.encode()[:255]
-
-
-def decode_session(raw: bytes) -> SessionRecord:
-    kind = raw[0] - _VERSION if raw else -1
-    watches, identified = bool(kind & 1), bool(kind & 2)
-    secret, opened_ns = _fields(_SESSION, bytes((_VERSION,)) + raw[1:] if 0 <= kind < 4 else raw, "a session", exact=False)
-    at = _SESSION.size + 8 * identified
-    if len(raw) < at:
-        raise CorruptRecord("a session can not be read")
-    return SessionRecord(secret, opened_ns, raw[at:].decode(errors="replace"), watches,
-                         int.from_bytes(raw[_SESSION.size:at], "little"))
-
-
-def encode_slot(sequence: int, waits_for: int, answer: bytes) -> bytes:
-    return _SLOT.pack(_VERSION, sequence, waits_for) + answer
-
-
-def decode_slot(raw: bytes) -> SlotRecord:
-    sequence, waits_for = _fields(_SLOT, raw, "a slot", exact=False)
-    return SlotRecord(sequence, waits_for, raw[_SLOT.size:])
 
 
 def encode_identity(identity: Identity) -> bytes:

@@ -28,7 +28,6 @@ from nvpool.base.errors import (
     NotSupported,
     NvpoolError,
     Refused,
-    StaleSequence,
     WrongShard,
 )
 from nvpool.base.ids import partition_of
@@ -43,7 +42,7 @@ from nvpool.meta.cuts import Cuts
 from nvpool.meta.fsck import Mend
 from nvpool.meta.gc import Collector, partitions_with_remains
 from nvpool.meta.identity import take_identity
-from nvpool.meta.leases import Session, Sessions, Slot
+from nvpool.meta.leases import Session, Sessions, Slot, mark_of
 from nvpool.meta.locks import LockTable
 from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S, LockWaits
 from nvpool.meta.moment import Moment
@@ -56,6 +55,7 @@ from nvpool.meta.parts import Part
 from nvpool.meta.routes import CHANGES, QUERIES, SPANNING
 from nvpool.meta.service_answers import Answers
 from nvpool.meta.service_sessions import SessionAnswers
+from nvpool.meta.session_records import encode_slot
 from nvpool.meta.spanning.door import Spanning
 from nvpool.meta.spanning.holds import Held
 from nvpool.meta.targets import Targets
@@ -68,6 +68,7 @@ from nvpool.meta.volumes.revocation import Revocations, TakeRight
 from nvpool.meta.volumes.service import VolumeAnswers
 from nvpool.meta.waits import Waits
 from nvpool.meta.watches import Watches
+from nvpool.wire.rights import Callers
 from nvpool.wire.targets import Dialer
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -78,12 +79,13 @@ _log = logging.getLogger(__name__)
 class MetaService(Answers, SessionAnswers, VolumeAnswers):
     def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: Dialer | None = None,
                  clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
-                 take_right: TakeRight | None = None) -> None:
+                 take_right: TakeRight | None = None, callers: Callers | None = None) -> None:
         """`take_right`: see Revocations."""
         self._kv = kv
         self._shard = shard
         self._term = term
         self._secret = grant_secret
+        self._callers = callers or Callers()
         self._clock = clock
         self._options = options
         self._map: PoolMap | None = None
@@ -268,9 +270,9 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         """Answer at once, or keep the call and answer later."""
         access = self._view.access if self._incarnation else None
         try:
+            self._callers.check(call)
             if access is not None and access.restricted:
                 access.asker = asker_of(call.peer.member)
-                access.check_method(call.method)
             route = self._routes.get(call.method)
             if route is None:
                 raise NotSupported(f"a metadata service does not answer method {call.method}")
@@ -341,8 +343,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         def answer(call: Call) -> None:
             self._counters["requests"] += 1
             request = parse(call.message)
-            if request.session not in self._sessions.by_number:
-                self._sessions.get(request.session)
+            self._sessions.of(request.session, self._owner(call))
             try:
                 draft = decide(self._view, request, self._clock.wall_ns())
             except CutInProgress as wait:
@@ -365,13 +366,13 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             self._counters["requests"] += 1
             request = parse(call.message)
             change = request.change
-            session = self._sessions.get(change.session)
-            index, sequence = change.slot, change.sequence
+            session = self._sessions.of(change.session, self._owner(call))
+            index, sequence, mark = change.slot, change.sequence, mark_of(call.method, request, call.message)
             slot = session.slots[index] if index < SLOTS_PER_SESSION else None
             if slot is None:
                 slot = self._sessions.slot(session, index)
             if sequence <= slot.sequence:
-                self._repeat(call, request, session, slot, sequence)
+                self._repeat(call, request, session, slot, sequence, mark)
                 return
             if self._kv.full:
                 self._later(call, self._kv.room)
@@ -389,16 +390,16 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 if wait is not None:
                     self._later(call, wait)  # what was decided is thrown away
                     return
-                self._commit(call, draft, session, slot, index, sequence)
+                self._commit(call, draft, session, slot, index, sequence, mark)
             except (CutInProgress, AppendInProgress) as wait:
                 self._wait_for(call, wait)
             except WrongShard as error:
                 if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
-                    self._keep_refusal(session, slot, sequence, error)  # if the partition comes back it is not to be made
+                    self._keep_refusal(session, slot, sequence, mark, error)  # if the partition comes back it is not to be made
                     raise
-                self._span(call, decide, request, session, slot, index, sequence)
+                self._span(call, decide, request, session, slot, index, sequence, mark)
             except Refused as error:
-                self._keep_refusal(session, slot, sequence, error)
+                self._keep_refusal(session, slot, sequence, mark, error)
                 raise
 
         return answer
@@ -410,13 +411,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             return partition_of_name(number, True, self._view.name_hash(number, request.name))
         return partition_of(number)
 
-    def _keep_refusal(self, session: Session, slot: Slot, sequence: int, error: NvpoolError) -> None:
-        self._sessions.give_up(session, slot)
-        slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
-        slot.error = error.with_traceback(None)
-
     def _span(self, call: Call, decide: Decision, request: Any, session: Session, slot: Slot, index: int,
-              sequence: int) -> None:
+              sequence: int, mark: int) -> None:
         """Carry out a change that needs other shards. One at a time of a slot: a repetition waits for the first."""
         under_way = self._spanning.under_way.get((session.number, index))
         if under_way is not None:
@@ -429,7 +425,6 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
 
             def decide_for(*known: Any) -> Draft:
                 access.asker = asker_of(call.peer.member)
-                access.check_method(call.method)
                 return decide(*known)
 
             try:
@@ -442,7 +437,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                     if not await self._waited(session.number, draft):
                         effects, decision = coordinator.split(span, draft)
                         try:
-                            self._commit(call, draft, session, slot, index, sequence, effects,
+                            self._commit(call, draft, session, slot, index, sequence, mark, effects,
                                          partial(coordinator.committed, span, decision))
                         except (Refused, Busy):
                             coordinator.not_written(span)
@@ -450,7 +445,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                         return
             except Refused as error:
                 if sequence > slot.sequence:
-                    self._keep_refusal(session, slot, sequence, error)
+                    self._keep_refusal(session, slot, sequence, mark, error)
                 raise
             finally:
                 access.asker = None
@@ -485,7 +480,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         """See Watches.recall: for a change that another shard decides on behalf of that client."""
         return self._watches.recall(self._sessions.number_of(identity), inodes)
 
-    def _commit(self, call: Call, draft: Draft, session: Session, slot: Slot, index: int, sequence: int,
+    def _commit(self, call: Call, draft: Draft, session: Session, slot: Slot, index: int, sequence: int, mark: int,
                 effects: dict[bytes, bytes | None] | None = None, committed: Callable[[], None] | None = None) -> None:
         """Apply the draft with its slot's record; then what lives in memory; then the answer, now or when it may go.
         `effects`: this shard's, where others have some too; `committed` is called when they are made."""
@@ -496,12 +491,13 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         if effects is None:
             effects = draft.finish()
         if effects:
-            effects[records.slot_key(session.number, index)] = records.encode_slot(sequence, waits_for, answer)
+            effects[records.slot_key(session.number, index)] = encode_slot(sequence, waits_for, answer, mark)
             self._kv.apply(list(effects.items()), reclaims=not draft.adds)
             self._counters["changes"] += 1
             if committed is not None:
                 committed()
         slot.sequence, slot.waits_for, slot.answer, slot.error, slot.restored = sequence, waits_for, answer, None, False
+        slot.mark = mark
         given_up = slot.take_awaited() if slot.awaited else 0
         slot.opened = draft.opened
         if draft.born:
@@ -536,25 +532,6 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             self._answer_later(call, partial(self._kv.sync, self._kv.sequence), answer)
         else:
             call.reply(answer)
-
-    def _repeat(self, call: Call, request: Any, session: Session, slot: Slot, sequence: int) -> None:
-        """A change that was decided: its kept answer, when that may be given."""
-        self._counters["repeated"] += 1
-        if sequence < slot.sequence:
-            raise StaleSequence(f"the slot has served request {slot.sequence}, {sequence} came later")
-        if not sequence:
-            raise InvalidRequest("sequences begin with 1")
-        slot.awaited = False
-        self._sessions.open_again(session, slot, request)
-        if slot.error is not None:
-            call.fail(slot.error)
-        elif slot.waits_for in self._view.cutting:
-            cut = asyncio.shield(self._view.cutting[slot.waits_for])
-            self._answer_later(call, lambda: cut, slot.answer)
-        elif self._kv.sync_before_answer or getattr(request, "sync", False) or isinstance(request, pb.LockRequest):
-            self._answer_later(call, self._kv.sync, slot.answer)
-        else:
-            call.reply(slot.answer)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 

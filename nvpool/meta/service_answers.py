@@ -40,25 +40,25 @@ class Answers:
     def _list(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.ListDirRequest.FromString(call.message)
-        self._sessions.get(request.session)
+        self._sessions.of(request.session, self._owner(call))
         self._reply_in_steps(call, listing(self._view, request, self._clock.wall_ns))
 
     def _lookup_many(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.LookupManyRequest.FromString(call.message)
-        self._sessions.get(request.session)
+        self._sessions.of(request.session, self._owner(call))
         self._reply_in_steps(call, queries.lookup_many(self._view, request, self._clock.wall_ns))
 
     def _getattr_many(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.GetAttrManyRequest.FromString(call.message)
-        self._sessions.get(request.session)
+        self._sessions.of(request.session, self._owner(call))
         call.reply(attributes(self._view, request, self._clock.wall_ns()).SerializeToString())
 
     def _parts(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.PartsRequest.FromString(call.message)
-        self._sessions.get(request.session)
+        self._sessions.of(request.session, self._owner(call))
         call.reply(queries.parts(self._view, request).SerializeToString())
 
     async def _run_parts(self) -> None:
@@ -103,13 +103,13 @@ class Answers:
         call.reply(queries.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString())
 
     def _statfs(self, call: Call) -> None:
-        self._sessions.get(pb.StatFsRequest.FromString(call.message).session)
+        self._sessions.of(pb.StatFsRequest.FromString(call.message).session, self._owner(call))
         call.reply(queries.statfs(self._view, self._kv.statistics(), self._options.files_max).SerializeToString())
 
     def _sync(self, call: Call) -> None:
         session = pb.SyncRequest.FromString(call.message).session
-        if session:  # tools that check a pool have none
-            self._sessions.get(session)
+        if session or self._owner(call):  # tools that check a pool, on a node, have none
+            self._sessions.of(session, self._owner(call))
         self._answer_later(call, self._kv.sync, pb.SyncReply().SerializeToString())
 
     def _collect(self, call: Call) -> None:
@@ -162,6 +162,8 @@ class Answers:
             self._answer_later(call, lambda: moment.quiet(request.id), pb.MomentReply().SerializeToString())
             return
         reply = pb.MomentReply()
+        if request.stage not in (pb.MomentRequest.TAKE, pb.MomentRequest.END):
+            raise InvalidRequest(f"a moment has no stage {request.stage}")
         if request.stage == pb.MomentRequest.TAKE:
             moment.take(request.id)
             self._runs.make_room()

@@ -1,4 +1,4 @@
-"""What a metadata service answers about sessions: opened, renewed, watched, ended; and what they have open.
+"""What a metadata service answers about sessions: opened, renewed, watched, ended; what they have open, and changes repeated.
 
 A part of `meta/service`, which owns all that is used here. Nothing here waits but `end_leases`.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from math import inf
+from typing import Any
 
-from nvpool.base.errors import InvalidRequest, WrongShard
+from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSequence, WrongShard
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
-from nvpool.meta import records
-from nvpool.meta.leases import Session, handles_of, inodes_of
+from nvpool.meta.leases import Session, Slot, handles_of, inodes_of
+from nvpool.meta.session_records import SECRET_BYTES, SessionRecord
 from nvpool.wire.limits import identify
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -23,13 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 class SessionAnswers:
+    def _owner(self, call: Call) -> str:
+        """Of the sessions that the caller may use; "" of a node, which may use all."""
+        return self._callers.of(call.peer).owner
+
     def _open_session(self, call: Call) -> None:
         request = pb.OpenSessionRequest.FromString(call.message)
         now_s = self._clock.boottime_s()
         peer, trusted = identify(call.peer)
         peer = "" if trusted else peer
         if request.session:
-            session = self._sessions.take_up(request.session, request.secret, now_s)
+            session = self._sessions.take_up(request.session, request.secret, self._owner(call), now_s)
             if request.names_open:
                 self._sessions.name_open(session, inodes_of(request.opened), request.slots if request.names_slots else None)
         else:
@@ -40,8 +45,8 @@ class SessionAnswers:
                 self._later(call, self._numbers.more)
                 return
             number = self._shard << 48 | self._numbers.next_session
-            record = records.SessionRecord(self._clock.secret(records.SESSION_SECRET_BYTES), self._clock.wall_ns(),
-                                           request.client, request.watch, request.identity)
+            record = SessionRecord(self._clock.secret(SECRET_BYTES), self._clock.wall_ns(), request.client, request.watch,
+                                   request.identity, self._owner(call))
             session, effects = self._sessions.opening(number, record, now_s, peer)
             self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
             self._sessions.add(session)
@@ -62,7 +67,7 @@ class SessionAnswers:
 
     def _renew_session(self, call: Call) -> None:
         request = pb.RenewSessionRequest.FromString(call.message)
-        session = self._sessions.get(request.session)
+        session = self._sessions.of(request.session, self._owner(call))
         session.expires_s, session.member = self._clock.boottime_s() + self._options.session_lease_s, call.peer.member
         if not session.peer:
             peer, trusted = identify(call.peer)
@@ -86,8 +91,8 @@ class SessionAnswers:
 
     def _close_session(self, call: Call) -> None:
         request = pb.CloseSessionRequest.FromString(call.message)
-        session = self._sessions.by_number.get(request.session)
-        if session is not None:
+        if request.session in self._sessions.by_number:
+            session = self._sessions.of(request.session, self._owner(call))
             if self._kv.full:
                 self._later(call, self._kv.room)
                 return
@@ -124,14 +129,14 @@ class SessionAnswers:
 
     def _watch(self, call: Call) -> None:
         request = pb.WatchRequest.FromString(call.message)
-        session = self._sessions.get(request.session)
+        session = self._sessions.of(request.session, self._owner(call))
         # who watches lives: a lease never holds longer than the session
         session.expires_s = max(session.expires_s, self._clock.boottime_s() + self._options.session_lease_s)
         self._watches.ask(call, request)
 
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(call.message)
-        session = self._sessions.get(request.session)
+        session = self._sessions.of(request.session, self._owner(call))
         gone = handles_of(request.gone)
         self._check_ours(request.inodes, b"".join(inode.to_bytes(8, "little") for inode in gone))
         self._sessions.release(session, inodes_of(request.inodes))
@@ -158,5 +163,35 @@ class SessionAnswers:
 
     def _wait_for_lock(self, call: Call) -> None:
         request = pb.LockWaitRequest.FromString(call.message)
-        self._sessions.get(request.session)
+        self._sessions.of(request.session, self._owner(call))
         self._locks.ask(call, request)
+
+    # -- slots
+
+    def _repeat(self, call: Call, request: Any, session: Session, slot: Slot, sequence: int,
+                mark: int) -> None:
+        """A change that was decided: its kept answer, when that may be given. InvalidRequest: it was another one."""
+        self._counters["repeated"] += 1
+        if sequence < slot.sequence:
+            raise StaleSequence(f"the slot has served request {slot.sequence}, {sequence} came later")
+        if not sequence:
+            raise InvalidRequest("sequences begin with 1")
+        if slot.mark is not None and slot.mark != mark:
+            raise InvalidRequest(f"request {sequence} of this slot was another one: each change has a sequence of its own")
+        slot.awaited = False
+        self._sessions.open_again(session, slot, request)
+        if slot.error is not None:
+            call.fail(slot.error)
+        elif slot.waits_for in self._view.cutting:
+            cut = asyncio.shield(self._view.cutting[slot.waits_for])
+            self._answer_later(call, lambda: cut, slot.answer)
+        elif self._kv.sync_before_answer or getattr(request, "sync", False) or isinstance(request, pb.LockRequest):
+            self._answer_later(call, self._kv.sync, slot.answer)
+        else:
+            call.reply(slot.answer)
+
+    def _keep_refusal(self, session: Session, slot: Slot, sequence: int, mark: int, error: NvpoolError) -> None:
+        self._sessions.give_up(session, slot)
+        slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
+        slot.mark = mark
+        slot.error = error.with_traceback(None)

@@ -35,14 +35,14 @@ async def _open(member: int, opened: Opened) -> ShardMember:
                                   session_lease_s=meta.session_lease_s, grant_s=meta.grant_s, sessions=limits.sessions,
                                   sessions_per_peer=limits.sessions_per_peer, locks_per_peer=limits.locks_per_peer,
                                   open_files_per_peer=limits.open_files_per_peer),
-                              take_right=lambda request: made.take_right(request))
+                              take_right=lambda request: made.take_right(request), callers=opened.callers)
         service.died.add_done_callback(
             lambda died: died.cancelled() or opened.fail(f"the service has stopped: {died.exception()}"))
         return service
 
     path = Path(place) if place else opened.directory.shard(opened.number)
     options = MemberOptions(opened.directory.node, opened.number, member, path, engine, opened.grant_secret,
-                            mark=memory_file(opened.pool_map.pool_id, process_name(opened.number, member)))
+                            mark=memory_file(opened.pool_map.pool_id, process_name(opened.number, member)), callers=opened.callers)
     made = ShardMember(options, opened.pool_map, opened.dialer, SYSTEM_CLOCK, make_service, opened.fail)
     return made
 

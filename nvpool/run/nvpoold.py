@@ -136,9 +136,8 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
         for endpoint in endpoints:
             where = parse_endpoint(endpoint)
             secured = identity is not None and identity.covers(where)
-            handle = supervisor.handle if not where.host else \
-                supervisor.handle_secured if secured else supervisor.handle_from_afar
-            listeners += await listen_on((endpoint,), greeting._replace(strangers=secured), handle)
+            listeners += await listen_on((endpoint,), greeting._replace(strangers=secured),
+                                         supervisor.handle_secured if secured else supervisor.handle)
         directory.announce("supervisor", announcement("supervisor", endpoints=endpoints,
                                                       now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
         await supervisor.run()

@@ -34,6 +34,7 @@ from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.identity import Identity, identity_in
 from nvpool.wire.limits import Bounds, Limits
 from nvpool.wire.registry import listen
+from nvpool.wire.rights import Callers
 from nvpool.wire.tally import Answers
 from nvpool.wire.transport import Call, Greeting, Listener
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
@@ -75,6 +76,7 @@ class Opened:
         self.pool_map = pool_map
         self.dialer = dialer
         self.grant_secret = key
+        self.callers = Callers()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, reason: str) -> None:
@@ -87,8 +89,9 @@ class Opened:
 class Handling:
     """The handler of a daemon's listeners: what every role answers, then its service."""
 
-    def __init__(self, service: Service, awake: Awake, audit: MetaAudit | None = None) -> None:
+    def __init__(self, service: Service, awake: Awake, callers: Callers, audit: MetaAudit | None = None) -> None:
         self._service = service
+        self._callers = callers
         self._audit = audit
         self._awake = awake
         self._answer = getattr(service, "at_once", None) and service.at_once.answer
@@ -96,10 +99,18 @@ class Handling:
 
     def __call__(self, call: Call) -> None:
         if call.method == PROCESS_METRICS:
+            self._callers.check(call)
             measuring.answer(call, self._service.measure)
             return
         self._awake.touch()
-        self._service.handle(call if self._audit is None else self._audit.watched(call))
+        if self._audit is None:
+            self._service.handle(call)
+            return
+        watched = self._audit.watched(call)
+        try:
+            self._service.handle(watched)
+        except Exception as error:
+            watched.fail(error)
 
     def _answer_at_once(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side) -> int:
         taken = self._answer(buffer, end, in_work, tally, out, side)
@@ -202,7 +213,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         awake = Awake(config.processors.awake)
 
         audit = audit_log(directory, name)
-        handle = Handling(service, awake, MetaAudit(audit) if role == "meta" else None)
+        handle = Handling(service, awake, opened.callers, MetaAudit(audit) if role == "meta" else None)
         listeners: list[Listener] = []
         try:
             service.update_map(pool_map)

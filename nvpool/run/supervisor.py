@@ -23,7 +23,6 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, holder_of
 from nvpool.base.errors import (
-    AccessDenied,
     Bug,
     Busy,
     Draining,
@@ -62,6 +61,7 @@ from nvpool.run.shardplaces import ShardPlaces
 from nvpool.run.standbys import StuckStandbys, has_records
 from nvpool.run.status import PoolStatus
 from nvpool.wire.dial import Dialer
+from nvpool.wire.rights import Callers
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
@@ -83,8 +83,10 @@ log = logging.getLogger("nvpool.run.supervisor")
 class Supervisor:
     def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop,
                  failed: asyncio.Future[None], node: int = 1, greeting: Greeting | None = None,
-                 keeper: MapKeeper | None = None):
-        """`failed` gets an error when this process can not go on: `run` raises it."""
+                 keeper: MapKeeper | None = None, operators: int | None = None):
+        """`failed` gets an error when this process can not go on: `run` raises it. `operators`: number of the group whose
+        members have the rights of a node."""
+        self._callers, self._secured_callers = Callers(operators), Callers(operators, strangers=True)
         self._directory = directory
         self._config = config
         self._coordinator = coordinator
@@ -337,6 +339,25 @@ class Supervisor:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def handle(self, call: Call) -> None:
+        """Answer now or later. Errors of who may not ask are raised."""
+        self._check(self._callers, call)
+        self._answer(call)
+
+    def handle_secured(self, call: Call) -> None:
+        """As `handle`, for what comes over TLS: a stranger, who has no certificate yet, may join and no more."""
+        self._check(self._secured_callers, call)
+        self._answer(call)
+
+    def _check(self, callers: Callers, call: Call) -> None:
+        try:
+            callers.check(call)
+        except AccessDenied as error:
+            if call.method in (wire_pb2.POOL_CHANGE, wire_pb2.POOL_STOP):
+                self._audit.note("change" if call.method == wire_pb2.POOL_CHANGE else "stop", actor_of(call.peer), {}, error,
+                                 refused=True)
+            raise
+
+    def _answer(self, call: Call) -> None:
         if call.method == wire_pb2.POOL_ALIVE:  # answered here and now: leases hang on it
             self.leading.alive(call)
             return
@@ -358,24 +379,6 @@ class Supervisor:
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
         call.on_cancel(task.cancel)
-
-    def handle_secured(self, call: Call) -> None:
-        """As `handle_from_afar`, for what comes over TLS: a stranger, who has no certificate yet, may join and no more."""
-        if call.peer.member or call.method in (wire_pb2.POOL_AUTHORITY, wire_pb2.POOL_JOIN):
-            self.handle_from_afar(call)
-        else:
-            call.fail(AccessDenied("nothing is told to strangers but how to join; show a certificate of this pool"))
-
-    def handle_from_afar(self, call: Call) -> None:
-        """As `handle`, for what comes over a network, where nobody knows who asks: it changes and stops nothing. Changes make
-        files, and overwrite devices, with this process's rights."""
-        if call.method in (wire_pb2.POOL_CHANGE, wire_pb2.POOL_STOP):
-            error = AccessDenied("a pool is changed through the unix socket of its node only, by who runs it; do it there")
-            self._audit.note("change" if call.method == wire_pb2.POOL_CHANGE else "stop", actor_of(call.peer), {}, error,
-                             refused=True)
-            call.fail(error)
-        else:
-            self.handle(call)
 
     @staticmethod
     async def _finish(call: Call, answer: Callable[[Call], Awaitable[bytes]]) -> None:

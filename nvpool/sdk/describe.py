@@ -9,12 +9,13 @@ import stat
 from collections.abc import AsyncIterator
 from typing import Any
 
+from nvpool.base import grants
 from nvpool.base.ids import partition_of, version_parts
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.logic.layout import chain_of
 from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
 from nvpool.sdk.asking import Asking
-from nvpool.wire.v1 import data_pb2, wire_pb2
+from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 
 CHUNKS_AT_ONCE = 1000
 KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link", stat.S_IFIFO: "fifo",
@@ -23,12 +24,12 @@ LOCK_KINDS = {RECORD: "fcntl", WHOLE: "flock"}
 LOCK_MODES = {SHARED: "shared", EXCLUSIVE: "exclusive"}
 
 
-async def chunks_on(asking: Asking, target: int, inode: int,
-                    first: int = 0) -> AsyncIterator[data_pb2.ChunkDescription]:
-    """What `target` holds of `inode` from the chunk `first` on, in order."""
+async def chunks_on(asking: Asking, target: int, inode: int, first: int = 0,
+                    grant: bytes = b"") -> AsyncIterator[data_pb2.ChunkDescription]:
+    """What `target` holds of `inode` from the chunk `first` on, in order. Only nodes need no `grant` of the inode."""
     more = True
     while more:
-        request = data_pb2.DescribeRequest(target=target, inode=inode, first=first, limit=CHUNKS_AT_ONCE)
+        request = data_pb2.DescribeRequest(target=target, inode=inode, first=first, limit=CHUNKS_AT_ONCE, grant=grant)
         reply = await asking.target(target, wire_pb2.DATA_DESCRIBE, request, data_pb2.DescribeReply)
         for chunk in reply.chunks:
             yield chunk
@@ -55,8 +56,10 @@ async def describe(client, attr) -> dict[str, Any]:
               "chunks_max": -(-attr.size // chunk_bytes)}
     table = pool_map.table_by_id[attr.table]
     chunks: dict[int, dict[str, Any]] = {}
+    grant = (await client.vfs.meta.ask(attr.inode, wire_pb2.META_GETATTR,
+                                       meta_pb2.GetAttrRequest(inode=attr.inode, rights=grants.READ), meta_pb2.Entry)).grant
     for target in sorted({target for chain in table.chains for target in chain.targets}):
-        async for one in chunks_on(asking, target, attr.inode):
+        async for one in chunks_on(asking, target, attr.inode, grant=grant):
             chain = chain_of(attr.inode, one.index)
             epoch, counter = version_parts(one.version)
             chunk = chunks.setdefault(one.index, {"index": one.index, "offset": one.index * chunk_bytes, "chain": chain,

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from nvpool.base.errors import NvpoolError
+from nvpool.base.errors import AccessDenied, NvpoolError
 from nvpool.client.session import Client
 from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
@@ -77,7 +77,8 @@ class UseWatch:
         self._volumes: dict[int, str] = {}
 
     async def look(self, next_s: float) -> Seen:
-        """What went on since the last look; nothing the first time. `next_s`: until the next one."""
+        """What went on since the last look; nothing the first time. `next_s`: until the next one. AccessDenied: nodes are told
+        alone what everybody does."""
         client = self._client
         await client.refresh_map()
         targets = [target for target in client.pool_map.targets if not target.is_over]
@@ -113,6 +114,8 @@ class UseWatch:
             reply = decoded(data_pb2.UseReply, (await self._client.dialer.call(
                 endpoints, wire_pb2.DATA_USE, request.SerializeToString(),
                 deadline_s=self._client.clock.boottime_s() + ANSWER_S)).message)
+        except AccessDenied:
+            raise
         except NvpoolError:
             return None
         rows = reply.rows[:len(reply.rows) - len(reply.rows) % ROW.size]

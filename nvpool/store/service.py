@@ -70,6 +70,7 @@ from nvpool.wire.codec import (
     encode_write_reply,
 )
 from nvpool.wire.handover import Handover
+from nvpool.wire.rights import Callers
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
@@ -79,7 +80,6 @@ log = logging.getLogger(__name__)
 EXTENT = struct.Struct("<III")
 WAITING_MAX = 8192
 """Calls that wait at once, over all connections; more are told to come later."""
-INODES_LISTED_MAX = 65_536
 TEND_S = 1.0
 
 
@@ -88,7 +88,8 @@ class StoreService(WritesOne, Telling):
                  refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
                  dialer: Dialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
                  scrub_interval_s: float = INTERVAL_S, scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
-                 on_fail: Callable[[str], None] = lambda reason: None, tenure: Tenure | None = None):
+                 on_fail: Callable[[str], None] = lambda reason: None, tenure: Tenure | None = None,
+                 callers: Callers | None = None):
         """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later. At `handover_path`
         processes of this user, and of the group, are given descriptors for the short cut. Without a `dialer` this store takes
         no part in chains with others. `on_fail` is told when background work has died of a fault in itself."""
@@ -225,6 +226,7 @@ class StoreService(WritesOne, Telling):
         """Answer the call, now or from a task. Errors are raised or given to call.fail."""
         if self._draining:
             raise Draining
+        self._callers.check(call)
         method = self._methods.get(call.method)
         if method is None:
             raise InvalidRequest(f"a chunk store does not know the method {call.method}")
@@ -534,17 +536,6 @@ class StoreService(WritesOne, Telling):
         chunks, byte_count = await self.replica.remove(inodes)
         call.reply(pb.RemoveReply(map_epoch=self._epoch, chunks=chunks, bytes=byte_count).SerializeToString())
 
-    def _describe(self, call: Call) -> None:
-        request = self._parse(pb.DescribeRequest, call)
-        found, more = self.store.describe(request.inode, request.first, max(1, min(request.limit or 1024, 4096)))
-        chunks = [pb.ChunkDescription(leaving=self._leaves(request.inode, one.index), **one._asdict()) for one in found]
-        self.tenure.check()
-        call.reply(pb.DescribeReply(chunks=chunks, more=more, map_epoch=self._epoch).SerializeToString())
-
-    def _leaves(self, inode: int, index: int) -> bool:
-        chain = self.store.table_of(inode, index), chain_of(inode, index)
-        return self.upkeep is not None and self.upkeep.strays.leaves(chain)
-
     def _extents(self, call: Call) -> None:
         request = self._parse(pb.ExtentsRequest, call)
         if request.map_epoch < self._epoch and max(self._changed_at.values(), default=self._stale_below) > request.map_epoch:
@@ -589,9 +580,3 @@ class StoreService(WritesOne, Telling):
             self._check_epoch(request.map_epoch, lambda: (source[:2], (request.inode, request.index)))
         self.tenure.check()
         call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())
-
-    def _list(self, call: Call) -> None:
-        request = self._parse(pb.ListRequest, call)
-        found, more = self.store.inodes(request.after, max(1, min(request.limit or 1024, INODES_LISTED_MAX)))
-        call.reply(pb.ListReply(inodes=struct.pack(f"<{len(found)}Q", *found), more=more,
-                                map_epoch=self._epoch).SerializeToString())

@@ -1,4 +1,4 @@
-"""What a store tells of itself: its state, who uses it, and its metrics.
+"""What a store tells of itself: its state, what it holds, who uses it, and its metrics.
 
 A part of store/service, which owns all that is used here. Nothing is done before somebody asks.
 """
@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 
-from nvpool.base import metrics
+from nvpool.base import grants, metrics
 from nvpool.base.metrics_page import Page
 from nvpool.kv.measuring import measure_engine
+from nvpool.logic.layout import chain_of
 from nvpool.store.use import Use
+from nvpool.wire.rights import Callers
+from nvpool.wire.roles import Role
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import data_pb2 as pb
+
+CHUNKS_DESCRIBED_MAX, INODES_LISTED_MAX = 4096, 65_536
 
 
 class Telling:
     use: Use
+    _callers: Callers
 
     def _status(self, call: Call) -> None:
         self._parse(pb.DataStatusRequest, call)
@@ -39,6 +46,27 @@ class Telling:
 
     def _tell_use(self, call: Call) -> None:
         call.reply(self.use.tell(self._parse(pb.UseRequest, call)).SerializeToString())
+
+    def _describe(self, call: Call) -> None:
+        """What is here of an inode, for who has a right to it, and for nodes."""
+        request = self._parse(pb.DescribeRequest, call)
+        if self._callers.of(call.peer).role != Role.NODE:
+            self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)
+        limit = max(1, min(request.limit or 1024, CHUNKS_DESCRIBED_MAX))
+        found, more = self.store.describe(request.inode, request.first, limit)
+        chunks = [pb.ChunkDescription(leaving=self._leaves(request.inode, one.index), **one._asdict()) for one in found]
+        self.tenure.check()
+        call.reply(pb.DescribeReply(chunks=chunks, more=more, map_epoch=self._epoch).SerializeToString())
+
+    def _leaves(self, inode: int, index: int) -> bool:
+        chain = self.store.table_of(inode, index), chain_of(inode, index)
+        return self.upkeep is not None and self.upkeep.strays.leaves(chain)
+
+    def _list(self, call: Call) -> None:
+        request = self._parse(pb.ListRequest, call)
+        found, more = self.store.inodes(request.after, max(1, min(request.limit or 1024, INODES_LISTED_MAX)))
+        call.reply(pb.ListReply(inodes=struct.pack(f"<{len(found)}Q", *found), more=more,
+                                map_epoch=self._epoch).SerializeToString())
 
     def measure(self, page: Page) -> None:
         _measure(self, page)

@@ -13,7 +13,8 @@ from nvpool.client.vfs import wide
 from nvpool.cluster import embedded
 from nvpool.kv import shipping
 from nvpool.logic import replication, transitions
-from nvpool.meta import gate, parts, records
+from nvpool.meta import gate, parts
+from nvpool.meta import service as meta_service
 from nvpool.meta.moving import giver, ranges, taker
 from nvpool.meta.spanning import holds, participant
 from nvpool.run import leading
@@ -83,8 +84,8 @@ def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
 
 
 def test_a_slot_whose_record_is_not_kept(monkeypatch):
-    monkeypatch.setattr(records, "encode_slot",
-                        lambda sequence, waits_for, answer, before=records.encode_slot: before(0, waits_for, answer))
+    monkeypatch.setattr(meta_service, "encode_slot",
+                        lambda sequence, *rest, before=meta_service.encode_slot: before(0, *rest))
     assert found(range(1, 41), standbys=0, kinds={"die": 1}, of="meta")
 
 

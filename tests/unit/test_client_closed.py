@@ -11,8 +11,8 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller
 from nvpool.meta.leases import HELD_ALL_MAX, HELD_MAX, Session, Sessions, handles_of, inodes_of
-from nvpool.meta.records import SessionRecord
 from nvpool.meta.service import MetaOptions
+from nvpool.meta.session_records import SessionRecord
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.v1 import wire_pb2

@@ -77,7 +77,7 @@ class Bench:
 
     def at_once(self, frame, in_work=None):
         out = []
-        taken = self.service.at_once.answer(bytearray(frame), len(frame), in_work or {}, self.tally, out)
+        taken = self.service.at_once.answer(bytearray(frame), len(frame), in_work or {}, self.tally, out, self.ordinary)
         return taken, out
 
     async def ask(self, method, request, number=7):
@@ -110,7 +110,7 @@ class Bench:
         """All that it has, on the drive and in memory."""
         service, journal = self.service, self.kv._journal
         sessions = [(session.number, session.opens, session.brought, [
-            (slot.sequence, slot.waits_for, slot.answer, repr(slot.error), slot.restored, slot.opened, slot.awaited)
+            (slot.sequence, slot.waits_for, slot.answer, slot.mark, repr(slot.error), slot.restored, slot.opened, slot.awaited)
             for slot in session.slots if slot is not None]) for session in service._sessions.by_number.values()]
         return {"records": self.kv.scan(b"", b"\xff" * 12, 1_000_000), "sequence": self.kv.sequence,
                 "journal": os.pread(journal._files[journal.generation & 1], journal.offset, 0),
@@ -590,7 +590,7 @@ async def test_frames_that_are_none_of_ours_or_were_changed_on_their_way_are_lef
                   pack_head(REQUEST, LOOKUP, 7, 1000, message + b"\x0a" * 2000, 0)):
         assert bench.at_once(other) == (0, [])
     with pytest.raises(ValueError, match="outside"):
-        bench.service.at_once.answer(bytearray(frame), len(frame) + 1, {}, bench.tally, [])
+        bench.service.at_once.answer(bytearray(frame), len(frame) + 1, {}, bench.tally, [], bench.ordinary)
 
 
 @with_shard
@@ -628,6 +628,32 @@ async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(ben
 
 
 @with_shard
+async def test_session_of_another_is_not_answered_at_once(bench):
+    inode = await bench.make(b"f")
+    change = bench.client.change()
+    frames = [pack_head(REQUEST, method, 7, 1000, request.SerializeToString(), 0) for method, request in (
+        (GETATTR, pb.GetAttrRequest(session=bench.client.session, inode=inode)),
+        (LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"f")),
+        (REPORT, pb.ReportRequest(change=change, inode=inode, end=100, wrote=True)),
+        (UNLINK, pb.UnlinkRequest(change=change, parent=bench.home, name=b"f")),
+        (CREATE, pb.CreateRequest(change=change, parent=bench.home, name=b"g", mode=FILE)))]
+    before = bench.state()
+    session = bench.service._sessions.by_number[bench.client.session]
+    session.owner = "client/alice.1"
+    bench.ordinary.peer = bench.ordinary.peer._replace(member="client/mallory.1")
+    for frame in frames:
+        assert bench.at_once(frame) == (0, [])
+    session.owner = None  # of a record that does not say: bound the ordinary way
+    assert bench.at_once(frames[0]) == (0, [])
+    assert bench.service.at_once.answer(bytearray(frames[0]), len(frames[0]), {}, bench.tally, []) == 0  # by nobody known
+    assert bench.state() == before
+    for owner, member in (("client/alice.1", "client/alice.1"), ("", ""), ("client/alice.1", "node/alpha")):
+        session.owner = owner
+        bench.ordinary.peer = bench.ordinary.peer._replace(member=member)
+        assert bench.at_once(frames[0])[0] == len(frames[0])
+
+
+@with_shard
 async def test_a_member_answers_at_once_only_while_it_is_a_primary_without_a_gate(bench):
     class Member:
         _service, handle = None, None
@@ -637,7 +663,7 @@ async def test_a_member_answers_at_once_only_while_it_is_a_primary_without_a_gat
     frame = pack_head(REQUEST, LOOKUP, 7, 1000, look, 0)
 
     def taken():
-        return member_at_once(member).answer(bytearray(frame), len(frame), {}, bench.tally, [])
+        return member_at_once(member).answer(bytearray(frame), len(frame), {}, bench.tally, [], bench.ordinary)
 
     assert not taken()
     member._service, member.handle = bench.service, lambda call: None  # behind a gate; or deposed

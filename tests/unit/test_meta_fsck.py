@@ -10,7 +10,7 @@ from nvpool.base.errors import InUse, InvalidRequest, StaleCursor
 from nvpool.base.ids import ROOT_INODE as ROOT
 from nvpool.base.ids import counter_of, inode_number, partition_of
 from nvpool.kv.memory import MemoryKv
-from nvpool.meta import records
+from nvpool.meta import records, session_records
 from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -178,7 +178,7 @@ def plant_undecodable_collect(p):
 
 
 def plant_slot_of_a_dead_session(p):
-    p.put(records.slot_key(12345, 0), records.encode_slot(1, 0, b""))
+    p.put(records.slot_key(12345, 0), session_records.encode_slot(1, 0, b""))
 
 
 def plant_undecodable_slot(p):
@@ -186,7 +186,7 @@ def plant_undecodable_slot(p):
 
 
 def plant_dead_session(p):
-    p.put(records.session_key(12345), records.encode_session(records.SessionRecord(bytes(16), 0, "x")))
+    p.put(records.session_key(12345), session_records.encode_session(session_records.SessionRecord(bytes(16), 0, "x")))
 
 
 def plant_undecodable_session(p):

@@ -10,7 +10,7 @@ from nvpool.base.errors import CorruptRecord, InvalidRequest, NvpoolError
 from nvpool.base.ids import ROOT_INODE as ROOT
 from nvpool.base.ids import inode_number
 from nvpool.kv.memory import MemoryKv
-from nvpool.meta import records
+from nvpool.meta import records, session_records
 from nvpool.meta.service import MetaService
 from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
 
@@ -49,9 +49,9 @@ def raw(key, value):
 @on_a_shard
 async def test_a_record_that_no_dump_holds_is_refused_and_the_shard_waits_for_a_whole_load(shard):
     rows = rows_of(await dump_all(shard.client))
-    session = records.encode_session(records.SessionRecord(b"s" * 16, 0, "me"))
+    session = session_records.encode_session(session_records.SessionRecord(b"s" * 16, 0, "me"))
     for bad, error in ((raw(records.session_key(7), session), InvalidRequest),
-                       (raw(records.slot_key(7, 1), records.encode_slot(1, 0, b"")), InvalidRequest),
+                       (raw(records.slot_key(7, 1), session_records.encode_slot(1, 0, b"")), InvalidRequest),
                        (raw(records.IDENTITY_KEY + b"x", b"y"), InvalidRequest),
                        (raw(records.COUNTS_KEY, b"?"), CorruptRecord),
                        (raw(records.BOUNDS_KEY, b"?"), CorruptRecord),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nvpool.base.errors import CorruptRecord, StaleCursor
 from nvpool.base.ids import inode_number
 from nvpool.logic import partition
-from nvpool.meta import records
+from nvpool.meta import records, session_records
 from nvpool.meta.records import Inode
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -68,8 +68,9 @@ def golden_values() -> dict[str, str]:
         "intent of a hole": records.encode_intent(records.Intent(3, 4096, 1, 20, 1 << 33)).hex(),
         "collect": records.encode_collect(records.Collect(2, 22)).hex(),
         "lock": records.encode_lock((1 << 63) - 1, 2, 4711).hex(),
-        "session": records.encode_session(records.SessionRecord(bytes(range(16)), T, "mount host 4711")).hex(),
-        "slot": records.encode_slot(77, FILE, b"answer").hex(),
+        "session": session_records.encode_session(session_records.SessionRecord(bytes(range(16)), T, "mount host 4711")).hex(),
+        "slot": session_records.encode_slot(77, FILE, b"answer").hex(),
+        "slot with mark": session_records.encode_slot(77, FILE, b"answer", 0xA1B2C3D4).hex(),
         "identity": records.encode_identity(records.Identity(1, bytes(range(16)))).hex(),
         "bounds": records.encode_bounds(records.Bounds(65538, 65537)).hex(),
         "counts": records.encode_counts(12345).hex(),
@@ -128,7 +129,7 @@ def test_every_intent_comes_back_from_its_record(intent):
 def test_bytes_that_are_no_record_are_called_corrupt(raw):
     for decode in (lambda: records.decode_inode(1, raw), lambda: records.decode_dentry(1, raw),
                    lambda: records.decode_intent(raw), lambda: records.decode_collect(raw),
-                   lambda: records.decode_session(raw), lambda: records.decode_slot(raw),
+                   lambda: session_records.decode_session(raw), lambda: session_records.decode_slot(raw),
                    lambda: records.decode_identity(raw), lambda: records.decode_bounds(raw),
                    lambda: records.decode_lock(raw), lambda: records.lock_of_key(raw), lambda: records.decode_counts(raw),
                    lambda: records.decode_xattr(raw), lambda: records.decode_orphan(raw)):

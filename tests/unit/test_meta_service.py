@@ -17,6 +17,7 @@ from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.testing.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
 from nvpool.wire.entries import Listed
 from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
 
 SECRET = b"s" * 32
 OPTIONS = MetaOptions(session_lease_s=10, grant_s=20, linger_s=2, tick_s=3600)
@@ -376,8 +377,8 @@ async def test_two_truncations_of_one_file_follow_one_another(shard, client):
     first = client.send("SETATTR", pb.SetAttrRequest(change=client.change(0), inode=inode, valid=8, size=500))
     second = client.send("SETATTR", pb.SetAttrRequest(change=client.change(1), inode=inode, valid=8, size=200))
     third = client.send("OPEN", pb.OpenRequest(change=client.change(2), inode=inode, rights=2, truncate=True))
-    again = client.send("SETATTR", pb.SetAttrRequest(change=pb.Change(session=client.session, slot=0,
-                        sequence=client.sequences[0]), inode=inode, valid=8, size=500))
+    client.sequences[0] -= 1
+    again = client.send("SETATTR", pb.SetAttrRequest(change=client.change(0), inode=inode, valid=8, size=500))
     await asyncio.sleep(0.03)
     assert first.answer is second.answer is third.answer is again.answer is None
     shard.stores.away = set()
@@ -469,8 +470,8 @@ async def test_a_hole_that_a_restart_interrupts_is_finished_and_answered_once(sh
     with pytest.raises(errors.Draining):
         await call.wait()
     client.service = shard.service
-    again = client.send("ALLOCATE", pb.AllocateRequest(change=pb.Change(session=client.session, sequence=client.sequences[0]),
-                                                       inode=inode, offset=5, length=10, punch=True))
+    client.sequences[0] -= 1
+    again = client.send("ALLOCATE", pb.AllocateRequest(change=client.change(), inode=inode, offset=5, length=10, punch=True))
     await asyncio.sleep(0.01)
     assert again.answer is None
     shard.stores.away = set()
@@ -502,8 +503,8 @@ async def test_a_truncation_that_a_restart_interrupts_is_finished_and_answered_o
     with pytest.raises(errors.Draining):
         await call.wait()
     client.service = shard.service
-    again = client.send("SETATTR", pb.SetAttrRequest(change=pb.Change(session=client.session, sequence=client.sequences[0]),
-                                                     inode=inode, valid=8, size=5))
+    client.sequences[0] -= 1
+    again = client.send("SETATTR", pb.SetAttrRequest(change=client.change(), inode=inode, valid=8, size=5))
     await asyncio.sleep(0.01)
     assert again.answer is None
     shard.stores.away = set()
@@ -948,7 +949,7 @@ async def test_a_refusal_is_repeated_as_a_refusal_and_a_late_copy_changes_nothin
         await client.file(ROOT, b"a")
     late = client.last.message
     await client.ask("UNLINK", pb.UnlinkRequest(change=client.change(1), parent=ROOT, name=b"a"))
-    call = DirectCall(108, late)
+    call = DirectCall(wire.META_CREATE, late)
     shard.service.handle(call)
     with pytest.raises(errors.AlreadyExists):
         await call.wait()
@@ -1025,8 +1026,8 @@ async def test_changes_wait_while_the_engine_is_full_and_are_made_once(shard, cl
     shard.kv.full, shard.kv.room = True, room.wait
     calls = [client.send("CREATE", pb.CreateRequest(change=client.change(slot), parent=ROOT, name=b"a%d" % slot, mode=0o100644))
              for slot in range(3)]
-    calls.append(client.send("CREATE", pb.CreateRequest(change=pb.Change(session=client.session, slot=0, sequence=1),
-                                                        parent=ROOT, name=b"a0", mode=0o100644, exclusive=True)))
+    client.sequences[0] -= 1
+    calls.append(client.send("CREATE", pb.CreateRequest(change=client.change(), parent=ROOT, name=b"a0", mode=0o100644)))
     await client.getattr(ROOT)
     assert all(call.answer is None for call in calls)
     shard.kv.full = False

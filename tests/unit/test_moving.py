@@ -28,13 +28,13 @@ from nvpool.meta.moving.sessions import bring_all, sessions_to_move
 from nvpool.meta.records import (
     Identity,
     Inode,
-    SessionRecord,
     encode_inode,
     inode_key,
     lock_key,
     partition_of_key,
     prefix,
 )
+from nvpool.meta.session_records import SessionRecord
 from nvpool.meta.view import View
 from nvpool.testing.pool import LocalPool
 

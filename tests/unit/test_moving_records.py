@@ -8,19 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvpool.base.errors import CorruptRecord
-from nvpool.meta import records as shard_records
+from nvpool.meta import session_records
 from nvpool.meta.moving import records
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "moving_records.json"
 COMING = records.Coming(3, 2, 77, 12345, True, (0, 7, 4095))
-SESSION = shard_records.SessionRecord(bytes(range(16)), 1_700_000_000_000_000_000, "mount host 4711", True, 0x1122334455667788)
+SESSION = session_records.SessionRecord(bytes(range(16)), 1_700_000_000_000_000_000, "mount host 4711", True,
+                                        0x1122334455667788)
+OWNED = SESSION._replace(owner="client/alice.0a1b2c3d")
 
 
 def test_records_have_their_golden_bytes():
     made = {"coming key": records.coming_key(3), "coming": records.encode_coming(COMING),
             "arrived key": records.arrived_key(3, 3 << 48 | 5), "gone key": records.gone_key(4095), "gone": records.GONE_VALUE,
             "seen key": records.SEEN_KEY, "seen": records.encode_seen(99),
-            "session with identity": shard_records.encode_session(SESSION)}
+            "session with identity": session_records.encode_session(SESSION),
+            "session with owner": session_records.encode_session(OWNED)}
     assert {name: raw.hex() for name, raw in made.items()} == json.loads(GOLDEN.read_text())
 
 
@@ -34,15 +37,18 @@ def test_what_is_written_is_read_again(coming):
     assert records.decode_seen(records.encode_seen(coming.term)) == coming.term
 
 
-@given(st.text(max_size=60), st.booleans(), st.integers(0, (1 << 64) - 1))
-def test_a_session_is_read_again_with_and_without_identity(client, watches, identity):
-    record = shard_records.SessionRecord(bytes(16), 5, client, watches, identity)
-    assert shard_records.decode_session(shard_records.encode_session(record)) == record
+NAMES = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=60)
+
+
+@given(NAMES, st.booleans(), st.integers(0, (1 << 64) - 1), st.none() | NAMES)
+def test_session_is_read_again_with_and_without_owner(client, watches, identity, owner):
+    record = session_records.SessionRecord(bytes(16), 5, client, watches, identity, owner)
+    assert session_records.decode_session(session_records.encode_session(record)) == record
 
 
 @given(st.binary(max_size=80))
 def test_what_is_no_such_record_is_damaged_and_nothing_else(raw):
     for read in (records.decode_coming, records.decode_seen, records.giver_of_key, records.arrived_session_of_key,
-                 records.partition_of_gone_key, shard_records.decode_session):
+                 records.partition_of_gone_key, session_records.decode_session):
         with contextlib.suppress(CorruptRecord):
             read(raw)

@@ -30,6 +30,7 @@ from nvpool.store.records import decode_held, encode_held, held_key
 from nvpool.store.recovery import ReplayCheck
 from nvpool.store.service import StoreService
 from nvpool.testing.contracts.chunkstore import content, is_sound, put, some_bytes
+from nvpool.testing.meta_shard import PEER
 from nvpool.wire import codec, handover
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
@@ -412,6 +413,8 @@ async def test_places_and_checksums_are_those_of_the_index_whatever_holes_there_
 
 
 class Asked:
+    peer = PEER
+
     def __init__(self, message):
         self.method, self.message, self.payload = Method.DATA_LOCATE, message.SerializeToString(), memoryview(b"")
         self.deadline_s, self.cancelled = float("inf"), False

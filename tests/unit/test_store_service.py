@@ -25,6 +25,7 @@ from nvpool.store.replica import Replica
 from nvpool.store.service import EXTENT, WRITE, StoreService
 from nvpool.store.tenure import Tenure
 from nvpool.testing.contracts.chunkstore import is_sound
+from nvpool.testing.meta_shard import PEER
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
 
@@ -33,6 +34,7 @@ DATA = bytes(range(256)) * 64
 
 
 class FakeCall:
+    peer = PEER
     deadline_s = math.inf
     cancelled = False
 

@@ -15,6 +15,7 @@ from nvpool.store.chunkstore import MustWait
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.reads import READ
 from nvpool.store.service import WRITE, StoreService
+from nvpool.testing.meta_shard import PEER
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
 
@@ -23,6 +24,7 @@ BLOCK = bytes(range(256)) * 16
 
 
 class Call:
+    peer = PEER
     deadline_s = math.inf
     cancelled = False
 

@@ -14,10 +14,12 @@ from nvpool.testing.meta_shard import PEER, DirectCall
 from nvpool.testing.pool import LocalPool
 from nvpool.wire import codec
 from nvpool.wire.entries import ENTRY
+from nvpool.wire.transport import Credentials
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
 GRANTED, STRANGER, NODE, NOBODY = "client/reader.0a1b2c3d", "client/other.0a1b2c3d", "node/1", ""
+LOCAL_USER = Credentials(4711, frozenset((4711,)), 1)
 WHOLE = ((wire.META_MOMENT, pb.MomentRequest(id=1, stage=pb.MomentRequest.QUIET)), (wire.META_DUMP, pb.DumpRequest()),
          (wire.META_FSCK, pb.FsckRequest()), (wire.META_FSCK_SUMS, pb.FsckSumsRequest()),
          (wire.META_FSCK_CLIMB, pb.FsckClimbRequest()), (wire.META_LOAD, pb.LoadRequest()))
@@ -35,6 +37,14 @@ async def asked(meta, member: str, method: int, request) -> str:
     except Exception as error:
         return type(error).__name__
     return "done"
+
+
+async def session_of(meta, member: str) -> int:
+    """A session of that member's own."""
+    call = DirectCall(wire.META_OPEN_SESSION, pb.OpenSessionRequest(client=member, watch=True).SerializeToString())
+    call.peer = PEER._replace(member=member)
+    meta.handle(call)
+    return pb.OpenSessionReply.FromString(bytes((await call.wait())[0])).session
 
 
 async def names_told(meta, member: str, directory: int, inode: int) -> list[bytes]:
@@ -62,40 +72,42 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
             fs, meta = AsyncFileSystem(client, Caller(0, 0)), next(iter(pool.metas.values()))
             made = await fs.volumes.create("secret")
             await fs.write_bytes("/volumes/secret/f", b"1")
-            for method, request in WHOLE[1:]:
-                assert await asked(meta, STRANGER, method, request) != "denied"  # nothing is kept from anybody yet
             await fs.volumes.grant("secret", GRANTED, "ro")
             for method, request in WHOLE:
-                assert await asked(meta, STRANGER, method, request) == "denied", method
+                for member in (STRANGER, GRANTED):
+                    assert await asked(meta, member, method, request) == "denied", (method, member)
             for method, request in WHOLE[1:]:
-                for member in (GRANTED, NODE, NOBODY):
+                for member in (NODE, NOBODY):
                     assert await asked(meta, member, method, request) != "denied", (method, member)
-            session = next(iter(meta._sessions.by_number))
-            look = pb.LookupRequest(session=session, parent=made.inode, name=b"f")
-            assert await asked(meta, STRANGER, wire.META_LOOKUP, look) == "denied"
-            assert await asked(meta, GRANTED, wire.META_LOOKUP, look) == "done"
+            sessions = {member: await session_of(meta, member) for member in (STRANGER, GRANTED, NODE)}
+
+            def look(member: str) -> pb.LookupRequest:
+                return pb.LookupRequest(session=sessions[member], parent=made.inode, name=b"f")
+
+            assert await asked(meta, STRANGER, wire.META_LOOKUP, look(STRANGER)) == "denied"
+            assert await asked(meta, GRANTED, wire.META_LOOKUP, look(GRANTED)) == "done"
             for member, told in ((STRANGER, []), (GRANTED, [b"f"]), (NODE, [b"f"])):
                 assert await names_told(meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino) == told
             inodes = [made.inode, (await fs.stat("/volumes/secret/f")).st_ino]
             for member, told in ((STRANGER, inodes[:1]), (GRANTED, inodes), (NODE, inodes)):
-                assert await attributes_told(meta, member, session, inodes) == told
-            outside = pb.LookupRequest(session=session, parent=ROOT_INODE, name=b"volumes")
+                assert await attributes_told(meta, member, sessions[member], inodes) == told
+            outside = pb.LookupRequest(session=sessions[STRANGER], parent=ROOT_INODE, name=b"volumes")
             assert await asked(meta, STRANGER, wire.META_LOOKUP, outside) == "done"
             home = (await fs.stat("/volumes")).st_ino
-            for member in (STRANGER, GRANTED, NODE):
+            for member, session in sessions.items():
                 for method, request in ((wire.META_LIST, pb.ListDirRequest(session=session, inode=home, attrs=True)),
                                         (wire.META_VOLUMES, pb.VolumesRequest(session=session)),
                                         (wire.META_VOLUME, pb.VolumeRequest(session=session, inode=made.inode,
                                                                             wish=pb.VolumeRequest.SHOW))):
                     assert await asked(meta, member, method, request) == "done", (member, method)
-            for method, request in ((wire.META_LOOKUP, pb.LookupRequest(session=session, parent=home, name=b"secret")),
-                                    (wire.META_GETATTR, pb.GetAttrRequest(session=session, inode=made.inode)),
-                                    (wire.META_LIST, pb.ListDirRequest(session=session, inode=made.inode, attrs=True))):
-                assert await asked(meta, STRANGER, method, request) == "denied", method
-                assert await asked(meta, GRANTED, method, request) == "done", method
+            for member, told in ((STRANGER, "denied"), (GRANTED, "done")):
+                session = sessions[member]
+                for method, request in ((wire.META_LOOKUP, pb.LookupRequest(session=session, parent=home, name=b"secret")),
+                                        (wire.META_GETATTR, pb.GetAttrRequest(session=session, inode=made.inode)),
+                                        (wire.META_LIST, pb.ListDirRequest(session=session, inode=made.inode, attrs=True))):
+                    assert await asked(meta, member, method, request) == told, (member, method)
             await fs.volumes.revoke("secret", GRANTED)
-            assert await asked(meta, GRANTED, wire.META_LOOKUP, look) == "denied"
-            assert await asked(meta, GRANTED, wire.META_DUMP, pb.DumpRequest()) == "denied"
+            assert await asked(meta, GRANTED, wire.META_LOOKUP, look(GRANTED)) == "denied"
     asyncio.run(main())
 
 
@@ -132,13 +144,41 @@ def test_no_listing_and_no_names_together_bring_rights_to_who_has_none():
             for name in names:
                 await fs.write_bytes(f"/volumes/secret/{name.decode()}", b"1")
             inodes = [(await fs.stat(f"/volumes/secret/{name.decode()}")).st_ino for name in names]
-            session = next(iter(meta._sessions.by_number))
-            asked = session, made.inode, names, inodes
-            assert await grants_told(meta, STRANGER, *asked) == (3, 3, 3)  # nothing is kept from anybody yet
+            asked = made.inode, names, inodes
+            sessions = {member: await session_of(meta, member) for member in (STRANGER, GRANTED, NODE)}
+            assert await grants_told(meta, STRANGER, sessions[STRANGER], *asked) == (3, 3, 3)  # nothing is kept from anybody
             await fs.volumes.grant("secret", GRANTED, "ro")
             # a listing, and attributes, bring none at all then
             for member, told in ((STRANGER, (0, 0, 0)), (GRANTED, (0, 3, 0)), (NODE, (0, 3, 0))):
-                assert await grants_told(meta, member, *asked) == told
+                assert await grants_told(meta, member, sessions[member], *asked) == told
             await fs.volumes.revoke("secret", GRANTED)
-            assert await grants_told(meta, GRANTED, *asked) == (0, 0, 0)
+            assert await grants_told(meta, GRANTED, sessions[GRANTED], *asked) == (0, 0, 0)
+    asyncio.run(main())
+
+
+def test_local_user_only_looks_at_a_volume():
+    async def main() -> None:
+        async with LocalPool() as pool:
+            client = await pool.client(options=ClientOptions(deadline_s=10.0))
+            fs, meta = AsyncFileSystem(client, Caller(0, 0)), next(iter(pool.metas.values()))
+            made = await fs.volumes.create("scratch")
+            session = 0
+
+            async def wished(method: int, request) -> tuple[str, bytes]:
+                call = DirectCall(method, request.SerializeToString())
+                call.peer = PEER._replace(credentials=LOCAL_USER)
+                meta.handle(call)
+                try:
+                    return "done", (await call.wait())[0]
+                except AccessDenied:
+                    return "denied", b""
+
+            session = pb.OpenSessionReply.FromString((await wished(wire.META_OPEN_SESSION, pb.OpenSessionRequest()))[1]).session
+            for wish in pb.VolumeRequest.Wish.values():
+                request = pb.VolumeRequest(session=session, inode=made.inode, wish=wish)
+                assert (await wished(wire.META_VOLUME, request))[0] == ("done" if wish == pb.VolumeRequest.SHOW else "denied")
+            for trash_wish in pb.TrashRequest.Wish.values():
+                asked = pb.TrashRequest(session=session, inode=made.inode, wish=trash_wish)
+                assert (await wished(wire.META_TRASH, asked))[0] == "denied"
+            assert (await fs.volumes.list())[0].name == "scratch"
     asyncio.run(main())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from nvpool.base.ids import partition_of
 from nvpool.meta.moving.inside import Inside
-from nvpool.meta.records import encode_session
+from nvpool.meta.session_records import encode_session
 from nvpool.wire.v1.moving_pb2 import MovedSession
 
 OPENS_MAX = 16_384

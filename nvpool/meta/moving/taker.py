@@ -37,6 +37,7 @@ from nvpool.meta.moving.records import (
     giver_of_key,
 )
 from nvpool.meta.moving.sessions import bring_all
+from nvpool.meta.session_records import decode_session, encode_session
 from nvpool.wire.v1.moving_pb2 import MoveReply, MoveRequest
 
 GIVERS_MAX = 1000
@@ -211,7 +212,7 @@ class Taker:
                     inodes += (value is not None) - (kv.get(key) is not None)
                 effects.append((key, value))
         for session in request.sessions:
-            records.decode_session(session.record)
+            decode_session(session.record)
             effects.append((arrived_key(giver, session.session), session.record))
         for key, value in effects:
             if value is not None and len(key) < 2:
@@ -235,8 +236,8 @@ class Taker:
         if coming.inodes:
             effects.append((records.COUNTS_KEY, records.encode_counts(inside.view.inode_count + coming.inodes)))
         effects.append(seen_effect(kv, self._map.epoch))
-        sessions = {arrived_session_of_key(key): records.decode_session(raw) for key, raw in arrived}
-        effects += [(records.session_key(number), records.encode_session(record)) for number, record in sessions.items()
+        sessions = {arrived_session_of_key(key): decode_session(raw) for key, raw in arrived}
+        effects += [(records.session_key(number), encode_session(record)) for number, record in sessions.items()
                     if number not in inside.sessions.by_number]
         kv.apply(effects, reclaims=True)
         inside.view.inode_count += coming.inodes

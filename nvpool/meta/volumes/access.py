@@ -1,6 +1,7 @@
 """Who may do what in a volume: looked at only where a volume restricts something, so that all others pay nothing for it.
 
-`restricted` holds the volumes of this shard that are sealed, listed or being removed. The service says on whose behalf it
+`restricted` holds the volumes of this shard that are sealed, listed or being removed; what is about all that a shard has is
+for nodes anyway (wire/rights). The service says on whose behalf it
 decides (`asker`); what it does by itself (fsck, the collector, removal) has none and may do all. Used by `meta/view`; part of
 `View`. """
 
@@ -9,11 +10,6 @@ from __future__ import annotations
 from nvpool.base.errors import AccessDenied, NotFound, ReadOnly
 from nvpool.meta.volumes.records import LISTED, REMOVING, SEALED, VolumeRecord
 from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
-
-_WHOLE = frozenset((wire.META_DUMP, wire.META_LOAD, wire.META_MOMENT, wire.META_FSCK, wire.META_FSCK_SUMS,
-                    wire.META_FSCK_CLIMB))
-"""About all that a shard has, whatever volume it is in."""
 
 
 def asker_of(member: str) -> str:
@@ -95,14 +91,6 @@ class Access:
         if record.flags & LISTED and self.asker and not self._granted(record):
             raise AccessDenied(f"{self.asker} may only read in volume {record.name}"
                                f"{': its right to write was taken back' if self._was_taken(number) else ''}")
-
-    def check_method(self, method: int) -> None:
-        """AccessDenied: the asker may not be shown, or mend, all that the shard has: there is a volume that he may not read."""
-        if self.asker and method in _WHOLE:
-            for record in self.restricted.values():
-                if record.flags & LISTED and self._granted(record) is None:
-                    raise AccessDenied(f"{self.asker} has no right to volume {record.name}, so none to look at everything: "
-                                       "do it on a node of the pool")
 
     def _was_taken(self, number: int) -> bool:
         return (number, self.asker) in self.taken

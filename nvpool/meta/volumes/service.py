@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from math import ceil
 
-from nvpool.base.errors import CorruptRecord, InUse, InvalidRequest, NotFound, NvpoolError, Unavailable, WrongShard
+from nvpool.base.errors import (
+    AccessDenied,
+    CorruptRecord,
+    InUse,
+    InvalidRequest,
+    NotFound,
+    NvpoolError,
+    Unavailable,
+    WrongShard,
+)
 from nvpool.base.ids import partition_of
 from nvpool.base.units import MIB, PARTITION_COUNT
 from nvpool.logic.volumenames import check_holder
@@ -35,6 +44,7 @@ from nvpool.meta.volumes.records import (
 )
 from nvpool.meta.volumes.removal import STEP, Removal, removed
 from nvpool.meta.volumes.revocation import ALL, lost_rights
+from nvpool.wire.roles import Role
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -81,7 +91,7 @@ class VolumeAnswers:
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def _volumes(self, call: Call) -> None:
-        self._sessions.get(pb.VolumesRequest.FromString(call.message).session)
+        self._sessions.of(pb.VolumesRequest.FromString(call.message).session, self._owner(call))
         self._reply_in_steps(call, self._listed_volumes())
 
     def _listed_volumes(self) -> Iterator[pb.VolumesReply | None]:
@@ -106,13 +116,14 @@ class VolumeAnswers:
     def _volume(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = _Wish.FromString(call.message)
-        self._sessions.get(request.session)
+        self._sessions.of(request.session, self._owner(call))
         if partition_of(request.inode) < PARTITION_COUNT and self._view.is_elsewhere(partition_of(request.inode)):
             raise WrongShard(f"volume {request.inode} belongs to another shard")
         record, use = policy.read_volume(self._view, request.inode)
         if request.wish == _Wish.SHOW:
             self._reply_volume(call, request.inode)
             return
+        self._check_no_user(call, record)
         check_wish(asker_of(call.peer.member), record, request)
         if self._kv.full:
             self._later(call, self._kv.room)
@@ -133,6 +144,12 @@ class VolumeAnswers:
         reply = pb.VolumeReply()
         self._waits.add(call, partial(self._settle, request.inode, self._kv.sequence, reply),
                         lambda: self._reply_volume(call, request.inode, reply), may_be_applied=True)
+
+    def _check_no_user(self, call: Call, record: VolumeRecord) -> None:
+        """AccessDenied: a local user acts on files by their modes; a volume has none."""
+        caller = self._callers.of(call.peer)
+        if caller.role == Role.USER:
+            raise AccessDenied(f"{caller.owner} may not do that with volume {record.name}: it is for operators of the pool")
 
     async def _settle(self, number: int, sequence: int, reply: pb.VolumeReply) -> None:
         """Have what was changed stored, and rights that were taken back refused by the stores."""
@@ -212,7 +229,7 @@ class VolumeAnswers:
     def _volume_room(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.VolumeRoomRequest.FromString(call.message)
-        session = self._sessions.get(request.session).number
+        session = self._sessions.of(request.session, self._owner(call)).number
         number, rooms = request.inode, self._view.rooms
         record, use = policy.read_volume(self._view, number)
         self._view.access.check_change(number)
@@ -281,11 +298,12 @@ class VolumeAnswers:
     def _trash(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.TrashRequest.FromString(call.message)
-        session = self._sessions.get(request.session).number
+        session = self._sessions.of(request.session, self._owner(call)).number
         number = request.inode
         if partition_of(number) < PARTITION_COUNT and self._view.is_elsewhere(partition_of(number)):
             raise WrongShard(f"volume {number} belongs to another shard")
         record, _ = policy.read_volume(self._view, number)
+        self._check_no_user(call, record)
         check_trash(asker_of(call.peer.member), record, request.wish != pb.TrashRequest.LIST)
         if request.wish == pb.TrashRequest.LIST:
             call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())

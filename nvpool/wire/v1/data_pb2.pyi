@@ -201,18 +201,20 @@ class RemoveReply(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("target", "inode", "first", "limit", "map_epoch")
+    __slots__ = ("target", "inode", "first", "limit", "map_epoch", "grant")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
     target: int
     inode: int
     first: int
     limit: int
     map_epoch: int
-    def __init__(self, target: _Optional[int] = ..., inode: _Optional[int] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+    grant: bytes
+    def __init__(self, target: _Optional[int] = ..., inode: _Optional[int] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ..., map_epoch: _Optional[int] = ..., grant: _Optional[bytes] = ...) -> None: ...
 
 class ChunkDescription(_message.Message):
     __slots__ = ("index", "version", "blocks", "extents", "cut", "end", "leaving")
