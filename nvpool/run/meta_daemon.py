@@ -42,7 +42,8 @@ async def _open(member: int, opened: Opened) -> ShardMember:
 
     path = Path(place) if place else opened.directory.shard(opened.number)
     options = MemberOptions(opened.directory.node, opened.number, member, path, engine, opened.grant_secret,
-                            mark=memory_file(opened.pool_map.pool_id, process_name(opened.number, member)), callers=opened.callers)
+                            mark=memory_file(opened.pool_map.pool_id, process_name(opened.number, member)),
+                            callers=opened.callers)
     made = ShardMember(options, opened.pool_map, opened.dialer, SYSTEM_CLOCK, make_service, opened.fail)
     return made
 

@@ -23,6 +23,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, holder_of
 from nvpool.base.errors import (
+    AccessDenied,
     Bug,
     Busy,
     Draining,
