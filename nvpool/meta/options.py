@@ -19,5 +19,7 @@ class MetaOptions(NamedTuple):
     """Between two looks at leases and at the collector's work."""
     sweep_s: float = 3600.0
     """Between two searches of all targets for chunks of inodes that are gone."""
+    operators: int | None = None
+    """Number of the group whose processes on this host have the rights of a node; None: root and our own user alone."""
     files_max: int = 1 << 40
     """What statfs shows where the engine has no limit."""

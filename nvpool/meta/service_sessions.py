@@ -10,6 +10,7 @@ from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.meta import records
 from nvpool.meta.leases import Session, handles_of, inodes_of
+from nvpool.meta.local_users import user_of
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -20,6 +21,9 @@ class SessionAnswers:
     def _open_session(self, call: Call) -> None:
         request = pb.OpenSessionRequest.FromString(call.message)
         now_s = self._clock.boottime_s()
+        user = user_of(call.peer, self._options.operators)
+        if user is not None:
+            request.identity = 0  # which would speak for the sessions of another client
         if request.session:
             session = self._sessions.take_up(request.session, request.secret, now_s)
             if request.names_open:
@@ -40,6 +44,8 @@ class SessionAnswers:
             self._numbers.next_session += 1
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)
+        if user is not None:
+            self._users.opened(session.number, user)
         self._moving.bring_sessions()
         reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,
                                     slots=SLOTS_PER_SESSION, incarnation=self._incarnation, name_key=self._view.name_key)
@@ -55,6 +61,8 @@ class SessionAnswers:
         session = self._sessions.get(request.session)
         session.expires_s = self._clock.boottime_s() + self._options.session_lease_s
         self._check_ours(request.opened, request.released)
+        if user_of(call.peer, self._options.operators) is not None:
+            request.identity = 0
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)
         self._sessions.name(session, inodes_of(request.opened), request.named)

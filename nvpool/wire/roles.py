@@ -16,10 +16,23 @@ import socket
 import struct
 from functools import lru_cache
 
+from nvpool.base.errors import AccessDenied
 from nvpool.wire.transport import Credentials, Peer
+from nvpool.wire.v1 import wire_pb2 as wire
 
 _PEERCRED = struct.Struct("iII")
 _SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)
+
+
+USER_METHODS = frozenset((
+    wire.POOL_MAP, wire.DATA_READ, wire.DATA_WRITE, wire.DATA_FLUSH, wire.DATA_EXTENTS, wire.DATA_COPY, wire.DATA_LOCATE,
+    wire.META_OPEN_SESSION, wire.META_RENEW_SESSION, wire.META_CLOSE_SESSION, wire.META_RELEASE, wire.META_WATCH,
+    wire.META_LOCK_WAIT, wire.META_LIST, wire.META_LOOKUP, wire.META_LOOKUP_MANY, wire.META_GETATTR, wire.META_GETATTR_MANY,
+    wire.META_READLINK, wire.META_GETXATTR, wire.META_LISTXATTR, wire.META_SETXATTR, wire.META_REMOVEXATTR, wire.META_STATFS,
+    wire.META_SYNC, wire.META_LOCK, wire.META_LOCKS, wire.META_SETATTR, wire.META_ALLOCATE, wire.META_CREATE, wire.META_UNLINK,
+    wire.META_RMDIR, wire.META_RENAME, wire.META_LINK, wire.META_OPEN, wire.META_REPORT, wire.META_RESERVE, wire.META_VOLUME,
+    wire.META_VOLUME_ROOM))
+"""What a local user may ask for at all: of stores what a grant allows, of the metadata service what meta/local_users checks."""
 
 
 class Role(enum.IntEnum):
@@ -56,6 +69,13 @@ def role_of(peer: Peer, operators: int | None = None) -> Role:
     """Rights of the peer. `operators` is the number of the operator group, None without one. For a connection on which a
     stranger may be let in (TLS without a certificate), the listener refuses before this is asked."""
     return _role(peer.member, peer.credentials, operators)
+
+
+def check_user_may(peer: Peer, method: int, operators: int | None) -> None:
+    """AccessDenied where the peer is a local user, and the method is not one of USER_METHODS."""
+    if peer.credentials is not None and method not in USER_METHODS and role_of(peer, operators) is Role.USER:
+        raise AccessDenied(f"user {peer.credentials.uid} has not the rights of a node, which method {method} needs; ask "
+                           f"root, or a member of the operator group (store.short_cut_group)")
 
 
 @lru_cache(maxsize=1024)

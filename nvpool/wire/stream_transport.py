@@ -325,6 +325,8 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.peer = with_address(self.peer, transport)
+        if (at_once_for := getattr(self._listener.handler, "at_once_for", None)) is not None:
+            self._at_once = at_once_for(self.peer)
         connections = self._listener.connections
         connections.add(self)
         self._hello_timer = self._stream_loop.call_later(HELLO_S, self._end, "no greeting came", True)
@@ -522,7 +524,8 @@ class UnixStreamTransport(StreamTransport):
         await loop.create_unix_connection(protocol, where.path)
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
-        """As StreamTransport.listen. A socket file that nobody listens on any more is replaced. Only this user may connect."""
+        """As StreamTransport.listen. A socket file that nobody listens on any more is replaced. Only this user may connect, or
+        all of this host where the greeting says so."""
         where = parse_endpoint(endpoint)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -535,7 +538,7 @@ class UnixStreamTransport(StreamTransport):
                 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 os.unlink(where.path)
             sock.bind(where.path)
-            os.chmod(where.path, 0o600)
+            os.chmod(where.path, 0o666 if greeting.local_users else 0o600)
             sock.listen(BACKLOG)
             sock.setblocking(False)
         except OSError as error:

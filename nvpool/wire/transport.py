@@ -92,7 +92,8 @@ Handler = Callable[[Call], None]
 hands the work to a task that it owns. An exception out of it is answered as `fail` would.
 
 It may have an attribute `at_once(buffer, end, in_work, tally, out, side)`: a listener of the stream transports lets it answer
-frames that came whole, without a Call; see store/atonce for what it has to do. Others do not ask for it."""
+frames that came whole, without a Call; see store/atonce for what it has to do. Others do not ask for it. One that does so for
+some peers alone has `at_once_for(peer)` beside it, which gives that or None and is asked once for each connection."""
 
 
 class Connection(Protocol):
@@ -155,6 +156,9 @@ class Greeting(NamedTuple):
     """Not said, but shown: our certificate, and whom we let in. Without one nothing leaves this host."""
     strangers: bool = False
     """Of who listens: who shows no certificate is served too, as a peer without a `member`. The handler decides what it may."""
+    local_users: bool = False
+    """Of who listens on a unix socket: every user of this host may connect; the handler looks at `Peer.credentials`. Otherwise
+    root and our own user alone."""
 
 
 class Transport(Protocol):

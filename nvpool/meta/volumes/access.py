@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from nvpool.base.errors import AccessDenied, NotFound, ReadOnly
 from nvpool.meta.volumes.records import LISTED, REMOVING, SEALED, VolumeRecord
+from nvpool.wire.roles import Role, role_of
+from nvpool.wire.transport import Peer
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
@@ -16,10 +18,13 @@ _WHOLE = frozenset((wire.META_DUMP, wire.META_LOAD, wire.META_MOMENT, wire.META_
 """About all that a shard has, whatever volume it is in."""
 
 
-def asker_of(member: str) -> str:
-    """By the certificate of who asks: a node has the pool's data and all rights, and so has who speaks from a node without
-    one."""
-    return "" if member.startswith("node/") else member
+def asker_of(peer: Peer, operators: int | None = None) -> str:
+    """A client by its certificate, a local user by its number, which no list of a volume has; nothing for who has the rights of
+    a node."""
+    role = role_of(peer, operators)
+    if role is Role.USER:
+        return f"user/{peer.credentials.uid}"
+    return peer.member if role is Role.CLIENT else ""
 
 
 def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:

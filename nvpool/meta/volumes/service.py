@@ -110,7 +110,7 @@ class VolumeAnswers:
         if request.wish == _Wish.SHOW:
             self._reply_volume(call, request.inode)
             return
-        check_wish(asker_of(call.peer.member), record, request)
+        check_wish(asker_of(call.peer, self._options.operators), record, request)
         if self._kv.full:
             self._later(call, self._kv.room)
             return
@@ -267,7 +267,7 @@ class VolumeAnswers:
         if partition_of(number) < PARTITION_COUNT and self._view.is_elsewhere(partition_of(number)):
             raise WrongShard(f"volume {number} belongs to another shard")
         record, _ = policy.read_volume(self._view, number)
-        check_trash(asker_of(call.peer.member), record, request.wish != pb.TrashRequest.LIST)
+        check_trash(asker_of(call.peer, self._options.operators), record, request.wish != pb.TrashRequest.LIST)
         if request.wish == pb.TrashRequest.LIST:
             call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())
         elif request.wish == pb.TrashRequest.RESTORE:
