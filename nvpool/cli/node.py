@@ -106,7 +106,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
     from nvpool.cli import pool_life
     from nvpool.cli.reach import change
     config = configuration.load(config_file) if config_file else configuration.Config()
-    network = replace(config.network, host=host or (config.network.host if config_file else _own_host(address)),
+    network = replace(config.network, host=host or config.network.host or _own_host(address),
                       plain_text=plain_text or config.network.plain_text)
     where = PoolDirectory(directory)
     wanted_drives = [drive_of(drive) for drive in drives]

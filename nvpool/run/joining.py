@@ -57,13 +57,16 @@ class Reception:
                                f"have it: {', '.join(others) or 'the first one'}") from None
 
     async def make_token(self, kind: str, lives_s: float) -> dict:
-        """A token, and where it is good for joining."""
+        """A token, and where it is good for joining. InvalidRequest where this node listens on unix sockets alone."""
+        address = address_of(self._keeper.relay.pool_map.node_by_id[self._directory.node])
+        if not address:
+            raise InvalidRequest("nobody can join this pool, since it listens on unix sockets of its machine alone",
+                                 remedy="make a pool that others reach: nvpool pool create DIR --drive PATH --host ADDRESS")
         if kind not in KINDS or not 1 <= lives_s <= TOKEN_S_MAX:
             raise InvalidRequest(f"a token is for one of {', '.join(KINDS)}, and lives for 1 to {TOKEN_S_MAX:.0f} seconds")
         token, kept = new_token(self._authority(), kind, lives_s)
-        new = await self._change(lambda newest: token_given(newest, kept, now_ms()))
-        return {"token": token.text(), "kind": kind, "ends_ms": kept.ends_ms,
-                "address": address_of(new.node_by_id[self._directory.node])}
+        await self._change(lambda newest: token_given(newest, kept, now_ms()))
+        return {"token": token.text(), "kind": kind, "ends_ms": kept.ends_ms, "address": address}
 
     async def _answer_authority(self, call: Call) -> bytes:
         try:

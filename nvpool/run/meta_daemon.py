@@ -16,7 +16,7 @@ from nvpool.kv.options import LmdbOptions
 from nvpool.logic.shards import endpoints_of, node_and_path, process_name
 from nvpool.meta.member import MemberOptions, ShardMember
 from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.run.served import Opened, main
+from nvpool.run.served import Opened, main, operators_of
 
 
 async def _open(member: int, opened: Opened) -> ShardMember:
@@ -30,7 +30,8 @@ async def _open(member: int, opened: Opened) -> ShardMember:
 
     def make_service(kv: MemberKv) -> MetaService:
         service = MetaService(kv, shard=opened.number, term=kv.term, grant_secret=opened.grant_secret, dialer=opened.dialer,
-                              options=MetaOptions(session_lease_s=meta.session_lease_s, grant_s=meta.grant_s))
+                              options=MetaOptions(session_lease_s=meta.session_lease_s, grant_s=meta.grant_s,
+                                                  operators=operators_of(opened.config)))
         service.died.add_done_callback(
             lambda died: died.cancelled() or opened.fail(f"the service has stopped: {died.exception()}"))
         return service

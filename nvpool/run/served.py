@@ -9,15 +9,16 @@ what is served.
 from __future__ import annotations
 
 import asyncio
+import grp
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config, Rdma, load, networks_of
+from nvpool.base.config import Config, Network, Rdma, load, networks_of
 from nvpool.base.directory import Flock, PoolDirectory, announcement
-from nvpool.base.errors import CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
+from nvpool.base.errors import BadConfiguration, CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
 from nvpool.base.host import host_id
 from nvpool.base.identities import MEMBER_S
 from nvpool.base.metrics_page import Page
@@ -30,10 +31,11 @@ from nvpool.run.logs import start_log
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
-from nvpool.wire.identity import Identity, identity_in
+from nvpool.wire.identity import Identity, identity_in, leaves_host
 from nvpool.wire.registry import listen
+from nvpool.wire.roles import Role, check_user_may, role_of
 from nvpool.wire.tally import Answers
-from nvpool.wire.transport import Call, Greeting, Listener
+from nvpool.wire.transport import Call, Greeting, Listener, Peer
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
 from nvpool.wire.v1.wire_pb2 import POOL_MAP, PROCESS_METRICS
 
@@ -85,13 +87,19 @@ class Opened:
 class Handling:
     """The handler of a daemon's listeners: what every role answers, then its service."""
 
-    def __init__(self, service: Service, awake: Awake) -> None:
+    def __init__(self, service: Service, awake: Awake, role: str, operators: int | None) -> None:
         self._service = service
+        self._role, self._operators = role, operators
         self._awake = awake
         self._answer = getattr(service, "at_once", None) and service.at_once.answer
         self.at_once = self._answer_at_once if self._answer is not None else None
 
+    def at_once_for(self, peer: Peer) -> Callable | None:
+        """What answers this peer without a Call. Metadata for local users is looked at by the service (meta/local_users)."""
+        return None if self._role == "meta" and role_of(peer, self._operators) is Role.USER else self.at_once
+
     def __call__(self, call: Call) -> None:
+        check_user_may(call.peer, call.method, self._operators)
         if call.method == PROCESS_METRICS:
             measuring.answer(call, self._service.measure)
             return
@@ -122,6 +130,24 @@ def read_grant_key(directory: PoolDirectory) -> bytes:
     return key
 
 
+def operators_of(config: Config) -> int | None:
+    """Number of the group whose processes have the rights of a node, None without one. BadConfiguration."""
+    name = config.store.short_cut_group
+    if not name:
+        return None
+    try:
+        return int(name) if name.isdigit() else grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise BadConfiguration(f"store.short_cut_group: this system has no group {name}") from None
+
+
+def is_wanted(endpoint: str, network: Network) -> bool:
+    """Whether a process of this node listens there: a loopback address is one only where `network.host` names it. Pools of
+    earlier versions have one for each process in their maps."""
+    where = parse_endpoint(endpoint)
+    return not where.host or leaves_host(where) or where.host == network.host
+
+
 def _remove_socket(endpoint: str) -> None:
     if endpoint.startswith("stream+unix://"):
         Path(parse_endpoint(endpoint).path).unlink(missing_ok=True)
@@ -131,7 +157,14 @@ async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Cal
                     listen: Listen = listen) -> list[Listener]:
     """A listener at each endpoint, or none and the error. Unix sockets that an earlier process left are replaced: the caller
     holds the lock that says that process is gone. The kernel takes a killed process apart descriptor by descriptor, so its lock
-    can be free a moment before its ports are: an address in use is tried again for some seconds."""
+    can be free a moment before its ports are: an address in use is tried again for some seconds.
+
+    BadConfiguration: TCP, and neither a certificate nor plain text that was asked for."""
+    for endpoint in endpoints:
+        if greeting.identity is None and parse_endpoint(endpoint).host:
+            raise BadConfiguration(f"{endpoint}: this directory has no certificate of its pool, and without one nothing "
+                                   f"listens on TCP; set network.host = \"\" in node.toml for unix sockets alone, or "
+                                   f"network.plain_text = true")
     listeners: list[Listener] = []
     give_up_s = SYSTEM_CLOCK.boottime_s() + _PORT_WAIT_S
     try:
@@ -192,19 +225,19 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
     async def serve(stop: Stop) -> None:
         pool_map = read_map(directory)
         identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
-        greeting = Greeting(name, pool_map.fingerprint, identity=identity)
+        greeting = Greeting(name, pool_map.fingerprint, identity=identity, local_users=True)
         dialer = Dialer(greeting, host_id=host_id())
         opened = Opened(directory, number, config, pool_map, dialer, read_grant_key(directory))
         service = await open_service(opened)
         awake = Awake(config.processors.awake)
 
-        handle = Handling(service, awake)
+        handle = Handling(service, awake, role, operators_of(config))
         listeners: list[Listener] = []
         try:
             service.update_map(pool_map)
             await service.start()
             directory.make_socket_directory()
-            own = endpoints(pool_map)
+            own = tuple(endpoint for endpoint in endpoints(pool_map) if is_wanted(endpoint, config.network))
             follow_members(identity, pool_map)
             listeners = await listen_on(own, greeting, handle, offering(config.rdma) if role == "store" else listen)
             directory.announce(name, announcement(role, number=number, endpoints=own, software=f"nvpool {VERSION}",

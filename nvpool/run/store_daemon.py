@@ -7,7 +7,6 @@ Started by the supervisor. Exit codes as in run/daemon.
 from __future__ import annotations
 
 import asyncio
-import grp
 import logging
 import os
 import sys
@@ -15,9 +14,8 @@ from functools import partial
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import write_whole
-from nvpool.base.errors import BadConfiguration
 from nvpool.run.beating import Beating
-from nvpool.run.served import Opened, main, read_map
+from nvpool.run.served import Opened, main, operators_of, read_map
 from nvpool.store.chunkstore import LEND_S, StoreOptions, open_chunk_store
 from nvpool.store.lend import KeptTable
 from nvpool.store.service import StoreService
@@ -26,15 +24,6 @@ from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside
 
 log = logging.getLogger(__name__)
-
-
-def _group(name: str) -> int | None:
-    if not name:
-        return None
-    try:
-        return int(name) if name.isdigit() else grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise BadConfiguration(f"store.short_cut_group: this system has no group {name}") from None
 
 
 class _Store(StoreService):
@@ -89,7 +78,7 @@ async def _open(kept_table: KeptTable | None, opened: Opened) -> StoreService:
     service = _Store(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK,
                      refresh_map=lambda: service.update_map(read_map(opened.directory)),
                      handover_path=path_beside(paths[0]) if paths else "",
-                     handover_group=_group(configured.short_cut_group), dialer=opened.dialer,
+                     handover_group=operators_of(opened.config), dialer=opened.dialer,
                      resync_bytes_per_s=configured.resync_bytes_s, scrub_interval_s=configured.scrub_interval_s,
                      scrub_bytes_per_s=configured.scrub_bytes_s, on_fail=opened.fail,
                      tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier))

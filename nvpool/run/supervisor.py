@@ -34,7 +34,7 @@ from nvpool.base.errors import (
 from nvpool.base.host import host_id
 from nvpool.base.metrics_page import Page
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
-from nvpool.logic.nodes import on_host
+from nvpool.logic.nodes import listening_at, on_host
 from nvpool.logic.poolmap import PoolMap, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
@@ -52,12 +52,13 @@ from nvpool.run.nodes import Nodes, look_after
 from nvpool.run.renewing import keep_renewed
 from nvpool.run.scrape import serve_metrics
 from nvpool.run.scrubbing import Scrubbing
-from nvpool.run.served import follow_members, read_grant_key
+from nvpool.run.served import follow_members, is_wanted, operators_of, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.run.shardplaces import ShardPlaces
 from nvpool.run.standbys import StuckStandbys, has_records
 from nvpool.run.status import PoolStatus
 from nvpool.wire.dial import Dialer
+from nvpool.wire.roles import check_user_may
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
@@ -93,6 +94,7 @@ class Supervisor:
         self._drain_s = config.supervisor.drain_s
         self._closed = False
         self._begun: set[int] = set()
+        self._operators = operators_of(config)
         greeting = greeting or Greeting("supervisor", coordinator.pool_map.fingerprint)
         self._identity = greeting.identity
         self._dialer = Dialer(greeting, host_id=host_id())
@@ -100,7 +102,8 @@ class Supervisor:
         self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         self._status = PoolStatus(directory, node, coordinator, self.leading, self._dialer, self._etcd, self._children,
-                                  is_stopping=stop.asked.is_set, replace_after_s=config.supervisor.replace_after_s)
+                                  is_stopping=stop.asked.is_set, replace_after_s=config.supervisor.replace_after_s,
+                                  plain_text=config.network.plain_text)
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.reign,
                                              change_anywhere=self.leading.change,
@@ -125,6 +128,7 @@ class Supervisor:
             self._stop.on_signal[number] = lambda number=number: self._pass_on(number)
         await self._know_this_host()
         await self._note_the_dead()
+        await self._know_endpoints()
         self._start_missing()
         managing = asyncio.ensure_future(self.leading.run())
         asked = asyncio.ensure_future(self._stop.asked.wait())
@@ -320,6 +324,20 @@ class Supervisor:
             except Unavailable as error:
                 log.warning("the map does not know yet that this node is on another host now: %s", error)
 
+    async def _know_endpoints(self) -> None:
+        """The map must not send anybody to ports at which nobody listens any more."""
+        def decide(newest: PoolMap) -> PoolMap:
+            return listening_at(newest, self._node, partial(is_wanted, network=self._config.network))
+
+        pool_map = self._coordinator.pool_map
+        if decide(pool_map) is not pool_map:
+            try:
+                await self.leading.change(decide)
+            except Unavailable as error:
+                log.warning("the map does not know yet that the processes of this node leave some addresses: %s", error)
+            else:
+                log.info("the processes of this node do not listen on loopback any more: node.toml names no such network.host")
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def handle(self, call: Call) -> None:
@@ -344,6 +362,11 @@ class Supervisor:
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
         call.on_cancel(task.cancel)
+
+    def handle_local(self, call: Call) -> None:
+        """As `handle`, for what comes by the unix socket: a user without the rights of a node is given the map and no more."""
+        check_user_may(call.peer, call.method, self._operators)
+        self.handle(call)
 
     def handle_secured(self, call: Call) -> None:
         """As `handle_from_afar`, for what comes over TLS: a stranger, who has no certificate yet, may join and no more."""

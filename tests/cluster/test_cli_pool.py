@@ -53,7 +53,8 @@ def test_a_pool_starts_again_with_the_same_addresses(own):
 
 
 def test_a_volume_is_granted_to_a_client_that_the_pool_has_or_by_force(own, tmp_path):
-    nvpool("dev", "up", own, "--size", "128M")
+    (tmp_path / "node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
+    nvpool("dev", "up", own, "--size", "128M", "--config", tmp_path / "node.toml")
     nvpool("volume", "create", own, "v")
     refused = nvpool("volume", "grant", own, "v", "nobody.0a1b2c3d", "ro", code=1)
     assert f"nvpool client ls {own}" in refused.stderr
@@ -131,7 +132,7 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "a" / "lost+found").mkdir()
     made = json.loads(nvpool("pool", "create", own, "--drive", f"{tmp_path}/a:128M", "--drive", f"{tmp_path}/b:192M", "--name",
-                             "training", "--standbys", "1", "--json").stdout)
+                             "training", "--standbys", "1", "--host", "127.0.0.1", "--plain-text", "--json").stdout)
     assert [Path(drive["path"]).parent.name for drive in made["drives"]] == ["a", "b"]
     assert "holds a pool already" in nvpool("pool", "create", own, "--drive", f"{tmp_path}/c", code=1).stderr
     assert "pool destroy" in nvpool("dev", "down", own, code=1).stderr
