@@ -325,8 +325,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.peer = with_address(self.peer, transport)
-        if (at_once_for := getattr(self._listener.handler, "at_once_for", None)) is not None:
-            self._at_once = at_once_for(self.peer)
+        self._at_once = getattr(self._listener.handler, "at_once_for", lambda _: self._at_once)(self.peer)
         connections = self._listener.connections
         connections.add(self)
         self._hello_timer = self._stream_loop.call_later(HELLO_S, self._end, "no greeting came", True)

@@ -24,7 +24,6 @@ FOLDERS = {"d700": 0o700, "d711": 0o711, "d744": 0o744, "d755": 0o755, "d777": 0
 
 def make(place):
     """The tree, by root on a mount."""
-    os.umask(0)
     place.mkdir(mode=0o755)
     for name, mode in FOLDERS.items():
         (place / name).mkdir()
