@@ -37,9 +37,10 @@ def join_command(join: dict[str, Any], config: configuration.Config, kind: str =
     return f"nvpool {kind} join {join['address'].removeprefix('stream://')} {where} --token {join['token']}{plain}"
 
 
-def make_token(pool: str, kind: str, hours: float, as_json: bool) -> None:
+def make_token(pool: str, kind: str, hours: float, as_json: bool, acts_as: tuple[int, int] | None = None) -> None:
     from nvpool.cli.reach import change, directory_of
-    made = asyncio.run(change(pool, "token", {"kind": kind, "lives_s": hours * 3600}))
+    asked = {"kind": kind, "lives_s": hours * 3600} | ({"acts_as": list(acts_as)} if acts_as is not None else {})
+    made = asyncio.run(change(pool, "token", asked))
     directory = directory_of(pool)
     warning = "" if _leaves_host(made["address"]) else (
         f"{made['address'].removeprefix('stream://')} is an address of this machine alone: no other machine can join. "

@@ -44,8 +44,7 @@ from nvpool.meta.records import Inode
 from nvpool.meta.view import Decision, Draft, View
 from nvpool.wire import codec
 from nvpool.wire.entries import Listed
-from nvpool.wire.roles import Role, role_of
-from nvpool.wire.transport import Call, Credentials, Peer
+from nvpool.wire.transport import Call, Credentials
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
@@ -70,12 +69,6 @@ _METHOD_REQUESTS: dict[int, Any] = {
     wire.META_RESERVE: pb.ReserveRequest, wire.META_SETXATTR: pb.SetXattrRequest, wire.META_REMOVEXATTR: pb.RemoveXattrRequest}
 METHODS = frozenset(_METHOD_REQUESTS)
 """What a local user may ask for at all."""
-
-
-def user_of(peer: Peer, operators: int | None) -> Credentials | None:
-    """Of a local user without the rights of a node; None for everybody else."""
-    credentials = peer.credentials
-    return credentials if credentials is not None and credentials.uid and role_of(peer, operators) is Role.USER else None
 
 
 class LocalUsers:

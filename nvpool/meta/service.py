@@ -43,7 +43,7 @@ from nvpool.meta.cuts import Cuts
 from nvpool.meta.gc import Collector, partitions_with_remains
 from nvpool.meta.identity import take_identity
 from nvpool.meta.leases import Session, Sessions, Slot
-from nvpool.meta.local_users import LocalUsers, user_of
+from nvpool.meta.local_users import LocalUsers
 from nvpool.meta.locks import LockTable
 from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S, LockWaits
 from nvpool.meta.moment import Moment
@@ -67,6 +67,7 @@ from nvpool.meta.volumes.removal import Removal
 from nvpool.meta.volumes.service import VolumeAnswers
 from nvpool.meta.waits import Waits
 from nvpool.meta.watches import Watches
+from nvpool.wire.roles import acts_as
 from nvpool.wire.targets import Dialer
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -281,7 +282,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             if access is not None and access.restricted:
                 access.asker = asker_of(call.peer, self._options.operators)
                 access.check_method(call.method)
-            if (user := user_of(call.peer, self._options.operators)) is not None and self._state == "serving":
+            if (user := acts_as(call.peer, self._options.operators)) is not None and self._state == "serving":
                 self._users.check_call(call, user, self._view)
             route = self._routes.get(call.method)
             if route is None:
@@ -416,7 +417,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         return answer
 
     def _decision(self, call: Call, decide: Decision) -> Decision:
-        user = user_of(call.peer, self._options.operators)
+        user = acts_as(call.peer, self._options.operators)
         return decide if user is None else self._users.decision(call.method, user, decide)
 
     def _home_partition(self, request: Any, home: Callable[[Any], int]) -> int:

@@ -23,9 +23,9 @@ from nvpool.meta.fsck import Fsck, Mend
 from nvpool.meta.fsck_tree import climb
 from nvpool.meta.identity import has_root, take_identity
 from nvpool.meta.listing import attributes, listing
-from nvpool.meta.local_users import user_of
 from nvpool.meta.spanning.holds import Held
 from nvpool.meta.upkeep import Answer, Load, dump_step, fsck_step, settle_sums
+from nvpool.wire.roles import acts_as
 from nvpool.wire.sums import pack_bits
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -42,7 +42,7 @@ class Answers:
         self._counters["requests"] += 1
         request = pb.ListDirRequest.FromString(call.message)
         self._sessions.get(request.session)
-        user = user_of(call.peer, self._options.operators)
+        user = acts_as(call.peer, self._options.operators)
         shown = user is None or self._users.listed(self._view, user, request)
         self._reply_in_steps(call, listing(self._view, request, self._clock.wall_ns, names_alone=not shown),
                              partial(self._users.note_listing, user, request.inode) if user is not None and shown else None)
@@ -51,7 +51,7 @@ class Answers:
         self._counters["requests"] += 1
         request = pb.LookupManyRequest.FromString(call.message)
         self._sessions.get(request.session)
-        user = user_of(call.peer, self._options.operators)
+        user = acts_as(call.peer, self._options.operators)
         look_up = queries.lookup_many if user is None else partial(self._users.lookup_many, credentials=user)
         self._reply_in_steps(call, look_up(self._view, request=request, now_ns=self._clock.wall_ns))
 
@@ -59,7 +59,7 @@ class Answers:
         self._counters["requests"] += 1
         request = pb.GetAttrManyRequest.FromString(call.message)
         self._sessions.get(request.session)
-        if (user := user_of(call.peer, self._options.operators)) is not None:
+        if (user := acts_as(call.peer, self._options.operators)) is not None:
             request.inodes, request.rights = self._users.reachable(self._view, user, request.inodes), 0
         call.reply(attributes(self._view, request, self._clock.wall_ns()).SerializeToString())
 

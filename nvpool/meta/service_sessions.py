@@ -10,7 +10,7 @@ from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.meta import records
 from nvpool.meta.leases import Session, handles_of, inodes_of
-from nvpool.meta.local_users import user_of
+from nvpool.wire.roles import acts_as
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -21,7 +21,7 @@ class SessionAnswers:
     def _open_session(self, call: Call) -> None:
         request = pb.OpenSessionRequest.FromString(call.message)
         now_s = self._clock.boottime_s()
-        user = user_of(call.peer, self._options.operators)
+        user = acts_as(call.peer, self._options.operators)
         if user is not None:
             request.identity = 0  # which would speak for the sessions of another client
         if request.session:
@@ -61,7 +61,7 @@ class SessionAnswers:
         session = self._sessions.get(request.session)
         session.expires_s = self._clock.boottime_s() + self._options.session_lease_s
         self._check_ours(request.opened, request.released)
-        if user_of(call.peer, self._options.operators) is not None:
+        if acts_as(call.peer, self._options.operators) is not None:
             request.identity = 0
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)

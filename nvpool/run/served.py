@@ -33,7 +33,7 @@ from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.identity import Identity, identity_in, leaves_host
 from nvpool.wire.registry import listen
-from nvpool.wire.roles import Role, check_user_may, role_of
+from nvpool.wire.roles import acts_as, check_user_may
 from nvpool.wire.tally import Answers
 from nvpool.wire.transport import Call, Greeting, Listener, Peer
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
@@ -95,8 +95,9 @@ class Handling:
         self.at_once = self._answer_at_once if self._answer is not None else None
 
     def at_once_for(self, peer: Peer) -> Callable | None:
-        """What answers this peer without a Call. Metadata for local users is looked at by the service (meta/local_users)."""
-        return None if self._role == "meta" and role_of(peer, self._operators) is Role.USER else self.at_once
+        """What answers this peer without a Call. What is asked for one user alone the metadata service looks at itself
+        (meta/local_users)."""
+        return None if self._role == "meta" and acts_as(peer, self._operators) is not None else self.at_once
 
     def __call__(self, call: Call) -> None:
         check_user_may(call.peer, call.method, self._operators)

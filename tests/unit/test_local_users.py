@@ -252,6 +252,20 @@ async def test_listing_tells_attributes_to_who_may_search(place):
 
 
 @scenario
+async def test_client_bound_to_one_user_acts_as_that_alone(place):
+    bound = await ShardClient(place.service, 0, 0, Peer("c", "10.0.0.1:1", False, f"client/a.0a1b2c3d.u{US}-50")).begin()
+    free = await ShardClient(place.service, 0, 0, Peer("c", "10.0.0.1:1", False, "client/a.0a1b2c3d")).begin()
+    secret = await place.root.file(ROOT, b"secret", mode=stat.S_IFREG | 0o600)
+    await refused(AccessDenied, bound.open(secret.inode))
+    await refused(AccessDenied, bound.file(ROOT, b"x"))
+    assert (await free.open(secret.inode)).grant
+    tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o777, exclusive=True)).entry.attr
+    await place.root.setattr(tmp.inode, valid.MODE, mode=0o777)
+    made = await bound.file(tmp.inode, b"f")
+    assert (made.uid, made.gid) == (US, 50)
+
+
+@scenario
 async def test_access_list_counts(place):
     inode = (await place.root.file(ROOT, b"f", mode=stat.S_IFREG | 0o600)).inode
     value = encode_acl((Entry(USER_OBJ, 6), Entry(USER, 6, US), Entry(GROUP_OBJ, 0), Entry(MASK, 6), Entry(OTHER, 0)))
