@@ -204,7 +204,7 @@ def ls(pool: str, as_json: bool) -> None:
 def print_nodes(nodes: list[dict[str, Any]]) -> None:
     print_table(("node", "name", "state", "rack", "drives", "roles", "address"), [
         (one["node"], one["name"], one["state"] + (f", {one['wish']}" if one["wish"] else ""), one["rack"], one["drives"],
-         roles_of(one), one["address"]) for one in nodes])
+         roles_of(one), one["address"] or "this machine") for one in nodes])
 
 
 def roles_of(one: dict[str, Any]) -> str:

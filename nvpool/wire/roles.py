@@ -85,8 +85,9 @@ def acts_as(peer: Peer, operators: int | None) -> Credentials | None:
 def check_user_may(peer: Peer, method: int, operators: int | None) -> None:
     """AccessDenied where the peer is a local user, and the method is not one of USER_METHODS."""
     if peer.credentials is not None and method not in USER_METHODS and role_of(peer, operators) is Role.USER:
-        raise AccessDenied(f"user {peer.credentials.uid} has not the rights of a node, which method {method} needs; ask "
-                           f"root, or a member of the operator group (store.short_cut_group)")
+        known = wire.Method.Name(method) if method in wire.Method.values() else f"method {method}"
+        raise AccessDenied(f"user {peer.credentials.uid} has not the rights of a node, which {known} needs; ask root, or a "
+                           f"member of the operator group (store.short_cut_group)")
 
 
 @lru_cache(maxsize=1024)
