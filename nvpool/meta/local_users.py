@@ -445,7 +445,7 @@ def _guard_setattr(user: User, request: pb.SetAttrRequest) -> None:
     if valid & attributes_of.MODE:
         permissions.check_owner(inode, credentials)
         request.mode = permissions.mode_to_set(gid, request.mode, credentials)
-    if valid & (attributes_of.CHUNK | attributes_of.REPLICAS | attributes_of.WIDE):
+    if valid & (attributes_of.CHUNK | attributes_of.REPLICAS | attributes_of.WIDE) or not valid & ~attributes_of.CTIME:
         permissions.check_owner(inode, credentials)
     if valid & attributes_of.SIZE and not inode.is_directory and not user.held(session, inode) & grants.WRITE:
         user.check(inode, WRITE)

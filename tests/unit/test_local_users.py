@@ -1,13 +1,15 @@
 """The metadata service asked by a local user without the rights of a node: what it may, and what it may not by any request."""
 
 import asyncio
+import random
 import stat
+from collections import Counter
 
 import pytest
 
 from nvpool.base import grants
 from nvpool.base.clock import ManualClock
-from nvpool.base.errors import AccessDenied, NotFound, NotPermitted, StaleSession
+from nvpool.base.errors import AccessDenied, Bug, NotFound, NotPermitted, NvpoolError, StaleGrant, StaleSession
 from nvpool.base.ids import ROOT_INODE as ROOT
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
@@ -343,3 +345,96 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert list(table) == [1, 3, 4]
 
 
+
+
+INODES = ("inode", "parent", "new_parent")
+NAMES = ("name", "new_name")
+
+
+def any_request(kind, chance, known, session, sequence):
+    """A request of that kind with fields as they may come, of inodes and names that are there."""
+    request = kind()
+    for field in kind.DESCRIPTOR.fields:
+        if chance.random() < 0.3 and field.name not in (*INODES, *NAMES, "session", "change", "mode", "valid"):
+            continue
+        if field.name == "change":
+            request.change.CopyFrom(pb.Change(session=session, slot=0, sequence=sequence, uid=chance.choice((0, US, 7)),
+                                              gid=chance.choice((0, US, 50))))
+        elif field.name == "session":
+            request.session = session
+        elif field.name == "directories":
+            request.directories.add(parent=chance.choice(known), names=[b"f", b"below", b"x"])
+        elif field.name in INODES:
+            setattr(request, field.name, chance.choice(known))
+        elif field.name == "inodes":
+            request.inodes = b"".join(inode.to_bytes(8, "little") for inode in known)
+        elif field.name in NAMES and field.type == field.TYPE_BYTES:
+            attribute = kind in (pb.SetXattrRequest, pb.GetXattrRequest, pb.RemoveXattrRequest)
+            names = (b"user.a", b"trusted.a", ACCESS) if attribute else (b"f", b"home", b"below", b"x%d" % chance.randrange(9))
+            setattr(request, field.name, chance.choice(names))
+        elif field.name == "mode":
+            request.mode = chance.choice((0o100000, 0o040000, 0o120000, 0o010000, 0o020000, 0)) | chance.randrange(0o10000)
+        elif field.name == "valid":
+            request.valid = chance.choice((1 << chance.randrange(12), chance.randrange(1 << 12)))
+        elif field.type == field.TYPE_BOOL:
+            setattr(request, field.name, chance.random() < 0.5)
+        elif field.type == field.TYPE_BYTES and not field.is_repeated:
+            setattr(request, field.name, chance.choice((b"", b"x", VALUE)))
+        elif field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64) and not field.is_repeated:
+            setattr(request, field.name, chance.choice((0, 1, 2, 3, US, 4096)))
+    return request
+
+
+VALUE = encode_acl((Entry(USER_OBJ, 7), Entry(USER, 7, US), Entry(GROUP_OBJ, 7), Entry(MASK, 7), Entry(OTHER, 7)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_request_changes_what_is_roots(seed):
+    """A closed directory with files that all may write, a file of root's, and a directory that all may write beside them."""
+    async def body():
+        place = await Place().start()
+        home, below, file = await private(place)
+        secret = await place.root.file(ROOT, b"f", mode=stat.S_IFREG | 0o600)
+        tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o1777, exclusive=True)).entry.attr
+        await place.root.setattr(tmp.inode, valid.MODE, mode=0o1777)
+        theirs = (await place.us.file(tmp.inode, b"x", mode=stat.S_IFREG | 0o644)).inode
+        known, chance = [ROOT, home.inode, below.inode, file.inode, secret.inode, tmp.inode, theirs], random.Random(seed)
+
+        async def state():
+            found = [(await place.root.getattr(one.inode)).attr.SerializeToString() for one in (home, below, file, secret)]
+            return found, await place.root.names(home.inode), await place.root.names(below.inode), await place.root.names(ROOT)
+
+        before, sequence, refusals = await state(), place.us.sequences[0], Counter()
+        closed = {file.inode, secret.inode}
+        try:
+            for _ in range(1500):
+                method = chance.choice(sorted(local_users.METHODS - {wire.META_OPEN_SESSION, wire.META_CLOSE_SESSION,
+                                                                     wire.META_WATCH, wire.META_LOCK_WAIT, wire.META_SYNC,
+                                                                     wire.META_RESERVE}))  # which waits for the last one
+                sequence += 1
+                request = any_request(local_users._METHOD_REQUESTS[method], chance, known, place.us.session, sequence)
+                call = DirectCall(method, request.SerializeToString(), peer=peer(US, 50))
+                place.service.handle(call)
+                try:
+                    message, _ = await call.wait()
+                except NvpoolError as error:
+                    assert not isinstance(error, Bug)
+                    refusals[type(error).__name__] += 1
+                    continue
+                for right in (piece for piece in grants_in(message) if piece.inode in closed):
+                    raise AssertionError(f"{wire.Method.Name(method)} gave the right {right} for {request}")
+            assert await state() == before
+            assert refusals["AccessDenied"] > 100 and refusals["NotPermitted"] > 10
+        finally:
+            await place.service.close()
+
+    asyncio.run(body())
+
+
+def grants_in(message):
+    """Signed rights anywhere in a message."""
+    for at in range(len(message) - grants.GRANT_BYTES + 1):
+        try:
+            yield grants.verify(message[at:at + grants.GRANT_BYTES], b"s" * 32, 0)
+        except StaleGrant:
+            continue
