@@ -325,7 +325,6 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.peer = with_address(self.peer, transport)
-        self._at_once = getattr(self._listener.handler, "at_once_for", lambda _: self._at_once)(self.peer)
         connections = self._listener.connections
         connections.add(self)
         self._hello_timer = self._stream_loop.call_later(HELLO_S, self._end, "no greeting came", True)
@@ -335,6 +334,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
             except NvpoolError as error:
                 self._refuse(error)
                 return
+        self._at_once = getattr(self._listener.handler, "at_once_for", lambda _: self._at_once)(self.peer)
         if len(connections) > CONNECTIONS_MAX:
             self._refuse(Busy(f"{self._listener.greeting.name} has {CONNECTIONS_MAX} connections already"))
 
