@@ -28,6 +28,7 @@ from pathlib import Path
 
 from nvpool.base.metrics_page import Page
 from nvpool.cli.reach import ask
+from nvpool.testing.real_pool import PLAIN_TCP
 from nvpool.wire.v1.pool_pb2 import MetricsReply, MetricsRequest
 from nvpool.wire.v1.wire_pb2 import PROCESS_METRICS
 
@@ -105,7 +106,9 @@ class Arm:
         return done.stdout
 
     def start(self) -> None:
-        self.nvpool("dev", "up", self.pool, "--size", "1GiB")
+        config = self.pool.with_suffix(".toml")
+        config.write_text(PLAIN_TCP)
+        self.nvpool("dev", "up", self.pool, "--size", "1GiB", "--config", config)
         for kind, place in self.mounts.items():
             words = []
             if self.counts:

@@ -33,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import loads  # noqa: E402
 from report import machine, put_into_readme  # noqa: E402
 
+from nvpool.testing.real_pool import PLAIN_TCP  # noqa: E402
+
 HERE = Path(__file__).resolve().parent
 KIB, MIB = 1 << 10, 1 << 20
 FILE_BYTES = 256 * MIB
@@ -82,7 +84,9 @@ class Bench:
         for path in (self.mount, self.plain, self.floor):
             path.mkdir()
         self._ending.append(self._stop_pool)
-        nvpool("dev", "up", str(self.pool), "--drives", "1", "--mount", str(self.mount))
+        config = self.pool.with_suffix(".toml")
+        config.write_text(PLAIN_TCP)
+        nvpool("dev", "up", str(self.pool), "--drives", "1", "--mount", str(self.mount), "--config", str(config))
         content = os.urandom(MIB)
         for path in (self.plain / "file", self.mount / "file"):
             with open(path, "wb") as file:

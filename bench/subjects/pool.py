@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from nvpool.testing.real_pool import PLAIN_TCP
 from subjects.contract import Subject, answers, mounts, run, unmount
 from subjects.local import BENCH, no_fuse
 
@@ -66,7 +67,12 @@ class Pool(Subject):
         return "nvpool " + version("nvpool")
 
     def start_servers(self) -> None:
-        self._command("dev", "up", self.pool(), *(f"--size={CAPACITY}" for _ in range(self.targets)))
+        words = [f"--size={CAPACITY}" for _ in range(self.targets)]
+        if self.variant.transport in ("stream", "grpc"):
+            config = self.directory / "plain-tcp.toml"
+            config.write_text(PLAIN_TCP)
+            words += ["--config", str(config)]
+        self._command("dev", "up", self.pool(), *words)
 
     def pool(self) -> Path:
         return self.directory / "pool"

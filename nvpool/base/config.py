@@ -39,8 +39,9 @@ class Log(msgspec.Struct, frozen=True):
 class Network(msgspec.Struct, frozen=True):
     """Addresses of new processes. Those of processes that exist are in the pool map and do not change."""
 
-    host: Annotated[str, Meta(min_length=1,
-        description="address to listen on; other hosts can not reach 127.0.0.1")] = "127.0.0.1"
+    host: Annotated[str, Meta(
+        description="address to listen on over TCP, under TLS; other hosts can not reach 127.0.0.1; empty: none, the daemons "
+                    "listen on unix sockets of this machine alone")] = ""
     base_port: Annotated[int, Meta(ge=0, le=65000,
         description="first TCP port; 0 takes free ones below the ephemeral range")] = 0
     plain_text: Annotated[bool, Meta(

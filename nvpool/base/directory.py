@@ -21,12 +21,13 @@ replaced are whole, before and after a loss of power. Never removes anything but
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -51,6 +52,7 @@ PASSED_THROUGH_MODE, RECORDS_MODE = 0o751, 0o750
 """Of the pool directory and run/, in which others reach a socket by its name, and of the directories in it. See
 base/protection."""
 
+SUPERVISOR_SOCKET = "supervisor.sock"
 _SOCKET_NAME_BYTES_MAX = len("/target-99999.sock")
 _MEMORY = Path("/dev/shm")
 
@@ -275,7 +277,7 @@ class PoolDirectory:
         """Where unix sockets of this pool are: run/, or a short path when that would be longer than the system allows."""
         if len(os.fsencode(self.run)) + _SOCKET_NAME_BYTES_MAX <= SOCKET_PATH_BYTES_MAX:
             return self.run
-        name = "nvpool-" + hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
+        name = self._short_name()
         return Path("/run" if os.geteuid() == 0 and os.path.isdir("/run") else "/tmp") / name
 
     def make_socket_directory(self) -> Path:
@@ -286,6 +288,31 @@ class PoolDirectory:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise AccessDenied(f"{path} is not ours alone; remove it and try again")
         return path
+
+    def show_socket(self, paths: Sequence[str]) -> None:
+        """Have the supervisor's socket found under a name that is known without the map, by users who may not read that."""
+        for path in paths[:1]:
+            link = self.socket_directory() / SUPERVISOR_SOCKET
+            beside = link.with_name(f".{SUPERVISOR_SOCKET}.{os.getpid()}")
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(os.path.basename(path))
+            os.replace(beside, link)
+
+    def shown_sockets(self) -> list[str]:
+        """Where the supervisor's socket may be, for who is not of the daemons' user: in directories of root and of the owner of
+        the pool alone."""
+        name = self._short_name()
+        places = [self.run, Path("/run", name), Path("/tmp", name)]
+        owners = {0, os.stat(self.path).st_uid}
+        found = []
+        for place in places:
+            with contextlib.suppress(OSError):
+                if os.lstat(place).st_uid in owners and os.path.exists(place / SUPERVISOR_SOCKET):
+                    found.append(str(place / SUPERVISOR_SOCKET))
+        return found
+
+    def _short_name(self) -> str:
+        return "nvpool-" + hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
 
     def announce(self, name: str, state: ProcessState) -> None:
         """Write run/NAME.json: this process now is what `state` says. Not synced: it means nothing after a reboot."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from functools import lru_cache
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import InvalidRequest
@@ -20,6 +21,7 @@ MEMBER_S = min(float(os.environ.get("NVPOOL_CERTIFICATE_S") or MEMBER_DAYS * DAY
 RENEW_S = MEMBER_S / 3
 """What is left of a certificate when it is renewed: a pool that is switched off for a month goes on."""
 
+_ACTS_AS = re.compile(r"client/[A-Za-z0-9_-]+\.[0-9a-f]{8}\.u([0-9]{1,10})-([0-9]{1,10})")
 _MEMBER = re.compile(r"(node|client|bridge)/[A-Za-z0-9_.-]{1,80}")
 
 
@@ -29,10 +31,18 @@ def check_member(member: str) -> None:
         raise InvalidRequest(f"{member!r} is no member of a pool: node/NAME, client/NAME or bridge/NAME")
 
 
-def new_member(kind: str, name: str, clock: Clock = SYSTEM_CLOCK) -> str:
-    """A member that never was: `name`, as far as a certificate takes it, and random digits behind it."""
+def new_member(kind: str, name: str, clock: Clock = SYSTEM_CLOCK, acts_as: tuple[int, int] | None = None) -> str:
+    """A member that never was: `name`, as far as a certificate takes it, and random digits behind it; a client that may act as
+    one user alone has user and group behind those."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "-" for c in name.split(".")[0])[:48] or kind
-    return f"{kind}/{plain}.{clock.secret(4).hex()}"
+    return f"{kind}/{plain}.{clock.secret(4).hex()}" + (f".u{acts_as[0]}-{acts_as[1]}" if acts_as is not None else "")
+
+
+@lru_cache(maxsize=1024)
+def user_in(member: str) -> tuple[int, int] | None:
+    """User and group as which alone the client may act; None: as any."""
+    found = _ACTS_AS.fullmatch(member)
+    return (int(found[1]), int(found[2])) if found is not None else None
 
 
 def uri_of(pool_id: str, member: str) -> str:

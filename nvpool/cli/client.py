@@ -13,6 +13,17 @@ from nvpool.cli.render import Number, json_option, pool_argument, print_json, pr
 from nvpool.cli.token import WAYS, token_options
 
 
+def _user(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[int, int] | None:
+    """UID or UID:GID; the group has the user's number where there is none."""
+    if text is None:
+        return None
+    uid, colon, gid = text.partition(":")
+    numbers = (uid, gid if colon else uid)
+    if not all(number.isascii() and number.isdigit() and 0 < int(number) < 0xFFFFFFFF for number in numbers):
+        raise click.BadParameter(f"{text!r} is no user: write UID or UID:GID, numbers from 1 on")
+    return int(numbers[0]), int(numbers[1])
+
+
 @click.group(epilog="""\b
 examples:
   nvpool client token /srv/nvpool                       on a node
@@ -26,10 +37,12 @@ def client() -> None:
 @client.command(epilog="example: nvpool client token /srv/nvpool")
 @pool_argument
 @click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long it is good.")
+@click.option("--uid", "acts_as", callback=_user, metavar="UID[:GID]", help="All that the client asks for counts as of this "
+              "user and group, whatever it says. Default: it is trusted to say for whom it asks, as a node is.")
 @json_option
-def token(pool: str, hours: float, as_json: bool) -> None:
+def token(pool: str, hours: float, acts_as: tuple[int, int] | None, as_json: bool) -> None:
     """Print a command with which another machine gets a certificate. The token in it works once."""
-    make_token(pool, "client", hours, as_json)
+    make_token(pool, "client", hours, as_json, acts_as)
 
 
 @client.command(epilog=WAYS + """

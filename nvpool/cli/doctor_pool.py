@@ -46,7 +46,8 @@ def problems(status: dict[str, Any]) -> Iterator[Check]:
     if "health" in status:  # else of an earlier version
         for problem in status["health"]["problems"]:
             if problem["kind"] not in _OF_OTHER_CHECKS:
-                yield bad("pool", problem["reason"], problem["remedy"] or "see nvpool status")
+                judged = warn if problem.get("severity") == "notice" else bad
+                yield judged("pool", problem["reason"], problem["remedy"] or "see nvpool status")
         return
     for text in status["problems"]:
         if "chains have" not in text and not text.startswith("the mount at"):

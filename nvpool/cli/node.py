@@ -39,9 +39,10 @@ def join_command(join: dict[str, Any], config: configuration.Config, kind: str =
     return f"{VARIABLE}={join['token']} nvpool {kind} join {join['address'].removeprefix('stream://')} {where}{plain}"
 
 
-def make_token(pool: str, kind: str, hours: float, as_json: bool) -> None:
+def make_token(pool: str, kind: str, hours: float, as_json: bool, acts_as: tuple[int, int] | None = None) -> None:
     from nvpool.cli.reach import change, directory_of
-    made = asyncio.run(change(pool, "token", {"kind": kind, "lives_s": hours * 3600}))
+    asked = {"kind": kind, "lives_s": hours * 3600} | ({"acts_as": list(acts_as)} if acts_as is not None else {})
+    made = asyncio.run(change(pool, "token", asked))
     directory = directory_of(pool)
     warning = "" if _leaves_host(made["address"]) else (
         f"{made['address'].removeprefix('stream://')} is an address of this machine alone: no other machine can join. "
@@ -109,7 +110,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
     from nvpool.cli import pool_life
     from nvpool.cli.reach import change
     config = configuration.load(config_file) if config_file else configuration.Config()
-    network = replace(config.network, host=host or (config.network.host if config_file else _own_host(address)),
+    network = replace(config.network, host=host or config.network.host or _own_host(address),
                       plain_text=plain_text or config.network.plain_text)
     where = PoolDirectory(directory)
     wanted_drives = [drive_of(drive) for drive in drives]
@@ -206,7 +207,7 @@ def ls(pool: str, as_json: bool) -> None:
 def print_nodes(nodes: list[dict[str, Any]]) -> None:
     print_table(("node", "name", "state", "rack", "drives", "roles", "address"), [
         (one["node"], one["name"], one["state"] + (f", {one['wish']}" if one["wish"] else ""), one["rack"], one["drives"],
-         roles_of(one), one["address"]) for one in nodes])
+         roles_of(one), one["address"] or "this machine") for one in nodes])
 
 
 def roles_of(one: dict[str, Any]) -> str:

@@ -77,13 +77,14 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
               help="Processes that keep the metadata, each a part of the directories: one core each.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
               help="Configuration of this node; default: that of `nvpool config sample`.")
-@click.option("--host", help="Address of this machine under which others reach it; default: network.host of the configuration. "
-                             "Nobody can join 127.0.0.1.")
+@click.option("--host", help="Address at which the pool listens over TCP, with TLS, for other machines; default: network.host "
+                             "of the configuration. Without either it is for this machine alone, by unix sockets.")
+@click.option("--plain-text", is_flag=True, help="No TLS at that address: whoever reaches it may do everything.")
 @click.option("--force", is_flag=True, help="Take block devices although something is on them, which is lost.")
 @etcd_options
 @json_option
 def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, standbys: int,
-           shards: int, config_file: str | None, host: str | None, force: bool, as_json: bool,
+           shards: int, config_file: str | None, host: str | None, plain_text: bool, force: bool, as_json: bool,
            **etcd: str | None) -> None:
     """Make a pool of one node, with its directory at DIR.
 
@@ -92,8 +93,8 @@ def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size
     """
     from nvpool.cli.pool_life import make
     config = configuration.load(config_file) if config_file else configuration.Config()
-    if host:
-        config = replace(config, network=replace(config.network, host=host))
+    config = replace(config, network=replace(config.network, host=host or config.network.host,
+                                             plain_text=plain_text or config.network.plain_text))
     made = make({"verb": "pool", "directory": os.path.abspath(directory), "name": name or name_of(directory),
                  "drives": [drive_of(drive) for drive in drives], "chunk_bytes": chunk_size, "replicas": replicas,
                  "standbys": standbys, "shards": shards, "config": configuration.sample(config), "force": force,

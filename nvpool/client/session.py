@@ -11,11 +11,12 @@ import logging
 import os
 from collections.abc import Awaitable
 from functools import partial
+from urllib.parse import quote
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.config import load
+from nvpool.base.config import Config, load
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import BadConfiguration, InvalidRequest, NotFound, NvpoolError
+from nvpool.base.errors import AccessDenied, BadConfiguration, InvalidRequest, NotFound, NvpoolError
 from nvpool.base.host import host_id, host_name
 from nvpool.base.kept import KeptMemory
 from nvpool.client.options import ClientOptions, configured
@@ -75,21 +76,28 @@ class Client:
         """
         host = host_id()
         greeting = Greeting(name=name or f"client pid {os.getpid()}", host_id=host)
-        directory, pool_map = None, where
+        directory, pool_map, shown = None, where, ()
         try:
             if not isinstance(where, PoolMap):
                 directory = _directory(os.fspath(where))
                 if directory is not None:
-                    pool_map = read_map_file(directory)
                     place = PoolDirectory(directory)
-                    config = load(place.node_toml)
+                    try:
+                        pool_map = read_map_file(directory)
+                    except AccessDenied:
+                        pool_map, directory = None, None
+                        shown = tuple(f"stream+unix://{quote(path)}" for path in place.shown_sockets())
+                        if not shown:
+                            raise
+                    config = load(place.node_toml) if os.access(place.node_toml, os.R_OK) else Config()
                     options = options or configured(config.client)
-                    greeting = greeting._replace(identity=identity_in(place.secret, pool_map.pool_id,
-                                                                      config.network.plain_text))
+                    if pool_map is not None:
+                        greeting = greeting._replace(identity=identity_in(place.secret, pool_map.pool_id,
+                                                                          config.network.plain_text))
             options = options or ClientOptions()
             dialer = dialer or Dialer(greeting, host_id=host, clock=clock, transports=_only(options.transport))
             if not isinstance(pool_map, PoolMap):
-                pool_map = await fetch_map(dialer, _endpoints(os.fspath(where)), clock)
+                pool_map = await fetch_map(dialer, shown or _endpoints(os.fspath(where)), clock)
             dialer.set_fingerprint(pool_map.fingerprint)
         except BaseException:
             if dialer is not None:

@@ -7,6 +7,7 @@ in the map.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -158,6 +159,23 @@ def settled(pool_map: PoolMap, now_ms: int) -> PoolMap:
 def on_host(pool_map: PoolMap, number: int, host_id: str) -> PoolMap:
     """The map in which the node runs on that host."""
     return _with(pool_map, number, host_id=host_id)
+
+
+def listening_at(pool_map: PoolMap, number: int, keep: Callable[[str], bool]) -> PoolMap:
+    """The map in which the processes of the node listen only at those endpoints that `keep` says; the same map when that is so.
+    """
+    def kept(one):
+        if one.node != number or all(map(keep, one.endpoints)):
+            return one
+        return replace(one, endpoints=tuple(filter(keep, one.endpoints)))
+
+    nodes = tuple(replace(node, endpoints=tuple(filter(keep, node.endpoints))) if node.id == number else node
+                  for node in pool_map.nodes)
+    targets = tuple(map(kept, pool_map.targets))
+    shards = tuple(kept(replace(shard, standbys=tuple(map(kept, shard.standbys)))) for shard in pool_map.shards)
+    if (nodes, targets, shards) == (pool_map.nodes, pool_map.targets, pool_map.shards):
+        return pool_map
+    return replace(pool_map, nodes=nodes, targets=targets, shards=shards)
 
 
 def still_counted_on(pool_map: PoolMap) -> bool:

@@ -628,6 +628,7 @@ cdef class AtOnce:
 
     cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of, _grants
     cdef object _callers, _peer, _owner
+    cdef bint _is_user
     cdef dict _by_number, _holders, _restricted, _cutting, _counters
     cdef bint _is_system
     cdef uint64_t _grant_ms
@@ -656,12 +657,16 @@ cdef class AtOnce:
     def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
         """Answer the frames at the beginning of `buffer`, of which `end` bytes came, as far as that can be done at once: append a
         frame for each to `out`, return how many bytes they took. `in_work`: numbers of requests being answered. `side`: the
-        connection's answering end; without one nobody knows who asks, and nothing is answered."""
+        connection's answering end; without one nobody knows who asks, and nothing is answered. Nor is anything to who acts as
+        one user alone: modes and paths are looked at by `local_users`."""
         if side is None:
             return 0
         peer = side.peer
         if peer is not self._peer:
-            self._owner, self._peer = self._callers.of(peer).owner, peer
+            caller = self._callers.of(peer)
+            self._owner, self._is_user, self._peer = caller.owner, caller.user is not None, peer
+        if self._is_user:
+            return 0
         if end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")
         cdef Py_ssize_t at = 0, total = 0, message_bytes

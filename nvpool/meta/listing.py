@@ -29,15 +29,17 @@ WIDE_STEP = 64
 """Partitions of a wide directory that are looked through before others get their turn."""
 
 
-def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int]) -> Iterator[meta_pb2.ListDirReply | None]:
+def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], *, names_alone: bool = False
+            ) -> Iterator[meta_pb2.ListDirReply | None]:
     """The entries behind the cursor, or from a name on, as one reply at the end; None where others should have their turn.
 
     Each name that is there from the first question to the last comes once. Names come in the order of their hashes,
     which in a wide directory is also that of their partitions. A name whose inode is missing is left out (fsck's). Where
-    more entries follow there is at least one in the reply, behind which the asker goes on.
+    more entries follow there is at least one in the reply, behind which the asker goes on. `names_alone`: attributes are told
+    of none, as of inodes that another shard has.
     """
     while True:
-        reply, behind = yield from _part(view, request, now_ns)
+        reply, behind = yield from _part(view, request, now_ns, names_alone)
         if not reply.more or reply.packed or reply.entries:
             yield reply
             return
@@ -45,7 +47,7 @@ def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], i
         request.cursor, request.name = behind, b""
 
 
-def _part(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int]
+def _part(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], names_alone: bool
           ) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
     """Up to `limit` entries, less those that can not be shown; and the cursor behind them all."""
     from_hash, leave_out = cursor_parts(request.cursor)
@@ -73,14 +75,16 @@ def _part(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int
             break
         start, end = records.dentry_range(partition, directory.number)
     # what was found before others had their turn may have been changed by them
-    reply, cursor = _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP, now_ns)
+    reply, cursor = _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP and not names_alone,
+                            now_ns, names_alone)
     if behind and not reply.more:
         reply.next = cursor_at(behind)
     return reply, cursor
 
 
 def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[bytes, bytes]], from_hash: bytes,
-            leave_out: int, limit: int, lends: bool, now_ns: Callable[[], int]) -> tuple[meta_pb2.ListDirReply, int]:
+            leave_out: int, limit: int, lends: bool, now_ns: Callable[[], int], names_alone: bool
+            ) -> tuple[meta_pb2.ListDirReply, int]:
     reply, behind = meta_pb2.ListDirReply(), request.cursor
     places: list[tuple[bytes, int, int, int]] = []  # name, cursor behind it, inode, kind
     before, equal = from_hash, 0
@@ -104,7 +108,8 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             continue
         places.append((key[NAME_AT:], behind, number, kind))
     if request.packed or request.attrs:
-        found_inodes = _inodes(view, [place[2] for place in places])
+        found_inodes = [_elsewhere(number, kind) for _, _, number, kind in places] if names_alone else \
+            _inodes(view, [place[2] for place in places])
         if view.owners:
             found_inodes = [
                 _elsewhere(number, kind) if fields is None and view.is_elsewhere(partition_of(number))

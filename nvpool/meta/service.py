@@ -39,10 +39,10 @@ from nvpool.meta import records
 from nvpool.meta.appends import AppendInProgress, Appends
 from nvpool.meta.atonce import answers_at_once
 from nvpool.meta.cuts import Cuts
-from nvpool.meta.fsck import Mend
 from nvpool.meta.gc import Collector, partitions_with_remains
 from nvpool.meta.identity import take_identity
 from nvpool.meta.leases import Session, Sessions, Slot, mark_of
+from nvpool.meta.local_users import LocalUsers
 from nvpool.meta.locks import LockTable
 from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S, LockWaits
 from nvpool.meta.moment import Moment
@@ -61,7 +61,6 @@ from nvpool.meta.spanning.holds import Held
 from nvpool.meta.targets import Targets
 from nvpool.meta.upkeep import Load, Runs
 from nvpool.meta.view import CutInProgress, Decision, Draft, View, fill_attr
-from nvpool.meta.volumes.access import asker_of
 from nvpool.meta.volumes.accounts import Rooms
 from nvpool.meta.volumes.removal import Removal
 from nvpool.meta.volumes.revocation import Revocations, TakeRight
@@ -93,6 +92,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._incarnation = 0
         self._looked_s = clock.boottime_s()  # at the leases: where that is long ago we stood still, and nobody was heard
         self._sessions = Sessions(kv, options.session_lease_s, shard, options)
+        self._users = LocalUsers(self._sessions)
         self._numbers = Numbers(kv)
         self._runs = Runs(clock)
         self._loading: Load | None = None
@@ -270,9 +270,11 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         """Answer at once, or keep the call and answer later."""
         access = self._view.access if self._incarnation else None
         try:
-            self._callers.check(call)
+            caller = self._callers.check(call)
             if access is not None and access.restricted:
-                access.asker = asker_of(call.peer.member)
+                access.asker = caller.owner
+            if caller.user is not None and self._state == "serving":
+                self._users.check_call(call, caller.user, self._view)
             route = self._routes.get(call.method)
             if route is None:
                 raise NotSupported(f"a metadata service does not answer method {call.method}")
@@ -345,7 +347,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             request = parse(call.message)
             self._sessions.of(request.session, self._owner(call))
             try:
-                draft = decide(self._view, request, self._clock.wall_ns())
+                draft = self._decision(call, decide)(self._view, request, self._clock.wall_ns())
             except CutInProgress as wait:
                 self._wait_for(call, wait)
                 return
@@ -385,7 +387,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 return
             try:
                 # From here to the end of _commit nothing may wait: the decision holds only as long as nothing changes.
-                draft = decide(self._view, request, self._clock.wall_ns())
+                draft = self._decision(call, decide)(self._view, request, self._clock.wall_ns())
                 wait = self._watches.conflict(session.number, draft)
                 if wait is not None:
                     self._later(call, wait)  # what was decided is thrown away
@@ -403,6 +405,10 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 raise
 
         return answer
+
+    def _decision(self, call: Call, decide: Decision) -> Decision:
+        user = self._user(call)
+        return decide if user is None else self._users.decision(call.method, user, decide)
 
     def _home_partition(self, request: Any, home: Callable[[Any], int]) -> int:
         """Whose shard is asked to make the change."""
@@ -424,7 +430,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             span = coordinator.begin(session.identity)
 
             def decide_for(*known: Any) -> Draft:
-                access.asker = asker_of(call.peer.member)
+                access.asker = self._owner(call)
                 return decide(*known)
 
             try:
@@ -452,29 +458,6 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 coordinator.end(span)
 
         self._spanning.begin(call, (session.number, index), carry_out)
-
-    async def _mend(self, decide: Mend, session: int | None = None) -> None:
-        """Make a change over several shards that no client has asked for in so many words. With a `session` all others are told
-        before of what it changes, as of a change of that session."""
-        coordinator = self._spanning.coordinator
-        span = coordinator.begin(0)
-        try:
-            while True:
-                draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
-                if not await self._waited(session, draft):
-                    break
-            effects, decision = coordinator.split(span, draft)
-            try:
-                self._kv.apply(list(effects.items()), reclaims=True)
-            except (Refused, Busy):
-                coordinator.not_written(span)
-                raise
-            coordinator.committed(span, decision)
-            if draft.born:
-                self._view.next_number += 1
-                self._view.inode_count += 1
-        finally:
-            coordinator.end(span)
 
     def _recall(self, identity: int, inodes: list[int]) -> Callable[[], Awaitable] | None:
         """See Watches.recall: for a change that another shard decides on behalf of that client."""

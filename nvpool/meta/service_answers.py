@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from nvpool.base import metrics
-from nvpool.base.errors import Busy, InUse, InvalidRequest, NvpoolError
+from nvpool.base.errors import Busy, InUse, InvalidRequest, NvpoolError, Refused
 from nvpool.base.metrics_page import Page
 from nvpool.kv.measuring import measure_engine
 from nvpool.meta import queries, records
 from nvpool.meta.changes.mend import undivided
 from nvpool.meta.dump import Dump
-from nvpool.meta.fsck import Fsck
+from nvpool.meta.fsck import Fsck, Mend
 from nvpool.meta.fsck_tree import climb
 from nvpool.meta.identity import has_root, take_identity
 from nvpool.meta.listing import attributes, listing
@@ -41,18 +41,25 @@ class Answers:
         self._counters["requests"] += 1
         request = pb.ListDirRequest.FromString(call.message)
         self._sessions.of(request.session, self._owner(call))
-        self._reply_in_steps(call, listing(self._view, request, self._clock.wall_ns))
+        user = self._user(call)
+        shown = user is None or self._users.listed(self._view, user, request)
+        self._reply_in_steps(call, listing(self._view, request, self._clock.wall_ns, names_alone=not shown),
+                             partial(self._users.note_listing, user, request.inode) if user is not None and shown else None)
 
     def _lookup_many(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.LookupManyRequest.FromString(call.message)
         self._sessions.of(request.session, self._owner(call))
-        self._reply_in_steps(call, queries.lookup_many(self._view, request, self._clock.wall_ns))
+        user = self._user(call)
+        look_up = queries.lookup_many if user is None else partial(self._users.lookup_many, credentials=user)
+        self._reply_in_steps(call, look_up(self._view, request=request, now_ns=self._clock.wall_ns))
 
     def _getattr_many(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.GetAttrManyRequest.FromString(call.message)
         self._sessions.of(request.session, self._owner(call))
+        if (user := self._user(call)) is not None:
+            request.inodes, request.rights = self._users.reachable(self._view, user, request.inodes), 0
         call.reply(attributes(self._view, request, self._clock.wall_ns()).SerializeToString())
 
     def _parts(self, call: Call) -> None:
@@ -73,10 +80,13 @@ class Answers:
                 except NvpoolError as error:
                     _log.info("a part of a directory can not be given back yet: %s", error)
 
-    def _reply_in_steps(self, call: Call, steps: Iterator) -> None:
+    def _reply_in_steps(self, call: Call, steps: Iterator, note: Callable[[Any], None] | None = None) -> None:
+        """`note`: told of the reply before it is given."""
         access, asker = self._view.access, self._view.access.asker
         reply = next(steps)
         if reply is not None:
+            if note is not None:
+                note(reply)
             call.reply(reply.SerializeToString())
             return
 
@@ -91,6 +101,8 @@ class Answers:
                     if found is self:
                         return
                     if found is not None:
+                        if note is not None:
+                            note(found)
                         call.reply(found.SerializeToString())
                     await asyncio.sleep(0)
             except Held as held:
@@ -98,6 +110,29 @@ class Answers:
                 self.handle(call)
 
         self._waits.add(call, go_on, lambda: None)
+
+    async def _mend(self, decide: Mend, session: int | None = None) -> None:
+        """Make a change over several shards that no client has asked for in so many words. With a `session` all others are told
+        before of what it changes, as of a change of that session."""
+        coordinator = self._spanning.coordinator
+        span = coordinator.begin(0)
+        try:
+            while True:
+                draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
+                if not await self._waited(session, draft):
+                    break
+            effects, decision = coordinator.split(span, draft)
+            try:
+                self._kv.apply(list(effects.items()), reclaims=True)
+            except (Refused, Busy):
+                coordinator.not_written(span)
+                raise
+            coordinator.committed(span, decision)
+            if draft.born:
+                self._view.next_number += 1
+                self._view.inode_count += 1
+        finally:
+            coordinator.end(span)
 
     def _names(self, call: Call) -> None:
         call.reply(queries.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString())

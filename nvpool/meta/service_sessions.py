@@ -16,7 +16,7 @@ from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.meta.leases import Session, Slot, handles_of, inodes_of
 from nvpool.meta.session_records import SECRET_BYTES, SessionRecord
 from nvpool.wire.limits import identify
-from nvpool.wire.transport import Call
+from nvpool.wire.transport import Call, Credentials
 from nvpool.wire.v1 import meta_pb2 as pb
 
 OWNERS_MAX = 4096
@@ -28,11 +28,17 @@ class SessionAnswers:
         """Of the sessions that the caller may use; "" of a node, which may use all."""
         return self._callers.of(call.peer).owner
 
+    def _user(self, call: Call) -> Credentials | None:
+        """As whom alone the caller acts; see Caller.user."""
+        return self._callers.of(call.peer).user
+
     def _open_session(self, call: Call) -> None:
         request = pb.OpenSessionRequest.FromString(call.message)
         now_s = self._clock.boottime_s()
-        peer, trusted = identify(call.peer)
+        peer, trusted = identify(call.peer, self._callers.operators)
         peer = "" if trusted else peer
+        if self._user(call) is not None:
+            request.identity = 0  # which would speak for the sessions of another client
         if request.session:
             session = self._sessions.take_up(request.session, request.secret, self._owner(call), now_s)
             if request.names_open:
@@ -70,9 +76,11 @@ class SessionAnswers:
         session = self._sessions.of(request.session, self._owner(call))
         session.expires_s, session.member = self._clock.boottime_s() + self._options.session_lease_s, call.peer.member
         if not session.peer:
-            peer, trusted = identify(call.peer)
+            peer, trusted = identify(call.peer, self._callers.operators)
             self._sessions.belongs(session, "" if trusted else peer)
         self._check_ours(request.opened, request.released)
+        if self._user(call) is not None:
+            request.identity = 0
         if (effects := self._sessions.identify(session, request.identity)):
             self._kv.apply(effects, reclaims=True)
         self._sessions.name(session, inodes_of(request.opened), request.named)

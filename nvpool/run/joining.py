@@ -62,14 +62,20 @@ class Reception:
             raise AccessDenied(f"this node lets nobody in, since it does not have the key of the pool's authority; nodes that "
                                f"have it: {', '.join(others) or 'the first one'}") from None
 
-    async def make_token(self, kind: str, lives_s: float) -> dict:
-        """A token, and where it is good for joining."""
+    async def make_token(self, kind: str, lives_s: float, acts_as: tuple[int, int] | None = None) -> dict:
+        """A token, and where it is good for joining. InvalidRequest where this node listens on unix sockets alone."""
+        address = address_of(self._keeper.relay.pool_map.node_by_id[self._directory.node])
+        if not address:
+            raise InvalidRequest("nobody can join this pool, since it listens on unix sockets of its machine alone",
+                                 remedy="make a pool that others reach: nvpool pool create DIR --drive PATH --host ADDRESS")
         if kind not in KINDS or not 1 <= lives_s <= TOKEN_S_MAX:
             raise InvalidRequest(f"a token is for one of {', '.join(KINDS)}, and lives for 1 to {TOKEN_S_MAX:.0f} seconds")
-        token, kept = new_token(self._authority(), kind, lives_s)
-        new = await self._change(lambda newest: token_given(newest, kept, now_ms()))
-        return {"token": token.text(), "kind": kind, "ends_ms": kept.ends_ms,
-                "address": address_of(new.node_by_id[self._directory.node])}
+        if acts_as is not None and (kind != "client" or not all(0 < number < 0xFFFFFFFF for number in acts_as)):
+            raise InvalidRequest("a client may be bound to one user, with numbers of user and group from 1 to 4,294,967,294")
+        kept_kind = f"client.u{acts_as[0]}-{acts_as[1]}" if acts_as is not None else kind
+        token, kept = new_token(self._authority(), kept_kind, lives_s)
+        await self._change(lambda newest: token_given(newest, kept, now_ms()))
+        return {"token": token.text(), "kind": kind, "ends_ms": kept.ends_ms, "address": address}
 
     async def _answer_authority(self, call: Call) -> bytes:
         try:
@@ -88,7 +94,7 @@ class Reception:
         kind, hash, used_by = request.kind, hash_of(request.secret), key_of_request(request.request)
         authority = self._authority()
         relay = self._keeper.relay
-        token_for(relay.pool_map, hash, kind, used_by, now_ms())
+        kept = token_for(relay.pool_map, hash, kind, used_by, now_ms())
         node = None
         if kind == "node":
             endpoints = tuple(request.endpoints)
@@ -97,7 +103,7 @@ class Reception:
             for endpoint in endpoints:
                 parse_endpoint(endpoint)
             await self._keeper.move()
-        member = new_member(kind, request.name)
+        member = new_member(kind, request.name, acts_as=acts_as_of(kept.kind))
         if kind == "node":
             node = partial(Node, name=request.name[:64], host_id=request.host_id, endpoints=endpoints, member=member)
         new = await self._change(lambda newest: joined(newest, hash, kind, used_by, member, now_ms(), node))
@@ -155,6 +161,13 @@ class Reception:
         self._audit.note("authority-keys", actor_of(call.peer), {"node": request.node})
         log.info("node %d gets the keys of the pool's authorities: it lets others in from now on", request.node)
         return pool_pb2.KeysReply(authority=authority.key, etcd_authority=etcd.key).SerializeToString()
+
+
+def acts_as_of(token_kind: str) -> tuple[int, int] | None:
+    """User and group to which the token's client is bound."""
+    _, bound, numbers = token_kind.partition(".u")
+    uid, _, gid = numbers.partition("-")
+    return (int(uid), int(gid)) if bound else None
 
 
 def _joined(answer: dict) -> bytes:

@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config
+from nvpool.base.config import Config, Network
 from nvpool.base.directory import PoolDirectory, write_whole
 from nvpool.base.errors import BadConfiguration, CorruptRecord, InvalidRequest, NvpoolError, Refused, StaleIdentity, Unavailable
 from nvpool.base.host import host_id
@@ -222,8 +222,8 @@ class MapKeeper:
         own = self._keeping.own
         if own is None or own.generation != generation:
             await self.give_place_up()
-            network, pool_map = self._config.network, self.relay.pool_map
-            client, peer = (host_port(network.host, port) for port in free_ports(2, network, used_ports(pool_map)))
+            pool_map = self.relay.pool_map
+            client, peer = _places_for_etcd(self._config.network, pool_map)
             own = OwnMember(self._directory.node, client, peer, (), pool_map.pool_id, "existing", generation)
             shutil.rmtree(own.data(self._directory), ignore_errors=True)
             self._put(msgspec.structs.replace(self._keeping, own=own))
@@ -410,9 +410,7 @@ class MapKeeper:
             raise Refused("a pool of several nodes keeps its map in etcd, which is not installed on the first node (Debian: "
                           "apt install etcd-server)")
         if self._keeping.own is None:
-            network = self._config.network
-            ports = free_ports(2, network, used_ports(self.relay.pool_map))
-            client, peer = (host_port(network.host, port) for port in ports)
+            client, peer = _places_for_etcd(self._config.network, self.relay.pool_map)
             own = OwnMember(self._directory.node, client, peer, ((self._directory.node, peer),), self.relay.pool_map.pool_id)
             self._put(msgspec.structs.replace(self._keeping, own=own, members=(client,)))
         self._start_etcd()
@@ -483,6 +481,15 @@ def used_ports(pool_map: PoolMap) -> set[int]:
                                                               *(s for shard in pool_map.shards for s in shard.standbys))
             for endpoint in one.endpoints if not endpoint.startswith("stream+unix")} | {
         int(at.rpartition(":")[2]) for one in pool_map.etcd for at in (one.client, one.peer) if at}
+
+
+def _places_for_etcd(network: Network, pool_map: PoolMap) -> tuple[str, str]:
+    """Where a member listens to clients, and to other members. BadConfiguration: node.toml names no address."""
+    if not network.host:
+        raise BadConfiguration("a pool of several nodes keeps its map in etcd, which needs an address of this machine: set "
+                               "network.host in node.toml")
+    client, peer = (host_port(network.host, port) for port in free_ports(2, network, used_ports(pool_map)))
+    return client, peer
 
 
 def _no_etcd(members: tuple[str, ...]) -> str:

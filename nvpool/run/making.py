@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -80,7 +81,10 @@ _OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json"
 
 
 def free_ports(count: int, network: Network, used: set[int]) -> list[int]:
-    """TCP ports that nobody listens on now, none of `used`. InUse when there are not enough."""
+    """TCP ports that nobody listens on now, none of `used`; none where nothing is to listen on TCP (`network.host` is empty).
+    InUse when there are not enough."""
+    if not network.host:
+        return []
     first = network.base_port or _PORT_FIRST + SYSTEM_CLOCK.random().randrange(_PORT_LAST - _PORT_FIRST - 1000)
     found: list[int] = []
     for port in range(first, min(first + 1000, 65536)):
@@ -100,9 +104,9 @@ def free_ports(count: int, network: Network, used: set[int]) -> list[int]:
 
 
 def endpoints_for(directory: PoolDirectory, name: str, host: str, ports: list[int]) -> tuple[str, ...]:
-    """Where a process listens: unix socket, framed TCP, gRPC."""
-    return (f"stream+unix://{quote(str(directory.socket_directory() / name))}.sock", host_port_url("stream", host, ports[0]),
-            host_port_url("grpc", host, ports[1]))
+    """Where a process listens: unix socket and, with ports, framed TCP and gRPC."""
+    tcp = (host_port_url("stream", host, ports[0]), host_port_url("grpc", host, ports[1])) if ports else ()
+    return (f"stream+unix://{quote(str(directory.socket_directory() / name))}.sock", *tcp)
 
 
 def store_path(path: str, pool_id: str, target: int, inside: Path | None) -> Path:
@@ -287,7 +291,7 @@ async def make_pool(request: dict) -> dict:
         targets = tuple(Target(n, n, 1, drive["capacity_bytes"],
                                endpoints_for(directory, f"target-{n}", host, ports[2 * n:2 * n + 2]))
                         for n, drive in enumerate(made, 1))
-        places = iter(range(2 + 2 * len(drives), len(ports), 2))
+        places = itertools.count(2 + 2 * len(drives), 2)
 
         def make_shard(number: int) -> Shard:
             def endpoints(member: int) -> tuple[str, ...]:
@@ -324,19 +328,19 @@ async def make_pool(request: dict) -> dict:
     address = address_of(first.nodes[0])
     return {"directory": str(directory.path), "pool_id": pool_id, "drives": made,
             "join": {"address": address, "token": token.text(), "ends_ms": kept.ends_ms}
-            if leaves_host(parse_endpoint(address)) else None}
+            if address and leaves_host(parse_endpoint(address)) else None}
 
 
 def found_authority(directory: PoolDirectory, pool_id: str, host: str) -> str:
     """The pool's certificate authority, that of its etcd, and this node's own certificates, in secret/; whom those name."""
     member = new_member("node", socket.gethostname())
-    asked = request_certificate()
+    asked, hosts = request_certificate(), (host,) if host else ()
     for place in (directory.secret, directory.secret / ETCD_SECRET):
         place.mkdir(mode=0o700, exist_ok=True)
         authority = Authority.make(pool_id)
         for name, content, mode in ((AUTHORITY_FILE, authority.certificate, 0o644), (AUTHORITY_KEY_FILE, authority.key, 0o600),
                                     (KEY_FILE, asked.key, 0o600),
-                                    (CERTIFICATE_FILE, authority.sign(asked.request, pool_id, member, (host,)), 0o644)):
+                                    (CERTIFICATE_FILE, authority.sign(asked.request, pool_id, member, hosts), 0o644)):
             write_whole(place / name, content, mode)
     return member
 

@@ -108,11 +108,11 @@ class MetaShards:
         if standbys is not None and not 0 <= standbys <= min(STANDBYS_MAX, len(places)):
             raise InvalidRequest(f"{standbys} standbys need as many drives on this node; {STANDBYS_MAX} are possible at most")
         wanted = min(wanted, len(places))
-        ports = iter(free_ports(2 * (wanted + 1), self._config.network, used_ports(pool_map)))
+        ports = free_ports(2 * (wanted + 1), self._config.network, used_ports(pool_map))
 
         def endpoints(member: int) -> tuple[str, ...]:
             return endpoints_for(self._directory, process_name(number, member), self._config.network.host,
-                                 [next(ports), next(ports)])
+                                 ports[2 * member:][:2])
 
         path = self._directory.shard(number)
         if path.exists():  # of an adding that was interrupted: no map has it

@@ -76,7 +76,11 @@ class Nodes:
             kind, lives_s = str(arguments.get("kind", "node")), float(arguments.get("lives_s", TOKEN_S))
         except (TypeError, ValueError):
             raise InvalidRequest("token wants a kind and lives_s") from None
-        return await self._reception.make_token(kind, lives_s)
+        acts_as = arguments.get("acts_as")
+        if acts_as is not None and not (isinstance(acts_as, list) and len(acts_as) == 2
+                                        and all(type(number) is int for number in acts_as)):
+            raise InvalidRequest("acts_as is a list of two numbers, of user and group")
+        return await self._reception.make_token(kind, lives_s, tuple(acts_as) if acts_as is not None else None)
 
     async def _member_remove(self, arguments: dict) -> dict:
         member = str(arguments.get("member", ""))

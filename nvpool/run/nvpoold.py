@@ -103,7 +103,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     from nvpool.base.directory import announcement
     from nvpool.run.keeping import MapKeeper
     from nvpool.run.renewing import settle_keys
-    from nvpool.run.served import follow_members, limits_of, listen_on
+    from nvpool.run.served import follow_members, is_wanted, limits_of, listen_on
     from nvpool.run.supervisor import Supervisor
     from nvpool.wire.endpoint import parse_endpoint
     from nvpool.wire.identity import identity_in
@@ -132,12 +132,14 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     try:
         follow_members(identity, pool_map)
         directory.make_socket_directory()
-        endpoints = pool_map.node_by_id[directory.node].endpoints
+        endpoints = tuple(endpoint for endpoint in pool_map.node_by_id[directory.node].endpoints
+                          if is_wanted(endpoint, config.network))
         for endpoint in endpoints:
             where = parse_endpoint(endpoint)
             secured = identity is not None and identity.covers(where)
-            listeners += await listen_on((endpoint,), greeting._replace(strangers=secured),
+            listeners += await listen_on((endpoint,), greeting._replace(strangers=secured, local_users=True),
                                          supervisor.handle_secured if secured else supervisor.handle)
+        directory.show_socket([path for endpoint in endpoints if (path := parse_endpoint(endpoint).path)])
         directory.announce("supervisor", announcement("supervisor", endpoints=endpoints,
                                                       now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
         await supervisor.run()

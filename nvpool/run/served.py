@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Protocol
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config, Rdma, as_dict, load, networks_of
+from nvpool.base.config import Config, Network, Rdma, as_dict, load, networks_of
 from nvpool.base.directory import Flock, PoolDirectory, announcement
-from nvpool.base.errors import CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
+from nvpool.base.errors import BadConfiguration, CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
 from nvpool.base.host import host_id
 from nvpool.base.identities import MEMBER_S
 from nvpool.base.metrics_page import Page
+from nvpool.base.protection import group_number
 from nvpool.base.version import VERSION
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.run import measuring
@@ -31,7 +32,7 @@ from nvpool.run.logs import start_log
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
-from nvpool.wire.identity import Identity, identity_in
+from nvpool.wire.identity import Identity, identity_in, leaves_host
 from nvpool.wire.limits import Bounds, Limits
 from nvpool.wire.registry import listen
 from nvpool.wire.rights import Callers
@@ -76,7 +77,7 @@ class Opened:
         self.pool_map = pool_map
         self.dialer = dialer
         self.grant_secret = key
-        self.callers = Callers()
+        self.callers = Callers(operators_of(config))
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, reason: str) -> None:
@@ -136,6 +137,18 @@ def read_grant_key(directory: PoolDirectory) -> bytes:
     return key
 
 
+def operators_of(config: Config) -> int | None:
+    """Number of the group whose processes have the rights of a node, None without one. BadConfiguration."""
+    return group_number(config.access.operators, "access.operators")
+
+
+def is_wanted(endpoint: str, network: Network) -> bool:
+    """Whether a process of this node listens there: a loopback address is one only where `network.host` names it. Pools of
+    earlier versions have one for each process in their maps."""
+    where = parse_endpoint(endpoint)
+    return not where.host or leaves_host(where) or where.host == network.host
+
+
 def _remove_socket(endpoint: str) -> None:
     if endpoint.startswith("stream+unix://"):
         Path(parse_endpoint(endpoint).path).unlink(missing_ok=True)
@@ -145,7 +158,14 @@ async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Cal
                     listen: Listen = listen) -> list[Listener]:
     """A listener at each endpoint, or none and the error. Unix sockets that an earlier process left are replaced: the caller
     holds the lock that says that process is gone. The kernel takes a killed process apart descriptor by descriptor, so its lock
-    can be free a moment before its ports are: an address in use is tried again for some seconds."""
+    can be free a moment before its ports are: an address in use is tried again for some seconds.
+
+    BadConfiguration: TCP, and neither a certificate nor plain text that was asked for."""
+    for endpoint in endpoints:
+        if greeting.identity is None and parse_endpoint(endpoint).host:
+            raise BadConfiguration(f"{endpoint}: this directory has no certificate of its pool, and without one nothing "
+                                   f"listens on TCP; set network.host = \"\" in node.toml for unix sockets alone, or "
+                                   f"network.plain_text = true")
     listeners: list[Listener] = []
     give_up_s = SYSTEM_CLOCK.boottime_s() + _PORT_WAIT_S
     try:
@@ -206,7 +226,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
     async def serve(stop: Stop) -> None:
         pool_map = read_map(directory)
         identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
-        greeting = Greeting(name, pool_map.fingerprint, identity=identity, limits=limits_of(config))
+        greeting = Greeting(name, pool_map.fingerprint, identity=identity, limits=limits_of(config), local_users=True)
         dialer = Dialer(greeting, host_id=host_id())
         opened = Opened(directory, number, config, pool_map, dialer, read_grant_key(directory))
         service = await open_service(opened)
@@ -219,7 +239,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
             service.update_map(pool_map)
             await service.start()
             directory.make_socket_directory()
-            own = endpoints(pool_map)
+            own = tuple(endpoint for endpoint in endpoints(pool_map) if is_wanted(endpoint, config.network))
             follow_members(identity, pool_map)
             listeners = await listen_on(own, greeting, handle, offering(config.rdma) if role == "store" else listen)
             directory.announce(name, announcement(role, number=number, endpoints=own, software=f"nvpool {VERSION}",
@@ -253,7 +273,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
 
 def limits_of(config: Config) -> Limits:
     """For all listeners of a daemon together."""
-    return Limits(Bounds(**as_dict(config)["limits"]), plain_text=config.network.plain_text)
+    return Limits(Bounds(**as_dict(config)["limits"]), operators=operators_of(config), plain_text=config.network.plain_text)
 
 
 def follow_members(identity: Identity | None, pool_map: PoolMap) -> None:

@@ -44,8 +44,8 @@ _PROBLEM_FIELDS = ("kind", "severity", "node", "name", "target", "drive", "shard
 class PoolStatus:
     def __init__(self, directory: PoolDirectory, node: int, coordinator: Coordinator, leading: Leading, dialer: Dialer,
                  etcd: EtcdKeeper | None, children: Mapping[str, Child], certificates: Certificates, *,
-                 is_stopping: Callable[[], bool], replace_after_s: float) -> None:
-        """`children`: the processes of this node, by name, as they come and go."""
+                 is_stopping: Callable[[], bool], replace_after_s: float, plain_text: bool = False) -> None:
+        """`children`: the processes of this node, by name, as they come and go. `plain_text`: as node.toml says."""
         self._directory = directory
         self._node = node
         self._coordinator = coordinator
@@ -56,6 +56,7 @@ class PoolStatus:
         self.certificates = certificates
         self._is_stopping = is_stopping
         self._replace_after_s = replace_after_s
+        self._plain_text = plain_text
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         self._losses = Losses(directory)
         self._progress = Progress()
@@ -118,6 +119,11 @@ class PoolStatus:
         found += [Problem("mount-dead", f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone",
                           f"clean it up with: nvpool umount {state.mountpoint}", "notice", node=self._node, name=name)
                   for name, state in dead.items()]
+        if self._plain_text and any("+unix:" not in endpoint for endpoint in self._endpoints_of_node(pool_map)):
+            found.append(Problem("plain-text", f"node {self._node} speaks plain text over TCP: whoever reaches its ports may "
+                                               f"read and change everything",
+                                 "where the network is not the pool's alone, set network.plain_text = false in node.toml of "
+                                 "all nodes and clients", "notice", node=self._node))
         found = self.watch.since(found)
         return {"nodes": nodes, "members": pool_map.members, "certificates": certificates,
                 "revoked": [one.member for one in pool_map.revoked],

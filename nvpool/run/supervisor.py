@@ -33,10 +33,9 @@ from nvpool.base.errors import (
 )
 from nvpool.base.host import host_id
 from nvpool.base.metrics_page import Page
-from nvpool.base.protection import group_number
 from nvpool.base.version import VERSION
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
-from nvpool.logic.nodes import on_host
+from nvpool.logic.nodes import listening_at, on_host
 from nvpool.logic.poolmap import PoolMap, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
@@ -56,7 +55,7 @@ from nvpool.run.nodes import Nodes, look_after
 from nvpool.run.renewing import keep_renewed, renew_once
 from nvpool.run.scrape import serve_metrics
 from nvpool.run.scrubbing import Scrubbing
-from nvpool.run.served import follow_members, read_grant_key
+from nvpool.run.served import follow_members, is_wanted, operators_of, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.run.shardplaces import ShardPlaces
 from nvpool.run.standbys import StuckStandbys, has_records
@@ -84,9 +83,9 @@ log = logging.getLogger("nvpool.run.supervisor")
 class Supervisor:
     def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop,
                  failed: asyncio.Future[None], node: int = 1, greeting: Greeting | None = None,
-                 keeper: MapKeeper | None = None, operators: int | None = None):
-        """`failed` gets an error when this process can not go on: `run` raises it. `operators`: number of the group whose
-        members have the rights of a node."""
+                 keeper: MapKeeper | None = None):
+        """`failed` gets an error when this process can not go on: `run` raises it."""
+        self._operators = operators = operators_of(config)
         self._callers, self._secured_callers = Callers(operators), Callers(operators, strangers=True)
         self._directory = directory
         self._config = config
@@ -111,7 +110,7 @@ class Supervisor:
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         self._status = PoolStatus(directory, node, coordinator, self.leading, self._dialer, self._etcd, self._children,
                                   self._certificates, is_stopping=stop.asked.is_set,
-                                  replace_after_s=config.supervisor.replace_after_s)
+                                  replace_after_s=config.supervisor.replace_after_s, plain_text=config.network.plain_text)
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.reign,
                                              change_anywhere=self.leading.change,
@@ -138,6 +137,7 @@ class Supervisor:
         self._audit.note("start", ourselves(), {"software": VERSION, "settings": settings_of(self._config)})
         await self._know_this_host()
         await self._note_the_dead()
+        await self._know_endpoints()
         self._start_missing()
         managing = asyncio.ensure_future(self.leading.run())
         asked = asyncio.ensure_future(self._stop.asked.wait())
@@ -151,8 +151,7 @@ class Supervisor:
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
         if self._config.metrics.listen:
-            lastings.append(asyncio.ensure_future(serve_metrics(
-                self._config.metrics.listen, self.metrics, group_number(self._config.access.operators, "access.operators"))))
+            lastings.append(asyncio.ensure_future(serve_metrics(self._config.metrics.listen, self.metrics, self._operators)))
         if self._identity is not None and self._identity.secured:
             lastings.append(asyncio.ensure_future(keep_renewed(self._directory, self._identity,
                                                                lambda: self._coordinator.pool_map, self._dialer,
@@ -336,6 +335,20 @@ class Supervisor:
                 await self.leading.change(lambda newest: on_host(newest, self._node, host_id()))
             except Unavailable as error:
                 log.warning("the map does not know yet that this node is on another host now: %s", error)
+
+    async def _know_endpoints(self) -> None:
+        """The map must not send anybody to ports at which nobody listens any more."""
+        def decide(newest: PoolMap) -> PoolMap:
+            return listening_at(newest, self._node, partial(is_wanted, network=self._config.network))
+
+        pool_map = self._coordinator.pool_map
+        if decide(pool_map) is not pool_map:
+            try:
+                await self.leading.change(decide)
+            except Unavailable as error:
+                log.warning("the map does not know yet that the processes of this node leave some addresses: %s", error)
+            else:
+                log.info("the processes of this node do not listen on loopback any more: node.toml names no such network.host")
 
     # -- requests --------------------------------------------------------------------------------------------------
 

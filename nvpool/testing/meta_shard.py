@@ -26,13 +26,13 @@ PEER = Peer("test", "inproc", True)
 class DirectCall:
     """A Call whose answer is a future; `answer` is set at once where the service answers at once."""
 
-    def __init__(self, method: int, message: bytes, payload: bytes = b"", deadline_s: float = 1e9) -> None:
+    def __init__(self, method: int, message: bytes, payload: bytes = b"", deadline_s: float = 1e9, peer: Peer = PEER) -> None:
         self.method = method
         self.message = message
         self.payload = memoryview(payload)
         self.since_s = 0.0  # nothing is waited for on its account
         self.deadline_s = deadline_s
-        self.peer = PEER
+        self.peer = peer
         self.cancelled = False
         self.answer: tuple[bytes, bytes] | BaseException | None = None
         self._waiter: asyncio.Future | None = None
@@ -78,9 +78,8 @@ class ShardClient:
                "WATCH": pb.WatchReply, "LOOKUP_MANY": pb.LookupManyReply}
 
     def __init__(self, service: MetaService, uid: int = 0, gid: int = 0, peer: Peer = PEER) -> None:
-        self.service = service
+        self.service, self.peer = service, peer
         self.uid, self.gid = uid, gid
-        self.peer = peer
         self.session = 0
         self.secret = b""
         self.sequences = [0] * 64
@@ -93,8 +92,7 @@ class ShardClient:
         return self
 
     def send(self, method: str, request: Any, payload: bytes = b"") -> DirectCall:
-        call = self.last = DirectCall(Method.Value("META_" + method), request.SerializeToString(), payload)
-        call.peer = self.peer
+        call = self.last = DirectCall(Method.Value("META_" + method), request.SerializeToString(), payload, peer=self.peer)
         self.service.handle(call)
         return call
 

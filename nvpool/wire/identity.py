@@ -1,9 +1,9 @@
 """Who we are to others and whom we let in: the certificate that a process shows and the demands on those it is shown.
 
 A greeting carries an Identity to the transports. What leaves this host travels under TLS 1.3 with certificates of both sides,
-signed by the pool's own authority (base/authority); unix sockets and loopback need none. After the handshake each side looks
-whether the other is a member of the pool by the newest map it knows, again whenever that changes, and hangs up on who is not
-one any more. The door to `ssl`. Never reads the map itself: its owner calls `update_members`.
+signed by the pool's own authority (base/authority), and so does TCP on loopback; unix sockets need none. After the handshake
+each side looks whether the other is a member of the pool by the newest map it knows, again whenever that changes, and hangs up
+on who is not one any more. The door to `ssl`. Never reads the map itself: its owner calls `update_members`.
 """
 
 from __future__ import annotations
@@ -82,15 +82,13 @@ class Revocable(Protocol):
 
 
 class Identity:
-    """One for a process. `secured` is False where TLS was switched off in so many words: then nothing is shown or demanded.
-    `on_loopback`: also between programs of one host that use TCP."""
+    """One for a process. `secured` is False where TLS was switched off in so many words: then nothing is shown or demanded."""
 
-    def __init__(self, pool_id: str, shown: Shown | None, *, on_loopback: bool = False):
+    def __init__(self, pool_id: str, shown: Shown | None):
         """Nothing is looked at before it is needed: a pool on one machine never pays for it."""
         self.pool_id = pool_id
         self.secured = shown is not None
         self.shown = shown
-        self.on_loopback = on_loopback
         self._secret: Path | None = None
         self._seen_ns = 0
         self.members: frozenset[str] | None = None
@@ -186,8 +184,8 @@ class Identity:
     # -- what the transports ask ------------------------------------------------------------------------------------------
 
     def covers(self, where: Endpoint) -> bool:
-        """Whether what goes to or comes from `where` has to be under TLS."""
-        return self.secured and (self.on_loopback or leaves_host(where))
+        """Whether what goes to or comes from `where` has to be under TLS: all that is no unix socket and not in-process."""
+        return self.secured and bool(where.host)
 
     def context(self, *, serving: bool, strangers: bool = False) -> ssl.SSLContext:
         """`strangers`: who shows no certificate is let in, as nobody."""

@@ -2,7 +2,8 @@
 
 The table gives each method the least right that its caller must have; `checks` says in words what the service looks at beyond
 that (a grant, the owner of a session, the right to a volume). A method without a line is refused to all but nodes, and a test
-fails for it. Used by the metadata service, the members of a shard, the chunk store and the supervisor, in their `handle`.
+fails for it. A client that is bound to one user may ask of metadata what a local user may. Used by the metadata service, the
+members of a shard, the chunk store and the supervisor, in their `handle`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import enum
 from typing import NamedTuple
 
 from nvpool.base.errors import AccessDenied
-from nvpool.wire.roles import Role, role_of
-from nvpool.wire.transport import Call, Peer
+from nvpool.wire.roles import Role, acts_as, role_of
+from nvpool.wire.transport import Call, Credentials, Peer
 from nvpool.wire.v1 import wire_pb2 as wire
 
 
@@ -20,8 +21,10 @@ class Who(enum.Enum):
     """The least right of a caller."""
 
     STRANGER = "anybody who can connect"
-    MEMBER = "each client, local user and node of the pool"
+    USER = "each local user, client and node of the pool"
     VOLUME = "who has a right to the volume that the request is about"
+    MEMBER = "each client and node of the pool"
+    VOLUME_OF_CLIENT = "clients with a right to the volume that the request is about, and nodes"
     NODE = "nodes of the pool"
     OPERATOR = "operators, by the unix socket of a node"
 
@@ -41,10 +44,10 @@ _NOTHING = "nothing more"
 RIGHTS: dict[int, Right] = {
     wire.DATA_READ: Right(Who.VOLUME, "a grant to read each inode"),
     wire.DATA_WRITE: Right(Who.VOLUME, "a grant to write each inode, of the session in the request"),
-    wire.DATA_FLUSH: Right(Who.MEMBER, _NOTHING),
+    wire.DATA_FLUSH: Right(Who.USER, _NOTHING),
     wire.DATA_CUT: Right(Who.NODE, _SIGNED),
     wire.DATA_REMOVE: Right(Who.NODE, _SIGNED),
-    wire.DATA_DESCRIBE: Right(Who.VOLUME, "a grant of the inode, but of nodes"),
+    wire.DATA_DESCRIBE: Right(Who.VOLUME_OF_CLIENT, "a grant of the inode, but of nodes"),
     wire.DATA_LIST: Right(Who.NODE, _NOTHING),
     wire.DATA_SCRUB: Right(Who.NODE, _NOTHING),
     wire.DATA_STATUS: Right(Who.MEMBER, _NOTHING),
@@ -57,9 +60,9 @@ RIGHTS: dict[int, Right] = {
     wire.DATA_SCRUB_ORDER: Right(Who.NODE, _SIGNED),
     wire.DATA_PULL: Right(Who.NODE, _SIGNED),
     wire.DATA_USE: Right(Who.NODE, _NOTHING),
-    wire.META_OPEN_SESSION: Right(Who.MEMBER, "of an earlier session: its secret, and that it is the caller's own"),
-    wire.META_RENEW_SESSION: Right(Who.MEMBER, _SESSION),
-    wire.META_CLOSE_SESSION: Right(Who.MEMBER, _SESSION),
+    wire.META_OPEN_SESSION: Right(Who.USER, "of an earlier session: its secret, and that it is the caller's own"),
+    wire.META_RENEW_SESSION: Right(Who.USER, _SESSION),
+    wire.META_CLOSE_SESSION: Right(Who.USER, _SESSION),
     wire.META_LOOKUP: Right(Who.VOLUME, _SEE),
     wire.META_GETATTR: Right(Who.VOLUME, _SEE),
     wire.META_SETATTR: Right(Who.VOLUME, _CHANGE),
@@ -70,21 +73,21 @@ RIGHTS: dict[int, Right] = {
     wire.META_RENAME: Right(Who.VOLUME, _CHANGE),
     wire.META_LINK: Right(Who.VOLUME, _CHANGE),
     wire.META_OPEN: Right(Who.VOLUME, f"{_SEE}, and change it where it opens to write"),
-    wire.META_RELEASE: Right(Who.MEMBER, _SESSION),
+    wire.META_RELEASE: Right(Who.USER, _SESSION),
     wire.META_REPORT: Right(Who.VOLUME, _CHANGE),
     wire.META_RESERVE: Right(Who.VOLUME, _CHANGE),
     wire.META_LIST: Right(Who.VOLUME, _SEE),
-    wire.META_STATFS: Right(Who.MEMBER, _SESSION),
+    wire.META_STATFS: Right(Who.USER, _SESSION),
     wire.META_GETXATTR: Right(Who.VOLUME, _SEE),
     wire.META_SETXATTR: Right(Who.VOLUME, _CHANGE),
     wire.META_LISTXATTR: Right(Who.VOLUME, _SEE),
     wire.META_REMOVEXATTR: Right(Who.VOLUME, _CHANGE),
-    wire.META_SYNC: Right(Who.MEMBER, f"{_SESSION}; nodes need none"),
+    wire.META_SYNC: Right(Who.USER, f"{_SESSION}; nodes need none"),
     wire.META_LOCK: Right(Who.VOLUME, _SEE),
-    wire.META_LOCK_WAIT: Right(Who.MEMBER, _SESSION),
+    wire.META_LOCK_WAIT: Right(Who.USER, _SESSION),
     wire.META_LOCKS: Right(Who.VOLUME, _SEE),
     wire.META_ALLOCATE: Right(Who.VOLUME, _CHANGE),
-    wire.META_WATCH: Right(Who.MEMBER, _SESSION),
+    wire.META_WATCH: Right(Who.USER, _SESSION),
     wire.META_LOOKUP_MANY: Right(Who.VOLUME, _SEE),
     wire.META_GETATTR_MANY: Right(Who.VOLUME, _SEE),
     wire.META_DUMP: Right(Who.NODE, _NOTHING),
@@ -92,7 +95,7 @@ RIGHTS: dict[int, Right] = {
     wire.META_FSCK: Right(Who.NODE, _NOTHING),
     wire.META_STATUS: Right(Who.MEMBER, _NOTHING),
     wire.META_COLLECT: Right(Who.NODE, _NOTHING),
-    wire.META_NAMES: Right(Who.VOLUME, "names in volumes that the caller may not see are left out"),
+    wire.META_NAMES: Right(Who.VOLUME_OF_CLIENT, "names in volumes that the caller may not see are left out"),
     wire.META_FSCK_SUMS: Right(Who.NODE, _NOTHING),
     wire.META_FSCK_CLIMB: Right(Who.NODE, _NOTHING),
     wire.META_PARTS: Right(Who.MEMBER, _SESSION),
@@ -108,11 +111,11 @@ RIGHTS: dict[int, Right] = {
     wire.META_MOVE: Right(Who.NODE, _SIGNED),
     wire.META_MOVED: Right(Who.NODE, _SIGNED),
     wire.META_VOLUMES: Right(Who.MEMBER, _SESSION),
-    wire.META_VOLUME: Right(Who.MEMBER, f"{_SESSION}; the wish: clients with the right to write, rights by nodes, a local user "
-                                        "only looks"),
+    wire.META_VOLUME: Right(Who.USER, f"{_SESSION}; the wish: clients with the right to write, rights by nodes, a local user "
+                                      "only looks"),
     wire.META_VOLUME_ROOM: Right(Who.VOLUME, _CHANGE),
-    wire.META_TRASH: Right(Who.VOLUME, f"{_SEE}, and write in it to change the trash; no local user may"),
-    wire.POOL_MAP: Right(Who.MEMBER, _NOTHING),
+    wire.META_TRASH: Right(Who.VOLUME_OF_CLIENT, f"{_SEE}, and write in it to change the trash"),
+    wire.POOL_MAP: Right(Who.USER, _NOTHING),
     wire.POOL_STATUS: Right(Who.MEMBER, _NOTHING),
     wire.POOL_CHANGE: Right(Who.OPERATOR, "the arguments of the verb"),
     wire.POOL_STOP: Right(Who.OPERATOR, _NOTHING),
@@ -123,8 +126,8 @@ RIGHTS: dict[int, Right] = {
     wire.POOL_KEYS: Right(Who.NODE, f"{_SIGNED}; the node keeps the pool map"),
     wire.PROCESS_METRICS: Right(Who.MEMBER, _NOTHING),
 }
-_LEAST = {Who.STRANGER: Role.STRANGER, Who.MEMBER: Role.USER, Who.VOLUME: Role.USER, Who.NODE: Role.NODE,
-          Who.OPERATOR: Role.NODE}
+_LEAST = {Who.STRANGER: Role.STRANGER, Who.USER: Role.USER, Who.VOLUME: Role.USER, Who.MEMBER: Role.CLIENT,
+          Who.VOLUME_OF_CLIENT: Role.CLIENT, Who.NODE: Role.NODE, Who.OPERATOR: Role.NODE}
 _PEERS_KEPT = 4096
 """Connections whose callers are remembered; all of them are looked at anew behind it."""
 
@@ -141,6 +144,8 @@ def _refused(role: Role, local: bool) -> frozenset[int]:
 
 
 _REFUSED = {(role, local): _refused(role, local) for role in Role for local in (False, True)}
+_REFUSED_METADATA = frozenset(method for method in _REFUSED[Role.USER, False] if wire.Method.Name(method).startswith("META_"))
+"""What a metadata service does not answer local users, and clients that are bound to one user."""
 
 
 class Caller(NamedTuple):
@@ -151,6 +156,8 @@ class Caller(NamedTuple):
     """The member of a client, or the number of a local user; "" of nodes, which may act for all."""
     refused: frozenset[int]
     """Methods that it may not call."""
+    user: Credentials | None = None
+    """User and groups as which alone it acts, whatever it says; None: it is trusted to say for whom it asks."""
 
 
 class Callers:
@@ -158,7 +165,7 @@ class Callers:
 
     def __init__(self, operators: int | None = None, *, strangers: bool = False) -> None:
         """`operators`: number of the operator group. `strangers`: who shows no certificate is let in, and is a stranger."""
-        self._operators = operators
+        self.operators = operators
         self._strangers = strangers
         self._known: dict[int, tuple[Peer, Caller]] = {}
 
@@ -174,11 +181,11 @@ class Callers:
 
     def _look_at(self, peer: Peer) -> Caller:
         if self._strangers and not peer.member:
-            role, owner = Role.STRANGER, ""
-        else:
-            role = role_of(peer, self._operators)
-            owner = "" if role == Role.NODE else peer.member or f"uid/{peer.credentials.uid}"
-        return Caller(role, owner, _REFUSED[role, peer.local])
+            return Caller(Role.STRANGER, "", _REFUSED[Role.STRANGER, peer.local])
+        role, user = role_of(peer, self.operators), acts_as(peer, self.operators)
+        owner = "" if role == Role.NODE else peer.member or f"uid/{peer.credentials.uid}"
+        refused = _REFUSED[role, peer.local]
+        return Caller(role, owner, refused if user is None else refused | _REFUSED_METADATA, user)
 
     def check(self, call: Call) -> Caller:
         """Who calls. AccessDenied: the method is not for that caller."""
@@ -193,8 +200,11 @@ class Callers:
 def _refusal(method: int, caller: Caller, peer: Peer) -> str:
     if caller.role == Role.STRANGER:
         return "nothing is told to strangers but how to join; show a certificate of this pool"
+    name = wire.Method.Name(method)
+    if caller.role == Role.USER:
+        return (f"user {caller.user.uid} has not the rights of a node, which {name} needs; ask root, or a member of the "
+                "operator group (access.operators)")
     right = RIGHTS.get(method)
     if right is not None and right.who is Who.OPERATOR:
         return "a pool is changed through the unix socket of its node only, by who runs it; do it there"
-    return (f"{caller.owner or peer.name} may not ask for {wire.Method.Name(method)}, which is for nodes of the pool: run the "
-            "command on a node")
+    return f"{caller.owner or peer.name} may not ask for {name}, which is for nodes of the pool: run the command on a node"

@@ -16,6 +16,7 @@ import socket
 import struct
 from functools import lru_cache
 
+from nvpool.base.identities import user_in
 from nvpool.wire.transport import Credentials, Peer
 
 _PEERCRED = struct.Struct("iII")
@@ -56,6 +57,16 @@ def role_of(peer: Peer, operators: int | None = None) -> Role:
     """Rights of the peer. `operators` is the number of the operator group, None without one. For a connection on which a
     stranger may be let in (TLS without a certificate), the listener refuses before this is asked."""
     return _role(peer.member, peer.credentials, operators)
+
+
+def acts_as(peer: Peer, operators: int | None) -> Credentials | None:
+    """User and groups as which alone the peer may act: of a local user without the rights of a node, and of a client whose
+    certificate binds it to one user. None for everybody else, who is trusted to say for whom it asks."""
+    credentials = peer.credentials
+    if peer.member:
+        user = user_in(peer.member)
+        return Credentials(user[0], frozenset((user[1],)), 0) if user is not None else None
+    return credentials if credentials is not None and credentials.uid and role_of(peer, operators) is Role.USER else None
 
 
 @lru_cache(maxsize=1024)

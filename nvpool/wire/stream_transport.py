@@ -553,7 +553,8 @@ class UnixStreamTransport(StreamTransport):
         await loop.create_unix_connection(protocol, where.path)
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
-        """As StreamTransport.listen. A socket file that nobody listens on any more is replaced. Only this user may connect."""
+        """As StreamTransport.listen. A socket file that nobody listens on any more is replaced. Only this user may connect, or
+        all of this host where the greeting says so."""
         where = parse_endpoint(endpoint)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -566,7 +567,7 @@ class UnixStreamTransport(StreamTransport):
                 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 os.unlink(where.path)
             sock.bind(where.path)
-            os.chmod(where.path, 0o600)
+            os.chmod(where.path, 0o666 if greeting.local_users else 0o600)
             sock.listen(BACKLOG)
             sock.setblocking(False)
         except OSError as error:

@@ -158,6 +158,9 @@ class Greeting(NamedTuple):
     """Of who listens: who shows no certificate is served too, as a peer without a `member`. The handler decides what it may."""
     limits: Limits | None = None
     """Of who listens: for all listeners that have the same. None: the defaults, for this one alone."""
+    local_users: bool = False
+    """Of who listens on a unix socket: every user of this host may connect; the handler looks at `Peer.credentials`. Otherwise
+    root and our own user alone."""
 
 
 class Transport(Protocol):

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from test_supervisor import SIZES, all_serve, clean_up, kill, kill_all, nvpool, pids, processes_of, status
 
+import nvpool as nvpool_sdk
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied
 from nvpool.cli.reach import ask
+from nvpool.client.options import ClientOptions
 from nvpool.logic.poolmap import decode_map
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
@@ -53,7 +55,8 @@ def test_a_pool_starts_again_with_the_same_addresses(own):
 
 
 def test_a_volume_is_granted_to_a_client_that_the_pool_has_or_by_force(own, tmp_path):
-    nvpool("dev", "up", own, "--size", "128M")
+    (tmp_path / "node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
+    nvpool("dev", "up", own, "--size", "128M", "--config", tmp_path / "node.toml")
     nvpool("volume", "create", own, "v")
     refused = nvpool("volume", "grant", own, "v", "nobody.0a1b2c3d", "ro", code=1)
     assert f"nvpool client ls {own}" in refused.stderr
@@ -74,6 +77,31 @@ def test_a_volume_is_granted_to_a_client_that_the_pool_has_or_by_force(own, tmp_
     done = nvpool("volume", "revoke", own, "v", member, "--json")
     assert not done.stderr and member not in json.loads(done.stdout)["grants"]
     nvpool("dev", "down", own)
+
+
+@pytest.mark.skipif(not ROOT, reason="only root has more rights than the client")
+def test_client_is_bound_to_one_user(own, tmp_path):
+    """Over TLS on loopback: by a unix socket root would be known as root."""
+    (tmp_path / "node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
+    nvpool("dev", "up", own, "--size", "128M", "--config", tmp_path / "node.toml")
+    with nvpool_sdk.connect(own) as pool:
+        pool.mkdir("/tmp")
+        pool.chmod("/tmp", 0o1777)
+        pool.write_bytes("/tmp/secret", b"root's")
+        pool.chmod("/tmp/secret", 0o600)
+    assert "UID:GID" in nvpool("client", "token", own, "--uid", "0", code=2).stderr
+    token = json.loads(nvpool("client", "token", own, "--uid", "1234:56", "--json").stdout)
+    nvpool("client", "join", token["address"].removeprefix("stream://"), tmp_path / "client", "--token", token["token"])
+    member, = json.loads(nvpool("client", "ls", own, "--json").stdout)
+    assert member.endswith(".u1234-56")
+    with nvpool_sdk.connect(tmp_path / "client", options=ClientOptions(transport="stream")) as pool:
+        with pytest.raises(PermissionError):
+            pool.read_bytes("/tmp/secret")
+        with pytest.raises(PermissionError):
+            pool.remove("/tmp/secret")
+        pool.write_bytes("/tmp/mine", b"mine")
+        assert pool.read_bytes("/tmp/mine") == b"mine"
+        assert (pool.stat("/tmp/mine").st_uid, pool.stat("/tmp/mine").st_gid) == (1234, 56)
 
 
 @pytest.mark.parametrize("name", ["a b%20c #1?x=ü", "x" * 100])
@@ -131,7 +159,7 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "a" / "lost+found").mkdir()
     made = json.loads(nvpool("pool", "create", own, "--drive", f"{tmp_path}/a:128M", "--drive", f"{tmp_path}/b:192M", "--name",
-                             "training", "--standbys", "1", "--json").stdout)
+                             "training", "--standbys", "1", "--host", "127.0.0.1", "--plain-text", "--json").stdout)
     assert [Path(drive["path"]).parent.name for drive in made["drives"]] == ["a", "b"]
     assert "holds a pool already" in nvpool("pool", "create", own, "--drive", f"{tmp_path}/c", code=1).stderr
     assert "pool destroy" in nvpool("dev", "down", own, code=1).stderr

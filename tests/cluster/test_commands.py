@@ -39,6 +39,17 @@ def pool(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def pool_on_tcp(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("commands") / "p"
+    directory.with_name("node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
+    nvpool("dev", "up", directory, "--size", "64M", "--config", directory.with_name("node.toml"))
+    try:
+        yield directory
+    finally:
+        nvpool("dev", "down", directory)
+
+
+@pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     root = tmp_path_factory.mktemp("tree") / "tree"
     (root / "deep" / "er").mkdir(parents=True)
@@ -132,7 +143,13 @@ def test_volume_create_says_whether_it_was_made(pool):
     assert "size 1 GiB, not 2500 MiB, files no limit, not 10, trash off, not 7d" in said
 
 
-def test_token_of_a_loopback_pool_warns(pool, tmp_path):
+@pytest.mark.parametrize("kind", ["node", "client"])
+def test_token_is_refused_by_a_pool_on_unix_sockets(pool, kind):
+    assert "pool create DIR --drive PATH --host ADDRESS" in nvpool(kind, "token", pool, code=1).stderr
+
+
+def test_token_of_a_loopback_pool_warns(pool_on_tcp, tmp_path):
+    pool = pool_on_tcp
     for kind in ("node", "client"):
         done = nvpool(kind, "token", pool)
         assert f"nvpool {kind} join 127.0.0.1:" in done.stdout and "no other machine can join" in done.stderr

@@ -15,7 +15,7 @@ from nvpool.base.units import MIB
 from nvpool.testing.command import NVPOOL, nvpool
 from nvpool.testing.history import content
 from nvpool.testing.load import FillingLoad
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.testing.real_pool import PLAIN_TCP, RealPool, end_process
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/loop-control"),
                                 reason="needs root and loop devices")
@@ -297,7 +297,7 @@ def test_a_full_metadata_map_refuses_what_adds_and_takes_what_removes(tmp_path):
 
 
 def test_daemons_without_file_descriptors_refuse_newcomers_and_serve_on(tmp_path):
-    with RealPool(tmp_path / "pool") as pool:
+    with RealPool(tmp_path / "pool", config=PLAIN_TCP) as pool:
         pool.make()
         pool.start(prefix=("prlimit", "--nofile=130:130"))
         client = pool.connect(10.0)

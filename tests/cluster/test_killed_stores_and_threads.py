@@ -9,14 +9,14 @@ import pytest
 import nvpool
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.testing.real_pool import PLAIN_TCP, RealPool, end_process
 
 KILLS = 4
 
 
 @pytest.mark.parametrize("options", [{"transport": "stream", "short_cut": False}, {}], ids=["stream", "short cut"])
 def test_threads_that_read_meet_no_error_and_no_wrong_byte_when_their_store_is_killed(tmp_path, options):
-    with RealPool(tmp_path / "pool", sizes=(96 * MIB,)) as pool:
+    with RealPool(tmp_path / "pool", sizes=(96 * MIB,), config=PLAIN_TCP) as pool:
         pool.make()
         pool.start()
         content = random.Random(1).randbytes(8 * MIB)

@@ -11,7 +11,7 @@ from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.client.vfs import Caller
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.testing.real_pool import PLAIN_TCP, RealPool, end_process
 from nvpool.wire import ucx
 from nvpool.wire.dial import Dialer
 from nvpool.wire.rdma_transport import RdmaTransport
@@ -22,7 +22,7 @@ ME = Caller(0, 0)
 BLOCK = 4096
 COUNT = 512
 SHM = "[rdma]\nlocal = true\n"
-NETWORK = '[rdma]\nnetworks = "127.0.0.0/8"\ntransports = "posix,self"\n'
+NETWORK = PLAIN_TCP + '[rdma]\nnetworks = "127.0.0.0/8"\ntransports = "posix,self"\n'
 """Loopback is on this host, so that shared memory can stand for a card."""
 OFF = SHM + 'enabled = "off"\n'
 

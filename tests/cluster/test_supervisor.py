@@ -23,6 +23,7 @@ from nvpool.base.errors import Unavailable
 from nvpool.base.host import identity_of
 from nvpool.cli.reach import status_of
 from nvpool.logic.poolmap import decode_map
+from nvpool.testing.real_pool import PLAIN_TCP
 
 SIZES = ("--size", "128M", "--size", "192M")
 
@@ -149,12 +150,40 @@ def test_status_says_how_drives_are_read_and_whether_past_the_page_cache(own, tm
     assert "directory, executor, O_DIRECT" in nvpool("status", own).stdout
 
 
-def test_the_pool_is_reached_by_directory_and_by_every_address_of_its_node(pool):
-    directory = PoolDirectory(pool)
-    for endpoint in decode_map(directory.poolmap.read_bytes()).nodes[0].endpoints:
-        assert status(endpoint)["pool"]["directory"] == str(pool)
-    tcp = next(e for e in decode_map(directory.poolmap.read_bytes()).nodes[0].endpoints if e.startswith("stream://"))
-    assert status(tcp.removeprefix("stream://"))["pool"]["directory"] == str(pool)
+def test_pool_of_one_machine_listens_on_unix_sockets(pool):
+    pool_map = decode_map(PoolDirectory(pool).poolmap.read_bytes())
+    for daemon in (*pool_map.nodes, *pool_map.targets, *pool_map.shards):
+        assert [endpoint.partition("://")[0] for endpoint in daemon.endpoints] == ["stream+unix"]
+    listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    assert not [pid for pid in pids(pool).values() if f"pid={pid}," in listening]
+    assert status(pool_map.nodes[0].endpoints[0])["pool"]["directory"] == str(pool)
+
+
+def test_pool_is_reached_by_every_address_it_is_given(own, tmp_path):
+    (tmp_path / "node.toml").write_text(PLAIN_TCP)
+    nvpool("dev", "up", own, "--size", "64M", "--config", tmp_path / "node.toml")
+    tcp = next(e for e in decode_map(PoolDirectory(own).poolmap.read_bytes()).nodes[0].endpoints if e.startswith("stream://"))
+    for named in (own, tcp, tcp.removeprefix("stream://")):
+        assert status(named)["pool"]["directory"] == str(own)
+    found, = status(own)["health"]["problems"]
+    assert (found["kind"], found["severity"]) == ("plain-text", "notice") and "plain_text = false" in found["remedy"]
+
+
+def test_loopback_of_an_earlier_version_is_left(own, tmp_path):
+    """As a map has it that was made when loopback was the default."""
+    (tmp_path / "node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
+    nvpool("dev", "up", own, "--size", "64M", "--config", tmp_path / "node.toml")
+    kill_all(own)
+    before = decode_map(PoolDirectory(own).poolmap.read_bytes())
+    assert len(before.targets[0].endpoints) == len(before.shards[0].endpoints) == len(before.nodes[0].endpoints) == 3
+    (own / "node.toml").write_text("")
+    nvpool("dev", "up", own)
+    after = decode_map(PoolDirectory(own).poolmap.read_bytes())
+    for old, new in zip((*before.nodes, *before.targets, *before.shards), (*after.nodes, *after.targets, *after.shards),
+                        strict=True):
+        assert new.endpoints == old.endpoints[:1]
+    listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    assert not [pid for pid in pids(own).values() if f"pid={pid}," in listening]
 
 
 def test_a_second_daemon_on_the_directory_is_refused_with_the_pid_of_the_first(pool):

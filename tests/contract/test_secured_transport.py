@@ -30,7 +30,7 @@ def shown(member: str, *, pool: str = POOL, authority: Authority = AUTHORITY, kn
 
 
 def identity(member: str, **other) -> Identity:
-    return Identity(POOL, shown(member, **other), on_loopback=True)
+    return Identity(POOL, shown(member, **other))
 
 
 NODE, CLIENT_ID = identity("node/alpha"), identity("client/ws1")

@@ -120,7 +120,10 @@ class Pool:
         self.mounts = []
         self.by_engine = {}
         if not FLOOR:
-            nvpool("dev", "up", self.directory, "--size", "4G", "--size", "2G")
+            from nvpool.testing.real_pool import PLAIN_TCP
+            config = self.directory.with_suffix(".toml")
+            config.write_text(PLAIN_TCP)  # for mounts that are asked for a transport other than the pool's own choice
+            nvpool("dev", "up", self.directory, "--size", "4G", "--size", "2G", "--config", config)
 
     def mount(self, place, *options):
         if OLD_KERNEL and "--workers" not in options:

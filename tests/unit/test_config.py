@@ -59,7 +59,7 @@ def test_values_given_are_kept_and_written_back():
     ("[journal]\nmap_bytes_max = '1X'", 2, "is not a size"),
     ("[journal]\nmap_bytes_max = '1K'", 2, 'write a size like "64MiB" from 16MiB to 64TiB'),
     ("[store]\ndirect = 1", 2, "store.direct = 1"),
-    ("[network]\nhost = ''", 2, 'network.host = ""'),
+    ("[network]\nhost = 1", 2, 'network.host = 1'),
     ("[network]\nbase_port = true", 2, "base_port = true: write a whole number from 0 to 65,000"),
     ("[supervisor]\nrestart_delay_min_s = 9", 2, "is longer than restart_delay_max_s"),
     ("[meta]\ngrant_s = 10", 2, "is shorter than session_lease_s"),

@@ -249,6 +249,8 @@ def test_chains_nodes_and_problems():
     shown = list(doctor_pool.problems({"problems": told, "health": {"problems": fields}}))
     assert [(one.seen, one.remedy) for one in shown] == [("reason shard-no-standby", "nvpool shard standbys POOL 1 1"),
                                                          ("reason bad-block", "see nvpool status")]
+    noticed = {"kind": "plain-text", "severity": "notice", "reason": "plain text", "remedy": "TLS"}
+    assert states(doctor_pool.problems({"problems": told, "health": {"problems": [noticed]}})) == [("pool", WARN)]
 
 
 def test_who_keeps_the_map():

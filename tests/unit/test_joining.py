@@ -17,6 +17,7 @@ from nvpool.base.identities import MEMBER_S, new_member
 from nvpool.base.tokens import Token, hash_of, read_token
 from nvpool.logic.joining import REVOKED_S, joined, node_removed, token_for, token_given
 from nvpool.logic.poolmap import EtcdMember, JoinToken, Node, Revoked, decode_map, encode_map
+from nvpool.run.joining import acts_as_of
 from nvpool.run.renewing import renew_once
 from nvpool.testing.contracts.coordinator import first_map
 from nvpool.wire.dial import Dialer
@@ -179,3 +180,11 @@ def test_a_process_shows_what_another_has_renewed(secret):
 
 def test_the_hash_of_a_token_is_not_its_secret():
     assert hash_of(bytes(16)) != bytes(16).hex() and len(hash_of(bytes(16))) == 64
+
+
+def test_token_that_binds_its_client_is_a_clients():
+    pool_map = token_given(first_map(), JoinToken("h", "client.u1000-50", 1000), 0)
+    assert acts_as_of(token_for(pool_map, "h", "client", "key", 500).kind) == (1000, 50)
+    assert acts_as_of("client") is None
+    with pytest.raises(AccessDenied, match="lets in a client, not a node"):
+        token_for(pool_map, "h", "node", "key", 500)

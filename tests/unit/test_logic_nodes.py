@@ -183,3 +183,19 @@ def test_a_lost_node_is_counted_on_until_it_keeps_no_map_and_no_chain_of_others_
     assert died.node_by_id[3].wish == "lost", "it is listed still"
     alone = transitions.died(nodes.lost(a_map(replicas=1), 3, {}, 1000, give_up=True), {3})
     assert not nodes.still_counted_on(alone), "what nobody else has may wait for ever"
+
+
+def test_endpoints_that_are_left_go_from_one_node():
+    def at(name):
+        return f"stream+unix:///{name}.sock", f"stream://127.0.0.1:{name}"
+
+    before = a_map()
+    before = replace(before, nodes=tuple(replace(node, endpoints=at(f"1{node.id}")) for node in before.nodes),
+                     targets=tuple(replace(target, endpoints=at(f"2{target.id}")) for target in before.targets),
+                     shards=(replace(before.shards[0], endpoints=at("31"), standbys=(
+                         replace(before.shards[0].standbys[0], endpoints=at("32")),)),))
+    after = nodes.listening_at(before, 1, lambda endpoint: "+unix" in endpoint)
+    assert [len(one.endpoints) for one in (*after.nodes, *after.targets)] == [1, 2, 2, 1, 2, 2]
+    assert after.shards[0].endpoints == at("31")[:1] and after.shards[0].standbys[0].endpoints == at("32")
+    assert nodes.listening_at(before, 2, lambda endpoint: "+unix" in endpoint).shards[0].standbys[0].endpoints == at("32")[:1]
+    assert nodes.listening_at(after, 1, lambda endpoint: "+unix" in endpoint) is after

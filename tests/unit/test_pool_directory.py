@@ -189,3 +189,16 @@ def test_check_formats_skips_standby_that_is_not_made(tmp_path):
     directory.poolmap.write_bytes(encode_map(replace(pool_map, shards=(replace(pool_map.shards[0], standbys=(made,)),))))
     with pytest.raises(WrongFormat, match="Nothing was started"):
         check_formats(directory)
+
+
+def test_supervisors_socket_is_shown_where_its_owner_is_right(directory, monkeypatch):
+    assert directory.shown_sockets() == []
+    (directory.run / "node-ab12.sock").touch()
+    for _ in range(2):
+        directory.show_socket([str(directory.run / "node-ab12.sock"), "/another"])
+    assert directory.shown_sockets() == [str(directory.run / "supervisor.sock")]
+    assert os.readlink(directory.run / "supervisor.sock") == "node-ab12.sock"
+    found = os.lstat(directory.run)
+    planted = os.stat_result((*found[:4], found.st_uid + 1000, *found[5:10]))
+    monkeypatch.setattr(os, "lstat", lambda path: planted)
+    assert directory.shown_sockets() == [], "somebody else made it"

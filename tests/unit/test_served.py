@@ -1,13 +1,21 @@
 """What a daemon does with the pool maps that its supervisor gives it, or does not."""
 
 import asyncio
+import os
+import stat
 from types import SimpleNamespace
 
+import pytest
 from msgspec.structs import replace
 
-from nvpool.base.errors import AccessDenied
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import Network
+from nvpool.base.errors import AccessDenied, BadConfiguration
 from nvpool.logic.poolmap import encode_map
 from nvpool.run import served
+from nvpool.wire.dial import Dialer
+from nvpool.wire.identity import PLAIN_TEXT
+from nvpool.wire.transport import Greeting
 from nvpool.wire.v1.pool_pb2 import MapReply
 from tests.unit.test_placement import a_pool
 
@@ -44,3 +52,49 @@ def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, capl
 
     asyncio.run(run())
     assert [one.epoch for one in taken] == [2] and len(caplog.messages) == len(set(caplog.messages))
+
+
+@pytest.mark.parametrize(("endpoint", "host", "wanted"), [
+    ("stream+unix:///p/run/node.sock", "", True), ("stream://127.0.0.1:1", "", False), ("grpc://[::1]:1", "", False),
+    ("stream://127.0.0.1:1", "127.0.0.1", True), ("stream://localhost:1", "127.0.0.1", False),
+    ("stream://10.0.0.1:1", "", True)])
+def test_loopback_is_listened_to_where_it_is_named(endpoint, host, wanted):
+    assert served.is_wanted(endpoint, Network(host=host)) is wanted
+
+
+def test_nothing_listens_on_tcp_without_a_certificate(tmp_path):
+    async def listen(identity):
+        endpoints = (f"stream+unix://{tmp_path}/s", "stream://127.0.0.1:0")
+        for one in await served.listen_on(endpoints, Greeting("us", identity=identity), lambda call: call.reply()):
+            await one.close()
+
+    with pytest.raises(BadConfiguration, match="plain_text = true"):
+        asyncio.run(listen(None))
+    assert not (tmp_path / "s").exists()
+    asyncio.run(listen(PLAIN_TEXT))
+
+
+@pytest.mark.parametrize(("local_users", "mode"), [(True, 0o666), (False, 0o600)])
+def test_socket_is_open_to_users_where_it_says_so(tmp_path, local_users, mode):
+    asked = []
+
+    class Handler:
+        def __call__(self, call):
+            call.reply()
+
+        def at_once_for(self, peer):
+            asked.append(peer.credentials.uid)
+
+    async def look():
+        greeting = Greeting("us", local_users=local_users)
+        listener, = await served.listen_on((f"stream+unix://{tmp_path}/s",), greeting, Handler())
+        dialer = Dialer(Greeting("them"))
+        try:
+            assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == mode
+            await dialer.call((listener.endpoint,), 1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 20)
+        finally:
+            await dialer.close()
+            await listener.close()
+
+    asyncio.run(look())
+    assert asked == [os.geteuid()], "once for a connection"

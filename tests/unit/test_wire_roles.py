@@ -4,8 +4,11 @@ import os
 
 import pytest
 
-from nvpool.wire.roles import Role, role_of
+from nvpool.base.errors import AccessDenied
+from nvpool.base.identities import member_in, new_member, uri_of, user_in
+from nvpool.wire.roles import Role, acts_as, check_user_may, role_of
 from nvpool.wire.transport import Credentials, Peer
+from nvpool.wire.v1 import wire_pb2 as wire
 
 OPERATORS = 4711
 OTHER_UID = os.geteuid() + 1000
@@ -23,3 +26,30 @@ def test_role_follows_certificate_then_credentials(member, credentials, role):
 
 def test_role_without_operator_group():
     assert role_of(Peer("name", "unix", True, "", Credentials(OTHER_UID, frozenset((5,)), 1))) == Role.USER
+
+
+def test_user_is_asked_for_its_methods_alone():
+    user = Peer("name", "unix", True, "", Credentials(OTHER_UID, frozenset((5,)), 1))
+    check_user_may(user, wire.META_LOOKUP, None)
+    for method in (wire.POOL_CHANGE, wire.POOL_STATUS, wire.META_DUMP, wire.META_SESSIONS, wire.DATA_LIST,
+                   wire.PROCESS_METRICS):
+        with pytest.raises(AccessDenied, match=f"user {OTHER_UID}"):
+            check_user_may(user, method, None)
+        check_user_may(user._replace(credentials=Credentials(OTHER_UID, frozenset((OPERATORS,)), 1)), method, OPERATORS)
+
+
+@pytest.mark.parametrize(("member", "credentials", "user"), [
+    ("client/a.0a1b2c3d.u1000-50", None, (1000, {50})), ("client/a.0a1b2c3d", None, None),
+    ("node/a.0a1b2c3d.u1000-50", None, None),
+    ("client/a.u1000-50", None, None), ("", None, None), ("", Credentials(0, frozenset((0,)), 1), None),
+    ("", Credentials(OTHER_UID, frozenset((5, 6)), 1), (OTHER_UID, {5, 6})),
+    ("", Credentials(OTHER_UID, frozenset((OPERATORS,)), 1), None)])
+def test_who_acts_as_one_user_alone(member, credentials, user):
+    found = acts_as(Peer("name", "address", credentials is not None, member, credentials), OPERATORS)
+    assert (found and (found.uid, found.gids)) == user
+
+
+def test_members_name_who_they_act_as():
+    bound = new_member("client", "evil.u0-0", acts_as=(1000, 50))
+    assert user_in(bound) == (1000, 50) and user_in(new_member("client", "evil.u0-0")) is None
+    assert member_in(uri_of("p", bound)) == ("p", bound)

@@ -41,6 +41,7 @@ from nvpool.wire.v1.meta_pb2 import Attr
 
 _RIGHTS = {os.O_RDONLY: READ, os.O_WRONLY: READ | WRITE, os.O_RDWR: READ | WRITE}
 """Who writes a file may open it again to read it, without a question."""
+_WANTED = {os.O_RDONLY: READ, os.O_WRONLY: WRITE, os.O_RDWR: READ | WRITE}
 
 
 def rights_of(flags: int) -> int:
@@ -88,7 +89,8 @@ class Files(Together, Locks):
         if truncate:
             self.reader.forget_content(inode)
         try:
-            request = meta_pb2.OpenRequest(inode=inode, rights=rights, truncate=truncate)
+            request = meta_pb2.OpenRequest(inode=inode, rights=rights, truncate=truncate,
+                                            wanted=_WANTED[flags & os.O_ACCMODE])
             sent_s = self.clock.boottime_s()
             entry = await self._change(inode, wire_pb2.META_OPEN, request, meta_pb2.Entry, caller)
             return self._opened(entry, flags, sent_s)

@@ -6,7 +6,7 @@ import asyncio
 import stat
 from functools import partial
 
-from nvpool.base.errors import Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError, WritesLost
+from nvpool.base.errors import AccessDenied, Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError, WritesLost
 from nvpool.base.grants import READ
 from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.client.begun import Begun, OnEnd
@@ -151,8 +151,8 @@ class Names(Wide):
             self._believe_list(parent, listed, lease_ms, sent_s)
             if name in listed.names:
                 return listed.attr(listed.names.index(name))
-        except Damaged:
-            pass  # one of the names behind it, perhaps: this one is asked for alone
+        except (AccessDenied, Damaged):
+            pass  # one of the names behind it, or the directory may be searched and not listed: this one is asked for alone
         finally:
             self.siblings.asked(parent, listed, more)
         return await self._look_up(parent, name)

@@ -56,7 +56,7 @@ def setxattr(view: View, request: meta_pb2.SetXattrRequest, now_ns: int) -> Draf
     found = _use_acl(draft, inode, request) if name in acl.NAMES else None
     if found == ():
         if is_there:
-            _remove(draft, inode, name)
+            drop_attribute(draft, inode, name)
     else:
         if (not is_there and inode.flags & records.HAS_XATTRS
                 and len(view.scan(*records.xattr_range(inode.number), XATTRS_MAX)) == XATTRS_MAX):
@@ -92,7 +92,7 @@ def _use_acl(draft: Draft, inode: Inode, request: meta_pb2.SetXattrRequest) -> a
     return found
 
 
-def _remove(draft: Draft, inode: Inode, name: bytes) -> None:
+def drop_attribute(draft: Draft, inode: Inode, name: bytes) -> None:
     """The attribute, which is there, goes."""
     view = draft.view
     if len(view.scan(*records.xattr_range(inode.number), 2)) == 1:
@@ -110,7 +110,7 @@ def removexattr(view: View, request: meta_pb2.RemoveXattrRequest, now_ns: int) -
         raise NoAttribute(f"there is no attribute {request.name!r}")
     if inode.is_directory and request.name in acl.NAMES:
         draft.take_parts(inode)
-    _remove(draft, inode, request.name)
+    drop_attribute(draft, inode, request.name)
     draft.stamp(inode)
     draft.reply = meta_pb2.AttrReply()
     fill_attr(draft.reply.attr, inode)

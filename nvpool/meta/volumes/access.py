@@ -12,12 +12,6 @@ from nvpool.meta.volumes.records import LISTED, REMOVING, SEALED, VolumeRecord
 from nvpool.wire.v1 import meta_pb2 as pb
 
 
-def asker_of(member: str) -> str:
-    """By the certificate of who asks: a node has the pool's data and all rights, and so has who speaks from a node without
-    one."""
-    return "" if member.startswith("node/") else member
-
-
 def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
     """AccessDenied: the asker may not wish that. Rights are given and taken on nodes of the pool; of a listed volume only
     those who may write in it change the rest, and those who may read say that they use it."""

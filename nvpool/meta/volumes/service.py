@@ -13,7 +13,6 @@ from functools import partial
 from math import ceil
 
 from nvpool.base.errors import (
-    AccessDenied,
     CorruptRecord,
     InUse,
     InvalidRequest,
@@ -26,7 +25,7 @@ from nvpool.base.ids import partition_of
 from nvpool.base.units import MIB, PARTITION_COUNT
 from nvpool.logic.volumenames import check_holder
 from nvpool.meta.volumes import policy, trash
-from nvpool.meta.volumes.access import asker_of, check_trash, check_wish
+from nvpool.meta.volumes.access import check_trash, check_wish
 from nvpool.meta.volumes.records import (
     ATTACHMENTS_MAX,
     LISTED,
@@ -44,7 +43,6 @@ from nvpool.meta.volumes.records import (
 )
 from nvpool.meta.volumes.removal import STEP, Removal, removed
 from nvpool.meta.volumes.revocation import ALL, lost_rights
-from nvpool.wire.roles import Role
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -123,8 +121,7 @@ class VolumeAnswers:
         if request.wish == _Wish.SHOW:
             self._reply_volume(call, request.inode)
             return
-        self._check_no_user(call, record)
-        check_wish(asker_of(call.peer.member), record, request)
+        check_wish(self._owner(call), record, request)
         if self._kv.full:
             self._later(call, self._kv.room)
             return
@@ -144,12 +141,6 @@ class VolumeAnswers:
         reply = pb.VolumeReply()
         self._waits.add(call, partial(self._settle, request.inode, self._kv.sequence, reply),
                         lambda: self._reply_volume(call, request.inode, reply), may_be_applied=True)
-
-    def _check_no_user(self, call: Call, record: VolumeRecord) -> None:
-        """AccessDenied: a local user acts on files by their modes; a volume has none."""
-        caller = self._callers.of(call.peer)
-        if caller.role == Role.USER:
-            raise AccessDenied(f"{caller.owner} may not do that with volume {record.name}: it is for operators of the pool")
 
     async def _settle(self, number: int, sequence: int, reply: pb.VolumeReply) -> None:
         """Have what was changed stored, and rights that were taken back refused by the stores."""
@@ -303,8 +294,7 @@ class VolumeAnswers:
         if partition_of(number) < PARTITION_COUNT and self._view.is_elsewhere(partition_of(number)):
             raise WrongShard(f"volume {number} belongs to another shard")
         record, _ = policy.read_volume(self._view, number)
-        self._check_no_user(call, record)
-        check_trash(asker_of(call.peer.member), record, request.wish != pb.TrashRequest.LIST)
+        check_trash(self._owner(call), record, request.wish != pb.TrashRequest.LIST)
         if request.wish == pb.TrashRequest.LIST:
             call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())
         elif request.wish == pb.TrashRequest.RESTORE:

@@ -481,16 +481,18 @@ class LinkRequest(_message.Message):
     def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("change", "inode", "rights", "truncate")
+    __slots__ = ("change", "inode", "rights", "truncate", "wanted")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
     RIGHTS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     change: Change
     inode: int
     rights: int
     truncate: bool
-    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ..., truncate: _Optional[bool] = ...) -> None: ...
+    wanted: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ..., truncate: _Optional[bool] = ..., wanted: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "inodes", "slots", "gone")

@@ -1,0 +1,440 @@
+"""The metadata service asked by a local user without the rights of a node: what it may, and what it may not by any request."""
+
+import asyncio
+import random
+import stat
+from collections import Counter
+
+import pytest
+
+from nvpool.base import grants
+from nvpool.base.clock import ManualClock
+from nvpool.base.errors import AccessDenied, Bug, NotFound, NotPermitted, NvpoolError, StaleGrant, StaleSession
+from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.kv.memory import MemoryKv
+from nvpool.logic.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
+from nvpool.meta import local_users
+from nvpool.meta.changes import attributes as valid
+from nvpool.meta.service import MetaOptions, MetaService
+from nvpool.run.served import Handling
+from nvpool.testing.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
+from nvpool.wire.entries import Listed
+from nvpool.wire.roles import USER_METHODS
+from nvpool.wire.transport import Credentials, Peer
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+OPTIONS = MetaOptions(session_lease_s=10, grant_s=20, linger_s=2, tick_s=3600)
+US, ANOTHER, OPERATORS = 65_001, 65_002, 64_999
+
+
+def peer(uid, *groups):
+    return Peer("somebody", "unix", True, credentials=Credentials(uid, frozenset({uid, *groups}), 1))
+
+
+class Place:
+    """A shard in memory with a session of root's (`root`), of ours (`us`) and of another user's (`another`)."""
+
+    async def start(self):
+        self.kv, self.clock = MemoryKv(), ManualClock()
+        return await self.begin()
+
+    async def begin(self):
+        self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock,
+                                   options=OPTIONS._replace(operators=OPERATORS))
+        self.service.update_map(small_map())
+        await self.service.start()
+        self.root = await ShardClient(self.service).begin()
+        self.us = await ShardClient(self.service, US, US, peer(US, 50)).begin()
+        self.another = await ShardClient(self.service, ANOTHER, ANOTHER, peer(ANOTHER)).begin()
+        return self
+
+    async def restart(self):
+        await self.service.close()
+        await self.begin()
+
+
+def scenario(function):
+    def test():
+        async def body():
+            place = await Place().start()
+            try:
+                await function(place)
+            finally:
+                await place.service.close()
+
+        asyncio.run(body())
+    test.__name__, test.__doc__ = function.__name__, function.__doc__
+    return test
+
+
+async def refused(error, work):
+    with pytest.raises(error):
+        await work
+
+
+async def shown(client, parent, name, rights=grants.READ):
+    """The rights that come with a look-up."""
+    entry = await client.lookup(parent, name, rights)
+    return grants.read(entry.grant).rights if entry.grant else 0
+
+
+async def private(place):
+    """A directory of root's that nobody else may search, and a file in it that all may read and write."""
+    home = (await place.root.create(ROOT, b"home", stat.S_IFDIR | 0o700, exclusive=True)).entry.attr
+    below = (await place.root.create(home.inode, b"below", stat.S_IFDIR | 0o777, exclusive=True)).entry.attr
+    return home, below, await place.root.file(home.inode, b"f", mode=stat.S_IFREG | 0o666)
+
+
+@scenario
+async def test_grants_follow_the_mode(place):
+    await place.root.file(ROOT, b"secret", mode=stat.S_IFREG | 0o600)
+    await place.root.file(ROOT, b"open", mode=stat.S_IFREG | 0o644)
+    assert await shown(place.us, ROOT, b"secret") == 0 and await shown(place.us, ROOT, b"open") == grants.READ
+    assert await shown(place.us, ROOT, b"open", grants.READ | grants.WRITE) == grants.READ
+    for name, rights in ((b"secret", grants.READ), (b"open", grants.WRITE), (b"open", grants.READ | grants.WRITE)):
+        await refused(AccessDenied, place.us.open((await place.us.lookup(ROOT, name)).attr.inode, rights))
+    opened = await place.us.open((await place.us.lookup(ROOT, b"open")).attr.inode, grants.READ)
+    assert grants.read(opened.grant).rights == grants.READ
+    assert not (await place.us.getattr(opened.attr.inode, grants.WRITE)).grant
+    assert (await place.root.open((await place.us.lookup(ROOT, b"secret")).attr.inode, 3)).grant, "root has a node's rights"
+
+
+@scenario
+async def test_write_only_file_is_written_and_not_read(place):
+    inode = (await place.root.file(ROOT, b"box", mode=stat.S_IFREG | 0o622)).inode
+    asked = pb.OpenRequest(change=place.us.change(), inode=inode, rights=3, wanted=grants.WRITE)
+    assert grants.read((await place.us.ask("OPEN", asked)).grant).rights == grants.WRITE
+    asked = pb.OpenRequest(change=place.us.change(), inode=inode, rights=3, wanted=3)
+    await refused(AccessDenied, place.us.ask("OPEN", asked))
+
+
+@scenario
+async def test_guessed_inodes_are_not_reached(place):
+    """Their own mode allows everything; the path does not."""
+    home, below, file = await private(place)
+    us = place.us
+    await us.getattr(home.inode)  # its name is in a directory that is everybody's
+    for ask in (
+            lambda: us.open(file.inode), lambda: us.getattr(file.inode), lambda: us.getattr(below.inode),
+            lambda: us.lookup(home.inode, b"f"), lambda: us.lookup(below.inode, b"x"), lambda: us.list(home.inode),
+            lambda: us.list(below.inode), lambda: us.file(below.inode, b"x"), lambda: us.report(file.inode, 10),
+            lambda: us.setattr(file.inode, valid.SIZE, size=0), lambda: us.allocate(file.inode, 0, 10, grow=True),
+            lambda: us.link(file.inode, ROOT, b"x"), lambda: us.lock(file.inode, 1), lambda: us.locks(file.inode),
+            lambda: us.unlink(home.inode, b"f"), lambda: us.rmdir(home.inode, b"below"),
+            lambda: us.rename(home.inode, b"f", ROOT, b"f"), lambda: us.rename(ROOT, b"home", below.inode, b"f"),
+            lambda: us.ask("RESERVE", pb.ReserveRequest(change=us.change(), inode=file.inode, length=1)),
+            lambda: us.ask("SETXATTR", pb.SetXattrRequest(change=us.change(), inode=file.inode, name=b"user.a", value=b"x")),
+            lambda: us.ask("REMOVEXATTR", pb.RemoveXattrRequest(change=us.change(), inode=file.inode, name=b"user.a")),
+            lambda: us.ask("GETXATTR", pb.GetXattrRequest(session=us.session, inode=file.inode, name=b"user.a")),
+            lambda: us.ask("LISTXATTR", pb.ListXattrRequest(session=us.session, inode=file.inode)),
+            lambda: us.ask("READLINK", pb.ReadLinkRequest(session=us.session, inode=file.inode))):
+        await refused(AccessDenied, ask())
+    many = pb.GetAttrManyRequest(session=us.session, inodes=file.inode.to_bytes(8, "little"))
+    message, _ = await us.send("GETATTR_MANY", many).wait()
+    assert not Listed(pb.GetAttrManyReply.FromString(message).packed).inodes
+    names = pb.LookupManyRequest(session=us.session, directories=[pb.NamesIn(parent=home.inode, names=[b"f", b"none"])])
+    assert {one.error for one in (await us.ask("LOOKUP_MANY", names)).found} == {AccessDenied.wire_code}
+
+
+@scenario
+async def test_path_that_is_closed_ends_what_was_met(place):
+    home = (await place.root.create(ROOT, b"home", stat.S_IFDIR | 0o755, exclusive=True)).entry.attr
+    await place.root.file(home.inode, b"f")
+    await place.root.file(home.inode, b"g")
+    met, other = [(await place.us.lookup(home.inode, name)).attr.inode for name in (b"f", b"g")]
+    opened = await place.us.open(met)
+    await place.root.setattr(home.inode, valid.MODE, mode=0o700)
+    await refused(AccessDenied, place.us.open(met))
+    await refused(AccessDenied, place.us.getattr(other))
+    assert (await place.us.getattr(met, grants.READ)).grant, "what is open stays so, as a file descriptor does"
+    assert opened.grant
+
+
+@scenario
+async def test_name_in_another_directory_is_found_after_a_restart(place):
+    home, _, file = await private(place)
+    await place.root.link(file.inode, ROOT, b"door")
+    near = await place.root.file(ROOT, b"near")
+    assert (await place.us.open((await place.us.lookup(ROOT, b"door")).attr.inode)).grant
+    await place.restart()
+    await refused(NotFound, place.us.open(file.inode))
+    await place.us.lookup(ROOT, b"door")
+    assert (await place.us.open(file.inode)).grant
+    await place.root.unlink(ROOT, b"door")
+    await place.us.lookup(ROOT, b"near")
+    assert (await place.us.open(near.inode)).grant
+    await refused(AccessDenied, place.us.open(file.inode))
+
+
+@scenario
+async def test_what_is_made_belongs_to_who_makes_it(place):
+    place.us.uid, place.us.gid = 0, 0  # as its requests claim
+    tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o1777, exclusive=True)).entry.attr
+    await place.root.setattr(tmp.inode, valid.MODE, mode=0o1777)
+    made = await place.us.file(tmp.inode, b"mine", mode=stat.S_IFREG | 0o6755)
+    assert (made.uid, made.gid) == (US, min(US, 50))
+    place.us.gid = US
+    directory = (await place.us.create(tmp.inode, b"d", stat.S_IFDIR | 0o6755, exclusive=True)).entry.attr
+    assert (directory.uid, directory.gid, directory.mode) == (US, US, stat.S_IFDIR | 0o755)
+    for name, kind in ((b"chr", stat.S_IFCHR), (b"blk", stat.S_IFBLK)):
+        await refused(NotPermitted, place.us.create(tmp.inode, name, kind | 0o666, exclusive=True, rdev=1))
+    await refused(AccessDenied, place.us.create(tmp.inode, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish()))
+    await refused(AccessDenied, place.us.file(ROOT, b"x"))
+    await refused(NotPermitted, place.another.unlink(tmp.inode, b"mine"))
+    await refused(NotPermitted, place.another.rename(tmp.inode, b"mine", tmp.inode, b"theirs"))
+    await place.us.unlink(tmp.inode, b"mine")
+
+
+@scenario
+async def test_owner_alone_changes_mode_owner_and_times(place):
+    tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o777, exclusive=True)).entry.attr
+    await place.root.setattr(tmp.inode, valid.MODE, mode=0o777)
+    mine = (await place.us.file(tmp.inode, b"mine", mode=stat.S_IFREG | 0o664)).inode
+    await place.another.lookup(tmp.inode, b"mine")
+    for bits, fields in ((valid.MODE, {"mode": 0o777}), (valid.UID, {"uid": ANOTHER}), (valid.GID, {"gid": ANOTHER}),
+                         (valid.MTIME, {"mtime_ns": 1}), (valid.ATIME_NOW, {})):
+        await refused(NotPermitted, place.another.setattr(mine, bits, **fields))
+    await refused(AccessDenied, place.another.setattr(mine, valid.ATIME_NOW | valid.MTIME_NOW))
+    await refused(AccessDenied, place.another.setattr(mine, valid.SIZE, size=0))
+    await refused(NotPermitted, place.us.setattr(mine, valid.UID, uid=0))
+    await refused(NotPermitted, place.us.setattr(mine, valid.GID, gid=0))
+    assert (await place.us.setattr(mine, valid.GID, gid=50)).attr.gid == 50
+    assert (await place.us.setattr(mine, valid.MODE, mode=0o2775)).attr.mode & 0o7777 == 0o2775
+    await place.root.setattr(mine, valid.GID, gid=7)
+    assert (await place.us.setattr(mine, valid.MODE, mode=0o6775)).attr.mode & 0o7777 == 0o4775, "not of that group"
+
+
+@scenario
+async def test_read_only_file_of_ours_is_written_while_it_is_open(place):
+    """As `git` and `cp` make theirs: the descriptor may write what the mode does not allow."""
+    tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o777, exclusive=True)).entry.attr
+    await place.root.setattr(tmp.inode, valid.MODE, mode=0o777)
+    made = await place.us.create(tmp.inode, b"object", stat.S_IFREG | 0o444, open=True, rights=3, exclusive=True)
+    inode = made.entry.attr.inode
+    assert grants.read(made.entry.grant).rights == 3
+    await place.us.report(inode, 100)
+    assert grants.read((await place.us.getattr(inode, 3)).grant).rights == 3, "a right that ends is given anew"
+    await refused(AccessDenied, place.us.open(inode, grants.WRITE))
+    await refused(AccessDenied, place.another.report((await place.another.lookup(tmp.inode, b"object")).attr.inode, 100))
+
+
+@scenario
+async def test_set_uid_ends_where_another_user_writes(place):
+    inode = (await place.root.file(ROOT, b"tool", mode=stat.S_IFREG | 0o777)).inode
+    await place.root.setattr(inode, valid.MODE, mode=0o6777)
+    opened = await place.us.open((await place.us.lookup(ROOT, b"tool")).attr.inode, grants.WRITE)
+    assert opened.attr.mode & 0o7777 == (await place.root.getattr(inode)).attr.mode & 0o7777 == 0o777
+    await place.root.setattr(inode, valid.MODE, mode=0o4777)
+    assert not (await place.us.getattr(inode, grants.WRITE)).grant
+    await place.root.ask("SETXATTR", pb.SetXattrRequest(change=place.root.change(), inode=inode, name=local_users.CAPABILITIES,
+                                                        value=b"x"))
+    await place.us.open(inode, grants.WRITE)
+    asked = pb.ListXattrRequest(session=place.root.session, inode=inode)
+    assert not (await place.root.ask("LISTXATTR", asked)).names
+
+
+@scenario
+async def test_listing_tells_attributes_to_who_may_search(place):
+    home = (await place.root.create(ROOT, b"names", stat.S_IFDIR | 0o744, exclusive=True)).entry.attr
+    file = await place.root.file(home.inode, b"f")
+    asked = pb.ListDirRequest(session=place.us.session, inode=home.inode, attrs=True, packed=True, rights=grants.READ)
+    seen = await place.us.ask("LIST", asked)
+    listed = Listed(seen.packed)
+    assert listed.names == [b"f"] and listed.changes == [0] and listed.attr(0).size == listed.attr(0).links == 0
+    assert not seen.grants and not listed.promised
+    await refused(AccessDenied, place.us.open(file.inode))
+    await place.root.setattr(home.inode, valid.MODE, mode=0o755)
+    seen = await place.us.ask("LIST", asked)
+    assert Listed(seen.packed).changes != [0] and not seen.grants
+    assert (await place.us.open(file.inode)).grant
+    await place.root.setattr(home.inode, valid.MODE, mode=0o711)
+    await refused(AccessDenied, place.us.ask("LIST", asked))
+    assert (await place.us.lookup(home.inode, b"f")).attr.inode == file.inode
+
+
+@scenario
+async def test_client_bound_to_one_user_acts_as_that_alone(place):
+    bound = await ShardClient(place.service, 0, 0, Peer("c", "10.0.0.1:1", False, f"client/a.0a1b2c3d.u{US}-50")).begin()
+    free = await ShardClient(place.service, 0, 0, Peer("c", "10.0.0.1:1", False, "client/a.0a1b2c3d")).begin()
+    secret = await place.root.file(ROOT, b"secret", mode=stat.S_IFREG | 0o600)
+    await refused(AccessDenied, bound.open(secret.inode))
+    await refused(AccessDenied, bound.file(ROOT, b"x"))
+    assert (await free.open(secret.inode)).grant
+    tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o777, exclusive=True)).entry.attr
+    await place.root.setattr(tmp.inode, valid.MODE, mode=0o777)
+    made = await bound.file(tmp.inode, b"f")
+    assert (made.uid, made.gid) == (US, 50)
+
+
+@scenario
+async def test_access_list_counts(place):
+    inode = (await place.root.file(ROOT, b"f", mode=stat.S_IFREG | 0o600)).inode
+    value = encode_acl((Entry(USER_OBJ, 6), Entry(USER, 6, US), Entry(GROUP_OBJ, 0), Entry(MASK, 6), Entry(OTHER, 0)))
+    await place.root.ask("SETXATTR", pb.SetXattrRequest(change=place.root.change(), inode=inode, name=ACCESS, value=value))
+    assert await shown(place.us, ROOT, b"f", 3) == 3 and await shown(place.another, ROOT, b"f", 3) == 0
+    await refused(NotPermitted, place.us.ask("SETXATTR", pb.SetXattrRequest(change=place.us.change(), inode=inode, name=ACCESS,
+                                                                            value=value)))
+
+
+@scenario
+async def test_sessions_of_others_are_refused(place):
+    file = await place.root.file(ROOT, b"f")
+    for session in (place.root.session, place.another.session):
+        place.us.session = session
+        for work in (place.us.getattr(file.inode), place.us.lookup(ROOT, b"f"), place.us.report(file.inode, 1),
+                     place.us.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=session)),
+                     place.us.ask("RENEW_SESSION", pb.RenewSessionRequest(session=session))):
+            await refused(StaleSession, work)
+    assert (await place.root.getattr(file.inode)).attr.inode == file.inode
+
+
+@scenario
+async def test_methods_of_nodes_are_refused_to_users(place):
+    for name, number in wire.Method.items():
+        if name.startswith("META_") and number not in USER_METHODS:
+            call = DirectCall(number, b"", peer=peer(US))
+            place.service.handle(call)
+            await refused(AccessDenied, call.wait())
+    call = DirectCall(wire.META_STATUS, b"", peer=peer(US, OPERATORS))
+    place.service.handle(call)
+    await call.wait()
+    assert local_users.METHODS == {number for number in USER_METHODS if wire.Method.Name(number).startswith("META_")}
+
+
+@scenario
+async def test_users_are_refused_where_shards_are_several(place):
+    place.service._view.owners = (1, 2)
+    await refused(AccessDenied, place.us.getattr(ROOT))
+
+
+@scenario
+async def test_volume_with_a_list_is_closed_to_users(place):
+    made = (await place.root.create(ROOT, b"v", stat.S_IFDIR | 0o777, exclusive=True, volume=pb.VolumeWish())).entry.attr
+    await place.root.setattr(made.inode, valid.MODE, mode=0o777)
+    inside = await place.us.file(made.inode, b"f", mode=stat.S_IFREG | 0o666)
+    wish = pb.VolumeRequest(session=place.root.session, inode=made.inode, wish=pb.VolumeRequest.GRANT,
+                            grant=pb.VolumeGrant(client="client/a.1", write=True))
+    await place.root.ask("VOLUME", wish)
+    await refused(AccessDenied, place.us.open(inside.inode))
+    await refused(AccessDenied, place.us.file(made.inode, b"g"))
+    for wish in (pb.VolumeRequest.SET, pb.VolumeRequest.SEAL, pb.VolumeRequest.GRANT, pb.VolumeRequest.REMOVE):
+        asked = pb.VolumeRequest(session=place.us.session, inode=made.inode, wish=wish)
+        await refused(AccessDenied, place.us.ask("VOLUME", asked))
+
+
+@scenario
+async def test_users_are_never_answered_at_once(place):
+    service, answered = place.service, lambda *_: 0
+
+    class WithAtOnce:
+        at_once = type("AtOnce", (), {"answer": staticmethod(answered)})
+        handle = service.handle
+
+    handling = Handling(WithAtOnce(), None, "meta", OPERATORS)
+    assert handling.at_once_for(peer(US)) is None
+    assert all(map(handling.at_once_for, (peer(0), peer(US, OPERATORS), Peer("node", "", False))))
+    assert Handling(WithAtOnce(), None, "store", OPERATORS).at_once_for(peer(US)), "what a store answers has a grant"
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(local_users, "KNOWN_MAX", 3)
+    table = {}
+    for key in (1, 2, 1, 3, 4):
+        local_users._keep(table, key, key)
+    assert list(table) == [1, 3, 4]
+
+
+
+
+INODES = ("inode", "parent", "new_parent")
+NAMES = ("name", "new_name")
+
+
+def any_request(kind, chance, known, session, sequence):
+    """A request of that kind with fields as they may come, of inodes and names that are there."""
+    request = kind()
+    for field in kind.DESCRIPTOR.fields:
+        if chance.random() < 0.3 and field.name not in (*INODES, *NAMES, "session", "change", "mode", "valid"):
+            continue
+        if field.name == "change":
+            request.change.CopyFrom(pb.Change(session=session, slot=0, sequence=sequence, uid=chance.choice((0, US, 7)),
+                                              gid=chance.choice((0, US, 50))))
+        elif field.name == "session":
+            request.session = session
+        elif field.name == "directories":
+            request.directories.add(parent=chance.choice(known), names=[b"f", b"below", b"x"])
+        elif field.name in INODES:
+            setattr(request, field.name, chance.choice(known))
+        elif field.name == "inodes":
+            request.inodes = b"".join(inode.to_bytes(8, "little") for inode in known)
+        elif field.name in NAMES and field.type == field.TYPE_BYTES:
+            attribute = kind in (pb.SetXattrRequest, pb.GetXattrRequest, pb.RemoveXattrRequest)
+            names = (b"user.a", b"trusted.a", ACCESS) if attribute else (b"f", b"home", b"below", b"x%d" % chance.randrange(9))
+            setattr(request, field.name, chance.choice(names))
+        elif field.name == "mode":
+            request.mode = chance.choice((0o100000, 0o040000, 0o120000, 0o010000, 0o020000, 0)) | chance.randrange(0o10000)
+        elif field.name == "valid":
+            request.valid = chance.choice((1 << chance.randrange(12), chance.randrange(1 << 12)))
+        elif field.type == field.TYPE_BOOL:
+            setattr(request, field.name, chance.random() < 0.5)
+        elif field.type == field.TYPE_BYTES and not field.is_repeated:
+            setattr(request, field.name, chance.choice((b"", b"x", VALUE)))
+        elif field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64) and not field.is_repeated:
+            setattr(request, field.name, chance.choice((0, 1, 2, 3, US, 4096)))
+    return request
+
+
+VALUE = encode_acl((Entry(USER_OBJ, 7), Entry(USER, 7, US), Entry(GROUP_OBJ, 7), Entry(MASK, 7), Entry(OTHER, 7)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_request_changes_what_is_roots(seed):
+    """A closed directory with files that all may write, a file of root's, and a directory that all may write beside them."""
+    async def body():
+        place = await Place().start()
+        home, below, file = await private(place)
+        secret = await place.root.file(ROOT, b"f", mode=stat.S_IFREG | 0o600)
+        tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o1777, exclusive=True)).entry.attr
+        await place.root.setattr(tmp.inode, valid.MODE, mode=0o1777)
+        theirs = (await place.us.file(tmp.inode, b"x", mode=stat.S_IFREG | 0o644)).inode
+        known, chance = [ROOT, home.inode, below.inode, file.inode, secret.inode, tmp.inode, theirs], random.Random(seed)
+
+        async def state():
+            found = [(await place.root.getattr(one.inode)).attr.SerializeToString() for one in (home, below, file, secret)]
+            return found, await place.root.names(home.inode), await place.root.names(below.inode), await place.root.names(ROOT)
+
+        before, sequence, refusals = await state(), place.us.sequences[0], Counter()
+        closed = {file.inode, secret.inode}
+        try:
+            for _ in range(1500):
+                method = chance.choice(sorted(local_users.METHODS - {wire.META_OPEN_SESSION, wire.META_CLOSE_SESSION,
+                                                                     wire.META_WATCH, wire.META_LOCK_WAIT, wire.META_SYNC,
+                                                                     wire.META_RESERVE}))  # which waits for the last one
+                sequence += 1
+                request = any_request(local_users._METHOD_REQUESTS[method], chance, known, place.us.session, sequence)
+                call = DirectCall(method, request.SerializeToString(), peer=peer(US, 50))
+                place.service.handle(call)
+                try:
+                    message, _ = await call.wait()
+                except NvpoolError as error:
+                    assert not isinstance(error, Bug)
+                    refusals[type(error).__name__] += 1
+                    continue
+                for right in (piece for piece in grants_in(message) if piece.inode in closed):
+                    raise AssertionError(f"{wire.Method.Name(method)} gave the right {right} for {request}")
+            assert await state() == before
+            assert refusals["AccessDenied"] > 100 and refusals["NotPermitted"] > 10
+        finally:
+            await place.service.close()
+
+    asyncio.run(body())
+
+
+def grants_in(message):
+    """Signed rights anywhere in a message."""
+    for at in range(len(message) - grants.GRANT_BYTES + 1):
+        try:
+            yield grants.verify(message[at:at + grants.GRANT_BYTES], b"s" * 32, 0)
+        except StaleGrant:
+            continue
