@@ -80,7 +80,8 @@ class ShardClient:
     def __init__(self, service: MetaService, uid: int = 0, gid: int = 0) -> None:
         self.service = service
         self.uid, self.gid = uid, gid
-        self.peer = PEER
+        self.peer: Peer | None = None
+        """Who asks; None: PEER."""
         self.session = 0
         self.secret = b""
         self.sequences = [0] * 64
@@ -94,7 +95,8 @@ class ShardClient:
 
     def send(self, method: str, request: Any, payload: bytes = b"") -> DirectCall:
         call = self.last = DirectCall(Method.Value("META_" + method), request.SerializeToString(), payload)
-        call.peer = self.peer
+        if self.peer is not None:
+            call.peer = self.peer
         self.service.handle(call)
         return call
 
