@@ -95,6 +95,7 @@ class StoreService(WritesOne, Telling):
         no part in chains with others. `on_fail` is told when background work has died of a fault in itself."""
         self.store = store
         self.target = target
+        self._callers = callers or Callers()
         self.clock = clock
         self._refresh_map = refresh_map
         self._map: PoolMap | None = None

@@ -105,6 +105,7 @@ RIGHTS: dict[int, Right] = {
     wire.META_FOLLOW: Right(Who.NODE, _SIGNED),
     wire.META_ALIVE: Right(Who.NODE, _SIGNED),
     wire.META_STANDBY: Right(Who.NODE, _SIGNED),
+    wire.META_TAKE_RIGHT: Right(Who.NODE, _SIGNED),
     wire.META_HOLD: Right(Who.NODE, _SIGNED),
     wire.META_SETTLE: Right(Who.NODE, _SIGNED),
     wire.META_OUTCOME: Right(Who.NODE, _SIGNED),

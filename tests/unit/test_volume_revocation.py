@@ -139,6 +139,7 @@ def test_client_reads_on_by_a_lesser_right(monkeypatch):
             await file.write(0, b"B")
             await file.fsync()
             await own.volumes.grant("v", ONE, "ro")
+            assert (await file.stat()).st_size == 6
             assert await file.read(0, 6) == b"Before"
             with pytest.raises(PermissionError, match="may only read"):
                 await file.write(0, b"C")

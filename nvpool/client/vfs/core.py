@@ -143,6 +143,9 @@ class Core:
         except Unavailable:
             if not self._may_read(file):
                 raise
+        except AccessDenied:
+            file.give_up_grant()  # perhaps only the right to write was taken back
+            await self._ask_attr(file, rights)
 
     def _looked(self, task: asyncio.Task) -> None:
         self._renewals.discard(task)
