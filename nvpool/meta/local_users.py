@@ -43,7 +43,7 @@ from nvpool.meta.records import Inode
 from nvpool.meta.view import Decision, Draft, View
 from nvpool.wire import codec
 from nvpool.wire.entries import Listed
-from nvpool.wire.transport import Call, Credentials
+from nvpool.wire.transport import Credentials
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
@@ -54,7 +54,13 @@ SEARCHED_MAX = 20_000
 DEPTH_MAX = 4096
 CAPABILITIES = b"security.capability"
 """Of an executable file (capabilities(7)); goes as set-uid does."""
-_OF_VOLUMES: dict[int, Any] = {wire.META_VOLUME: pb.VolumeRequest, wire.META_VOLUME_ROOM: pb.VolumeRoomRequest}
+
+
+def check_shards(view: View) -> None:
+    """AccessDenied: this shard has not all metadata, so that paths of users can not be checked."""
+    if view.owners:
+        raise AccessDenied("the metadata of this pool is in several shards, so users without the rights of a node reach it "
+                           "through a mount alone")
 
 
 class LocalUsers:
@@ -65,16 +71,9 @@ class LocalUsers:
         self._places: dict[tuple[int, int], tuple[int, bytes]] = {}
         self._rights: dict[tuple[int, int], int] = {}
 
-    def check_call(self, call: Call, credentials: Credentials, view: View) -> None:
-        """AccessDenied: the request is about a volume that the user does not reach, or would change one."""
-        if view.owners:
-            raise AccessDenied("the metadata of this pool is in several shards, so users without the rights of a node reach it "
-                               "through a mount alone")
-        kind = _OF_VOLUMES.get(call.method)
-        if kind is None:
-            return
-        request = kind.FromString(call.message)
-        if call.method == wire.META_VOLUME and request.wish != pb.VolumeRequest.SHOW:
+    def check_volume(self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest) -> None:
+        """AccessDenied: the user does not reach the volume, or would change it."""
+        if isinstance(request, pb.VolumeRequest) and request.wish != pb.VolumeRequest.SHOW:
             raise AccessDenied(f"user {credentials.uid} has not the rights of a node, and changes no volume")
         User(self, view, credentials).reach(request.inode)
 

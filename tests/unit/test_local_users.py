@@ -15,11 +15,11 @@ from nvpool.kv.memory import MemoryKv
 from nvpool.logic.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
 from nvpool.meta import local_users
 from nvpool.meta.changes import attributes as valid
+from nvpool.meta.routes import CHANGES, QUERIES
 from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.run.served import Handling
 from nvpool.testing.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
 from nvpool.wire.entries import Listed
-from nvpool.wire.roles import USER_METHODS
+from nvpool.wire.rights import RIGHTS, Callers, Who
 from nvpool.wire.transport import Credentials, Peer
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -32,6 +32,13 @@ def peer(uid, *groups):
     return Peer("somebody", "unix", True, credentials=Credentials(uid, frozenset({uid, *groups}), 1))
 
 
+REQUESTS = {method: kind for method, (kind, *_) in (CHANGES | QUERIES).items() if method in local_users._GUARDS} | {
+    wire.META_RENEW_SESSION: pb.RenewSessionRequest, wire.META_RELEASE: pb.ReleaseRequest, wire.META_LIST: pb.ListDirRequest,
+    wire.META_LOOKUP_MANY: pb.LookupManyRequest, wire.META_GETATTR_MANY: pb.GetAttrManyRequest,
+    wire.META_STATFS: pb.StatFsRequest, wire.META_VOLUME: pb.VolumeRequest, wire.META_VOLUME_ROOM: pb.VolumeRoomRequest}
+del REQUESTS[wire.META_RESERVE]  # waits for the last one
+
+
 class Place:
     """A shard in memory with a session of root's (`root`), of ours (`us`) and of another user's (`another`)."""
 
@@ -41,7 +48,7 @@ class Place:
 
     async def begin(self):
         self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock,
-                                   options=OPTIONS._replace(operators=OPERATORS))
+                                   options=OPTIONS, callers=Callers(OPERATORS))
         self.service.update_map(small_map())
         await self.service.start()
         self.root = await ShardClient(self.service).begin()
@@ -292,14 +299,18 @@ async def test_sessions_of_others_are_refused(place):
 @scenario
 async def test_methods_of_nodes_are_refused_to_users(place):
     for name, number in wire.Method.items():
-        if name.startswith("META_") and number not in USER_METHODS:
+        if name.startswith("META_") and RIGHTS[number].who not in (Who.USER, Who.VOLUME):
             call = DirectCall(number, b"", peer=peer(US))
             place.service.handle(call)
             await refused(AccessDenied, call.wait())
     call = DirectCall(wire.META_STATUS, b"", peer=peer(US, OPERATORS))
     place.service.handle(call)
     await call.wait()
-    assert local_users.METHODS == {number for number in USER_METHODS if wire.Method.Name(number).startswith("META_")}
+
+
+def test_each_decision_for_users_has_its_check():
+    asked = {method for method in (CHANGES | QUERIES) if RIGHTS[method].who in (Who.USER, Who.VOLUME)}
+    assert set(local_users._GUARDS) == asked
 
 
 @scenario
@@ -321,20 +332,6 @@ async def test_volume_with_a_list_is_closed_to_users(place):
     for wish in (pb.VolumeRequest.SET, pb.VolumeRequest.SEAL, pb.VolumeRequest.GRANT, pb.VolumeRequest.REMOVE):
         asked = pb.VolumeRequest(session=place.us.session, inode=made.inode, wish=wish)
         await refused(AccessDenied, place.us.ask("VOLUME", asked))
-
-
-@scenario
-async def test_users_are_never_answered_at_once(place):
-    service, answered = place.service, lambda *_: 0
-
-    class WithAtOnce:
-        at_once = type("AtOnce", (), {"answer": staticmethod(answered)})
-        handle = service.handle
-
-    handling = Handling(WithAtOnce(), None, "meta", OPERATORS)
-    assert handling.at_once_for(peer(US)) is None
-    assert all(map(handling.at_once_for, (peer(0), peer(US, OPERATORS), Peer("node", "", False))))
-    assert Handling(WithAtOnce(), None, "store", OPERATORS).at_once_for(peer(US)), "what a store answers has a grant"
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
@@ -408,11 +405,9 @@ def test_no_request_changes_what_is_roots(seed):
         closed = {file.inode, secret.inode}
         try:
             for _ in range(1500):
-                method = chance.choice(sorted(local_users.METHODS - {wire.META_OPEN_SESSION, wire.META_CLOSE_SESSION,
-                                                                     wire.META_WATCH, wire.META_LOCK_WAIT, wire.META_SYNC,
-                                                                     wire.META_RESERVE}))  # which waits for the last one
+                method = chance.choice(sorted(REQUESTS))
                 sequence += 1
-                request = any_request(local_users._METHOD_REQUESTS[method], chance, known, place.us.session, sequence)
+                request = any_request(REQUESTS[method], chance, known, place.us.session, sequence)
                 call = DirectCall(method, request.SerializeToString(), peer=peer(US, 50))
                 place.service.handle(call)
                 try:

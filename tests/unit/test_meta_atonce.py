@@ -27,7 +27,7 @@ from nvpool.wire.frame import EMPTY, HELLO, REPLY, REQUEST, pack_head, read_head
 from nvpool.wire.registry import transport
 from nvpool.wire.status import decode_error
 from nvpool.wire.tally import Answers
-from nvpool.wire.transport import Greeting, Peer
+from nvpool.wire.transport import Credentials, Greeting, Peer
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
@@ -651,6 +651,19 @@ async def test_session_of_another_is_not_answered_at_once(bench):
         session.owner = owner
         bench.ordinary.peer = bench.ordinary.peer._replace(member=member)
         assert bench.at_once(frames[0])[0] == len(frames[0])
+
+
+@with_shard
+async def test_who_acts_as_one_user_is_not_answered_at_once(bench):
+    look = pb.LookupRequest(session=bench.client.session, parent=1, name=b"home").SerializeToString()
+    frame = pack_head(REQUEST, LOOKUP, 7, 1000, look, 0)
+    session, ours = bench.service._sessions.by_number[bench.client.session], bench.ordinary.peer
+    uid = os.geteuid() + 1000
+    user = ours._replace(credentials=Credentials(uid, frozenset((uid,)), 1))
+    for peer, owner in ((user, f"uid/{uid}"), *((ours._replace(member=name), name) for name in (
+            "client/a.0a1b2c3d.u1000-50", "client/a.0a1b2c3d"))):
+        bench.ordinary.peer, session.owner = peer, owner
+        assert (bench.at_once(frame) == (0, [])) is (owner != "client/a.0a1b2c3d"), owner
 
 
 @with_shard

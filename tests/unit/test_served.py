@@ -78,16 +78,13 @@ def test_nothing_listens_on_tcp_without_a_certificate(tmp_path):
 def test_socket_is_open_to_users_where_it_says_so(tmp_path, local_users, mode):
     asked = []
 
-    class Handler:
-        def __call__(self, call):
-            call.reply()
-
-        def at_once_for(self, peer):
-            asked.append(peer.credentials.uid)
+    def handler(call):
+        asked.append(call.peer.credentials.uid)
+        call.reply()
 
     async def look():
         greeting = Greeting("us", local_users=local_users)
-        listener, = await served.listen_on((f"stream+unix://{tmp_path}/s",), greeting, Handler())
+        listener, = await served.listen_on((f"stream+unix://{tmp_path}/s",), greeting, handler)
         dialer = Dialer(Greeting("them"))
         try:
             assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == mode
@@ -97,4 +94,4 @@ def test_socket_is_open_to_users_where_it_says_so(tmp_path, local_users, mode):
             await listener.close()
 
     asyncio.run(look())
-    assert asked == [os.geteuid()], "once for a connection"
+    assert asked == [os.geteuid()]

@@ -7,9 +7,10 @@ import os
 import pytest
 from test_meta_service import Shard, run
 
-from nvpool.base.errors import AlreadyExists, InvalidRequest, StaleSession
+from nvpool.base.errors import AccessDenied, AlreadyExists, InvalidRequest, StaleSession
 from nvpool.base.ids import ROOT_INODE as ROOT
 from nvpool.meta import records
+from nvpool.meta.changes.attributes import MODE
 from nvpool.meta.leases import Sessions, mark_of
 from nvpool.meta.routes import CHANGES
 from nvpool.meta.session_records import SessionRecord, decode_session, decode_slot, encode_session
@@ -76,16 +77,19 @@ def test_messages_with_a_session_are_all_known():
     pytest.param(PEER, (MALLORY, USER), id="node")])
 def test_session_of_another_is_refused_in_each_message(owner, others):
     async def body(shard, _):
+        await (await ShardClient(shard.service).begin()).setattr(ROOT, MODE, mode=0o777)
         mine = await Peer(shard, owner).begin(watch=True)
         await mine.file(ROOT, b"f")
         before = shard.kv.sequence
         for other in others:
+            not_asked = shard.service._callers.of(other).refused
             for method, request in requests_of(mine.session, mine.secret):
                 call = DirectCall(method, request.SerializeToString())
                 call.peer = other
                 shard.service.handle(call)
-                with pytest.raises(StaleSession, match="belongs to somebody else"):
+                with pytest.raises((StaleSession, AccessDenied)) as raised:
                     await call.wait()
+                assert method in not_asked or "belongs to somebody else" in str(raised.value), raised.value
         assert shard.kv.sequence == before and mine.session in shard.service._sessions.by_number
         await mine.unlink(ROOT, b"f")
     run(body)
@@ -123,6 +127,9 @@ async def test_session_without_an_owner_is_of_who_uses_it_first(shard, client):
     shard.kv.apply([(key, encode_session(record._replace(owner=None)))])  # as software from before wrote it
     await shard.restart()
     mine.service = shard.service
+    for user in (USER, PEER._replace(member="client/bound.0a1b2c3d.u1000-50")):  # nobody served them when it was opened
+        with pytest.raises(StaleSession):
+            await Peer(shard, user, mine.session).getattr(ROOT)
     await mine.getattr(ROOT)
     with pytest.raises(StaleSession):
         await Peer(shard, MALLORY, mine.session).getattr(ROOT)

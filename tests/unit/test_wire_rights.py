@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config
+from nvpool.base.config import Access, Config
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, InvalidRequest, NotSupported, StaleGrant
 from nvpool.base.grants import READ, WRITE, Grant, sign
@@ -44,11 +44,13 @@ CLIENT = Peer("c", "10.0.0.2:1", False, ALICE)
 ROOT_HERE = Peer("r", "unix", True, "", Credentials(0, frozenset((0,)), 1))
 OPERATOR_HERE = Peer("o", "unix", True, "", Credentials(OTHER_UID, frozenset((OTHER_UID, OPERATORS)), 1))
 USER_HERE = Peer("u", "unix", True, "", Credentials(OTHER_UID, frozenset((OTHER_UID,)), 1))
+BOUND = Peer("b", "10.0.0.4:1", False, "client/bob.0a1b2c3d.u1000-50")
 STRANGER = Peer("s", "10.0.0.3:1", False)
+CLIENTS = {NODE_AFAR, CLIENT, BOUND, ROOT_HERE, OPERATOR_HERE}
 MAY = {
-    Who.STRANGER: {NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, USER_HERE, STRANGER},
-    Who.MEMBER: {NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, USER_HERE},
-    Who.VOLUME: {NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, USER_HERE},
+    Who.STRANGER: {*CLIENTS, USER_HERE, STRANGER},
+    Who.USER: {*CLIENTS, USER_HERE}, Who.VOLUME: {*CLIENTS, USER_HERE},
+    Who.MEMBER: CLIENTS, Who.VOLUME_OF_CLIENT: CLIENTS,
     Who.NODE: {NODE_AFAR, ROOT_HERE, OPERATOR_HERE},
     Who.OPERATOR: {ROOT_HERE, OPERATOR_HERE},
 }
@@ -60,6 +62,14 @@ META_SHIP META_FOLLOW META_ALIVE META_STANDBY META_TAKE_RIGHT META_HOLD META_SET
 POOL_ALIVE POOL_KEYS
 """.split()
 """What clients must never be answered, whatever the table says."""
+FOR_USERS = """
+DATA_READ DATA_WRITE DATA_FLUSH DATA_EXTENTS DATA_COPY DATA_LOCATE
+META_OPEN_SESSION META_RENEW_SESSION META_CLOSE_SESSION META_RELEASE META_WATCH META_LOCK_WAIT META_LIST META_LOOKUP
+META_LOOKUP_MANY META_GETATTR META_GETATTR_MANY META_READLINK META_GETXATTR META_LISTXATTR META_SETXATTR META_REMOVEXATTR
+META_STATFS META_SYNC META_LOCK META_LOCKS META_SETATTR META_ALLOCATE META_CREATE META_UNLINK META_RMDIR META_RENAME META_LINK
+META_OPEN META_REPORT META_RESERVE META_VOLUME META_VOLUME_ROOM POOL_MAP POOL_AUTHORITY POOL_JOIN
+""".split()
+"""All that a local user is answered; META_* are also all that a client bound to one user is answered of metadata."""
 
 
 def call_of(method: int, peer: Peer, message: bytes = b"", payload: bytes = b"") -> DirectCall:
@@ -78,17 +88,18 @@ async def is_refused(handle, call: DirectCall) -> bool:
     except Exception as raised:
         error = raised
     return isinstance(error, AccessDenied) and str(error).endswith(("run the command on a node", "a certificate of this pool",
-                                                                    "do it there"))
+                                                                    "do it there", "operator group (access.operators)"))
 
 
 async def check_all(methods, handle, peers) -> None:
     for method in methods:
         for peer in peers:
-            wanted = peer not in MAY[RIGHTS[method].who]
+            wanted = peer not in MAY[RIGHTS[method].who] or peer is BOUND and 100 <= method < 200 and \
+                Method.Name(method) not in FOR_USERS
             assert await is_refused(handle, call_of(method, peer)) == wanted, (Method.Name(method), peer)
 
 
-LOCAL_PEERS = (NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, USER_HERE)
+LOCAL_PEERS = (NODE_AFAR, CLIENT, BOUND, ROOT_HERE, OPERATOR_HERE, USER_HERE)
 
 
 def test_each_method_has_a_line():
@@ -98,6 +109,27 @@ def test_each_method_has_a_line():
 
 def test_service_only_methods_are_for_nodes():
     assert {RIGHTS[Method.Value(name)].who for name in SERVICE_ONLY} == {Who.NODE}
+
+
+def test_local_users_are_answered_their_methods_alone():
+    refused = Callers(OPERATORS).of(USER_HERE).refused
+    assert {Method.Name(method) for method in METHODS if method not in refused} == set(FOR_USERS)
+
+
+def test_refused_user_is_told_why():
+    async def main() -> None:
+        callers = Callers()
+        for method in (wire_pb2.POOL_CHANGE, wire_pb2.POOL_STATUS, wire_pb2.META_DUMP, wire_pb2.PROCESS_METRICS):
+            with pytest.raises(AccessDenied, match=f"user {OTHER_UID} .*{Method.Name(method)}.* root"):
+                callers.check(call_of(method, USER_HERE))
+    asyncio.run(main())
+
+
+def test_callers_know_as_whom_alone_they_act():
+    callers = Callers(OPERATORS)
+    assert all(callers.of(peer).user is None for peer in (NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, STRANGER))
+    assert callers.of(USER_HERE).user == USER_HERE.credentials
+    assert callers.of(BOUND)[:2] == (Role.CLIENT, BOUND.member) and callers.of(BOUND).user.uid == 1000
 
 
 def test_callers_are_named_by_certificate_and_uid():
@@ -158,11 +190,12 @@ def test_primary_asks_who_may_ship(tmp_path):
 def test_supervisor_asks_who_may_call(tmp_path):
     async def main() -> None:
         coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
-        supervisor = Supervisor(PoolDirectory(tmp_path), Config(), coordinator, Stop(), asyncio.Future(), operators=OPERATORS)
+        config = Config(access=Access(operators=str(OPERATORS)))
+        supervisor = Supervisor(PoolDirectory(tmp_path), config, coordinator, Stop(), asyncio.Future())
         methods = [method for method in METHODS if method >= 200]
         try:
             await check_all(methods, supervisor.handle, LOCAL_PEERS)
-            await check_all(methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, STRANGER))
+            await check_all(methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, BOUND, STRANGER))
         finally:
             await supervisor.close()
     asyncio.run(main())
@@ -186,7 +219,7 @@ def test_store_describes_chunks_to_who_has_a_grant():
         ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + 60_000
         try:
             for peer, inode, wanted in ((CLIENT, 0, StaleGrant), (CLIENT, 6, StaleGrant), (CLIENT, 5, None),
-                                        (USER_HERE, 0, StaleGrant), (NODE_AFAR, 0, None)):
+                                        (USER_HERE, 0, AccessDenied), (NODE_AFAR, 0, None)):
                 grant = sign(Grant(READ | WRITE, 0, 1, inode, 0, ends_ms), SECRET) if inode else b""
                 request = data_pb2.DescribeRequest(target=1, inode=5, grant=grant)
                 call = call_of(wire_pb2.DATA_DESCRIBE, peer, request.SerializeToString())
@@ -266,7 +299,8 @@ def test_client_without_a_right_to_the_volume_gets_nothing():
                         answers[member][method] = (await call.wait())[0]
                     except Exception as error:
                         answers[member][method] = error
-            walked = {method for method, right in RIGHTS.items() if right.who is Who.VOLUME and method >= 100}
+            walked = {method for method, right in RIGHTS.items()
+                      if right.who in (Who.VOLUME, Who.VOLUME_OF_CLIENT) and method >= 100}
             assert set(answers[MALLORY]) == walked
             for method, answer in answers[MALLORY].items():
                 name = Method.Name(method)

@@ -4,11 +4,9 @@ import os
 
 import pytest
 
-from nvpool.base.errors import AccessDenied
 from nvpool.base.identities import member_in, new_member, uri_of, user_in
-from nvpool.wire.roles import Role, acts_as, check_user_may, role_of
+from nvpool.wire.roles import Role, acts_as, role_of
 from nvpool.wire.transport import Credentials, Peer
-from nvpool.wire.v1 import wire_pb2 as wire
 
 OPERATORS = 4711
 OTHER_UID = os.geteuid() + 1000
@@ -26,16 +24,6 @@ def test_role_follows_certificate_then_credentials(member, credentials, role):
 
 def test_role_without_operator_group():
     assert role_of(Peer("name", "unix", True, "", Credentials(OTHER_UID, frozenset((5,)), 1))) == Role.USER
-
-
-def test_user_is_asked_for_its_methods_alone():
-    user = Peer("name", "unix", True, "", Credentials(OTHER_UID, frozenset((5,)), 1))
-    check_user_may(user, wire.META_LOOKUP, None)
-    for method in (wire.POOL_CHANGE, wire.POOL_STATUS, wire.META_DUMP, wire.META_SESSIONS, wire.DATA_LIST,
-                   wire.PROCESS_METRICS):
-        with pytest.raises(AccessDenied, match=f"user {OTHER_UID}"):
-            check_user_may(user, method, None)
-        check_user_may(user._replace(credentials=Credentials(OTHER_UID, frozenset((OPERATORS,)), 1)), method, OPERATORS)
 
 
 @pytest.mark.parametrize(("member", "credentials", "user"), [

@@ -115,6 +115,8 @@ class VolumeAnswers:
         self._counters["requests"] += 1
         request = _Wish.FromString(call.message)
         self._sessions.of(request.session, self._owner(call))
+        if (user := self._user(call)) is not None:
+            self._users.check_volume(self._view, user, request)
         if partition_of(request.inode) < PARTITION_COUNT and self._view.is_elsewhere(partition_of(request.inode)):
             raise WrongShard(f"volume {request.inode} belongs to another shard")
         record, use = policy.read_volume(self._view, request.inode)
@@ -221,6 +223,8 @@ class VolumeAnswers:
         self._counters["requests"] += 1
         request = pb.VolumeRoomRequest.FromString(call.message)
         session = self._sessions.of(request.session, self._owner(call)).number
+        if (user := self._user(call)) is not None:
+            self._users.check_volume(self._view, user, request)
         number, rooms = request.inode, self._view.rooms
         record, use = policy.read_volume(self._view, number)
         self._view.access.check_change(number)
