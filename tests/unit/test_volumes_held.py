@@ -31,18 +31,22 @@ def held(meta, key):
     meta._spanning.holds.release(SPAN)
 
 
-def close_at_recall(meta, volume):
-    """The volume's partition is closed while the next recall of leases is waited for."""
+def at_recall(meta, happens):
+    """While the next recall of leases is waited for."""
     recall = meta._watches.recall
-
-    async def close():
-        meta._ranges.close((partition_of(volume),))
 
     def once(*_):
         meta._watches.recall = recall
-        return close
+        return happens
 
     meta._watches.recall = once
+
+
+def close_at_recall(meta, volume):
+    async def close():
+        meta._ranges.close((partition_of(volume),))
+
+    at_recall(meta, close)
 
 
 @asynccontextmanager
@@ -79,6 +83,25 @@ def test_a_volume_moves_while_clients_are_told_that_it_goes():
             assert await meta.remove_more() == 0
             meta._ranges.open((partition_of(volume),))
             assert await meta.remove_more() == 3
+
+    asyncio.run(main())
+
+
+def test_nothing_is_removed_in_the_moment_of_a_check():
+    async def main():
+        async with removing() as (meta, _, _directory):
+            async def take_moment():
+                await meta._moment.quiet(9)
+                meta._moment.take(9)
+
+            before = meta._kv.sequence
+            at_recall(meta, take_moment)
+            going = asyncio.create_task(meta.remove_more())
+            while not meta._moment.changes_wait:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert meta._kv.sequence == before and meta._moment.end(9)
+            assert await going == 3
 
     asyncio.run(main())
 
