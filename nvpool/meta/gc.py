@@ -25,6 +25,7 @@ from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.meta import records
 from nvpool.meta.changes.xattr import XATTRS_MAX
+from nvpool.meta.spanning.holds import Held
 from nvpool.meta.targets import Targets
 from nvpool.meta.view import View
 from nvpool.meta.volumes.accounts import Account, account
@@ -206,21 +207,24 @@ class Collector:
         effects: list[tuple[bytes, bytes | None]] = [(key, records.ORPHAN_VALUE)]
         counted: dict[int, Account] = {}
         try:
-            if raw is not None:
-                self._uncount(records.decode_inode(inode, raw), counted)
-            if not self._kv.full:  # else it counts until it is buried
+            uncounted = raw is None or self._uncount(records.decode_inode(inode, raw), counted)
+            if uncounted and not self._kv.full:  # else it counts until it is buried
                 self._kv.apply(effects + [found.effect() for found in counted.values()], reclaims=True)
         except CorruptRecord:
             pass  # fsck's
 
     def _uncount(self, inode: records.Inode, counted: dict[int, Account]) -> bool:
-        """What of a volume goes does not count in it any more. False: it is the root of one that is still there."""
+        """What of a volume goes does not count in it any more. False: it can not go yet. It is the root of one that is still
+        there, or what is counted is held for a change over several shards."""
         if inode.number == inode.volume:
             return self._kv.get(volume_key(VOLUME, inode.number)) is None
         if self._kv.get(records.numbered_key(records.ORPHAN, inode.number)) != records.ORPHAN_COUNTED:
             return True
         if inode.volume not in counted:
-            found = account(self._view, inode.volume)
+            try:
+                found = account(self._view, inode.volume)
+            except Held:
+                return False
             if found is None or found.record is None:
                 return True
             counted[inode.volume] = found

@@ -161,7 +161,8 @@ def test_token_of_a_loopback_pool_warns(pool_on_tcp, tmp_path):
     assert "nvpool client token" in said and "nvpool node token" not in said
 
 
-def test_changes_are_in_the_audit_log(pool):
+def test_changes_are_in_the_audit_log(pool_on_tcp):
+    pool = pool_on_tcp
     nvpool("volume", "create", pool, "audited", "--size", "1GiB")
     nvpool("volume", "grant", pool, "audited", "client/x.00000000", "ro", "--force")
     nvpool("client", "token", pool)
@@ -176,7 +177,9 @@ def test_changes_are_in_the_audit_log(pool):
     assert "nvp1." not in (Path(pool) / "log" / "audit.log").read_text()
 
 
-def test_certificate_is_renewed_under_a_new_key(pool, tmp_path):
+def test_certificate_is_renewed_under_a_new_key(pool_on_tcp, tmp_path):
+    pool = pool_on_tcp
+
     def own():
         return next(one for one in as_json("cert", "ls", pool) if one["role"] == "node")
 

@@ -269,15 +269,17 @@ class _Asking:
     """Requests of the client come from this member."""
 
     def __init__(self, client, member):
-        self.client, self.member, self.send = client, member, client.send
+        self.client, self.member = client, member
 
     def __enter__(self):
-        import nvpool.testing.meta_shard as module
-        self.before, module.PEER = module.PEER, Peer("test", "inproc", False, self.member)
+        client = self.client
+        self.session = client.service._sessions.get(client.session)
+        self.before = client.peer, self.session.owner
+        client.peer = Peer("test", "inproc", False, self.member)
+        self.session.owner = "" if self.member.startswith("node/") else self.member
 
     def __exit__(self, *_):
-        import nvpool.testing.meta_shard as module
-        module.PEER = self.before
+        self.client.peer, self.session.owner = self.before
 
 
 @on_a_shard

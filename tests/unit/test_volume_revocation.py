@@ -34,14 +34,20 @@ class Bench:
     def __init__(self, pool: LocalPool, fs: AsyncFileSystem, inode: int) -> None:
         self.pool, self.fs, self.inode = pool, fs, inode
         self.meta = pool.meta
-        self.session = next(iter(self.meta._sessions.by_number))
+        self._sessions: dict[str, int] = {}
 
-    async def grant(self, member: str, rights: int = READ) -> bytes:
-        call = DirectCall(wire.META_GETATTR, pb.GetAttrRequest(session=self.session, inode=self.inode,
-                                                               rights=rights).SerializeToString())
+    async def _ask(self, member: str, method: int, request) -> bytes:
+        call = DirectCall(method, request.SerializeToString())
         call.peer = PEER._replace(member=member)
         self.meta.handle(call)
-        return pb.Entry.FromString((await call.wait())[0]).grant
+        return (await call.wait())[0]
+
+    async def grant(self, member: str, rights: int = READ) -> bytes:
+        if member not in self._sessions:
+            opened = await self._ask(member, wire.META_OPEN_SESSION, pb.OpenSessionRequest(client=member))
+            self._sessions[member] = pb.OpenSessionReply.FromString(opened).session
+        request = pb.GetAttrRequest(session=self._sessions[member], inode=self.inode, rights=rights)
+        return pb.Entry.FromString(await self._ask(member, wire.META_GETATTR, request)).grant
 
     def taken_by_stores(self, *grants: bytes) -> list[bool]:
         now_ms = self.pool.clock.wall_ns() // 1_000_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from nvpool.base.errors import Unavailable
 from nvpool.base.ids import partition_of
@@ -17,6 +17,8 @@ from nvpool.meta.view import View
 
 HELD_S = 5.0
 """For who meets a held record: it takes milliseconds, or somebody is away and the asker should come again."""
+
+T = TypeVar("T")
 
 
 class Hold:
@@ -54,6 +56,15 @@ async def until_free(hold: Hold) -> None:
     except TimeoutError:
         raise Unavailable(f"a change that shard {hold.span.shard} decides holds what was asked for",
                           retry_after_s=0.2) from None
+
+
+async def when_free(read: Callable[[], T]) -> T:
+    """What `read` returns when it meets nothing that is held. Unavailable after HELD_S."""
+    while True:
+        try:
+            return read()
+        except Held as held:
+            await held.wait()
 
 
 class Reads(Protocol):

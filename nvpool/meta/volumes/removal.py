@@ -97,7 +97,8 @@ class Removal:
         return [self._way[-1][0], *(records.decode_dentry(self._partition, raw)[0] for _, raw in self._names())]
 
     def step(self) -> int:
-        """The next names go, in one change; how many inodes have lost their last. CorruptRecord: fsck first."""
+        """The next names go, in one change; how many inodes have lost their last. CorruptRecord: fsck first. Held: nothing has
+        happened, and the step may be made later."""
         if trashed := self._trashed():
             draft = purged(self._view, self._number, trashed, self._clock.wall_ns())
             self._apply(draft)
@@ -129,15 +130,15 @@ class Removal:
 
     def _leave(self, draft: Draft, top: int, own_key: bytes) -> int:
         """Nothing is left in the directory: it goes, and its parent is the next; the root takes the volume with it."""
-        self._way.pop()
-        if not self._way:
+        if len(self._way) == 1:
             draft.effects.update(ended(self._view, self._number))
             self._apply(draft)
+            self._way.pop()
             self._collector.add(self._number)
             self.done = True
             return 0
         draft.effects[own_key] = None
-        above = self._inode(draft, self._way[-1][0])
+        above = self._inode(draft, self._way[-2][0])
         if above is not None:
             above.size = max(0, above.size - 1)
             above.links = max(2, above.links - 1) if above.links else 0
@@ -146,6 +147,7 @@ class Removal:
         if inode is not None and inode.links:
             draft.drop_name(inode)
         self._apply(draft)
+        self._way.pop()
         return 1
 
     @staticmethod

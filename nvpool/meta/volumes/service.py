@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import ceil
 
@@ -24,6 +24,7 @@ from nvpool.base.errors import (
 from nvpool.base.ids import partition_of
 from nvpool.base.units import MIB, PARTITION_COUNT
 from nvpool.logic.volumenames import check_holder
+from nvpool.meta.spanning.holds import Held, when_free
 from nvpool.meta.volumes import policy, trash
 from nvpool.meta.volumes.access import check_trash, check_wish
 from nvpool.meta.volumes.records import (
@@ -86,6 +87,29 @@ class VolumeAnswers:
             self._view.access.note(number, None)
             self._removals.pop(number, None)
 
+    def _check_here(self, volume: int) -> None:
+        """WrongShard where it is another shard's; Held, Unavailable where that is not settled."""
+        partition = partition_of(volume)
+        if partition < PARTITION_COUNT and self._view.is_elsewhere(partition):
+            raise WrongShard(f"volume {volume} belongs to another shard")
+        self._view.check_partition(partition)
+
+    async def _may_change(self, volume: int, session: int, inodes: Callable[[], list[int]]) -> bool:
+        """Whether these inodes of the volume may be changed now on behalf of the session, everybody else with a lease on them
+        having been told; not where the volume moves, or has moved. After each wait all is looked at anew: nothing has waited on
+        return. What is to be changed may be held all the same."""
+        partition = partition_of(volume)
+        while self._view.serves(partition) and not self._view.is_elsewhere(partition):
+            if self._kv.full:
+                await self._kv.room()
+            elif self._moment.changes_wait:
+                await self._moment.over()
+            elif (wait := self._watches.recall(session, inodes())) is not None:
+                await wait()
+            else:
+                return True
+        return False
+
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def _volumes(self, call: Call) -> None:
@@ -117,8 +141,7 @@ class VolumeAnswers:
         self._sessions.of(request.session, self._owner(call))
         if (user := self._user(call)) is not None:
             self._users.check_volume(self._view, user, request)
-        if partition_of(request.inode) < PARTITION_COUNT and self._view.is_elsewhere(partition_of(request.inode)):
-            raise WrongShard(f"volume {request.inode} belongs to another shard")
+        self._check_here(request.inode)
         record, use = policy.read_volume(self._view, request.inode)
         if request.wish == _Wish.SHOW:
             self._reply_volume(call, request.inode)
@@ -268,7 +291,7 @@ class VolumeAnswers:
 
         await self._mend(partial(removed, number=number, check=check), request.session)
         try:
-            record, _ = policy.read_volume(self._view, number)
+            record, _ = await when_free(lambda: policy.read_volume(self._view, number))
             self._view.access.note(number, record)
             self._watches.end_all()  # whatever anybody was promised of what is in it
         except NotFound:
@@ -295,8 +318,7 @@ class VolumeAnswers:
         request = pb.TrashRequest.FromString(call.message)
         session = self._sessions.of(request.session, self._owner(call)).number
         number = request.inode
-        if partition_of(number) < PARTITION_COUNT and self._view.is_elsewhere(partition_of(number)):
-            raise WrongShard(f"volume {number} belongs to another shard")
+        self._check_here(number)
         record, _ = policy.read_volume(self._view, number)
         check_trash(self._owner(call), record, request.wish != pb.TrashRequest.LIST)
         if request.wish == pb.TrashRequest.LIST:
@@ -314,6 +336,16 @@ class VolumeAnswers:
 
     async def _purge_on_request(self, request: pb.TrashRequest, session: int, reply: pb.TrashReply) -> None:
         """One entry, or some of all: `next` says that there are more."""
+        while True:
+            try:
+                await self._purge_asked(request, session, reply)
+                break
+            except Held as held:
+                await held.wait()
+        await self._kv.sync()
+
+    async def _purge_asked(self, request: pb.TrashRequest, session: int, reply: pb.TrashReply) -> None:
+        self._check_here(request.inode)
         if request.entry:
             if self._view.get(trash.trash_key(request.inode, request.entry)) is None:
                 raise NotFound(f"inode {request.entry} is not in the trash of the volume")
@@ -326,18 +358,12 @@ class VolumeAnswers:
                 reply.purged += await self._purge(request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session)
             else:
                 reply.next = 1
-        await self._kv.sync()
 
     async def _purge(self, volume: int, inodes: list[int], session: int) -> int:
-        """These leave the trash, when everybody with a lease on them has been told; how many."""
-        while (wait := self._watches.recall(session, inodes)) is not None:
-            await wait()
-        if self._kv.full:
-            await self._kv.room()
-        if self._moment.changes_wait:
-            await self._moment.over()
-        if not self._view.serves(partition_of(volume)):
-            return 0
+        """These leave the trash, when everybody with a lease on them has been told; how many. Held, WrongShard, Unavailable:
+        they are not ours to purge now."""
+        if not await self._may_change(volume, session, lambda: inodes):
+            self._check_here(volume)
         draft = trash.purged(self._view, volume, inodes, self._clock.wall_ns())
         effects = draft.finish()
         if effects:
@@ -365,6 +391,8 @@ class VolumeAnswers:
                 for at in range(0, len(over), STEP):
                     gone += await self._purge(volume, over[at:at + STEP], 0)
                     await asyncio.sleep(0)
+            except Held:
+                continue  # until the next time
             except NvpoolError as error:
                 _log.warning("the trash of volume %d is left as it is: %s", volume, error)
         return gone
@@ -387,17 +415,12 @@ class VolumeAnswers:
                 removal = self._removals[number] = Removal(self._kv, self._view, self._collector, self._clock, number)
             try:
                 until_s = self._clock.boottime_s() + self._options.tick_s / 4
-                while not removal.done and self._clock.boottime_s() < until_s:
-                    if self._kv.full:
-                        await self._kv.room()
-                    if self._moment.changes_wait:
-                        await self._moment.over()
-                    if not self._view.serves(partition_of(number)):
-                        break
-                    if (wait := self._watches.recall(0, removal.next())) is not None:
-                        await wait()
+                while not removal.done and self._clock.boottime_s() < until_s \
+                        and await self._may_change(number, 0, removal.next):
                     gone += removal.step()
                     await asyncio.sleep(0)
+            except Held:
+                continue  # until the next time
             except NvpoolError as error:
                 _log.warning("volume %s can not be removed further yet: %s", record.name, error)
                 self._removals.pop(number, None)

@@ -1,0 +1,204 @@
+"""What a shard does for volumes by itself meets partitions that are handed over at that moment, and records that a change over
+several shards holds: it leaves them as they are, and goes on when they are free."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
+
+import pytest
+from test_volumes import pool_and_client
+
+from nvpool.base.ids import partition_of
+from nvpool.meta.options import MetaOptions
+from nvpool.meta.records import inode_key
+from nvpool.meta.spanning.holds import Held
+from nvpool.meta.spanning.records import SpanId
+from nvpool.meta.volumes.records import ATTACHED, USE, volume_key
+from nvpool.meta.volumes.removal import Removal
+
+SPAN = SpanId(7, 7, 7)
+IN_THE_TEST = MetaOptions(tick_s=600.0, linger_s=0.0)
+"""What goes on in the background does so when the test says."""
+
+
+@contextmanager
+def held(meta, key):
+    """As by a change that another shard decides."""
+    meta._spanning.holds.take(SPAN, 0, [key])
+    yield
+    meta._spanning.holds.release(SPAN)
+
+
+def at_recall(meta, happens):
+    """While the next recall of leases is waited for."""
+    recall = meta._watches.recall
+
+    def once(*_):
+        meta._watches.recall = recall
+        return happens
+
+    meta._watches.recall = once
+
+
+def close_at_recall(meta, volume):
+    async def close():
+        meta._ranges.close((partition_of(volume),))
+
+    at_recall(meta, close)
+
+
+@asynccontextmanager
+async def removing():
+    """A volume with two directories in one another that is being removed."""
+    async with pool_and_client(meta_options=IN_THE_TEST) as (pool, fs):
+        made = await fs.volumes.create("v")
+        await fs.mkdir("/volumes/v/a/b", parents=True)
+        await fs.write_bytes("/volumes/v/a/b/f", b"")
+        directory = (await fs.stat("/volumes/v/a")).st_ino
+        await fs.volumes.remove("v")
+        yield pool.meta, made.inode, directory
+        assert await fs.volumes.removing(made.inode) is None and not pool.meta._removals
+
+
+@asynccontextmanager
+async def trashed():
+    """A volume with a file in its trash, whose time is over."""
+    async with pool_and_client(meta_options=IN_THE_TEST) as (pool, fs):
+        made = await fs.volumes.create("v", trash_s=60)
+        await fs.write_bytes("/volumes/v/f", b"")
+        inode = (await fs.stat("/volumes/v/f")).st_ino
+        await fs.remove("/volumes/v/f")
+        clock = pool.meta._clock
+        pool.meta._clock = SimpleNamespace(boottime_s=clock.boottime_s, wall_ns=lambda: clock.wall_ns() + 10**12)
+        yield pool.meta, fs, made.inode, inode
+        assert await fs.volumes.trash("v") == []
+
+
+def test_a_volume_moves_while_clients_are_told_that_it_goes():
+    async def main():
+        async with removing() as (meta, volume, _):
+            close_at_recall(meta, volume)
+            assert await meta.remove_more() == 0
+            meta._ranges.open((partition_of(volume),))
+            assert await meta.remove_more() == 3
+
+    asyncio.run(main())
+
+
+def test_nothing_is_removed_in_the_moment_of_a_check():
+    async def main():
+        async with removing() as (meta, _, _directory):
+            async def take_moment():
+                await meta._moment.quiet(9)
+                meta._moment.take(9)
+
+            before = meta._kv.sequence
+            at_recall(meta, take_moment)
+            going = asyncio.create_task(meta.remove_more())
+            while not meta._moment.changes_wait:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert meta._kv.sequence == before and meta._moment.end(9)
+            assert await going == 3
+
+    asyncio.run(main())
+
+
+def test_a_held_directory_of_a_volume_is_removed_when_it_is_free():
+    async def main():
+        async with removing() as (meta, _, directory):
+            with held(meta, inode_key(directory)):
+                assert await meta.remove_more() == 0
+            assert await meta.remove_more() == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_each_step_of_a_removal_is_repeated_after_a_hold(steps):
+    async def main():
+        async with removing() as (meta, volume, _):
+            removal = Removal(meta._kv, meta._view, meta._collector, meta._clock, volume)
+            gone = sum(removal.step() for _ in range(steps))
+            assert not removal.done
+            meta._ranges.close((partition_of(volume),))
+            with pytest.raises(Held):
+                removal.step()
+            meta._ranges.open((partition_of(volume),))
+            while not removal.done:
+                gone += removal.step()
+            assert gone == 3
+            meta._view.access.note(volume, None)
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_removal_waits_for_what_is_held():
+    async def main():
+        async with removing() as (meta, volume, _):
+            with held(meta, volume_key(ATTACHED, volume, b"somebody")):
+                assert await meta.remove_more() == 3
+                assert await meta.remove_more() == 0
+            assert await meta.remove_more() == 0
+
+    asyncio.run(main())
+
+
+def test_a_volume_moves_while_clients_are_told_of_its_trash():
+    async def main():
+        async with trashed() as (meta, _, volume, _inode):
+            close_at_recall(meta, volume)
+            assert await meta.purge_more() == 0
+            meta._ranges.open((partition_of(volume),))
+            assert await meta.purge_more() == 1
+
+    asyncio.run(main())
+
+
+def test_what_is_held_stays_in_the_trash_until_it_is_free():
+    async def main():
+        async with trashed() as (meta, _, _volume, inode):
+            with held(meta, inode_key(inode)):
+                assert await meta.purge_more() == 0
+            assert await meta.purge_more() == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("one", (True, False))
+def test_a_purge_waits_while_the_volume_is_handed_over(one):
+    async def main():
+        async with trashed() as (meta, fs, volume, inode):
+            close_at_recall(meta, volume)
+            purging = asyncio.create_task(fs.volumes.purge("v", inode if one else 0))
+            while meta._view.serves(partition_of(volume)) and not purging.done():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not purging.done()
+            meta._ranges.open((partition_of(volume),))
+            assert await purging == 1
+
+    asyncio.run(main())
+
+
+def test_what_is_open_without_a_name_is_buried_when_its_count_is_free():
+    async def main():
+        async with pool_and_client(meta_options=IN_THE_TEST) as (pool, fs):
+            volume, meta = (await fs.volumes.create("v", files_max=5)).inode, pool.meta
+            file = await fs.open("/volumes/v/f", "wb")
+            inode = (await fs.stat("/volumes/v/f")).st_ino
+            await fs.remove("/volumes/v/f")
+            with held(meta, volume_key(USE, volume)):
+                await file.close()
+                await fs.vfs.meta.release_now(inode)
+                assert not meta._collector._is_open(inode) and inode in meta._collector.orphans
+                meta._collector.orphans[inode] = meta._collector.grace_until_s = 0.0
+                await meta.run_once()
+                assert inode in meta._collector.orphans
+            assert (await fs.volumes.show("v")).files_used == 1
+            await meta.run_once()
+            assert inode not in meta._collector.orphans and (await fs.volumes.show("v")).files_used == 0
+
+    asyncio.run(main())
