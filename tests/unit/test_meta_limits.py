@@ -9,6 +9,7 @@ from nvpool.base.clock import ManualClock
 from nvpool.base.errors import TooManyLocks, TooManyOpen
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.lockranges import EXCLUSIVE
+from nvpool.meta.changes.attributes import MODE
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.service import MetaService
 from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
@@ -44,6 +45,12 @@ def on_a_loop(test):
         asyncio.run(asyncio.wait_for(test(), 60))
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
+
+
+async def open_root_to_all(service):
+    client, = await begin(service, NODE)
+    await client.setattr(ROOT_INODE, MODE, mode=0o777)
+    await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=client.session))
 
 
 async def begin(service, *peers):
@@ -92,6 +99,7 @@ async def test_sessions_count_again_once_they_are_renewed():
 @on_a_loop
 async def test_open_files_of_all_sessions_of_a_peer_are_bounded():
     async with a_service() as service:
+        await open_root_to_all(service)
         one, other, stranger = await begin(service, ALICE, ALICE, BOB)
         opened = [(await one.create(ROOT_INODE, b"%d" % n, open=True, rights=1)).entry.attr.inode for n in range(6)]
         await service.end_leases()
@@ -108,8 +116,9 @@ async def test_open_files_of_all_sessions_of_a_peer_are_bounded():
 @on_a_loop
 async def test_locks_of_all_sessions_of_a_peer_are_bounded():
     async with a_service() as service:
+        await open_root_to_all(service)
         one, other, stranger = await begin(service, ALICE, ALICE, BOB)
-        inode = (await one.file(ROOT_INODE, b"file")).inode
+        inode = (await one.file(ROOT_INODE, b"file", mode=0o100666)).inode
         for n in range(6):
             await one.lock(inode, EXCLUSIVE, n * 10, n * 10)
         await service.end_leases()
