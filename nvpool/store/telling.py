@@ -27,8 +27,13 @@ class Telling:
     _callers: Callers
 
     def _status(self, call: Call) -> None:
+        """The room here, for everybody; for nodes also what goes on here and which blocks of which inodes are bad."""
         self._parse(pb.DataStatusRequest, call)
         status = self.store.status()
+        if self._callers.of(call.peer).role != Role.NODE:
+            room = {name: status[name] for name in ("state", "kind", "capacity_bytes", "used_bytes")}
+            call.reply(pb.DataStatusReply(target=self.target, **room).SerializeToString())
+            return
         if self._draining:
             status["state"] = "draining"
         status["chunks"] = max(0, status["chunks"])

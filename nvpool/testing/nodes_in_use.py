@@ -86,7 +86,8 @@ class PoolInUse(Pool):
 
     def check(self, *, moved: bool = False) -> None:
         """fsck finds nothing; where chunks have `moved`, nothing but what stays a while for readers with an older map."""
-        found = json.loads(self.client_node.nvpool("fsck", str(self.client_node.path), "--json", check=False).stdout)
+        serving = next(node for node in self.nodes[:3] if self.seen_by(node))
+        found = json.loads(serving.nvpool("fsck", str(serving.path), "--json", check=False).stdout)
         problems = [one for one in found["problems"] if not (moved and one["kind"] == "misplaced")]
         assert not problems and found["records"], problems[:20]
 

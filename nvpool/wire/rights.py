@@ -50,7 +50,7 @@ RIGHTS: dict[int, Right] = {
     wire.DATA_DESCRIBE: Right(Who.VOLUME_OF_CLIENT, "a grant of the inode, but of nodes"),
     wire.DATA_LIST: Right(Who.NODE, _NOTHING),
     wire.DATA_SCRUB: Right(Who.NODE, _NOTHING),
-    wire.DATA_STATUS: Right(Who.MEMBER, _NOTHING),
+    wire.DATA_STATUS: Right(Who.USER, "all but nodes learn the room alone"),
     wire.DATA_LOCATE: Right(Who.VOLUME, "the token of the descriptors that were handed over; a grant to read each inode"),
     wire.DATA_EXTENTS: Right(Who.VOLUME, "a grant of the inode"),
     wire.DATA_COPY: Right(Who.VOLUME, "a grant to read the one inode and to write the other"),

@@ -92,6 +92,7 @@ def attempts(do, at):
     for name in ("trusted.a", "security.a", "system.posix_acl_access"):
         yield f"set {name} of f666", lambda name=name: do.setxattr(at("f666"), name, ACL)
     yield "list of own600", lambda: do.setxattr(at("own600"), "system.posix_acl_access", ACL)
+    yield "capacity", lambda: do.capacity(at("."))
     yield "trusted.a of f666", lambda: do.getxattr(at("f666"), "trusted.a")
     yield "remove user.a of f644", lambda: do.removexattr(at("f644"), "user.a")
 
@@ -115,6 +116,11 @@ class Do:
         found = self._calls.stat(path)
         links = 0 if stat.S_ISDIR(found.st_mode) else found.st_nlink
         return oct(stat.S_IMODE(found.st_mode)), found.st_uid, found.st_gid, links
+
+    def capacity(self, path):
+        if hasattr(self._calls, "statfs"):
+            return self._calls.statfs(path).blocks_total
+        return os.statvfs(path).f_blocks
 
     def getxattr(self, path, name):
         return self._calls.getxattr(path, name).decode()

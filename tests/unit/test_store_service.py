@@ -26,11 +26,13 @@ from nvpool.store.service import EXTENT, WRITE, StoreService
 from nvpool.store.tenure import Tenure
 from nvpool.testing.contracts.chunkstore import is_sound
 from nvpool.testing.meta_shard import PEER
+from nvpool.wire.transport import Peer
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
 
 SECRET = b"k" * 32
 DATA = bytes(range(256)) * 64
+CLIENT = Peer("one", "10.0.0.2:1", False, "client/one.0a1b2c3d")
 
 
 class FakeCall:
@@ -204,6 +206,9 @@ async def test_everything_is_told(bench):
     answer, _ = await bench.call(Method.DATA_STATUS, pb.DataStatusRequest(target=1), b"", pb.DataStatusReply)
     assert (answer.target, answer.state, answer.used_bytes, answer.pid > 0) == (1, "serving", 16384, True)
     assert [(one.inode, one.index, one.block) for one in answer.bad] == [(1, 3, 2)]
+    room, _ = await bench.call(Method.DATA_STATUS, pb.DataStatusRequest(target=1), b"", pb.DataStatusReply, peer=CLIENT)
+    assert room == pb.DataStatusReply(target=1, state="serving", kind=answer.kind, capacity_bytes=answer.capacity_bytes,
+                                      used_bytes=16384)
 
 
 def a_map(epoch=5):
