@@ -72,12 +72,13 @@ def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tu
     from nvpool.cli.undoing import Undoing
     with Undoing(PoolDirectory(directory), mountpoint) as undoing:
         seen = _up(undoing, directory, drives, standbys, shards, sizes, replicas, mountpoint, engine, config_file)
-    if as_json:
-        print_json(seen)
-        return
-    click.echo(f"pool {seen['pool']['name']} serves in {undoing.directory.path}"
-               + (f" and is mounted at {mountpoint}" if mountpoint else ""))
-    say(f"look at it with: nvpool status {directory}   remove it with: nvpool dev down {directory}")
+        # within: who is not told that it serves is told that it was removed
+        if as_json:
+            print_json(seen)
+        else:
+            click.echo(f"pool {seen['pool']['name']} serves in {undoing.directory.path}"
+                       + (f" and is mounted at {mountpoint}" if mountpoint else ""))
+            say(f"look at it with: nvpool status {directory}   remove it with: nvpool dev down {directory}")
 
 
 def _up(undoing: Undoing, directory: str, drives: int | None, standbys: int, shards: int, sizes: tuple[int, ...], replicas: int,
