@@ -22,11 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import CorruptRecord, InvalidRequest
-from nvpool.base.identities import DAY_S, MEMBER_DAYS, MEMBER_S, check_member, dns_of, member_in, uri_of
+from nvpool.base.identities import DAY_S, MEMBER_DAYS, MEMBER_S, SKEW_S, check_member, dns_of, member_in, uri_of
 
 AUTHORITY_S = 20 * 365 * DAY_S
-SKEW_S = 3600
-"""Certificates begin so long ago: clocks differ."""
 
 
 class MemberRequest(NamedTuple):

@@ -18,6 +18,8 @@ DAY_S = 86_400
 MEMBER_DAYS = 90
 MEMBER_S = min(float(os.environ.get("NVPOOL_CERTIFICATE_S") or MEMBER_DAYS * DAY_S), float(MEMBER_DAYS * DAY_S))
 """How long a certificate is good; the variable makes it shorter, for tests of what happens then."""
+SKEW_S = 3600
+"""A certificate begins so long before it is signed: clocks differ."""
 RENEW_S = MEMBER_S / 3
 """What is left of a certificate when it is renewed: a pool that is switched off for a month goes on."""
 

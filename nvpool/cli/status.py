@@ -31,13 +31,13 @@ from nvpool.cli.render import Number, ago, json_option, print_json, print_table,
   chains      replicas (counts that there are chains for), total, full, fewer (than they shall have copies), without (any that
               serves), filling, to_copy (copies still to be made), bytes_left (an estimate), seconds_left (null: not known),
               paused, limit_bytes_s
-  problems    sentences; none when all is well
+  problems    sentences; none when all is well. Plain text, which is a choice, is told in health alone
   health      exit_code (of this command), problems: of each kind, severity (unavailable, degraded, damaged, notice), node,
               name (of the process), target, drive, shard, member (null: it concerns none), count (chains, standbys),
               reason, remedy (what to run or do; empty: nothing), since_ms (since when that node knows of it), text (the
               sentence). Kinds: node-silent, process-down, target-left-out, data-unavailable, copies-missing, shard-no-primary,
               shard-no-standby, standby-missing, shard-at-risk, drain-stalled, drive-away, drive-full, drive-no-room,
-              host-full, map, bad-block, data-lost, mount-dead, certificate
+              host-full, map, bad-block, data-lost, mount-dead, certificate, plain-text
 
 \b
 exit codes:

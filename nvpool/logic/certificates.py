@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from nvpool.base.identities import SKEW_S
 from nvpool.logic.health import Problem
 
 DAY_S = 86_400.0
@@ -27,7 +28,7 @@ State = Literal["well", "notice", "risk", "ended"]
 
 def state_of(kind: str, begins_s: float, ends_s: float, now_s: float) -> State:
     """How a certificate stands. Those of short lives have shorter times: a third and a twelfth of the life."""
-    left_s, life_s = ends_s - now_s, ends_s - begins_s
+    left_s, life_s = ends_s - now_s, ends_s - (begins_s + SKEW_S)
     if left_s <= 0:
         return "ended"
     if left_s < min(RISK_S, life_s / 12):

@@ -119,6 +119,7 @@ class PoolStatus:
         found += [Problem("mount-dead", f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone",
                           f"clean it up with: nvpool umount {state.mountpoint}", "notice", node=self._node, name=name)
                   for name, state in dead.items()]
+        problems = [problem.text for problem in found]  # what was chosen is none
         if self._plain_text and any("+unix:" not in endpoint for endpoint in self._endpoints_of_node(pool_map)):
             found.append(Problem("plain-text", f"node {self._node} speaks plain text over TCP: whoever reaches its ports may "
                                                f"read and change everything",
@@ -133,7 +134,7 @@ class PoolStatus:
                          "software": f"nvpool {VERSION}", "now_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000,
                          "state": "degraded" if is_degraded else "serving"},
                 "processes": [{"node": self._node} | process for process in processes], "drives": drives,
-                "shards": shards_told(pool_map, metas), "chains": chains, "problems": [problem.text for problem in found],
+                "shards": shards_told(pool_map, metas), "chains": chains, "problems": problems,
                 "health": {"exit_code": exit_code(found), "problems": list(map(_told, found))}} | (
                     {"issued": self.certificates.issued_told()} if issued else {})
 

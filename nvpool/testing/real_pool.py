@@ -43,6 +43,8 @@ from nvpool.wire.v1.wire_pb2 import POOL_STATUS
 SIZES = (64 * MIB, 96 * MIB)
 PLAIN_TCP = '[network]\nhost = "127.0.0.1"\nplain_text = true\n'
 """For node.toml: TCP on loopback without TLS, beside the unix sockets."""
+TCP = '[network]\nhost = "127.0.0.1"\n'
+"""The same with TLS: for pools that keep their map in etcd, or that others join."""
 
 
 class RealPool:

@@ -15,7 +15,7 @@ from nvpool.testing import machines, real_etcd
 from nvpool.testing.etcd_nodes import has_keys, token_of, until
 from nvpool.testing.machines import Machines
 from nvpool.testing.real_nodes import Pool
-from nvpool.testing.real_pool import RealPool
+from nvpool.testing.real_pool import TCP, RealPool
 
 pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")
 
@@ -29,7 +29,7 @@ class OwnEtcd(RealPool):
     """A pool in `etcd`."""
 
     def __init__(self, directory, etcd):
-        super().__init__(directory, sizes=(64 << 20,))
+        super().__init__(directory, sizes=(64 << 20,), config=TCP)
         self.etcd = {"urls": etcd.urls} | dict(zip(("ca", "cert", "key"), map(str, etcd.files), strict=False))
 
     def request(self):

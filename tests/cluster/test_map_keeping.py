@@ -15,7 +15,7 @@ from nvpool.logic.poolmap import EtcdMember, changed, decode_map, encode_map
 from nvpool.run import keeping
 from nvpool.run.keeping import MapKeeper, read_keeping
 from nvpool.testing import real_etcd
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.testing.real_pool import TCP, RealPool, end_process
 
 pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")
 
@@ -26,7 +26,7 @@ class Died(BaseException):
 
 @pytest.fixture
 def made(tmp_path):
-    with RealPool(tmp_path / "pool", sizes=(64 << 20,)) as pool:
+    with RealPool(tmp_path / "pool", sizes=(64 << 20,), config=TCP) as pool:
         pool.make()
         yield pool
         _end_etcd(pool)

@@ -13,6 +13,7 @@ from nvpool.base.authority import Authority, described, request_certificate
 from nvpool.base.clock import ManualClock
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import CorruptRecord, NotFound, Unavailable
+from nvpool.base.identities import SKEW_S
 from nvpool.base.metrics_page import Page
 from nvpool.cli import cert, reach
 from nvpool.client import renewing as client_renewing
@@ -66,7 +67,7 @@ def test_certificate_is_described(authority, clock):
     ("etcd-authority", -1, "ended")])
 def test_certificate_that_ends_soon_is_a_problem(kind, left_days, state):
     ends_s = NOW_S + left_days * DAY_S
-    begins_s = ends_s - (90 if kind.endswith("member") else 20 * 365) * DAY_S
+    begins_s = ends_s - (90 if kind.endswith("member") else 20 * 365) * DAY_S - SKEW_S
     assert state_of(kind, begins_s, ends_s, NOW_S) == state
     found = problems([{"kind": kind, "begins_s": begins_s, "ends_s": ends_s}], NOW_S, node=3, pool="/srv/p",
                      trouble="no answer")
@@ -79,7 +80,7 @@ def test_certificate_that_ends_soon_is_a_problem(kind, left_days, state):
 
 def test_certificate_of_a_short_life_is_no_problem_until_its_last_third():
     for left_s, state in ((100, "well"), (35, "well"), (25, "notice"), (9, "risk")):
-        assert state_of("member", NOW_S + left_s - 120, NOW_S + left_s, NOW_S) == state
+        assert state_of("member", NOW_S + left_s - 120 - SKEW_S, NOW_S + left_s, NOW_S) == state
 
 
 def test_own_certificates_are_told_and_seen_anew_when_replaced(directory, authority, clock):

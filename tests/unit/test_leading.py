@@ -207,7 +207,7 @@ def test_forwarded_requests_share_one_field_number():
     from nvpool.run.shardkeeper import ShardKeeper
     from nvpool.wire.v1 import meta_pb2, moving_pb2, wire_pb2
     kinds = {wire_pb2.META_ALIVE: meta_pb2.ShardAliveRequest, wire_pb2.META_STANDBY: meta_pb2.StandbyRequest,
-             wire_pb2.META_MOVED: moving_pb2.MovedRequest}
+             wire_pb2.META_MOVED: moving_pb2.MovedRequest, wire_pb2.META_TAKE_RIGHT: meta_pb2.TakeRightRequest}
     assert set(kinds) == ShardKeeper.METHODS
     for kind in (*kinds.values(), AliveRequest):
         made = kind(forwarded=Forwarded(node=4, hops=2)).SerializeToString()
