@@ -16,7 +16,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,15 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
     started = 0
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     seen: dict[str, Any] = {}
-    with asyncio.Runner() as runner:  # one loop: what gRPC has left of an attempt is told to the loop that asked
+    with _ended_with(lambda: supervisor, directory), asyncio.Runner() as runner:  # one loop: gRPC tells the loop that asked
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
             # Looked at each time: whoever held the lock a moment ago may have been a process that was just being killed.
             if directory.supervisor() is None and (supervisor is None or supervisor.poll() is not None):
                 if started == _STARTS_MAX:
                     family = _FAMILY_OF_EXIT_CODE.get(supervisor.returncode, Unavailable) if supervisor else Unavailable
                     raise family(f"the supervisor ended at once:{_last_errors(directory, 'nvpoold.log')}")
-                supervisor = _spawn_supervisor(directory)
+                with _interrupted_later():
+                    supervisor = _spawn_supervisor(directory)
                 started += 1
             try:
                 seen = runner.run(status_of(str(directory.path), 1.0))
@@ -99,6 +101,38 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
              if process["state"] != "serving"]
     raise Unavailable(f"the pool does not serve after {wait_s:.0f} s: {', '.join(waits) or 'no answer'}"
                       f"{_last_errors(directory)}")
+
+
+@contextlib.contextmanager
+def _ended_with(supervisor: Callable[[], subprocess.Popen | None], directory: PoolDirectory) -> Iterator[None]:
+    """An interruption also ends a supervisor that was started and does not hold its lock yet: nobody else would find it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        ours = supervisor()
+        if ours is not None and ours.poll() is None and directory.supervisor() is None:
+            ours.kill()
+            ours.wait()
+        raise
+
+
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """An interruption of the main thread within is raised at the end: a process that is being started is known then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number))
+              for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+              if callable(signal.getsignal(number))}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen:

@@ -241,3 +241,21 @@ def test_interrupted_dev_up_keeps_a_pool_that_was_there(tmp_path, capfd):
     with pytest.raises(KeyboardInterrupt), Undoing(PoolDirectory(place), None):
         raise KeyboardInterrupt
     assert (place / "FORMAT").exists() and "was there before and stays" in capfd.readouterr().err
+
+
+def test_interrupted_start_ends_a_supervisor_without_its_lock(tmp_path, monkeypatch):
+    """The signal comes while the process is being started: its number is not known to anybody yet."""
+    from nvpool.base.directory import PoolDirectory
+    from nvpool.cli import pool_life
+    place = PoolDirectory(tmp_path)
+    started = []
+
+    def spawn(directory):
+        os.kill(os.getpid(), signal.SIGINT)
+        started.append(subprocess.Popen(["sleep", "60"]))
+        return started[0]
+    monkeypatch.setattr(pool_life, "_spawn_supervisor", spawn)
+    monkeypatch.setattr(PoolDirectory, "check", lambda self: None)
+    with pytest.raises(KeyboardInterrupt):
+        pool_life.start(place)
+    assert started[0].poll() == -signal.SIGKILL
