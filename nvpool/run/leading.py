@@ -15,11 +15,21 @@ from math import isinf
 from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import AccessDenied, Bug, Fenced, InvalidRequest, NotLeader, NvpoolError, Unavailable, Unreachable
+from nvpool.base.errors import (
+    AccessDenied,
+    Bug,
+    DeadlineExceeded,
+    Fenced,
+    InvalidRequest,
+    NotLeader,
+    NvpoolError,
+    Unavailable,
+    Unreachable,
+)
 from nvpool.base.futures import abandon
 from nvpool.cluster.coordinator import LEASE_S_MIN, WATCH_S_MAX, Coordinator, Lease
 from nvpool.cluster.manager import LEASE_S, Manager, change
-from nvpool.logic.poolmap import PoolMap
+from nvpool.logic.poolmap import Node, PoolMap
 from nvpool.logic.transitions import died
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call
@@ -32,9 +42,12 @@ _RETRY_S = 0.5
 _PASSED_ON_MAX = 1024
 PASSED_ON_S = LEASE_S / 3
 """For the leader to answer a request that was passed on to it: a lease bears two that are lost."""
+_RELAYED_AFTER_S = PASSED_ON_S / 2
+"""A leader that has not answered for so long may be cut off from this node alone: other nodes are asked to ask it."""
+_RELAYS_MAX = 2
 _HOPS_MAX = 1
-"""A supervisor passes on what a process of its own node asks, and nothing that another supervisor has passed on: two nodes that
-each take the other for the leader would send it in a circle."""
+"""A supervisor passes on what a process of its own node asks, and what another one asks it to relay; nothing else that another
+one has passed on: two nodes that each take the other for the leader would send it in a circle."""
 _SEEN_S = 0.1
 _NODE = "node/"
 """What the name of a node's certificate begins with."""
@@ -77,6 +90,8 @@ class Leading:
         """Who was seen to lead -> since when, the last time."""
         self._another: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when another one leads than before, or nobody; then there is a new one."""
+        self._cut_off_from = 0
+        """The leader that did not answer us the last time; others are asked at once to ask it."""
         self._unbounded = False
         self.grace_s = LEASE_S
         """Of the first manager: see Manager."""
@@ -271,15 +286,15 @@ class Leading:
         """
         message = bytes(call.message)
         try:
-            hops = self._hops(call, Forwardable.FromString(message).forwarded)
+            forwarded = Forwardable.FromString(message).forwarded
         except DecodeError:
             raise InvalidRequest(f"the message of method {call.method} can not be read") from None
+        hops = self._hops(call, forwarded)
         if self.manager is not None:
             return None
-        if hops >= _HOPS_MAX:
+        relays = hops == 1 and forwarded.relay
+        if hops >= _HOPS_MAX and not relays:
             raise NotLeader("this node does not lead the pool")
-        # Of two parts with the same field the later one counts, in whatever message it is.
-        message += Forwardable(forwarded=Forwarded(node=self._node, hops=hops + 1)).SerializeToString()
         until_s = min(call.deadline_s, self._clock.boottime_s() + PASSED_ON_S)
         was_sent = False
         while True:
@@ -289,12 +304,15 @@ class Leading:
                 return None
             if node is None or node.id == self._node:
                 raise NotLeader("no node leads the pool at the moment", may_be_applied=was_sent)
-            asking = asyncio.ensure_future(self._dialer.call(node.endpoints, call.method, message, deadline_s=until_s))
+            # Of two parts with the same field the later one counts, in whatever message it is; `relay` stays, and is over.
+            passed_on = message + Forwardable(forwarded=Forwarded(node=self._node, hops=hops + 1)).SerializeToString()
+            asking = asyncio.ensure_future(self._ask(node, call.method, passed_on, until_s) if relays else
+                                           self._ask_or_relay(node, call.method, message, passed_on, until_s))
             try:
                 # One that is cut off answers nothing: who follows it is asked at once.
                 await asyncio.wait([asking, another], return_when=asyncio.FIRST_COMPLETED)
                 if asking.done():
-                    return bytes(asking.result().message)
+                    return asking.result()
             except Unreachable as error:
                 raise NotLeader(f"node {node.id}, which leads the pool, can not be reached: {error}",
                                 may_be_applied=was_sent or error.may_be_applied) from None
@@ -304,6 +322,58 @@ class Leading:
             finally:
                 abandon(asking)
             was_sent = True
+
+    async def _ask(self, node: Node, method: int, message: bytes, until_s: float) -> bytes:
+        return bytes((await self._dialer.call(node.endpoints, method, message, deadline_s=until_s)).message)
+
+    async def _ask_or_relay(self, leader: Node, method: int, message: bytes, passed_on: bytes,
+                            until_s: float) -> bytes:
+        """The answer of the leader, to us or to a node that asks it for us: the first that comes. An error is the leader's.
+
+        A link between two nodes may be cut while a third one reaches both. What is asked twice is decided by the map as it is
+        then, so that the second decision changes nothing.
+        """
+        asking = {asyncio.ensure_future(self._ask(leader, method, passed_on, until_s))}
+        direct, = asking
+        try:
+            if self._cut_off_from != leader.id:
+                await asyncio.wait(asking, timeout=_RELAYED_AFTER_S)
+            if direct.done() and not isinstance(direct.exception(), Unreachable | DeadlineExceeded):
+                self._cut_off_from = 0
+                return direct.result()
+            self._cut_off_from = leader.id
+            relayed = message + Forwardable(forwarded=Forwarded(node=self._node, hops=1, relay=True)).SerializeToString()
+            for node in self._relays(leader.id):
+                asking.add(asyncio.ensure_future(self._ask(node, method, relayed, until_s)))
+            return await self._first_answer(asking, direct)
+        finally:
+            for task in asking:
+                abandon(task)
+
+    async def _first_answer(self, asking: set[asyncio.Future[bytes]], direct: asyncio.Future[bytes]) -> bytes:
+        left, may_be_applied = set(asking), False
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            if direct in done and not isinstance(direct.exception(), Unreachable | DeadlineExceeded):
+                self._cut_off_from = 0
+                return direct.result()
+            for answered in done - {direct}:
+                error = answered.exception()
+                if error is None:
+                    return answered.result()
+                if isinstance(error, Fenced) or not isinstance(error, Unavailable):  # the leader's refusal, and not the relay's
+                    raise error
+                may_be_applied |= error.may_be_applied
+        error = direct.exception()
+        assert isinstance(error, NvpoolError)
+        error.may_be_applied |= may_be_applied
+        raise error
+
+    def _relays(self, leader: int) -> list[Node]:
+        """Nodes to ask instead of the leader, those that follow this one first."""
+        others = [node for node in self._coordinator.pool_map.nodes if node.id not in (leader, self._node)]
+        others.sort(key=lambda node: (node.id < self._node, node.id))
+        return others[:_RELAYS_MAX]
 
     def _own(self, work) -> None:
         task = asyncio.ensure_future(work)

@@ -44,7 +44,7 @@ def token_of(node: Node):
 def told(node: Node) -> str:
     """The problems that its status names."""
     done = node.nvpool("status", str(node.path), "--json", check=False)
-    return "; ".join(json.loads(done.stdout)["problems"]) if done.stdout.startswith("{") else ""
+    return "; ".join(json.loads(done.stdout).get("problems", ())) if done.stdout.startswith("{") else ""
 
 
 def of_three(pool: Pool) -> None:

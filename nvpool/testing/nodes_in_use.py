@@ -54,7 +54,8 @@ class PoolInUse(Pool):
     def seen_by(self, node: Node) -> dict:
         """What status tells there; empty while it can not."""
         done = node.nvpool("status", str(node.path), "--json", check=False)
-        return json.loads(done.stdout) if done.stdout.startswith("{") else {}
+        seen = json.loads(done.stdout) if done.stdout.startswith("{") else {}
+        return {} if "error" in seen else seen
 
     def until_copied(self, *nodes: Node) -> None:
         """Every chain has its copies, where they shall be."""

@@ -89,8 +89,7 @@ class Node:
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
         while True:
             done = self.nvpool("status", str(self.path), "--json", check=False)
-            if done.stdout.startswith("{"):
-                seen = json.loads(done.stdout)
+            if done.stdout.startswith("{") and "error" not in (seen := json.loads(done.stdout)):
                 if not seen["problems"] and all(one["state"] == "serving" for one in (*seen["processes"], *seen["nodes"])):
                     return seen
             assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not all serve: {done.stdout}{done.stderr}{self.said()}"

@@ -5,6 +5,7 @@ Called by wire/stream_transport, wire/blocking and wire/tls_server. Nothing here
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -30,6 +31,12 @@ SOCKET_BUFFER_BYTES = 1 << 20
 DEAD_PEER_S = 10
 """Shorter than a client's patience, longer than a switch takes to find another path."""
 
+RESENT_S = 1
+"""What is not acknowledged is sent again at least so often: else the waits double, and a link that was away for five seconds
+carries nothing for another five."""
+_TCP_RTO_MAX_MS = 44
+"""tcp(7) of Linux 6.15; not in Python's socket yet."""
+
 GOODBYE_S = 5.0
 """For what is still to be sent, and the goodbye of TLS, on a connection that is closed."""
 
@@ -52,6 +59,8 @@ def set_socket_options(sock) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_PEER_S // 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_S * 1000)
+    with contextlib.suppress(OSError):  # before Linux 6.15
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, RESENT_S * 1000)
 
 
 def tls_options(identity: Identity | None, greeting: Greeting, *, serving: bool) -> dict:

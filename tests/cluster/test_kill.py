@@ -42,7 +42,7 @@ def wait_until_serving(pool, count, seconds=240):
     while time.monotonic() < end:
         done = nvpool("status", pool, "--json", check=False)
         if done.stdout.startswith("{"):
-            found = [process for process in json.loads(done.stdout)["processes"] if process["role"] != "holder"]
+            found = [process for process in json.loads(done.stdout).get("processes", ()) if process["role"] != "holder"]
             if len(found) == count and all(p["state"] == "serving" for p in found):
                 return found
         time.sleep(0.1)

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import AccessDenied, NotLeader, StaleEpoch, Unavailable, Unreachable
+from nvpool.base.errors import AccessDenied, DeadlineExceeded, Fenced, NotLeader, StaleEpoch, Unavailable, Unreachable
 from nvpool.logic.poolmap import changed
 from nvpool.run.leading import Leading
 from nvpool.testing.meta_shard import DirectCall
@@ -37,7 +37,8 @@ class Others:
         self.asked.append(node)
         self.messages.append(message)
         if node in self.silent:
-            await asyncio.get_running_loop().create_future()
+            await asyncio.sleep(deadline_s - SYSTEM_CLOCK.boottime_s())
+            raise DeadlineExceeded
         return SimpleNamespace(message=b"from %d" % node)
 
 
@@ -158,6 +159,56 @@ def test_forwarded_request_is_not_passed_on_again(member, forwarded):
     passing(check, member=member, request=ShardAliveRequest(shard=1, forwarded=forwarded))
 
 
+def test_leader_that_this_node_does_not_reach_is_asked_through_another():
+    async def check(others, leading, call):
+        assert await leading.ask_leader(call) == b"from 3" and others.asked == [2, 3]
+        direct, relayed = (ShardAliveRequest.FromString(message) for message in others.messages)
+        assert direct.forwarded == Forwarded(node=1, hops=1)
+        assert relayed.forwarded == Forwarded(node=1, hops=1, relay=True) and relayed.term == 3
+        others.silent = {3}
+        assert await leading.ask_leader(call) == b"from 2" and others.asked == [2, 3, 2, 3], "both at once"
+        assert await leading.ask_leader(call) == b"from 2" and others.asked == [2, 3, 2, 3, 2], "it is reached again"
+
+    passing(check, silent=(2,))
+
+
+@pytest.mark.parametrize("leader", [Unreachable("no route"), None], ids=["unreachable", "silent"])
+@pytest.mark.parametrize("relay, raised", [(AccessDenied("not yours"), AccessDenied), (Fenced("over"), Fenced),
+                                           (NotLeader("nor do I reach it"), NotLeader)])
+def test_refusals_of_a_leader_come_through_another(leader, relay, raised):
+    async def check(others, leading, call):
+        async def answer(endpoints, method, message, *, deadline_s):
+            if endpoints == others.pool_map.node_by_id[3].endpoints:
+                raise relay
+            if leader is None:
+                await asyncio.sleep(1.0)
+                raise NotLeader("too late")
+            raise leader
+        others.call = answer
+        with pytest.raises(raised) as caught:
+            await leading.ask_leader(call)
+        if raised is not NotLeader:
+            assert caught.value is relay
+
+    passing(check)
+
+
+@pytest.mark.parametrize("relays", [True, False])
+def test_relayed_request_goes_to_the_leader_alone(relays):
+    async def check(others, leading, call):
+        if not relays:  # it was relayed already
+            with pytest.raises(NotLeader):
+                await leading.ask_leader(call)
+            assert not others.asked
+            return
+        assert await leading.ask_leader(call) == b"from 2" and others.asked == [2]
+        forwarded = ShardAliveRequest.FromString(others.messages[0]).forwarded
+        assert (forwarded.node, forwarded.hops) == (1, 2)
+
+    forwarded = Forwarded(node=3, hops=1, relay=True) if relays else Forwarded(node=3, hops=2, relay=True)
+    passing(check, member="node/n3", request=ShardAliveRequest(shard=1, forwarded=forwarded))
+
+
 @pytest.mark.parametrize("member, forwarded", [
     ("client/c", Forwarded()), ("bridge/b", Forwarded(node=1, hops=1)),  # no node
     ("node/n3", Forwarded(node=2, hops=1)),                              # in another node's name
@@ -232,7 +283,7 @@ def test_answer_after_a_change_of_leader_may_have_been_applied():
         others.leads = "3"
         with pytest.raises(NotLeader) as caught:
             await question
-        assert others.asked == [2, 3] and caught.value.may_be_applied  # node 2 may have done it
+        assert others.asked == [2, 3, 2] and caught.value.may_be_applied  # node 2 may have done it
         seeing.cancel()
 
     asyncio.run(main())

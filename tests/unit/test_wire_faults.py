@@ -496,6 +496,8 @@ async def test_a_tcp_connection_notices_a_host_that_vanished():
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        with contextlib.suppress(OSError):  # before Linux 6.15
+            assert sock.getsockopt(socket.IPPROTO_TCP, 44) == 1000, "TCP_RTO_MAX_MS"
         idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in (
             socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT))
         assert idle + interval * count <= 10

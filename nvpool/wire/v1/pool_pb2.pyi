@@ -123,12 +123,14 @@ class KeysReply(_message.Message):
     def __init__(self, authority: _Optional[bytes] = ..., etcd_authority: _Optional[bytes] = ...) -> None: ...
 
 class Forwarded(_message.Message):
-    __slots__ = ("node", "hops")
+    __slots__ = ("node", "hops", "relay")
     NODE_FIELD_NUMBER: _ClassVar[int]
     HOPS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
     node: int
     hops: int
-    def __init__(self, node: _Optional[int] = ..., hops: _Optional[int] = ...) -> None: ...
+    relay: bool
+    def __init__(self, node: _Optional[int] = ..., hops: _Optional[int] = ..., relay: _Optional[bool] = ...) -> None: ...
 
 class Forwardable(_message.Message):
     __slots__ = ("forwarded",)
