@@ -51,6 +51,7 @@ from nvpool.sdk.volumes import AsyncVolumes
 
 _COPY_BYTES = 4 * MIB
 _LIST_STEP = 1000
+_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class Entry(NamedTuple):
@@ -303,23 +304,25 @@ class AsyncFileSystem:
             return stat_result(await self.vfs.getattr(attr.inode))
 
     async def exists(self, path: Path) -> bool:
-        try:
-            await self.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        """False too for a path that can be no name of anything, as of os.path.exists. An error of the pool is raised."""
+        return await self._kind(path) is not None
 
     async def is_dir(self, path: Path) -> bool:
-        try:
-            return stat.S_ISDIR((await self.stat(path)).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return await self._kind(path) == stat.S_IFDIR
 
     async def is_file(self, path: Path) -> bool:
+        return await self._kind(path) == stat.S_IFREG
+
+    async def _kind(self, path: Path) -> int | None:
+        """Its bits of stat's mode; None where the path leads to nothing."""
         try:
-            return stat.S_ISREG((await self.stat(path)).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+            return stat.S_IFMT((await self.stat(path)).st_mode)
+        except ValueError:  # a null character, or what no file system's encoding has
+            return None
+        except OSError as error:
+            if error.errno not in _NOTHING_THERE:
+                raise
+            return None
 
     async def scan(self, path: Path = "/") -> AsyncIterator[Entry]:
         """The entries of a directory in no particular order, in bounded memory however many there are."""

@@ -321,6 +321,7 @@ class FileSystem:
         return self._call("stat", path, follow_symlinks=follow_symlinks)
 
     def exists(self, path: Path) -> bool:
+        """False too for a path that can be no name of anything, as of os.path.exists. An error of the pool is raised."""
         return self._call("exists", path)
 
     def is_dir(self, path: Path) -> bool:

@@ -217,6 +217,15 @@ def test_right_values_are_taken_as_os_takes_them(pool):
         assert pool.getxattr(pool.file, "user.x") == b"abcd"
 
 
+def test_path_that_can_be_no_name_does_not_exist(pool):
+    pool.symlink("loop", f"{pool.top}/loop")
+    for path in ("/" + "x" * 300, "/a\0", f"{pool.top}/loop", "/\ud800", f"{pool.file}/x"):
+        assert not pool.exists(path) and not pool.is_dir(path) and not pool.is_file(path)
+    assert pool.exists(pool.file) and pool.is_file(pool.file) and pool.is_dir(pool.top)
+    with pytest.raises(TypeError):
+        pool.exists(None)
+
+
 # -- read_many ---------------------------------------------------------------------------------------------------------
 
 WRONG_READS = {
