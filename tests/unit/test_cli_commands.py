@@ -14,7 +14,7 @@ import click
 import pytest
 
 from nvpool.base.directory import FORMAT_TEXT
-from nvpool.base.errors import NotFound
+from nvpool.base.errors import InvalidRequest, NotFound
 from nvpool.cli import known_pools
 from nvpool.cli import main as cli_main
 from nvpool.cli.place import PlaceType
@@ -241,3 +241,37 @@ def test_interrupted_dev_up_keeps_a_pool_that_was_there(tmp_path, capfd):
     with pytest.raises(KeyboardInterrupt), Undoing(PoolDirectory(place), None):
         raise KeyboardInterrupt
     assert (place / "FORMAT").exists() and "was there before and stays" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind, said", [
+    ("file", "is not a directory"), ("below a file", "is not a directory"), ("full", "is not empty"),
+    ("around the pool", "which the mount would hide"), ("the pool itself", "which the mount would hide")])
+def test_dev_up_checks_the_mount_point_first(tmp_path, capfd, kind, said):
+    place = tmp_path / "around" / "pool"
+    place.parent.mkdir()
+    point = tmp_path / "point"
+    if kind == "full":
+        (point / "x").mkdir(parents=True)
+    elif kind in ("file", "below a file"):
+        point.write_text("")
+        point = point / "below" if kind == "below a file" else point
+    else:
+        point = place.parent if kind == "around the pool" else place
+    code, out, error = run(capfd, "dev", "up", str(place), "--size", "64M", "--mount", str(point))
+    assert (code, out) == (1, "") and said in error and str(point) in error, error
+    assert not place.exists() and error.count("\n") == 1
+
+
+def test_failed_dev_up_says_what_stays(tmp_path, capfd):
+    from nvpool.base.directory import PoolDirectory
+    from nvpool.cli.undoing import Undoing
+    place = tmp_path / "pool"
+    with pytest.raises(InvalidRequest), Undoing(PoolDirectory(place), None):
+        raise InvalidRequest("nothing was made")
+    assert not capfd.readouterr().err
+    with pytest.raises(InvalidRequest), Undoing(PoolDirectory(place), None):
+        place.mkdir()
+        (place / "FORMAT").write_text(FORMAT_TEXT)
+        raise InvalidRequest("it can not be mounted")
+    assert f"the pool in {place} was made; " in (said := capfd.readouterr().err) and f"nvpool dev down {place}" in said
+    assert (place / "FORMAT").exists()
