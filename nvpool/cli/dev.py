@@ -191,7 +191,7 @@ def down(directory: str, as_json: bool) -> None:
         except NotFound as error:
             raise NotFound(f"{error}. Nothing was removed", remedy=remedy_for(directory)) from None
         if not (where.path / "throw-away").exists():
-            raise InvalidRequest(f"{where.path} was not made by `nvpool dev up`; nothing was removed. To destroy that pool: "
+            raise InvalidRequest(f"{where.path} was not made by dev up; nothing was removed. To destroy that pool: "
                                  f"nvpool pool destroy {where.path}")
     pool_life.check_removable(where)
     unmounted = mountpoints_of(where)

@@ -12,7 +12,7 @@ from nvpool.base import config as configuration
 from nvpool.base.errors import InUse, InvalidRequest, Refused
 from nvpool.base.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
 from nvpool.cli.drive import Size, time_left, told_to_go_on, wait_option, wait_until_moved
-from nvpool.cli.render import Number, json_option, pool_argument, print_json, say
+from nvpool.cli.render import Number, completed, json_option, pool_argument, print_json, say
 
 _LIMIT_MIB_MAX = MIB
 """1 TiB/s, which no drive takes."""
@@ -215,4 +215,4 @@ def chains_line(chains: dict) -> str:
     if chains["to_copy"]:
         words.append(f"{chains['to_copy']:,} copies to make")
         words.append(time_left(chains))
-    return "chains: " + ", ".join(word for word in words if word)
+    return completed("chains: " + ", ".join(word for word in words if word))

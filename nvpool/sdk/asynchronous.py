@@ -518,8 +518,8 @@ async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
         try:
             client = await Client.open(origin.place, origin.name or f"sdk pid {os.getpid()}", origin.options)
         except Unreachable as error:
-            raise Unreachable(f"{error}. Is the node up, and the port right? `nvpool node ls` on a node of the pool shows the "
-                              f"addresses") from error
+            raise Unreachable(f"{error}. Is the node up, and the port right? `nvpool node ls POOL` on a node of the pool shows "
+                              f"the addresses") from error
     return client, Caller(os.getuid(), os.getgid(), os.getpid()), origin
 
 

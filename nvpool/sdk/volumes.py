@@ -494,8 +494,20 @@ def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mo
         ("chunk size", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes, _exact_bytes))
         if is_ != wish]
     if differs:
+        ways = _changing(found, wanted)
+        remedy = f"change it with: {'   and: '.join(ways)}   or choose another name" if ways else "choose another name"
         raise AlreadyExists(f"volume {found.name} is there already, with {', '.join(differs)}; nothing was changed",
-                            remedy="change it with: nvpool volume resize, nvpool volume set; or choose another name")
+                            remedy=remedy)
+
+
+def _changing(found: Volume, wanted: pb.VolumeWish) -> list[str]:
+    """Commands that make the volume as it is wanted, as far as it can be changed."""
+    sizes = (("size", found.bytes_max, wanted.bytes_max), ("files", found.files_max, wanted.files_max))
+    quotas = [f"--{word} {wish}" for word, is_, wish in sizes if is_ != wish]
+    ways = [f"nvpool volume resize POOL {found.name} {' '.join(quotas)}"] if quotas else []
+    if found.trash_s != wanted.trash_s:
+        ways.append(f"nvpool volume set POOL {found.name} --trash {wanted.trash_s}s")
+    return ways
 
 
 def _exact_bytes(count: int) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 from nvpool.base.directory import FORMAT_TEXT
 from nvpool.base.errors import InvalidRequest, NotFound
+from nvpool.base.remedies import with_pool
 from nvpool.cli import known_pools
 from nvpool.cli import main as cli_main
 from nvpool.cli.place import PlaceType
@@ -172,6 +173,31 @@ def test_error_object_keeps_message_and_remedy_apart(capfd, monkeypatch):
     code, out, err = run(capfd, "version", "--json")
     assert json.loads(out) == {"error": {"message": "there is no x", "code": "NotFound", "exit_code": 1, "remedy": "use y"}}
     assert (code, err) == (1, "nvpool: there is no x; use y\n")
+
+
+NO_NODE = "there is no node 9; `nvpool node ls POOL` lists them"
+IN_USE = "drive 3 holds chains; first: nvpool drive drain POOL 3 --wait   or, if it is lost: nvpool drive remove POOL 3 --lost"
+
+
+@pytest.mark.parametrize("words", [("node", "remove", "{}", "9"), ("drive", "ls", "{}"), ("dir", "show", "{}:/x"),
+                                   ("status", "{}")])
+@pytest.mark.parametrize("said", [NO_NODE, IN_USE])
+def test_remedy_names_the_pool_of_the_call(capfd, monkeypatch, words, said):
+    async def refuse(*_, **__):
+        raise InvalidRequest(said)
+    for name in ("ask", "change", "status_of"):
+        monkeypatch.setattr(f"nvpool.cli.reach.{name}", refuse)
+    monkeypatch.setattr("nvpool.cli.place.ask", refuse)
+    monkeypatch.setattr("nvpool.cli.node.ended_drained", lambda *_: None)
+    for pool, shown in (("/srv/pool", "/srv/pool"), ("/srv/my pool", "'/srv/my pool'"), ("10.0.0.1:17512", "10.0.0.1:17512")):
+        code, out, err = run(capfd, *(word.format(pool) for word in words), "--json")
+        assert (code, err) == (1, f"nvpool: {said.replace('POOL', shown)}\n")
+
+
+def test_pool_is_filled_into_commands_alone():
+    assert with_pool("POOL is nvpool volume rm POOL v; nvpool dir set POOL:/x --wide, nvpool load NEW_POOL f", "/p") == \
+        "POOL is nvpool volume rm /p v; nvpool dir set /p:/x --wide, nvpool load NEW_POOL f"
+    assert with_pool("nvpool node ls POOL", "") == "nvpool node ls POOL"
 
 
 @pytest.mark.parametrize("error, code, name", [

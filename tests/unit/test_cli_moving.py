@@ -107,7 +107,7 @@ def test_who_waits_for_moving_is_told_what_keeps_it():
     nodes[1]["wish"] = "lost"
     assert moving_on(seen, [2]).startswith("about")
     drives[1]["lacks_room"] = True
-    assert moving_on(seen).startswith("drive 2 has no room; make some: nvpool drive add, about")
+    assert moving_on(seen).startswith("drive 2 has no room; make some: nvpool drive add POOL PATH, about")
 
 
 def test_a_drain_says_which_target_waits_and_why():

@@ -410,7 +410,7 @@ def test_error_with_more_to_say_keeps_its_words(pool):
     with pytest.raises(OSError, match="quota") as raised:
         pool.write_bytes("/volumes/small/file", bytes(1 << 20))
     assert raised.value.errno == errno.EDQUOT and isinstance(raised.value.__cause__, QuotaExceeded)
-    with pytest.raises(FileExistsError, match="size 4 KiB, not 8 KiB"):
+    with pytest.raises(FileExistsError, match="size 4 KiB, not 8 KiB.* nvpool volume resize POOL small --size 8192 "):
         pool.volumes.create("small", bytes_max=8192)
     with pytest.raises(FileNotFoundError, match="there is no volume nope"):
         pool.volumes.show("nope")
