@@ -201,10 +201,18 @@ def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, lim
         print_json(chains)
         return
     click.echo(chains_line(chains))
-    words = ["paused"] if chains["paused"] else []
-    words += [f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive"] if chains["limit_bytes_s"] else []
-    if words:
-        click.echo(f"moving is {' and '.join(words)}")
+    if line := _moving_line(chains, is_resumed=pause is False):
+        click.echo(line)
+
+
+def _moving_line(chains: dict, is_resumed: bool) -> str:
+    """Whether chains are moved, where that is not as ever."""
+    limit = f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive" if chains["limit_bytes_s"] else ""
+    if is_resumed and not chains["paused"]:
+        words = ["moving goes on", limit, "" if chains["to_copy"] else "nothing is to be moved now"]
+        return ", ".join(word for word in words if word)
+    words = [word for word in ("paused" if chains["paused"] else "", limit) if word]
+    return f"moving is {' and '.join(words)}" if words else ""
 
 
 def chains_line(chains: dict) -> str:

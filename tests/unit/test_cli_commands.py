@@ -200,6 +200,24 @@ def test_pool_is_filled_into_commands_alone():
     assert with_pool("nvpool node ls POOL", "") == "nvpool node ls POOL"
 
 
+@pytest.mark.parametrize("words, paused, to_copy, said", [
+    (("--resume",), False, 3, "moving goes on"), (("--resume",), False, 0, "moving goes on, nothing is to be moved now"),
+    (("--resume", "--limit", "1"), False, 3, "moving goes on, limited to 1.00 MiB/s a drive"),
+    (("--pause",), True, 3, "moving is paused"), ((), False, 3, "")])
+def test_rebalance_says_whether_moving_goes_on(capfd, monkeypatch, words, paused, to_copy, said):
+    async def change(*_, **__):
+        return {}
+
+    async def status_of(*_, **__):
+        return {"chains": {"full": 1, "total": 4, "fewer": 0, "without": 0, "filling": 0, "to_copy": to_copy, "bytes_left": 1,
+                           "seconds_left": None, "paused": paused, "limit_bytes_s": 1 << 20 if "--limit" in words else 0}}
+    monkeypatch.setattr("nvpool.cli.reach.change", change)
+    monkeypatch.setattr("nvpool.cli.reach.status_of", status_of)
+    code, out, _ = run(capfd, "pool", "rebalance", "/srv/pool", *words)
+    assert code == 0 and out.splitlines()[1:] == ([said] if said else [])
+    assert "go on with: nvpool pool rebalance /srv/pool --resume" in out if paused else "POOL" not in out
+
+
 @pytest.mark.parametrize("error, code, name", [
     (OSError(28, "No space left on device", "/x"), 1, "OSError"), (KeyboardInterrupt(), 130, "interrupted"),
     (ZeroDivisionError("by 0"), 70, "ZeroDivisionError"), (click.Abort(), 130, "interrupted")])
