@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from nvpool.base.errors import BadConfiguration, Bug, Damaged, NvpoolError, Refu
 from nvpool.base.remedies import with_pool
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 70, 130
+
+_REMEDY = re.compile(r"; ([^;]*\bnvpool [a-z].*)", re.DOTALL)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -86,8 +89,8 @@ def show_error(error: BaseException, as_json: bool = False, pool: str = "") -> i
     text = with_pool(_text_of(error), pool)
     if as_json:
         known = error.__cause__ if isinstance(error, OSError) and isinstance(error.__cause__, NvpoolError) else error
-        remedy = with_pool(getattr(known, "remedy", ""), pool)
-        print_json(error_object(text.removesuffix(f"; {remedy}") if remedy else text, type(known).__name__, code, remedy))
+        reason, remedy = _parted(text, with_pool(getattr(known, "remedy", ""), pool))
+        print_json(error_object(reason, type(known).__name__, code, remedy))
     if code == EXIT_BUG:
         import traceback
         traceback.print_exception(error)
@@ -95,6 +98,13 @@ def show_error(error: BaseException, as_json: bool = False, pool: str = "") -> i
         return code
     click.echo(f"nvpool: {text}", err=True)
     return code
+
+
+def _parted(text: str, remedy: str) -> tuple[str, str]:
+    """Reason and remedy of an error. One from another process has them in one text: there a remedy is what names a command."""
+    if not remedy and (found := _REMEDY.search(text)) is not None:
+        remedy = found[1]
+    return text.removesuffix(f"; {remedy}") if remedy else text, remedy
 
 
 def _text_of(error: BaseException) -> str:

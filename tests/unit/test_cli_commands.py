@@ -14,7 +14,7 @@ import click
 import pytest
 
 from nvpool.base.directory import FORMAT_TEXT
-from nvpool.base.errors import InvalidRequest, NotFound
+from nvpool.base.errors import AccessDenied, InvalidRequest, NotFound
 from nvpool.base.remedies import with_pool
 from nvpool.cli import known_pools
 from nvpool.cli import main as cli_main
@@ -192,6 +192,17 @@ def test_remedy_names_the_pool_of_the_call(capfd, monkeypatch, words, said):
     for pool, shown in (("/srv/pool", "/srv/pool"), ("/srv/my pool", "'/srv/my pool'"), ("10.0.0.1:17512", "10.0.0.1:17512")):
         code, out, err = run(capfd, *(word.format(pool) for word in words), "--json")
         assert (code, err) == (1, f"nvpool: {said.replace('POOL', shown)}\n")
+        reason, _, remedy = said.replace("POOL", shown).partition("; ")
+        assert json.loads(out)["error"] | {"code": ""} == {"message": reason, "remedy": remedy, "code": "", "exit_code": 1}
+
+
+def test_command_without_a_pool_keeps_the_word_for_it(capfd, monkeypatch):
+    def refuse(*_, **__):
+        raise AccessDenied("this token was used already; make a new one with: nvpool client token POOL")
+    monkeypatch.setattr(cli_main.cli, "main", refuse)
+    found = json.loads(run(capfd, "version", "--json")[1])["error"]
+    assert found["message"] == "this token was used already"
+    assert found["remedy"] == "make a new one with: nvpool client token POOL"
 
 
 def test_pool_is_filled_into_commands_alone():
