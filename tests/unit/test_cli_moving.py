@@ -165,7 +165,7 @@ def test_an_interrupted_wait_says_that_the_drain_goes_on(monkeypatch, capsys, no
 
 
 @pytest.mark.parametrize(("paused", "expected"), [
-    (False, "7 partitions left"), (True, "7 partitions left, paused; go on with: nvpool pool rebalance --resume")])
+    (False, "7 partitions left"), (True, "7 partitions left, paused; go on with: nvpool pool rebalance POOL --resume")])
 def test_who_waits_for_partitions_is_told_that_moving_is_paused(monkeypatch, paused, expected):
     told, gate = [], asyncio.Event()
 
