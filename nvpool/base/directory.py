@@ -264,8 +264,8 @@ class PoolDirectory:
         except (OSError, UnicodeDecodeError) as error:
             raise WrongFormat(f"{self.format} can not be read: {error}") from None
         if text == BEING_MADE_TEXT:
-            raise WrongFormat(f"the making of the pool in {self.path} was interrupted; run the same `nvpool pool create` or "
-                              f"`nvpool dev up` again")
+            raise WrongFormat(f"the making of the pool in {self.path} was interrupted; run the same command (pool create or "
+                              f"dev up) again")
         if text != FORMAT_TEXT:
             raise WrongFormat(f"{self.path} has the format {text.strip()[:60]!r}, this nvpool knows {FORMAT_TEXT.strip()!r}; "
                               f"use the version of nvpool that made it")

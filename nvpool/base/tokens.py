@@ -35,8 +35,8 @@ def read_token(text: str) -> Token:
     except (binascii.Error, ValueError):
         raw = b""
     if not text.startswith(_PREFIX) or len(raw) != SECRET_BYTES + _FINGERPRINT_BYTES:
-        raise InvalidRequest("this is not a whole token; copy all of the line that `nvpool node token` or `nvpool client "
-                             "token` prints")
+        raise InvalidRequest("this is not a whole token; copy all of the line that `nvpool node token POOL` or "
+                             "`nvpool client token POOL` prints")
     return Token(raw[:SECRET_BYTES], raw[SECRET_BYTES:])
 
 

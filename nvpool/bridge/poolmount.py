@@ -52,7 +52,7 @@ class PoolMount:
                             self.place)
             if not self._make:
                 raise Unavailable(f"the pool {self._name} is not mounted at {self.place}; mount it there on the host: nvpool "
-                                  "mount, or nvpool-mount@.service")
+                                  f"mount POOL {self.place}   or with nvpool-mount@.service")
             await self._mount()
             there = mount_at(self.place)
             if there is None:
@@ -84,4 +84,5 @@ class PoolMount:
             raise
         if process.returncode:
             text = said.decode(errors="replace").strip().removeprefix("nvpool: ")
-            raise (Unavailable if process.returncode == 3 else Refused)(text or f"nvpool mount: {process.returncode}")
+            family = Unavailable if process.returncode == 3 else Refused
+            raise family(text or f"mounting ended with exit code {process.returncode}")

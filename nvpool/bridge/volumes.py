@@ -284,7 +284,7 @@ class BridgeVolumes:
             return Condition(True, f"the pool is not mounted at {self._mountpoint}; the next use of a volume mounts it")
         if (state := await asyncio.to_thread(look_at, self._mountpoint)) != "alive":
             return Condition(True, f"the pool's mount at {self._mountpoint} is {state}; see nvpool status, and: nvpool mount "
-                                   "--force")
+                                   f"--force POOL {self._mountpoint}")
         for reference in self._references.of(volume.name).values():
             bound = mount_at(self._binds.place(volume.name, reference.read_only, reference.subpath))
             if bound is None or bound.device != there.device:
@@ -460,13 +460,13 @@ def _check_agrees(volume: Volume, wanted: Options) -> None:
         if asked and asked != has:
             told = (format_bytes(has) if word == "size" else str(has)) if has else "no bound"
             raise AlreadyExists(f"the volume {volume.name} is there, with another {word} ({told}); leave the option out, or "
-                                "change it with: nvpool volume resize")
+                                f"change it with: nvpool volume resize POOL {volume.name} --{word} {asked}")
     if wanted.replicas and wanted.replicas != volume.replicas:
         raise AlreadyExists(f"the volume {volume.name} is there, with {volume.replicas} replicas; leave the option out, or "
                             "take another name")
     if wanted.sealed and not volume.sealed and volume.files_used:
         raise AlreadyExists(f"the volume {volume.name} is there, with files and not sealed; leave the option out, or seal "
-                            "it with: nvpool volume seal")
+                            f"it with: nvpool volume seal POOL {volume.name}")
     if wanted.sealed is False and volume.sealed:
         raise AlreadyExists(f"the volume {volume.name} is there, and sealed for ever; leave the option out, or take "
                             "another name")

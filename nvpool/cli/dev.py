@@ -10,7 +10,7 @@ import click
 
 from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory, being_made
-from nvpool.base.errors import InvalidRequest, NotFound
+from nvpool.base.errors import AccessDenied, InvalidRequest, NotADirectory, NotFound, from_os_error
 from nvpool.base.units import CHUNK_BYTES_DEFAULT, GIB, MIB, format_bytes
 from nvpool.cli.drive import Size
 from nvpool.cli.render import json_option, print_json, say
@@ -67,7 +67,7 @@ def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tu
     made belongs to who asks for it.
 
     Returns when it serves. May be repeated: what is there stays as it is. Interrupted, a pool that this call made is removed
-    again; one that was there stays, and what was started is named.
+    again; one that was there stays, and what was started is named. So it is too when a pool that was made can not be mounted.
     """
     from nvpool.cli.undoing import Undoing
     with Undoing(PoolDirectory(directory), mountpoint) as undoing:
@@ -83,13 +83,15 @@ def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tu
 
 def _up(undoing: Undoing, directory: str, drives: int | None, standbys: int, shards: int, sizes: tuple[int, ...], replicas: int,
         mountpoint: str | None, engine: str | None, config_file: str | None) -> dict[str, Any]:
-    from nvpool.base.mounts import look_at, mount_at
+    from nvpool.base.mounts import look_at, mount_at, place_of
     from nvpool.cli import pool_life
     from nvpool.cli.mount import log_of
     from nvpool.cli.mounts import mount_pool, unmount
     from nvpool.cli.pool import name_of
     where = undoing.directory
     is_new = being_made(where) or not where.exists()
+    if mountpoint is not None:
+        check_place(where, mountpoint)
     if is_new:
         wanted = list(sizes) or default_sizes(drives or max(2, replicas), free_bytes(where))
         if drives is not None and len(wanted) < drives:
@@ -113,13 +115,51 @@ def _up(undoing: Undoing, directory: str, drives: int | None, standbys: int, sha
             say(f"{mountpoint} was a dead mount; cleaned")
             found = mount_at(mountpoint)
         if found is None or not found.ours:
-            os.makedirs(mountpoint, exist_ok=True)
+            try:
+                os.makedirs(place_of(mountpoint), exist_ok=True)
+            except OSError as error:
+                raise from_os_error(error, f"make the directory {mountpoint} to mount the pool at") from error
             mount_pool(str(where.path), os.path.abspath(mountpoint), log_of(str(where.path), os.path.abspath(mountpoint)),
                        (f"--engine={engine}",) if engine else ())
             seen = pool_life.start(where)
         elif not any(process.get("mountpoint") == str(found.point) for process in seen["processes"]):
-            raise InvalidRequest(f"{mountpoint} is the mount of another pool; first: nvpool umount {mountpoint}")
+            raise _other_pool(mountpoint)
     return seen
+
+
+def check_place(where: PoolDirectory, mountpoint: str) -> None:
+    """Refuse, with the remedy, a place at which the pool in `where` can not be mounted, before anything is made.
+
+    An empty directory will do, one that can be made, and a mount of this pool, dead or alive.
+    """
+    from nvpool.base.mounts import look_at, mount_at, place_of, pool_of
+    from nvpool.fuse.mount import check_fuse, check_mount_point
+    found = mount_at(mountpoint)
+    if found is not None and found.ours:
+        if look_at(found.point) == "alive":
+            behind = pool_of(found)
+            if not where.exists() or behind is not None and behind[0] != str(where.path) and behind[0].startswith("/"):
+                raise _other_pool(mountpoint)
+        return  # a dead one is taken away when the pool runs
+    place = place_of(mountpoint)
+    if where.path.resolve().is_relative_to(place):
+        raise InvalidRequest(f"{mountpoint} holds the directory of the pool, which the mount would hide; name another "
+                             f"directory after --mount")
+    if os.path.lexists(place):
+        check_mount_point(place)
+        return
+    above = next(path for path in place.parents if os.path.lexists(path))
+    if not above.is_dir():
+        raise NotADirectory(f"{mountpoint} can not be made to mount the pool at: {above} is not a directory; name an empty "
+                            f"directory after --mount, or one that can be made")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise AccessDenied(f"{mountpoint} can not be made to mount the pool at: this user may make nothing in {above}; name an "
+                           f"empty directory after --mount, or have it made")
+    check_fuse()
+
+
+def _other_pool(mountpoint: str) -> InvalidRequest:
+    return InvalidRequest(f"{mountpoint} is the mount of another pool; first: nvpool umount {mountpoint}")
 
 
 def free_bytes(directory: PoolDirectory) -> int:
@@ -151,7 +191,7 @@ def down(directory: str, as_json: bool) -> None:
         except NotFound as error:
             raise NotFound(f"{error}. Nothing was removed", remedy=remedy_for(directory)) from None
         if not (where.path / "throw-away").exists():
-            raise InvalidRequest(f"{where.path} was not made by `nvpool dev up`; nothing was removed. To destroy that pool: "
+            raise InvalidRequest(f"{where.path} was not made by dev up; nothing was removed. To destroy that pool: "
                                  f"nvpool pool destroy {where.path}")
     pool_life.check_removable(where)
     unmounted = mountpoints_of(where)

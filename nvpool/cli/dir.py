@@ -56,7 +56,7 @@ async def _directory_at(client, place: Place):
     from nvpool.cli.place import find
     attr = await find(client.vfs, place.path)
     if not stat.S_ISDIR(attr.mode):
-        raise NotADirectory(f"{place} is no directory; nvpool file info shows what a file has")
+        raise NotADirectory(f"{place} is no directory; nvpool file info {place} shows what a file has")
     return attr
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from nvpool.base.remedies import with_pool
 from nvpool.cli.checks import BAD, OK, WARN, Check
-from nvpool.cli.render import json_option, print_json, print_table, say
+from nvpool.cli.render import json_option, print_json, print_table, remember_pool, say
 
 
 def show(checks: Iterable[Check], as_json: bool, quiet: bool = False) -> int:
@@ -45,7 +46,8 @@ examples:
 Nothing is changed. Each check is ok, warn (slower or less safe than it could be) or bad (does not work, or is not safe); the
 exit code is 1 where one is bad.
 """)
-@click.option("--pool", envvar="NVPOOL_POOL", metavar="POOL", help="A pool directory, or HOST:PORT of a node.")
+@click.option("--pool", envvar="NVPOOL_POOL", metavar="POOL", callback=remember_pool,
+              help="A pool directory, or HOST:PORT of a node.")
 @click.option("--drive", "drives", multiple=True, metavar="PATH", type=click.Path(), help="A directory or device; repeat it.")
 @click.option("--quiet", "-q", is_flag=True, help="Only what is not ok.")
 @json_option
@@ -68,6 +70,7 @@ def doctor(context: click.Context, pool: str | None, drives: tuple[str, ...], qu
         found += look_at_drives([Path(drive) for drive in drives])
     if pool:
         found += pool_checks(pool, kernel_version() >= KERNEL_MIN)
+    found = [one._replace(seen=with_pool(one.seen, pool or ""), remedy=with_pool(one.remedy, pool or "")) for one in found]
     context.exit(show(found, as_json, quiet))
 
 

@@ -114,9 +114,9 @@ def space(path: Path, what: str, found: tuple[int, int] | None = None) -> Check:
     free, total = found
     told = f"{format_bytes(free)} of {format_bytes(total)} are free"
     if free < FREE_BAD * total:
-        return bad(f"space of {what}", told, "remove what is not the pool's, or add a drive (nvpool drive add)")
+        return bad(f"space of {what}", told, "remove what is not the pool's, or add a drive (nvpool drive add POOL PATH)")
     if free < FREE_WARN * total:
-        return warn(f"space of {what}", told, "add a drive (nvpool drive add), or remove what is not needed")
+        return warn(f"space of {what}", told, "add a drive (nvpool drive add POOL PATH), or remove what is not needed")
     return ok(f"space of {what}", told)
 
 
@@ -144,8 +144,8 @@ def drives(paths: list[Path], root: Path = Path("/")) -> Iterator[Check]:
         except (OSError, ValueError) as error:
             gone = isinstance(error, FileNotFoundError)
             seen = "it is not there" if gone else f"it can not be looked at: {getattr(error, 'strerror', None) or error}"
-            yield bad(f"drive {path}", seen, "put it in and mount it; nvpool drive replace, or remove --lost, when it will not "
-                                             "come back")
+            yield bad(f"drive {path}", seen, "put it in and mount it; when it will not come back: nvpool drive "
+                                             f"replace POOL {path} NEW_PATH --lost")
             continue
         if not stat.S_ISDIR(mode) and not stat.S_ISBLK(mode):
             yield bad(f"drive {path}", "it is neither a directory nor a block device", "name one of these")

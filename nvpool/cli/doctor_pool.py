@@ -34,7 +34,7 @@ def chains(status: dict[str, Any]) -> Check:
     seen = status["chains"]
     if seen["without"]:
         return bad("copies", f"{seen['without']} of {seen['total']} chains have no target that serves",
-                   "what they hold can not be read: bring back their drives (nvpool drive ls, nvpool status)")
+                   "what they hold can not be read: bring back their drives (nvpool drive ls POOL)")
     if seen["fewer"]:
         return warn("copies", f"{seen['fewer']} of {seen['total']} chains have fewer copies than they shall, {seen['filling']} "
                               "are being filled", "wait, or bring back what is away (nvpool status)")
@@ -69,8 +69,8 @@ def etcd(status: dict[str, Any]) -> Check:
     if len(status["nodes"]) < 2:
         return ok("map", "kept by the one node")
     if not any(one.get("leads") for one in status["nodes"]):
-        return bad("map", "nobody leads the pool", "more than half of the members of etcd have to run: nvpool node ls, and the "
-                                                   "log etcd.log of each")
+        return bad("map", "nobody leads the pool", "more than half of the members of etcd have to run; see nvpool node ls "
+                                                   "POOL, and the log etcd.log of each")
     if away:
         return warn("map", f"{', '.join(away)} of {len(members)} members of etcd are away", "one more may not be lost: bring "
                                                                                           "them back")

@@ -12,7 +12,7 @@ import click
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.units import format_bytes, parse_bytes
-from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.render import completed, json_option, pool_argument, print_json, print_table, say
 
 
 class Size(click.ParamType):
@@ -35,7 +35,7 @@ drive_argument = click.argument("drive", metavar="DRIVE")
 
 STALL_S = 30.0
 """Without a change before a command that waits reports a stall: longer than drained chunks are kept for clients."""
-PAUSED = "paused; go on with: nvpool pool rebalance --resume"
+PAUSED = "paused; go on with: nvpool pool rebalance POOL --resume"
 
 
 @click.group(epilog="""\b
@@ -178,9 +178,9 @@ def is_emptied(drives: list[dict[str, Any]]) -> bool:
 def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
     """What is known of when all is moved, or of what keeps it. `shards`: of which members are to be moved."""
     full = [str(one["drive"]) for one in seen["drives"] if one.get("lacks_room")]  # an older node does not say it
-    room = f"drive {', '.join(full)} has no room; make some: nvpool drive add" if full else ""
+    room = f"drive {', '.join(full)} has no room; make some: nvpool drive add POOL PATH" if full else ""
     words = (_kept_by(seen, shards), room, *_of_drives(seen), time_left(seen["chains"]))
-    return ", ".join(word for word in words if word)
+    return completed(", ".join(word for word in words if word))
 
 
 def _of_drives(seen: dict[str, Any]) -> list[str]:

@@ -125,8 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
         from nvpool.cli.token import hide_tokens
         hide_tokens(words)  # before anything is loaded: others look at arguments now
     as_json = "--json" in words[:words.index("--")] if "--" in words else "--json" in words
+    called: dict[str, str] = {}
     try:
-        result = cli.main(arguments, prog_name="nvpool", standalone_mode=False)
+        result = cli.main(arguments, prog_name="nvpool", standalone_mode=False, obj=called)
         return result if isinstance(result, int) else 0
     except (click.Abort, KeyboardInterrupt):
         if as_json:
@@ -146,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         from nvpool.cli.render import show_error
-        return show_error(error, as_json)
+        return show_error(error, as_json, called.get("pool", ""))
 
 
 def _print_error(message: str, code: str, exit_code: int, remedy: str = "") -> None:

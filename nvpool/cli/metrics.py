@@ -6,7 +6,7 @@ import asyncio
 
 import click
 
-from nvpool.cli.render import Number, json_option, print_json
+from nvpool.cli.render import Number, json_option, print_json, remember_pool
 
 
 @click.command(epilog="""\b
@@ -23,7 +23,7 @@ examples:
   nvpool metrics /srv/pool > /var/lib/prometheus/node-exporter/nvpool.prom      for its textfile collector
   nvpool metrics --describe                                                     every name and its meaning
 """)
-@click.argument("pool", envvar="NVPOOL_POOL", required=False)
+@click.argument("pool", envvar="NVPOOL_POOL", required=False, callback=remember_pool)
 @click.option("--wait", "wait_s", type=Number(0.1, 30), default=2.0, show_default=True,
               help="Seconds that the node's processes have to answer; who does not has nvpool_up 0.")
 @click.option("--describe", is_flag=True, help="Only print what there is to be told: name, kind, labels, meaning.")

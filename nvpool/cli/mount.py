@@ -10,7 +10,7 @@ import click
 
 from nvpool.base import config as configuration
 from nvpool.cli.drive import Size
-from nvpool.cli.render import Number, json_option, log_options, print_json, say
+from nvpool.cli.render import Number, json_option, log_options, print_json, remember_pool, say
 
 
 @click.command(epilog="""\b
@@ -98,6 +98,7 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_lev
     from nvpool.cli.reach import directory_of
     shown = pool
     pool, subtree = divided(pool)
+    remember_pool(click.get_current_context(), None, pool)
     directory = directory_of(pool)
     if directory is not None:
         pool = str(directory.path)

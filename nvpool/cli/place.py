@@ -16,6 +16,7 @@ import click
 
 from nvpool.cli.known_pools import pool_behind
 from nvpool.cli.reach import REACH_S, ask
+from nvpool.cli.render import remember_pool
 
 
 class Place(NamedTuple):
@@ -49,6 +50,8 @@ class PlaceType(click.ParamType):
         if at <= 0:
             self.fail(f"{value!r} is no place in a pool; write POOL:/path, as in /srv/pool:/data or 10.0.0.1:17512:/data",
                       parameter, context)
+        if context is not None:
+            remember_pool(context, parameter, value[:at])
         return Place(value[:at], os.fsencode(value[at + 1:]))
 
 

@@ -12,7 +12,7 @@ from nvpool.base import config as configuration
 from nvpool.base.errors import InUse, InvalidRequest, Refused
 from nvpool.base.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
 from nvpool.cli.drive import Size, time_left, told_to_go_on, wait_option, wait_until_moved
-from nvpool.cli.render import Number, json_option, pool_argument, print_json, say
+from nvpool.cli.render import Number, completed, json_option, pool_argument, print_json, say
 
 _LIMIT_MIB_MAX = MIB
 """1 TiB/s, which no drive takes."""
@@ -201,10 +201,18 @@ def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, lim
         print_json(chains)
         return
     click.echo(chains_line(chains))
-    words = ["paused"] if chains["paused"] else []
-    words += [f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive"] if chains["limit_bytes_s"] else []
-    if words:
-        click.echo(f"moving is {' and '.join(words)}")
+    if line := _moving_line(chains, is_resumed=pause is False):
+        click.echo(line)
+
+
+def _moving_line(chains: dict, is_resumed: bool) -> str:
+    """Whether chains are moved, where that is not as ever."""
+    limit = f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive" if chains["limit_bytes_s"] else ""
+    if is_resumed and not chains["paused"]:
+        words = ["moving goes on", limit, "" if chains["to_copy"] else "nothing is to be moved now"]
+        return ", ".join(word for word in words if word)
+    words = [word for word in ("paused" if chains["paused"] else "", limit) if word]
+    return f"moving is {' and '.join(words)}" if words else ""
 
 
 def chains_line(chains: dict) -> str:
@@ -215,4 +223,4 @@ def chains_line(chains: dict) -> str:
     if chains["to_copy"]:
         words.append(f"{chains['to_copy']:,} copies to make")
         words.append(time_left(chains))
-    return "chains: " + ", ".join(word for word in words if word)
+    return completed("chains: " + ", ".join(word for word in words if word))

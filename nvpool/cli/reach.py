@@ -77,7 +77,8 @@ def own_host(address: str) -> str:
     host, _, port = address.removeprefix("stream://").rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit():
-        raise InvalidRequest(f"{address!r} is not the address of a node; write HOST:PORT, as `nvpool node token` prints it")
+        raise InvalidRequest(f"{address!r} is not the address of a node; write HOST:PORT, as `nvpool node token POOL` "
+                             "prints it")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, int(port)))  # sends nothing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import click
 
 from nvpool.base.errors import BadConfiguration, Bug, Damaged, NvpoolError, Refused, Stale, Unavailable
+from nvpool.base.remedies import with_pool
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 70, 130
+
+_REMEDY = re.compile(r"; ([^;]*\bnvpool [a-z].*)", re.DOTALL)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -41,7 +45,23 @@ def log_options(function):
 
 def pool_argument(function):
     """The argument POOL, which NVPOOL_POOL stands in for."""
-    return click.argument("pool", envvar="NVPOOL_POOL", metavar="POOL")(function)
+    return click.argument("pool", envvar="NVPOOL_POOL", metavar="POOL", callback=remember_pool)(function)
+
+
+def remember_pool(context: click.Context, parameter: click.Parameter | None, pool: str | None) -> str | None:
+    """Callback of what names the pool of a call: messages name it in their commands from then on. An argument that may be left
+    out stands for the current directory then."""
+    called = context.find_root().obj
+    if isinstance(called, dict) and (pool or isinstance(parameter, click.Argument)):
+        called["pool"] = pool or "."
+    return pool
+
+
+def completed(text: str) -> str:
+    """`text` with the pool of this call in its commands, in place of POOL."""
+    context = click.get_current_context(silent=True)
+    called = context.find_root().obj if context is not None else None
+    return with_pool(text, called.get("pool", "")) if isinstance(called, dict) else text
 
 
 def exit_code(error: BaseException) -> int:
@@ -62,22 +82,29 @@ def error_object(message: str, code: str, exit_code: int, remedy: str = "") -> d
     return {"error": {"message": message, "code": code, "exit_code": exit_code} | ({"remedy": remedy} if remedy else {})}
 
 
-def show_error(error: BaseException, as_json: bool = False) -> int:
+def show_error(error: BaseException, as_json: bool = False, pool: str = "") -> int:
     """Say on stderr what went wrong, and with --json on stdout too, as an object; the exit code for it. Only a bug shows a
-    traceback."""
+    traceback. `pool` is the call's, for the commands of the remedy."""
     code = exit_code(error)
+    text = with_pool(_text_of(error), pool)
     if as_json:
         known = error.__cause__ if isinstance(error, OSError) and isinstance(error.__cause__, NvpoolError) else error
-        remedy = getattr(known, "remedy", "")
-        print_json(error_object(_text_of(error).removesuffix(f"; {remedy}") if remedy else _text_of(error),
-                                type(known).__name__, code, remedy))
+        reason, remedy = _parted(text, with_pool(getattr(known, "remedy", ""), pool))
+        print_json(error_object(reason, type(known).__name__, code, remedy))
     if code == EXIT_BUG:
         import traceback
         traceback.print_exception(error)
         click.echo("nvpool: this is a bug of nvpool; please report it with the lines above", err=True)
         return code
-    click.echo(f"nvpool: {_text_of(error)}", err=True)
+    click.echo(f"nvpool: {text}", err=True)
     return code
+
+
+def _parted(text: str, remedy: str) -> tuple[str, str]:
+    """Reason and remedy of an error. One from another process has them in one text: there a remedy is what names a command."""
+    if not remedy and (found := _REMEDY.search(text)) is not None:
+        remedy = found[1]
+    return text.removesuffix(f"; {remedy}") if remedy else text, remedy
 
 
 def _text_of(error: BaseException) -> str:
@@ -92,7 +119,7 @@ def on_terminal() -> bool:
 
 def say(text: str) -> None:
     """Tell the user what happens; on stderr, so that a pipe gets results only."""
-    click.echo(text, err=True)
+    click.echo(completed(text), err=True)
 
 
 def print_json(value: Any) -> None:

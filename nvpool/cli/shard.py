@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from nvpool.cli.drive import PAUSED, told_to_go_on, wait_option
-from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.render import completed, json_option, pool_argument, print_json, print_table, say
 
 shard_argument = click.argument("shard", metavar="SHARD", type=click.IntRange(1))
 
@@ -84,7 +84,7 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
             return Look(0, None, in_bytes=False)
         words = "clients are leaving it" if gone else "its node is to begin it"
         if left():
-            words = f"{left()} partitions left" + (f", {PAUSED}" if paused else "")
+            words = f"{left()} partitions left" + (f", {completed(PAUSED)}" if paused else "")
         return Look(most - left(), most, words, in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from nvpool.base.units import format_bytes
-from nvpool.cli.render import Number, ago, json_option, print_json, print_table, say
+from nvpool.cli.render import Number, ago, json_option, print_json, print_table, remember_pool, say
 
 
 @click.command(epilog="""\b
@@ -53,7 +53,7 @@ examples:
   nvpool status 10.0.0.1:17512 --json | jq '.processes[] | select(.role == "store").pid'
   nvpool status /srv/pool --check || echo something is wrong
 """)
-@click.argument("pool", envvar="NVPOOL_POOL", required=False)
+@click.argument("pool", envvar="NVPOOL_POOL", required=False, callback=remember_pool)
 @click.option("--wait", "wait_s", type=Number(0.1, 600), default=5.0, show_default=True,
               help="Seconds to wait for an answer.")
 @click.option("--check", is_flag=True, help="Exit with 3 also while a process starts or ends, or a mount is dead.")

@@ -65,7 +65,7 @@ def token_from(given: str | None, file: str | None) -> str:
     if sys.stdin.isatty():
         return click.prompt("token", hide_input=True, err=True).strip()
     raise click.UsageError(f"there is no token: give it by --token - (standard input), --token-file PATH, or the variable "
-                           f"{VARIABLE}; `nvpool node token` and `nvpool client token` make one")
+                           f"{VARIABLE}; `nvpool node token POOL` and `nvpool client token POOL` make one")
 
 
 def _first_line(line: str, where: str) -> str:

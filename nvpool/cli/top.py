@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nvpool.base.units import format_bytes
-from nvpool.cli.render import Number, json_option, on_terminal, print_json, print_table, say
+from nvpool.cli.render import Number, json_option, on_terminal, print_json, print_table, remember_pool, say
 
 if TYPE_CHECKING:
     from nvpool.sdk.use import Rates, Seen
@@ -34,7 +34,7 @@ examples:
   nvpool top 10.0.0.1:17512 --by target --interval 5
   nvpool top /srv/pool --once --json | jq -r '.rows[0].name'      who does most at the moment
 """)
-@click.argument("pool", envvar="NVPOOL_POOL", required=False)
+@click.argument("pool", envvar="NVPOOL_POOL", required=False, callback=remember_pool)
 @click.option("--by", type=click.Choice(["client", "volume", "target"]), default="client", show_default=True,
               help="What a row is.")
 @click.option("--sort", type=click.Choice(["bytes", "ops"]), default="bytes", show_default=True, help="What comes first.")

@@ -1,7 +1,8 @@
-"""The end of an interrupted `dev up`: what it made is removed again, or named with the command that removes it.
+"""The end of a `dev up` that was interrupted or failed: what it made is removed, or named with the command that does it.
 
 An interruption is Ctrl-C, and SIGTERM or SIGHUP (a terminal that is closed). A pool that was there before is never removed: it
-may hold files of users. A second Ctrl-C ends the removal and prints what is left.
+may hold files of users. After an error the pool that was made stays, with the logs that explain it. A second Ctrl-C ends the
+removal and prints what is left.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Undoing:
         try:
             if isinstance(error, KeyboardInterrupt):
                 self._undo()
+            elif isinstance(error, Exception):
+                self._tell()
         finally:
             for number, before in self._before.items():
                 signal.signal(number, before)
@@ -47,9 +50,7 @@ class Undoing:
     def _undo(self) -> None:
         place = self.directory.path
         if not self._is_ours:
-            left = self.directory.supervisor() is not None and not self._ran
-            say(f"the pool in {place} was there before and stays"
-                + (f"; it was started, and runs. Stop and remove it with: nvpool dev down {place}" if left else ""))
+            say(f"the pool in {place} was there before and stays" + (self._started() if self._is_left_running() else ""))
             return
         if not os.path.lexists(place):
             say("nothing was made yet")
@@ -65,6 +66,21 @@ class Undoing:
                 raise
         else:
             say(f"{place} is as it was before")
+
+    def _tell(self) -> None:
+        place = self.directory.path
+        if self._is_ours and self.directory.exists() and not being_made(self.directory):
+            runs = " and runs" if self._is_left_running() else ""
+            say(f"the pool in {place} was made{runs}; when the reason below is mended, repeat this command, or remove the pool "
+                f"with: nvpool dev down {place}")
+        elif not self._is_ours and self._is_left_running():
+            say(f"the pool in {place} was there before and stays{self._started()}")
+
+    def _is_left_running(self) -> bool:
+        return self.directory.supervisor() is not None and not self._ran
+
+    def _started(self) -> str:
+        return f"; it was started, and runs. Stop and remove it with: nvpool dev down {self.directory.path}"
 
     def _remove(self) -> None:
         from nvpool.cli import pool_life

@@ -94,7 +94,7 @@ def _of(used: int, most: int, bytes_: bool) -> str:
 def _told(found: Volume, as_json: bool) -> None:
     if found.revoked_in_s:
         say(f"a target has not answered: what was taken back it may still allow for up to {found.revoked_in_s} s; see which: "
-            "nvpool status")
+            "nvpool status POOL")
     if as_json:
         print_json(as_object(found))
         return
@@ -332,11 +332,11 @@ def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None
     except KeyboardInterrupt:
         if begun:
             say(f"{name} has no name any more, and its removal goes on; the same command waits for it again (or finds no "
-                "such volume, when it is over), and nvpool volume ls --all shows how far it is")
+                "such volume, when it is over), and nvpool volume ls POOL --all shows how far it is")
         raise
     if as_json:
         print_json({"name": name, "removed": left is None, "files_left": left.files_used if left is not None else 0})
     elif left is not None:
-        click.echo(f"{name}: removed; {left.files_used} files go in the background, see: nvpool volume ls --all")
+        click.echo(f"{name}: removed; {left.files_used} files go in the background, see: nvpool volume ls {pool} --all")
     else:
         click.echo(f"{name}: removed")

@@ -202,8 +202,8 @@ class KnownPaths:
                 if path:
                     log.error("inode %d, of which bytes are damaged, is %s", inode, printable(path))
                 elif path is None:
-                    log.error("inode %d, of which bytes are damaged, was not found among the names soon; `nvpool fsck` names "
-                              "the file", inode)
+                    log.error("inode %d, of which bytes are damaged, was not found among the names soon; `nvpool fsck POOL` "
+                              "names the file", inode)
             await asyncio.sleep(PAUSE_S)
 
     def close(self) -> None:

@@ -102,7 +102,8 @@ class Rooms:
             reached = max(file.paid, file.attr.size) + room.free
             if reached <= offset:
                 raise QuotaExceeded(f"the volume's quota of {format_bytes(room.limit)} is used up; remove files and "
-                                    f"purge its trash, if it has one (nvpool trash purge), or: nvpool volume resize")
+                                    f"purge its trash, if it has one (nvpool trash purge POOL NAME), or: nvpool volume "
+                                    "resize POOL NAME --size SIZE")
             self.cover(file, reached)
             return reached
 

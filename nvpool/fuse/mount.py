@@ -58,13 +58,18 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
         raise AccessDenied(f"{place} can not be listed by this user") from None
     if first is not None:
         raise InUse(f"{place} is not empty ({first.name!r} is in it), and a mount would hide that; choose an empty directory")
+    check_fuse()
+    return place
+
+
+def check_fuse() -> None:
+    """Unavailable or AccessDenied, with the remedy, where this process can not mount anything."""
     if not os.path.exists("/dev/fuse"):
         raise Unavailable("there is no /dev/fuse here; load the kernel module (modprobe fuse), or give it to this container "
                           "with: --device /dev/fuse --cap-add SYS_ADMIN")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         raise AccessDenied("/dev/fuse can not be opened by this user; let root mount the pool, or allow it to all with: "
                            "chmod 666 /dev/fuse")
-    return place
 
 
 def unmount(path: Path, *, lazy: bool = False) -> None:

@@ -43,7 +43,8 @@ def remedy_of(kind: str, node: str) -> str:
     if kind.startswith("external"):
         return "put new files of your etcd's authority into secret/external-etcd of the pool directory, on each node"
     if kind not in _RENEWED:
-        return "an authority is not renewed: make a new pool before, and copy the files (nvpool export, nvpool import)"
+        return "an authority is not renewed: make a new pool before, and copy the files (nvpool export POOL:/ DIR, and then "\
+               "nvpool import DIR NEW_POOL:/)"
     return f"nvpool cert rotate {node}   and see that the clocks of all nodes are right"
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from nvpool.base.remedies import with_pool
 from nvpool.base.units import format_seconds
 from nvpool.logic.links import BROKEN
 from nvpool.logic.metaplaces import beside, good_places, place_of, wanted
@@ -232,7 +233,7 @@ class Health:
             remedy = ""
         elif how["filled"] or target.state == "up":
             why = f"{how['filled']} are being filled now, {how['waits']} wait for their turn"
-            remedy = "wait; nvpool pool rebalance POOL --status shows how far it is".replace("POOL", self._pool)
+            remedy = f"wait; nvpool pool rebalance {self._pool} --status shows how far it is"
         else:
             why, remedy = "they are to be filled", ""
         return Problem("copies-missing", head + why, remedy, node=target.node, name=f"target-{target.id}", target=target.id,
@@ -275,7 +276,7 @@ class Health:
             remedy = "it serves as soon as the pool map can be changed again"
         elif "missing" in why or "no whole records" in why:
             remedy = "mount the file system that holds its records, or put the directory back; where it is lost for good, " \
-                     "load a dump into a new pool (nvpool load)"
+                     "load a dump into a new pool (nvpool load NEW_POOL FILE)"
         else:
             remedy = f"where that lasts for more than some seconds: {self._restart(primary)}"
         return Problem("shard-no-primary", text, remedy, "unavailable", node=primary["node"], name=primary["name"],
@@ -353,7 +354,7 @@ class Health:
     def _why_not_empty(self, target: Target) -> tuple[str, str]:
         wait = self._stores.get(target.id, {}).get("strays_wait") or "the reason is not known"
         why, _, remedy = wait.partition("; give them back with: ")
-        return why, remedy.replace("POOL", self._pool) or self._log(f"target-{target.id}", target.node)
+        return why, with_pool(remedy, self._pool) or self._log(f"target-{target.id}", target.node)
 
     def _why_stalled(self, target: Target, coming: Collection[int] | Counter[int]) -> tuple[str, str]:
         takers = [one for one in self._map.targets if coming[one.id]]

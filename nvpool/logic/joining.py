@@ -67,10 +67,11 @@ def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, n
 
 def member_removed(pool_map: PoolMap, member: str) -> PoolMap:
     """Without a client or a bridge, whose certificate is worth nothing from then on. InvalidRequest for a node, and nobody."""
-    if any(node.member == member for node in pool_map.nodes):
-        raise InvalidRequest(f"{member} is a node; it is removed with: nvpool node remove")
+    node = next((node for node in pool_map.nodes if node.member == member), None)
+    if node is not None:
+        raise InvalidRequest(f"{member} is a node; it is removed with: nvpool node remove POOL {node.id}")
     if member not in pool_map.members:
-        raise InvalidRequest(f"{member} is not in the pool; nvpool client ls shows who is")
+        raise InvalidRequest(f"{member} is not in the pool; `nvpool client ls POOL` shows who is")
     return changed(pool_map, members=tuple(one for one in pool_map.members if one != member))
 
 

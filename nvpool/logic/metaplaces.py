@@ -242,5 +242,5 @@ def without_member(pool_map: PoolMap, shard_id: int, node: int) -> PoolMap:
 def with_node(pool_map: PoolMap, number: int, **fields) -> PoolMap:
     """`fields` of the node replaced. InvalidRequest: there is none."""
     if number not in pool_map.node_by_id:
-        raise InvalidRequest(f"there is no node {number}; `nvpool node ls` lists them")
+        raise InvalidRequest(f"there is no node {number}; `nvpool node ls POOL` lists them")
     return changed(pool_map, nodes=tuple(replace(node, **fields) if node.id == number else node for node in pool_map.nodes))

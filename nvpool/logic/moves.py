@@ -107,7 +107,7 @@ def shard_wanted(pool_map: PoolMap, wanted: ShardWanted) -> PoolMap:
     node = pool_map.node_by_id.get(wanted.node)
     if node is None or node.wish != "share":
         raise InvalidRequest(f"node {wanted.node} {'is not in the pool' if node is None else 'is to hold nothing'}; "
-                             f"`nvpool node ls` lists them")
+                             f"`nvpool node ls POOL` lists them")
     if wanted.id <= shards_given(pool_map):
         raise InvalidRequest(f"a number {wanted.id} was given to a shard already")
     return replace(pool_map, shards_wanted=(*pool_map.shards_wanted, wanted))

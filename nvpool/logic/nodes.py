@@ -39,7 +39,7 @@ def node_of(pool_map: PoolMap, number: int) -> Node:
     """InvalidRequest: there is none."""
     node = pool_map.node_by_id.get(number)
     if node is None:
-        raise InvalidRequest(f"there is no node {number}; `nvpool node ls` lists them")
+        raise InvalidRequest(f"there is no node {number}; `nvpool node ls POOL` lists them")
     return node
 
 
@@ -79,7 +79,7 @@ def drained(pool_map: PoolMap, number: int, used_bytes: dict[int, int], *, stop:
         raise InvalidRequest(f"node {number} is given up for lost; it is being taken out of the pool")
     if not any(other.id != number and other.wish == "share" for other in pool_map.nodes):
         raise InvalidRequest(f"there is no other node that could take what node {number} has; let one join first: nvpool node "
-                             f"token")
+                             f"token POOL")
     wish: NodeWish = "stop" if stop else "drain"
     wanted = _with(pool_map, number, wish=wish)
     sharing = [target for target in targets_of(pool_map, number) if target.wish in ("share", "away")]

@@ -159,7 +159,8 @@ def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
     most = max((table.id for table in pool_map.tables), default=1)
     if len(here) < most:
         raise InvalidRequest(f"the pool keeps {most} cop{'y' if most == 1 else 'ies'} of each chunk and {len(here)} "
-                             f"target{'' if len(here) == 1 else 's'} would be left; add a drive first: nvpool drive add")
+                             f"target{'' if len(here) == 1 else 's'} would be left; add a drive first: nvpool drive add "
+                                 "POOL PATH")
     used = sum(used_bytes.values()) + _silent_bytes(pool_map, used_bytes)
     replicas = pool_map.settings.replicas
     quota = Spread(here, pool_map.nodes, replicas).quota
@@ -167,7 +168,7 @@ def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
                for target in here if quota[target.id])
     if used > room:
         raise InvalidRequest(f"{format_bytes(used)} are stored and the drives that would be left have room for "
-                             f"{format_bytes(room)}; add a drive first: nvpool drive add")
+                             f"{format_bytes(room)}; add a drive first: nvpool drive add POOL PATH")
 
 
 def _silent_bytes(pool_map: PoolMap, used_bytes: Mapping[int, int]) -> int:

@@ -167,7 +167,7 @@ def shard_of(pool_map: PoolMap, shard_id: int) -> Shard:
     """InvalidRequest: there is none."""
     shard = pool_map.shard_by_id.get(shard_id)
     if shard is None:
-        raise InvalidRequest(f"the pool has no shard {shard_id}; `nvpool shard ls` lists them")
+        raise InvalidRequest(f"the pool has no shard {shard_id}; `nvpool shard ls POOL` lists them")
     return shard
 
 

@@ -202,7 +202,7 @@ class Drives:
         if only := only_beside(newest, target.drive):
             raise InvalidRequest(f"drive {target.drive} has the only whole copy of the metadata of shard "
                                  f"{', '.join(map(str, only))}; bring it back, wait until a standby has it (nvpool shard "
-                                 f"ls), or load a dump into a new pool")
+                                 f"ls POOL), or load a dump into a new pool")
 
     @staticmethod
     def _check_copies(newest: PoolMap, target: Target) -> None:
@@ -223,7 +223,8 @@ class Drives:
             if (there := self._taken_in(new_drive[0])) is not None:
                 return there | {"replaces": old.drive}
             find(self._leading.pool_map, arguments, self._node)
-            raise InvalidRequest(f"drive {old.drive} is being removed already; add the new one with: nvpool drive add")
+            raise InvalidRequest(f"drive {old.drive} is being removed already; add the new one with: nvpool drive "
+                                 "add POOL PATH")
         if lost:
             self._check_metadata(self._leading.pool_map, old)
             self._check_copies(self._leading.pool_map, old)
@@ -407,7 +408,7 @@ def find(pool_map: PoolMap, arguments: dict, node: int, *, gone: bool = False) -
     if not found:
         there = [f"{target.drive} ({paths[target.drive]} of node {target.node})" for target in pool_map.targets
                  if target.state != "gone"]
-        more = f" and {len(there) - _NAMED_MAX} more, which `nvpool drive ls` lists" if len(there) > _NAMED_MAX else ""
+        more = f" and {len(there) - _NAMED_MAX} more, which `nvpool drive ls POOL` lists" if len(there) > _NAMED_MAX else ""
         raise NotFound(f"the pool has no drive {name}; its drives are {', '.join(there[:_NAMED_MAX])}{more}")
     target = found[-1]  # of several at a path the last is the one that may be there still
     if target.state == "gone" and not gone:

@@ -99,8 +99,8 @@ def _address(text: str) -> str:
         return text
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
-        raise InvalidRequest(f"{text!r} is not the address of a node; write HOST:PORT, as `nvpool node token` and `nvpool "
-                             f"client token` print it")
+        raise InvalidRequest(f"{text!r} is not the address of a node; write HOST:PORT, as `nvpool node token POOL` and "
+                             f"`nvpool client token POOL` print it")
     return f"stream://{text}"
 
 

@@ -347,15 +347,16 @@ class EtcdKeeper:
         pool_map, etcd = self._keeper.relay.pool_map, self._etcd
         if self._node not in pool_map.node_by_id or self._turned_away and etcd is None:
             return ["this node was removed from the pool, and serves nothing: end its daemon (nvpoold); what else is shown "
-                    "here may be old. To be a node again it joins with another directory: nvpool node join --dir"]
+                    "here may be old. To be a node again it joins with another directory: nvpool node join HOST:PORT "
+                    "--dir DIR"]
         where = ", ".join(etcdmembers.clients(pool_map) or self._keeper.members)
         if self._keeper.own_data_is_lost and etcd is None:
             return [f"the data of etcd on this node is lost; the pool map can not be changed before most members of etcd are "
-                    f"there ({where}; lost for good: nvpool node recover-etcd)"]
+                    f"there ({where}; lost for good: nvpool node recover-etcd POOL)"]
         if self._keeper.is_in_etcd and (etcd is None or etcd.is_silent):
             return [f"the pool map can not be changed: most members of etcd do not answer ({where}); what has a single copy is "
                     f"served, what has several (replicas, standbys) waits with all changes until they are back" +
-                    ("" if self._keeper.external else " (lost for good: nvpool node recover-etcd)")]
+                    ("" if self._keeper.external else " (lost for good: nvpool node recover-etcd POOL)")]
         if etcd is None:
             return []
         up, here = [one.node for one in pool_map.etcd if one.state == "up"], self._here(pool_map)

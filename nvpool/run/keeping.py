@@ -336,7 +336,7 @@ class MapKeeper:
         except StaleIdentity:
             raise Refused(f"this node was removed from the pool while it was away, so the map is not its to keep. Where other "
                           f"nodes are to go on alone, say so there. To be a node again: nvpool pool destroy "
-                          f"{self._directory.path}   and then nvpool node join") from None
+                          f"{self._directory.path}   and then nvpool node join HOST:PORT") from None
         if newer is None:
             return
         self.learn(newer)

@@ -48,7 +48,8 @@ class Losses:
                     f"right any more to ask those that were given up"] if waiting else []
             if self._whole and not self._found:
                 return told
-            return [*told, f"{count} chains were on lost drives only: what files had in them is gone; `nvpool fsck` names all",
+            return [*told, f"{count} chains were on lost drives only: what files had in them is gone; `nvpool fsck POOL` names "
+                    "all",
                     *self._found]
 
     async def _look(self) -> None:

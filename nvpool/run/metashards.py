@@ -140,7 +140,7 @@ class MetaShards:
             if number not in newest.shard_by_id:
                 if wish == "remove" and 0 < number <= moves.shards_given(newest):
                     return newest
-                raise NotFound(f"the pool has no shard {number}; `nvpool shard ls` lists them")
+                raise NotFound(f"the pool has no shard {number}; `nvpool shard ls POOL` lists them")
             return moves.wished(newest, number, wish)
 
         return self._told(await self._leading.change(decide), number)

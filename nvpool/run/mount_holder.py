@@ -264,7 +264,8 @@ class Holder:
         self._deaths += 1
         over = self._deaths - QUICK_DEATHS_MAX
         if self._deaths >= DEATHS_MAX:
-            log.error("no serving process comes up; the mount is dead now, clean it up with: nvpool umount")
+            log.error("no serving process comes up; the mount is dead now, clean it up with: nvpool umount %s",
+                      self._words[-1])
             return EXIT_BUG
         pause_s = 0.0 if over <= 0 else min(0.1 * 2 ** over, PAUSE_S_MAX)
         self._start_s = SYSTEM_CLOCK.boottime_s() + pause_s

@@ -36,7 +36,7 @@ class Scrubbing:
         elif arguments.get("target"):
             targets = [target for target in targets if str(target.id) == str(arguments["target"])]
             if not targets:
-                raise InvalidRequest(f"the pool has no target {arguments['target']}; `nvpool drive ls` lists them")
+                raise InvalidRequest(f"the pool has no target {arguments['target']}; `nvpool drive ls POOL` lists them")
         ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + _RIGHT_MS
         right = sign(Grant(SERVICE, 0, 0, 0, 0, ends_ms), self._secret())
         told = await asyncio.gather(*(self._tell(pool_map, target, str(arguments.get("order")), right) for target in targets))

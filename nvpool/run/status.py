@@ -10,9 +10,12 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 
+from msgspec import structs
+
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import DeadlineExceeded, NvpoolError
+from nvpool.base.remedies import with_pool
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import Coordinator
@@ -107,8 +110,8 @@ class PoolStatus:
         found = self._map_problems() + found
         found += [_bad_block(store, bad) for store in stores for bad in store["bad_blocks"]]
         if until_s > SYSTEM_CLOCK.boottime_s():
-            found += [Problem("data-lost", text, "nvpool fsck names the files; put them back from a copy, or remove them",
-                              "damaged") if "; `nvpool fsck`" in text else Problem("data-lost", text, severity="damaged")
+            found += [Problem("data-lost", text, "nvpool fsck POOL names the files; put them back from a copy, or remove them",
+                              "damaged") if "; `nvpool fsck POOL`" in text else Problem("data-lost", text, severity="damaged")
                       for text in await self._losses.told(pool_map)]
         certificates, now_s = self.certificates.told(), SYSTEM_CLOCK.wall_ns() / 1e9
         expiring = expiring_problems(certificates, now_s, node=self._node, pool=str(self._directory.path),
@@ -125,7 +128,7 @@ class PoolStatus:
                                                f"read and change everything",
                                  "where the network is not the pool's alone, set network.plain_text = false in node.toml of "
                                  "all nodes and clients", "notice", node=self._node))
-        found = self.watch.since(found)
+        found = [_completed(problem, str(self._directory.path)) for problem in self.watch.since(found)]
         return {"nodes": nodes, "members": pool_map.members, "certificates": certificates,
                 "revoked": [one.member for one in pool_map.revoked],
                 "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
@@ -232,6 +235,10 @@ class PoolStatus:
 
 
 
+def _completed(problem: Problem, pool: str) -> Problem:
+    return structs.replace(problem, reason=with_pool(problem.reason, pool), remedy=with_pool(problem.remedy, pool))
+
+
 def _told(problem: Problem) -> dict:
     return {name: getattr(problem, name) for name in _PROBLEM_FIELDS}
 
@@ -239,7 +246,7 @@ def _told(problem: Problem) -> dict:
 def _bad_block(store: dict, bad: dict) -> Problem:
     path = bad["path"]
     file = f"file {printable(os.fsencode(path))}, " if path else "a file without a name, " if path == "" else ""
-    names = "; `nvpool fsck` names the file" if path is None else ""
+    names = "; `nvpool fsck POOL` names the file" if path is None else ""
     return Problem("bad-block", f"bad block on target {store['target']} ({store['path']}): {file}inode {bad['inode']} chunk "
                    f"{bad['index']} block {bad['block']} {bad['text']}{names}", severity="damaged", node=store["node"],
                    name=f"{store['name']} {bad['inode']}.{bad['index']}.{bad['block']}", target=store["target"],

@@ -9,7 +9,6 @@ unpickled. `sdk/filesystem` is the synchronous face of this.
 from __future__ import annotations
 
 import errno
-import operator
 import os
 import stat
 from collections.abc import AsyncIterator, Iterable
@@ -28,30 +27,31 @@ from nvpool.base.errors import (
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs import KEEP_SIZE, NOW, PUNCH_HOLE, Caller, FileHandle, StatFs
+from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, Caller, FileHandle, StatFs
+from nvpool.sdk.arguments import (
+    attribute_flags,
+    attribute_name,
+    bytes_of,
+    check_new_names,
+    contiguous,
+    flags_of,
+    integer,
+    layout_of,
+    mode_of,
+    owner_of,
+    size_of,
+    timeout,
+    times_of,
+)
 from nvpool.sdk.batch import Batches
 from nvpool.sdk.origin import Origin, origin_of
 from nvpool.sdk.paths import Path, as_os_error, as_told, find, locate, name_bytes, stat_result, write_all
-from nvpool.sdk.reads import OFFSET_MAX, Read, bytes_of, check_on_error, contiguous, reads_of
+from nvpool.sdk.reads import Read, check_on_error, reads_of
 from nvpool.sdk.volumes import AsyncVolumes
 
 _COPY_BYTES = 4 * MIB
 _LIST_STEP = 1000
-_MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-          "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL}
-
-
-def flags_of(mode: str) -> int:
-    """Flags of open(2) for a mode of Python's open, whose letters b and t are of no interest here. TypeError, ValueError."""
-    if not isinstance(mode, str):
-        raise TypeError(f"the mode of open has to be a string like 'rb', not {type(mode).__name__}")
-    if mode.count("b") + mode.count("t") > 1:
-        raise ValueError(f"{mode!r} is no mode of open: b and t stand once, and not together")
-    kind = mode.replace("b", "").replace("t", "")
-    flags = _MODES.get(kind.replace("+", ""))
-    if flags is None or kind.count("+") > 1:
-        raise ValueError(f"{mode!r} is no mode of open")
-    return flags & ~os.O_ACCMODE | os.O_RDWR if "+" in kind else flags
+_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class Entry(NamedTuple):
@@ -91,14 +91,17 @@ class AsyncFile:
 
     async def read(self, offset: int, length: int) -> memoryview | bytes:
         """Up to `length` bytes, fewer only at the end of the file."""
+        if type(offset) is not int or type(length) is not int:
+            offset, length = integer("offset", offset), integer("length", length)
         with as_os_error(self.path):
             return await self._vfs.read(self.handle, offset, length)
 
     async def write(self, offset: int, buffer) -> int:
         """Take all of `buffer`; it is stored by flush or close at the latest, where what went wrong is raised. EDQUOT: it does
         not fit into the volume; as much as fits was taken."""
+        content, offset = bytes_of(buffer), integer("offset", offset)
         with as_os_error(self.path):
-            return await write_all(self._vfs, self.handle, offset, bytes_of(buffer))
+            return await write_all(self._vfs, self.handle, offset, content)
 
     async def truncate(self, size: int) -> None:
         size = size_of(size)
@@ -107,6 +110,7 @@ class AsyncFile:
 
     async def punch(self, offset: int, length: int) -> None:
         """Make a hole: zeros that occupy nothing, durably. The size stays."""
+        offset, length = integer("offset", offset), integer("length", length)
         with as_os_error(self.path):
             await self._vfs.fallocate(self.handle, offset, length, PUNCH_HOLE | KEEP_SIZE)
 
@@ -168,6 +172,7 @@ class AsyncFileSystem:
         return Unconnected, (self.origin,)
 
     async def close(self, timeout_s: float = 10.0) -> None:
+        timeout_s = timeout("timeout_s", timeout_s)
         try:
             await self._batches.forget()
         except NvpoolError:
@@ -211,7 +216,7 @@ class AsyncFileSystem:
 
     async def open(self, path: Path, mode: str = "rb", permissions: int = 0o644) -> AsyncFile:
         """Modes as of Python's open, always binary."""
-        flags = flags_of(mode)
+        flags, permissions = flags_of(mode), mode_of(permissions, "permissions")
         with as_os_error(path):
             return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
 
@@ -299,23 +304,25 @@ class AsyncFileSystem:
             return stat_result(await self.vfs.getattr(attr.inode))
 
     async def exists(self, path: Path) -> bool:
-        try:
-            await self.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        """False too for a path that can be no name of anything, as of os.path.exists. An error of the pool is raised."""
+        return await self._kind(path) is not None
 
     async def is_dir(self, path: Path) -> bool:
-        try:
-            return stat.S_ISDIR((await self.stat(path)).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return await self._kind(path) == stat.S_IFDIR
 
     async def is_file(self, path: Path) -> bool:
+        return await self._kind(path) == stat.S_IFREG
+
+    async def _kind(self, path: Path) -> int | None:
+        """Its bits of stat's mode; None where the path leads to nothing."""
         try:
-            return stat.S_ISREG((await self.stat(path)).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+            return stat.S_IFMT((await self.stat(path)).st_mode)
+        except ValueError:  # a null character, or what no file system's encoding has
+            return None
+        except OSError as error:
+            if error.errno not in _NOTHING_THERE:
+                raise
+            return None
 
     async def scan(self, path: Path = "/") -> AsyncIterator[Entry]:
         """The entries of a directory in no particular order, in bounded memory however many there are."""
@@ -347,7 +354,9 @@ class AsyncFileSystem:
     async def mkdir(self, path: Path, mode: int = 0o755, *, parents: bool = False, exist_ok: bool = False,
                     wide: bool = False) -> None:
         """`wide` spreads the names of a directory that will have very many over all partitions."""
+        mode, wide = mode_of(mode), bool(wide)
         with as_os_error(path):
+            check_new_names(path)
             try:
                 place = await locate(self.vfs, path)
             except NotFound:
@@ -448,6 +457,7 @@ class AsyncFileSystem:
     async def set_layout(self, path: Path, *, replicas: int = 0, chunk_bytes: int = 0) -> None:
         """What files and directories that are made in the directory from now on get, where not 0. A replica count that no
         directory has had yet is set with `nvpool dir set`, on a node of the pool."""
+        replicas, chunk_bytes = layout_of(replicas, chunk_bytes)
         with as_os_error(path):
             attr = await find(self.vfs, path)
             if replicas and replicas not in self.client.pool_map.table_by_id:
@@ -455,16 +465,19 @@ class AsyncFileSystem:
             await self.vfs.hand_down(attr.inode, self.caller, replicas=replicas, chunk_bytes=chunk_bytes)
 
     async def chmod(self, path: Path, mode: int) -> None:
+        mode = mode_of(mode)
         with as_os_error(path):
             await self.vfs.setattr((await find(self.vfs, path)).inode, mode=mode, caller=self.caller)
 
     async def chown(self, path: Path, uid: int = -1, gid: int = -1) -> None:
+        """-1 keeps what is there."""
+        user, group = owner_of("uid", uid), owner_of("gid", gid)
         with as_os_error(path):
-            attr = await find(self.vfs, path)
-            await self.vfs.setattr(attr.inode, uid=None if uid < 0 else uid, gid=None if gid < 0 else gid, caller=self.caller)
+            await self.vfs.setattr((await find(self.vfs, path)).inode, uid=user, gid=group, caller=self.caller)
 
     async def utime(self, path: Path, ns: tuple[int, int] | None = None) -> None:
-        atime, mtime = ns if ns is not None else (NOW, NOW)
+        """`ns` are the times of access and change, in nanoseconds; now without it."""
+        atime, mtime = times_of(ns)
         with as_os_error(path):
             await self.vfs.setattr((await find(self.vfs, path)).inode, atime_ns=atime, mtime_ns=mtime, caller=self.caller)
 
@@ -474,36 +487,29 @@ class AsyncFileSystem:
             await self.vfs.setattr((await find(self.vfs, path)).inode, size=size, caller=self.caller)
 
     async def getxattr(self, path: Path, name: str) -> bytes:
+        raw = attribute_name(name)
         with as_os_error(path):
-            return await self.vfs.getxattr((await find(self.vfs, path)).inode, os.fsencode(name))
+            return await self.vfs.getxattr((await find(self.vfs, path)).inode, raw)
 
-    async def setxattr(self, path: Path, name: str, value: bytes, flags: int = 0) -> None:
+    async def setxattr(self, path: Path, name: str, value, flags: int = 0) -> None:
+        """`value` is bytes or another buffer; `flags` as of os.setxattr."""
+        raw, content, flags = attribute_name(name), bytes(bytes_of(value, "value")), attribute_flags(flags)
         with as_os_error(path):
-            await self.vfs.setxattr((await find(self.vfs, path)).inode, os.fsencode(name), value, flags, self.caller)
+            await self.vfs.setxattr((await find(self.vfs, path)).inode, raw, content, flags, self.caller)
 
     async def listxattr(self, path: Path) -> list[str]:
         with as_os_error(path):
             return [os.fsdecode(name) for name in await self.vfs.listxattr((await find(self.vfs, path)).inode)]
 
     async def removexattr(self, path: Path, name: str) -> None:
+        raw = attribute_name(name)
         with as_os_error(path):
-            await self.vfs.removexattr((await find(self.vfs, path)).inode, os.fsencode(name), self.caller)
+            await self.vfs.removexattr((await find(self.vfs, path)).inode, raw, self.caller)
 
     async def statfs(self, path: Path = "/") -> StatFs:
         """Sizes of the volume that the path is in, where that has a quota; else those of the whole pool."""
         with as_os_error(path):
             return await self.vfs.statfs((await find(self.vfs, path)).inode)
-
-
-def size_of(size: Any) -> int:
-    """The size that a file is to get. TypeError, ValueError."""
-    try:
-        exact = operator.index(size)
-    except TypeError:
-        raise TypeError(f"the size of a file has to be an integer from 0 on, not {type(size).__name__}") from None
-    if not 0 <= exact <= OFFSET_MAX:
-        raise ValueError(f"the size of a file has to be an integer from 0 to {OFFSET_MAX}, not {exact}")
-    return exact
 
 
 async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
@@ -512,8 +518,8 @@ async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
         try:
             client = await Client.open(origin.place, origin.name or f"sdk pid {os.getpid()}", origin.options)
         except Unreachable as error:
-            raise Unreachable(f"{error}. Is the node up, and the port right? `nvpool node ls` on a node of the pool shows the "
-                              f"addresses") from error
+            raise Unreachable(f"{error}. Is the node up, and the port right? `nvpool node ls POOL` on a node of the pool shows "
+                              f"the addresses") from error
     return client, Caller(os.getuid(), os.getgid(), os.getpid()), origin
 
 

@@ -184,7 +184,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     magic = file.read(len(MAGIC))
     if magic != MAGIC:
         raise WrongFormat(f"{file.name} is not a metadata dump that this version can read: its first line is not "
-                          f"{MAGIC.decode().strip()!r}; make one with: nvpool dump POOL FILE")
+                          f"{MAGIC.decode().strip()!r}; make one with: nvpool dump OLD_POOL FILE")
     try:
         header = json.loads(file.readline(HEADER_BYTES_MAX))
         if not isinstance(header, dict) or not isinstance(header.get("shards"), list):

@@ -18,7 +18,6 @@ more, as their cause.
 from __future__ import annotations
 
 import atexit
-import codecs
 import io
 import os
 import threading
@@ -29,11 +28,12 @@ from typing import Any
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
-from nvpool.sdk.asynchronous import Entry, HandedDown, flags_of, size_of
+from nvpool.sdk.arguments import bytes_of, check_opening, contiguous, flags_of, integer, mode_of, size_of, timeout
+from nvpool.sdk.asynchronous import Entry, HandedDown
 from nvpool.sdk.loop import Runtime
 from nvpool.sdk.origin import Origin, origin_of
-from nvpool.sdk.paths import Path, as_os_error, name_bytes, stat_result, write_all
-from nvpool.sdk.reads import bytes_of, check_on_error, contiguous, reads_of
+from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
+from nvpool.sdk.reads import check_on_error, reads_of
 from nvpool.sdk.volumes import Volumes
 
 BUFFER_BYTES = 128 * KIB
@@ -89,8 +89,12 @@ class File(io.RawIOBase):
 
     def _read(self, offset: int, length: int) -> memoryview | bytes:
         runtime, handle = self._opened()
-        found = runtime.reads.read(handle, offset, length)
+        try:
+            found = runtime.reads.read(handle, offset, length)
+        except TypeError:  # numbers that are none; looked at here only, since most reads end above
+            found = None
         if found is None:
+            offset, length = integer("offset", offset), integer("length", length)
             with as_os_error(self.name):
                 found = runtime.call(runtime.pool.vfs.read(handle, offset, length))
         return found
@@ -98,8 +102,8 @@ class File(io.RawIOBase):
     def pwrite(self, buffer, offset: int) -> int:
         """Take all of `buffer` as bytes from `offset`. Leaves the position alone. EDQUOT as of AsyncFile.write."""
         runtime, handle = self._opened()
+        view, offset = bytes_of(buffer), integer("offset", offset)
         with as_os_error(self.name):
-            view = bytes_of(buffer)
             if runtime.is_here():  # the buffer is used again before it is written
                 view = bytes(view)
             runtime.call(write_all(runtime.pool.vfs, handle, offset, view))
@@ -130,6 +134,7 @@ class File(io.RawIOBase):
         return count
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        offset, whence = integer("offset", offset), integer("whence", whence)
         if whence in (os.SEEK_DATA, os.SEEK_HOLE):
             runtime, handle = self._opened()
             with as_os_error(self.name):
@@ -167,6 +172,7 @@ class File(io.RawIOBase):
     def punch(self, offset: int, length: int) -> None:
         """Make a hole: zeros that occupy nothing, durably. Size and position stay."""
         runtime, handle = self._opened()
+        offset, length = integer("offset", offset), integer("length", length)
         with as_os_error(self.name):
             runtime.call(runtime.pool.vfs.fallocate(handle, offset, length, PUNCH_HOLE | KEEP_SIZE))
 
@@ -236,6 +242,7 @@ class FileSystem:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Store what was written, at most for `timeout_s`, and end. May be called twice."""
+        timeout_s = timeout("timeout_s", timeout_s)
         with self._lock:
             runtime, self._runtime = self._runtime, None
             self._closed = True
@@ -260,8 +267,8 @@ class FileSystem:
 
         All arguments are checked first: where one is wrong, no file was made and none was emptied.
         """
-        flags = flags_of(mode)
-        _check_opening(path, mode, buffering, encoding, errors, newline, permissions)
+        flags, permissions = flags_of(mode), mode_of(permissions, "permissions")
+        check_opening(path, mode, buffering, encoding, errors, newline)
         raw = File(self, path, flags, permissions)
         if buffering == 0:
             return raw
@@ -314,6 +321,7 @@ class FileSystem:
         return self._call("stat", path, follow_symlinks=follow_symlinks)
 
     def exists(self, path: Path) -> bool:
+        """False too for a path that can be no name of anything, as of os.path.exists. An error of the pool is raised."""
         return self._call("exists", path)
 
     def is_dir(self, path: Path) -> bool:
@@ -381,9 +389,11 @@ class FileSystem:
         self._call("chmod", path, mode)
 
     def chown(self, path: Path, uid: int = -1, gid: int = -1) -> None:
+        """-1 keeps what is there."""
         self._call("chown", path, uid, gid)
 
     def utime(self, path: Path, ns: tuple[int, int] | None = None) -> None:
+        """`ns` are the times of access and change, in nanoseconds; now without it."""
         self._call("utime", path, ns)
 
     def truncate(self, path: Path, size: int) -> None:
@@ -392,7 +402,8 @@ class FileSystem:
     def getxattr(self, path: Path, name: str) -> bytes:
         return self._call("getxattr", path, name)
 
-    def setxattr(self, path: Path, name: str, value: bytes, flags: int = 0) -> None:
+    def setxattr(self, path: Path, name: str, value, flags: int = 0) -> None:
+        """`value` is bytes or another buffer; `flags` as of os.setxattr."""
         self._call("setxattr", path, name, value, flags)
 
     def listxattr(self, path: Path) -> list[str]:
@@ -412,30 +423,6 @@ class FileSystem:
 
     def statfs(self, path: Path = "/") -> StatFs:
         return self._call("statfs", path)
-
-
-def _check_opening(path: Path, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None,
-                   permissions: int) -> None:
-    """TypeError, ValueError and LookupError as io.open raises them, but before the file is opened, which may empty it."""
-    name_bytes(path)
-    for name, value in (("buffering", buffering), ("permissions", permissions)):
-        if not isinstance(value, int):
-            raise TypeError(f"{name} has to be an integer, not {type(value).__name__}")
-    for name, value in (("encoding", encoding), ("errors", errors), ("newline", newline)):
-        if value is not None and not isinstance(value, str):
-            raise TypeError(f"{name} has to be a string or None, not {type(value).__name__}")
-        if value is not None and "b" in mode:
-            raise ValueError(f"a binary file takes no {name}")
-    if "b" in mode:
-        return
-    if buffering == 0:
-        raise ValueError("a text file can not be unbuffered")
-    if encoding not in (None, "locale"):
-        codecs.lookup(encoding)
-    if errors is not None:
-        codecs.lookup_error(errors)
-    if newline not in (None, "", "\n", "\r", "\r\n"):
-        raise ValueError(f"{newline!r} is no newline; it is None, '', '\\n', '\\r' or '\\r\\n'")
 
 
 def connect(where, *, name: str = "", options: ClientOptions | None = None) -> FileSystem:

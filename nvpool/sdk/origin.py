@@ -14,6 +14,7 @@ from nvpool.base.errors import InvalidRequest, NotADirectory, NotFound
 from nvpool.base.mounts import mount_over, place_of, pool_of
 from nvpool.client.options import ClientOptions
 from nvpool.logic.poolmap import PoolMap, decode_map, encode_map
+from nvpool.sdk.arguments import text
 from nvpool.sdk.paths import as_told
 
 _WANTED = "name the directory of a pool, a mount point of one, or HOST:PORT of any of its nodes"
@@ -36,9 +37,12 @@ class Origin(NamedTuple):
 def origin_of(where: Any, name: str, options: ClientOptions | None) -> Origin:
     """Address of a pool. Paths become absolute, and a mount point becomes the pool that is mounted there.
 
-    TypeError   `where` is neither text, a path nor a PoolMap
+    TypeError   `where` is neither text, a path nor a PoolMap, `name` no text, or `options` are no ClientOptions
     OSError     it names no pool: FileNotFoundError, NotADirectoryError or EINVAL; the text says what would
     """
+    text("name", name)
+    if options is not None and not isinstance(options, ClientOptions):
+        raise TypeError(f"options has to be ClientOptions or None, not {type(options).__name__}")
     if isinstance(where, PoolMap):
         return Origin(name=name, options=options, pool_map=encode_map(where))
     if not isinstance(where, str | bytes | os.PathLike):

@@ -6,19 +6,18 @@ or ValueError that names its index and what was expected. Called by the SDK's fi
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nvpool.client.vfs import FileHandle
+from nvpool.sdk.arguments import OFFSET_MAX, integer
 from nvpool.sdk.paths import Path, name_bytes
 
 Read = tuple[Path | FileHandle, int, int | None]
 """(path or handle, offset, length); a length of None reaches to the end of the file."""
 
 ON_ERROR = ("raise", "return")
-OFFSET_MAX = (1 << 63) - 1
 _EXPECTED = "expected a path, an open file, or (path or open file, offset, length)"
 
 
@@ -83,10 +82,7 @@ def _read(number: int, one: Any, handle_of: Callable[[Any], FileHandle | None]) 
 
 def _whole_number(number: int, name: str, value: Any) -> int:
     wanted = "an integer from 0 on" + (", or None for the rest of the file" if name == "length" else "")
-    try:
-        exact = operator.index(value)
-    except TypeError:
-        raise TypeError(f"read {number}: the {name} has to be {wanted}, not {type(value).__name__}") from None
+    exact = integer(f"read {number}: the {name}", value, wanted)
     if exact < 0:
         raise ValueError(f"read {number}: the {name} has to be {wanted}, not {exact}")
     return exact
@@ -122,27 +118,3 @@ def check_on_error(on_error: str) -> bool:
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error has to be 'raise' or 'return', not {on_error!r}")
     return on_error == "return"
-
-
-def contiguous(into: Any) -> memoryview:
-    """`into` as writable bytes. TypeError for what is no buffer, and for a buffer that is read-only or has gaps."""
-    try:
-        view = memoryview(into)
-    except TypeError:
-        raise TypeError(f"the buffer to read into has to be a bytearray or another writable buffer, not "
-                        f"{type(into).__name__}") from None
-    if view.readonly:
-        raise TypeError("the buffer to read into is read-only")
-    return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
-
-
-def bytes_of(content: Any) -> bytes | memoryview:
-    """`content` to be written, as bytes. TypeError for what is no buffer, or has gaps: called before a file is changed."""
-    if type(content) is bytes:
-        return content
-    try:
-        view = memoryview(content)
-    except TypeError:
-        hint = "; encode it first, as text.encode()" if isinstance(content, str) else ""
-        raise TypeError(f"expected bytes or another buffer to write, not {type(content).__name__}{hint}") from None
-    return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")

@@ -21,7 +21,8 @@ from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
 from nvpool.logic.layout import layout_of
 from nvpool.logic.volumenames import VOLUMES, check_holder, check_volume_name, member_named, path_of
-from nvpool.sdk.paths import as_told, locate, names_of
+from nvpool.sdk.arguments import integer, text
+from nvpool.sdk.paths import as_told, locate, name_bytes, names_of
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2
 
@@ -122,7 +123,7 @@ class AsyncVolumes:
         """As `create`: the volume, and whether it was made now; else it was there already, as it was asked for."""
         with as_told(path_of(name) if _is_name(name) else None):
             wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s)
-            if mode is not None and not (isinstance(mode, int) and 0 <= mode <= 0o7777):
+            if mode is not None and not 0 <= integer("mode", mode) <= 0o7777:
                 raise InvalidRequest(f"{mode!r} is no mode of a directory; it is from 0 to 0o7777")
             if wanted.table and wanted.table not in self._vfs.view.map.table_by_id:
                 await self._vfs.view.refresh()
@@ -167,9 +168,9 @@ class AsyncVolumes:
         with as_told(_place(name)):
             if access not in (None, OPEN, LISTED):
                 raise InvalidRequest(f"access to a volume is {OPEN!r} or {LISTED!r}, not {access!r}")
-            for value in (bytes_max, files_max):
-                _check_size(value or 0)
-            _check_trash(trash_s or 0)
+            _check_size("bytes_max", 0 if bytes_max is None else bytes_max)
+            _check_size("files_max", 0 if files_max is None else files_max)
+            _check_trash(0 if trash_s is None else trash_s)
             return await self._tell(name, _Wish.SET, trash_s=trash_s, bytes_max=bytes_max, files_max=files_max,
                                     listed=None if access is None else access == LISTED)
 
@@ -183,15 +184,16 @@ class AsyncVolumes:
         """The client (NAME, or a member as in `nvpool client ls`) may read ("ro") or write ("rw") from now on; the volume is
         "listed" from then on, so nobody else may."""
         with as_told(_place(name)):
-            if rights not in _RIGHTS:
+            if text("rights", rights) not in _RIGHTS:
                 raise InvalidRequest(f"a right to a volume is 'ro' or 'rw', not {rights!r}")
-            return await self._tell(name, _Wish.GRANT, grant=pb.VolumeGrant(client=member_named(client), write=_RIGHTS[rights]))
+            member = member_named(text("client", client))
+            return await self._tell(name, _Wish.GRANT, grant=pb.VolumeGrant(client=member, write=_RIGHTS[rights]))
 
     async def revoke(self, name: str, client: str) -> Volume:
         """The client has no right any more, and what it has open is refused on return. `revoked_in_s` of the answer is not 0
         where a target that does not answer may take grants from before."""
         with as_told(_place(name)):
-            return await self._tell(name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(client)))
+            return await self._tell(name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(text("client", client))))
 
     async def attach(self, name: str, holder: str) -> Volume:
         """`holder` uses it: it is not removed until he is detached."""
@@ -214,7 +216,7 @@ class AsyncVolumes:
         with as_told(_place(name)):
             async with self._named(name) as inode:
                 await self._vfs.meta.release_now(inode)
-                reply = await self._ask(inode, _Wish.REMOVE, force=force)
+                reply = await self._ask(inode, _Wish.REMOVE, force=bool(force))
             directory = await self._home()
             self._vfs.forget_name(directory, name.encode(), inode)
             return volume_of(reply.volume) if reply.HasField("volume") else None
@@ -222,6 +224,7 @@ class AsyncVolumes:
     async def removing(self, inode: int) -> Volume | None:
         """How far the removal of the volume has come; None: it is over."""
         with as_told():
+            _check_entry(inode, 1)
             try:
                 return await self._shown(inode)
             except NotFound:
@@ -251,6 +254,8 @@ class AsyncVolumes:
         """
         with as_told(_place(name)):
             _check_entry(inode, 1)
+            if to is not None:
+                name_bytes(to)
             place = None
             if to is not None:
                 with as_told(to):
@@ -446,35 +451,35 @@ def _place(name: str) -> str | None:
     return path_of(name) if _is_name(name) else None
 
 
-def _check_size(value: int) -> None:
-    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+def _check_size(name: str, value: int) -> None:
+    if not 0 <= integer(name, value) < 1 << 63:
         raise InvalidRequest(f"{value!r} can be no quota: a whole number of bytes or files from 0 (none) on")
 
 
 def _check_trash(trash_s: int) -> None:
-    if not isinstance(trash_s, int) or not 0 <= trash_s < 1 << 32:
+    if not 0 <= integer("trash_s", trash_s) < 1 << 32:
         raise InvalidRequest(f"nothing removed can be kept for {trash_s!r} s: a whole number of seconds from 0 (not at all) "
                              "on, and 136 years at most")
 
 
 def _check_entry(inode: int, least: int) -> None:
-    if not isinstance(inode, int) or not least <= inode < 1 << 64:
+    if not least <= integer("inode", inode) < 1 << 64:
         raise InvalidRequest(f"{inode!r} is no number of an inode; the trash, when listed, shows those that it has")
 
 
 def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk_bytes: int | None,
           trash_s: int) -> pb.VolumeWish:
     check_volume_name(name)
-    for value in (bytes_max, files_max):
-        _check_size(value)
+    _check_size("bytes_max", bytes_max)
+    _check_size("files_max", files_max)
     _check_trash(trash_s)
     wish = pb.VolumeWish(bytes_max=bytes_max, files_max=files_max, trash_s=trash_s)
     if replicas is not None:
-        if not 1 <= replicas <= 3:
+        if not 1 <= integer("replicas", replicas) <= 3:
             raise InvalidRequest(f"a volume has 1 to 3 replicas, not {replicas}")
         wish.table = replicas
     if chunk_bytes is not None:
-        wish.chunk_bits = layout_of(chunk_bytes).chunk_bits
+        wish.chunk_bits = layout_of(integer("chunk_bytes", chunk_bytes)).chunk_bits
     return wish
 
 
@@ -489,8 +494,20 @@ def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mo
         ("chunk size", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes, _exact_bytes))
         if is_ != wish]
     if differs:
+        ways = _changing(found, wanted)
+        remedy = f"change it with: {'   and: '.join(ways)}   or choose another name" if ways else "choose another name"
         raise AlreadyExists(f"volume {found.name} is there already, with {', '.join(differs)}; nothing was changed",
-                            remedy="change it with: nvpool volume resize, nvpool volume set; or choose another name")
+                            remedy=remedy)
+
+
+def _changing(found: Volume, wanted: pb.VolumeWish) -> list[str]:
+    """Commands that make the volume as it is wanted, as far as it can be changed."""
+    sizes = (("size", found.bytes_max, wanted.bytes_max), ("files", found.files_max, wanted.files_max))
+    quotas = [f"--{word} {wish}" for word, is_, wish in sizes if is_ != wish]
+    ways = [f"nvpool volume resize POOL {found.name} {' '.join(quotas)}"] if quotas else []
+    if found.trash_s != wanted.trash_s:
+        ways.append(f"nvpool volume set POOL {found.name} --trash {wanted.trash_s}s")
+    return ways
 
 
 def _exact_bytes(count: int) -> str:

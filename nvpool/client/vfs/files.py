@@ -397,7 +397,8 @@ class Files(Together, Locks):
         end = offset + length
         if end > file.paid and await self.rooms.have(file, offset, end) < end:
             raise QuotaExceeded(f"a record of {length} bytes does not fit into the volume's quota; remove files and purge its "
-                                f"trash, if it has one (nvpool trash purge), or: nvpool volume resize")
+                                f"trash, if it has one (nvpool trash purge POOL NAME), or: nvpool volume resize POOL NAME "
+                                "--size SIZE")
 
     async def _reserve(self, file: OpenInode, length: int) -> int:
         """A place behind the file's end, which is published when stores have the bytes (`client/appended`)."""

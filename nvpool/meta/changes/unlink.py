@@ -45,7 +45,7 @@ def check_empty(draft: Draft, directory: Inode) -> None:
     """DirectoryNotEmpty when there is a name in it: looked up, not believed from the count. A wide directory is looked through
     in all partitions (12 ms) only when its count says that it is empty; it is divided no more after that. InUse: a volume."""
     if directory.volume == directory.number:
-        raise InUse("it is a volume: nvpool volume rm removes it")
+        raise InUse("it is a volume: nvpool volume rm POOL NAME removes it")
     empty = not isinstance(directory, Part)  # by a part we go to or from a name in it
     if empty and directory.flags & records.WIDE:
         draft.take_parts(directory)

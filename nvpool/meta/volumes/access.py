@@ -63,7 +63,8 @@ class Access:
         if record.flags & LISTED and self.asker and self._granted(record) is None:
             if self._was_taken(number):
                 raise AccessDenied(f"the right of {self.asker} to volume {record.name} was taken back")
-            raise AccessDenied(f"{self.asker} has no right to volume {record.name}; an operator gives one: nvpool volume grant")
+            raise AccessDenied(f"{self.asker} has no right to volume {record.name}; an operator gives one: nvpool volume grant "
+                               f"POOL {record.name} {self.asker} ro (or rw)")
 
     def may_see(self, number: int) -> bool:
         """Whether `check` lets the asker pass; 0 is what is in no volume."""

@@ -101,7 +101,8 @@ class Account:
         record, use = self.record, self.use
         if record is not None and record.files_max and use.files >= record.files_max:
             raise QuotaExceeded(f"volume {record.name} holds {use.files} files, which is its quota; remove "
-                                f"some{_purging(record)}, or: nvpool volume resize --files")
+                                f"some{_purging(record)}, or: nvpool volume resize POOL {record.name} "
+                                f"--files COUNT")
         use.files += 1
 
     def grow(self, byte_count: int, session: int, reported: bool) -> None:
@@ -116,7 +117,7 @@ class Account:
                 raise QuotaExceeded(f"volume {record.name} holds {format_bytes(use.bytes)} of {format_bytes(record.bytes_max)}"
                                     f"{f', and {format_bytes(others)} are promised to writers' if others else ''}: "
                                     f"{format_bytes(byte_count)} more do not fit; remove files{_purging(record)}, or: nvpool "
-                                    f"volume resize")
+                                    f"volume resize POOL {record.name} --size SIZE")
             if mine:
                 self.grown = session, min(mine, byte_count)
         use.bytes += byte_count
@@ -124,7 +125,7 @@ class Account:
 
 def _purging(record: VolumeRecord) -> str:
     """What else removing takes where what is removed stays, and is counted, for a while."""
-    return " and purge its trash (nvpool trash purge)" if record.trash_s else ""
+    return f" and purge its trash (nvpool trash purge POOL {record.name})" if record.trash_s else ""
 
 
 def account(view: View, number: int) -> Account | None:

@@ -1,0 +1,62 @@
+"""Commands that messages name: each is one that there is, with all its arguments."""
+
+import ast
+import re
+from itertools import takewhile
+from pathlib import Path
+
+import click
+import pytest
+
+from nvpool.cli.main import cli
+
+PACKAGE = Path(__file__).resolve().parents[2] / "nvpool"
+MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if not {"v1", "testing"} & set(path.parts)]
+HELP = {"help", "epilog", "short_help"}
+COMMAND = re.compile(r"\bnvpool ([a-z]+)(?: ([a-z-]+))?(?=[ `,;:.)]|$)")
+NO_COMMANDS = {("base/kept.py", "nvpool mount")}
+"""The name of a mount's memory."""
+PROSE = re.compile(r"(?!(?:ro|rw)$)[a-z]+")
+"""Arguments in messages are values, or words in capitals."""
+END = re.compile(r"[`;,)]|: |\. |   |$")
+
+
+def texts(tree):
+    """(line, text) of each text that is no docstring and no help; what stands in braces is one word."""
+    passed = set()
+    for node in ast.walk(tree):
+        if node in passed:
+            passed.update(ast.iter_child_nodes(node))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            passed.add(node.value)
+        elif isinstance(node, ast.keyword) and node.arg in HELP:
+            passed.update(ast.walk(node.value))
+        elif isinstance(node, ast.JoinedStr):
+            passed.update(ast.walk(node))
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def missing(text):
+    """Commands of `text` that lack arguments: they and what they need."""
+    for found in COMMAND.finditer(text):
+        context = click.Context(cli)
+        command, end = cli.get_command(context, found[1]), found.end(1)
+        if isinstance(command, click.Group) and found[2]:
+            command, end = command.get_command(context, found[2]), found.end(2)
+        if command is None or isinstance(command, click.Group):
+            continue  # the name of a pool, or of the program
+        given = [word for word in text[end:end + END.search(text[end:]).start()].split() if not word.startswith("-")]
+        words = list(takewhile(lambda word: not PROSE.fullmatch(word), given))
+        needed = [one.make_metavar(context) for one in command.params if isinstance(one, click.Argument) and one.required]
+        if len(words) < len(needed):
+            yield found[0], " ".join(needed)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_commands_in_messages_are_whole(path):
+    name = str(path.relative_to(PACKAGE))
+    lacking = [(line, *one) for line, text in texts(ast.parse(path.read_text())) for one in missing(text)
+               if (name, one[0]) not in NO_COMMANDS]
+    assert not lacking, lacking
