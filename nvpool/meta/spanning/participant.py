@@ -36,6 +36,7 @@ ASK_S = 2.0
 ASKED_MAX = 64
 """Of one coordinator, at once."""
 KEYS_MAX = 4096
+KEY_BYTES_MIN = 2
 
 
 async def durable(kv: Kv, sequence: int | None = None) -> None:
@@ -83,6 +84,10 @@ class Participant:
         span, keys = id_of(request.id), list(request.keys)
         if len(keys) + len(request.births) > KEYS_MAX:
             raise InvalidRequest(f"{KEYS_MAX} records at most are held at once")
+        if any(partition >= PARTITION_COUNT for partition in request.births):
+            raise InvalidRequest(f"there are {PARTITION_COUNT} partitions in which an inode can be born")
+        if any(len(key) < KEY_BYTES_MIN for key in (*keys, *request.looks, *(asked.first for asked in request.ranges))):
+            raise InvalidRequest(f"the key of a record has {KEY_BYTES_MIN} bytes or more")
         while True:
             self._check(request)
             if (closed := self._closed(request)) is not None and not self._is_waited_for(span):
