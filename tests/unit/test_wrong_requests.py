@@ -43,3 +43,11 @@ async def test_hold_of_what_can_not_be_is_refused(shard, client):
         with pytest.raises(InvalidRequest):
             await call.wait()
     assert (await client.file(ROOT, b"f")).inode
+
+
+@scenario
+async def test_climb_that_is_traced_from_nowhere_is_refused(shard, client):
+    call = DirectCall(wire.META_FSCK_CLIMB, pb.FsckClimbRequest(trace=True).SerializeToString())
+    shard.service.handle(call)
+    with pytest.raises(InvalidRequest):
+        await call.wait()
