@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from nvpool.base.errors import InvalidRequest
-from nvpool.base.ids import ROOT_INODE, partition_of
+from nvpool.base.ids import ROOT_INODE, is_inode_number, partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.meta import records
@@ -107,6 +107,8 @@ async def climb(request: pb.FsckClimbRequest, tree: Tree, kv: Kv, is_here: Calla
                 carry: Callable[[Any], Awaitable[None]]) -> pb.FsckClimbReply:
     """What a request about climbs is answered with. `carry` as for all that a check mends."""
     if request.loose:
+        if not is_inode_number(request.parent):
+            raise InvalidRequest(f"no directory has the number {request.parent}")
         key = await _name_of(request.loose, request.parent, kv, is_here)
         if key is not None:
             await carry(partial(loosened, number=request.loose, key=key))

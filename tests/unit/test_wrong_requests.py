@@ -36,7 +36,8 @@ async def test_hold_of_what_can_not_be_is_refused(shard, client):
     span = pb.SpanId(shard=1, incarnation=1, number=1)
     for request in (pb.HoldRequest(id=span, births=[4096]), pb.HoldRequest(id=span, keys=[b""]),
                     pb.HoldRequest(id=span, looks=[b"x"]), pb.HoldRequest(id=span, ranges=[pb.SpanRange(first=b"")]),
-                    pb.HoldRequest(id=pb.SpanId(shard=1 << 16)), pb.HoldRequest()):
+                    pb.HoldRequest(id=pb.SpanId(shard=1 << 16)), pb.HoldRequest(),
+                    pb.HoldRequest(id=span, named=[(1 << 64) - 1])):
         request.authority = right
         call = DirectCall(wire.META_HOLD, request.SerializeToString())
         shard.service.handle(call)
@@ -46,8 +47,9 @@ async def test_hold_of_what_can_not_be_is_refused(shard, client):
 
 
 @scenario
-async def test_climb_that_is_traced_from_nowhere_is_refused(shard, client):
-    call = DirectCall(wire.META_FSCK_CLIMB, pb.FsckClimbRequest(trace=True).SerializeToString())
-    shard.service.handle(call)
-    with pytest.raises(InvalidRequest):
-        await call.wait()
+async def test_climb_from_nowhere_is_refused(shard, client):
+    for request in (pb.FsckClimbRequest(trace=True), pb.FsckClimbRequest(loose=5, parent=(1 << 64) - 1)):
+        call = DirectCall(wire.META_FSCK_CLIMB, request.SerializeToString())
+        shard.service.handle(call)
+        with pytest.raises(InvalidRequest):
+            await call.wait()

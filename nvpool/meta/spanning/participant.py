@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, InvalidRequest, NvpoolError, StaleEpoch, WrongShard
-from nvpool.base.ids import inode_number
+from nvpool.base.ids import inode_number, is_inode_number
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Effect, Kv
 from nvpool.meta import records
@@ -88,6 +88,8 @@ class Participant:
             raise InvalidRequest(f"there are {PARTITION_COUNT} partitions in which an inode can be born")
         if any(len(key) < KEY_BYTES_MIN for key in (*keys, *request.looks, *(asked.first for asked in request.ranges))):
             raise InvalidRequest(f"the key of a record has {KEY_BYTES_MIN} bytes or more")
+        if not all(map(is_inode_number, request.named)):
+            raise InvalidRequest("no directory has such a number")
         while True:
             self._check(request)
             if (closed := self._closed(request)) is not None and not self._is_waited_for(span):
