@@ -76,6 +76,7 @@ class _Daemon(Place):
 
 class SupervisorPlace(_Daemon):
     name = "supervisor"
+    deadline_ms = 2000
 
     async def _start(self) -> None:
         (self._path / "log").mkdir()

@@ -27,6 +27,8 @@ class Place:
     name = ""
     waits_s = 20.0
     """Time of the loop within which all that was asked has to be answered."""
+    deadline_ms = 60_000
+    """Of most requests; what waits for news by itself is answered then at the latest."""
     unlike_others: frozenset[int] = frozenset()
     """Methods that are not asked without a transport, since nobody can give up waiting there."""
 
@@ -91,7 +93,8 @@ class Place:
         elif drawn > 0.92 and method not in self.unlike_others:
             self._direct(method, message, payload)
         else:
-            number = asking.ask(method, message, payload, chance.choice((0, 1, 5000)) if drawn > 0.86 else 60_000, message)
+            deadline_ms = chance.choice((0, 1, min(5000, self.deadline_ms))) if drawn > 0.86 else self.deadline_ms
+            number = asking.ask(method, message, payload, deadline_ms, message)
             if chance.random() < 0.02:
                 asking.cancel(number)
         if asking.is_closed:
