@@ -13,6 +13,7 @@ from nvpool.meta.leases import Sessions
 from nvpool.meta.service import MetaService
 from nvpool.meta.volumes.access import Access
 from nvpool.testing.fuzz.run import PLACES, fuzz
+from nvpool.wire.transport import BELIEVED_GROUPS, Credentials
 from nvpool.wire.v1 import wire_pb2 as wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,11 @@ def found(capsys, kind, only="", cases=10_000):
 def test_check_that_is_left_out_is_found(capsys, monkeypatch):
     monkeypatch.setattr(local_users.permissions, "check", lambda *_: None)
     assert "without a right to" in found(capsys, "shard-user")
+
+
+def test_root_that_is_not_squashed_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(local_users, "believed", lambda change: Credentials(change.uid, BELIEVED_GROUPS, 0))
+    assert "without a right to" in found(capsys, "shard-squash")
 
 
 def test_volume_that_is_open_to_all_is_found(capsys, monkeypatch):

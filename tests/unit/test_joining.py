@@ -182,6 +182,14 @@ def test_the_hash_of_a_token_is_not_its_secret():
     assert hash_of(bytes(16)) != bytes(16).hex() and len(hash_of(bytes(16))) == 64
 
 
+def test_token_that_squashes_root_is_a_clients():
+    pool_map = token_given(first_map(), JoinToken("h", "client.squash-root", 1000), 0)
+    found = token_for(pool_map, "h", "client", "key", 500)
+    assert found.kind == "client.squash-root" and acts_as_of(found.kind) is None
+    with pytest.raises(AccessDenied, match="lets in a client, not a node"):
+        token_for(pool_map, "h", "node", "key", 500)
+
+
 def test_token_that_binds_its_client_is_a_clients():
     pool_map = token_given(first_map(), JoinToken("h", "client.u1000-50", 1000), 0)
     assert acts_as_of(token_for(pool_map, "h", "client", "key", 500).kind) == (1000, 50)

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from nvpool.base import grants
 from nvpool.base.errors import NvpoolError
+from nvpool.base.identities import SQUASH_ROOT
 from nvpool.base.ids import ROOT_INODE
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.acl import ACCESS, DEFAULT, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
@@ -57,6 +58,7 @@ KINDS = {
     "client": Kind(Peer("fuzz", "192.0.2.1:1", False, _CLIENT), "volumes"),
     "bound": Kind(Peer("fuzz", "192.0.2.1:1", False, f"{_CLIENT}.u{UID}-{UID}"), "all"),
     "user": Kind(Peer("fuzz", "unix", True, "", Credentials(UID, frozenset((UID, 50)), 1)), "all"),
+    "squash": Kind(Peer("fuzz", "192.0.2.1:1", False, f"{_CLIENT}.{SQUASH_ROOT}"), "all"),
     "node": Kind(Peer("fuzz", "192.0.2.1:1", False, "node/fuzz"), ""),
 }
 METHODS = [method for method in REQUESTS if 100 <= method < 200 and method != wire.META_VOLUMES]
