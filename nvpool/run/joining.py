@@ -75,6 +75,9 @@ class Reception:
             raise InvalidRequest("a client may be bound to one user, with numbers of user and group from 1 to 4,294,967,294")
         if squash_root and (kind != "client" or acts_as is not None):
             raise InvalidRequest("root is squashed of clients that are not bound to one user")
+        if squash_root and len(self._keeper.relay.pool_map.shards) > 1:
+            raise InvalidRequest("root is not squashed in this pool, since its metadata is in several shards",
+                                 remedy="let the client in without --squash-root, or make a pool with one shard for it")
         kept_kind = f"{kind}.{SQUASH_ROOT}" if squash_root else kind
         if acts_as is not None:
             kept_kind = f"client.u{acts_as[0]}-{acts_as[1]}"

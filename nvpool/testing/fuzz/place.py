@@ -25,7 +25,7 @@ KEEPING = 50
 
 class Place:
     name = ""
-    waits_s = 20.0
+    waits_s = 60.0
     """Time of the loop within which all that was asked has to be answered."""
     deadline_ms = 60_000
     """Of most requests; what waits for news by itself is answered then at the latest."""

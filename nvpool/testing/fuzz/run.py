@@ -31,7 +31,7 @@ from nvpool.wire.v1 import wire_pb2
 CASES = 2000
 """Of one place, which is made anew then: what callers with rights have made of it does not grow for ever."""
 CHECK_EVERY = 250
-STALL_S = 60.0
+STALL_S = 120.0
 """Real time within which each case, and the end of a place, has to be over; else all stacks are written, and the process
 ends."""
 GROWTH_BYTES = 400 << 20

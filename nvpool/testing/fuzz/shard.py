@@ -39,8 +39,8 @@ from nvpool.wire.v1 import wire_pb2 as wire
 SECRET = b"s" * 32
 OPTIONS = MetaOptions(session_lease_s=600, linger_s=2, sessions_per_peer=200)
 UID = 1000
-SETTLES_S = 30.0
-"""For the background: the collector, and volumes that are being removed."""
+SETTLES_S = 1.0
+"""For the background: what the last requests have left to it."""
 RENEW_EVERY = 500
 SESSION_OF_NOBODY = 1 << 48 | 0x7FFF_FFFF
 
