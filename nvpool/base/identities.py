@@ -23,7 +23,12 @@ SKEW_S = 3600
 RENEW_S = MEMBER_S / 3
 """What is left of a certificate when it is renewed: a pool that is switched off for a month goes on."""
 
+NOBODY = 65534
+"""User and group as which root counts where it is squashed (exports(5), anonuid and anongid)."""
+SQUASH_ROOT = "squash-root"
+"""Behind the name of a client whose requests for root count as nobody's."""
 _ACTS_AS = re.compile(r"client/[A-Za-z0-9_-]+\.[0-9a-f]{8}\.u([0-9]{1,10})-([0-9]{1,10})")
+_SQUASHED = re.compile(rf"client/[A-Za-z0-9_-]+\.[0-9a-f]{{8}}\.{SQUASH_ROOT}")
 _MEMBER = re.compile(r"(node|client|bridge)/[A-Za-z0-9_.-]{1,80}")
 
 
@@ -33,11 +38,13 @@ def check_member(member: str) -> None:
         raise InvalidRequest(f"{member!r} is no member of a pool: node/NAME, client/NAME or bridge/NAME")
 
 
-def new_member(kind: str, name: str, clock: Clock = SYSTEM_CLOCK, acts_as: tuple[int, int] | None = None) -> str:
+def new_member(kind: str, name: str, clock: Clock = SYSTEM_CLOCK, acts_as: tuple[int, int] | None = None,
+               squash_root: bool = False) -> str:
     """A member that never was: `name`, as far as a certificate takes it, and random digits behind it; a client that may act as
-    one user alone has user and group behind those."""
+    one user alone has user and group behind those, one that may not act as root SQUASH_ROOT."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "-" for c in name.split(".")[0])[:48] or kind
-    return f"{kind}/{plain}.{clock.secret(4).hex()}" + (f".u{acts_as[0]}-{acts_as[1]}" if acts_as is not None else "")
+    behind = f".u{acts_as[0]}-{acts_as[1]}" if acts_as is not None else f".{SQUASH_ROOT}" if squash_root else ""
+    return f"{kind}/{plain}.{clock.secret(4).hex()}{behind}"
 
 
 @lru_cache(maxsize=1024)
@@ -45,6 +52,19 @@ def user_in(member: str) -> tuple[int, int] | None:
     """User and group as which alone the client may act; None: as any."""
     found = _ACTS_AS.fullmatch(member)
     return (int(found[1]), int(found[2])) if found is not None else None
+
+
+@lru_cache(maxsize=1024)
+def squashes_root(member: str) -> bool:
+    """Whether root of that client counts as nobody."""
+    return _SQUASHED.fullmatch(member) is not None
+
+
+def users_of(member: str) -> str:
+    """As whom a member may act, in words for a table."""
+    if (user := user_in(member)) is not None:
+        return f"user {user[0]}, group {user[1]}"
+    return "any user, root as nobody" if squashes_root(member) else "any user"
 
 
 def uri_of(pool_id: str, member: str) -> str:

@@ -72,6 +72,11 @@ def inode_number(partition: int, counter: int) -> InodeNumber:
     return InodeNumber(partition << COUNTER_BITS | counter)
 
 
+def is_inode_number(number: int) -> bool:
+    """Whether there can be such an inode. Of a number in a message that nobody has looked at."""
+    return 0 < number < 1 << 63 and number & COUNTER_MASK != 0
+
+
 def partition_of(inode: int) -> int:
     return inode >> COUNTER_BITS
 

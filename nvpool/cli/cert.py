@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from nvpool.base.errors import NotFound, NvpoolError
+from nvpool.base.identities import users_of
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
 DAY_S = 86_400.0
@@ -32,8 +33,8 @@ def cert() -> None:
 
 @cert.command(epilog="""\b
 --json prints one object for each certificate: member (null: an authority), role (authority, authority of etcd, node, node, for
-etcd, client, bridge), serial (null: not known), from, to (RFC 3339), days_left, revoked, node (that has it; null: a client's or
-bridge's)
+etcd, client, bridge), serial (null: not known), from, to (RFC 3339), days_left, acts_as (of a client: as which users), revoked,
+node (that has it; null: a client's or bridge's)
 
 \b
 examples:
@@ -53,8 +54,8 @@ def ls(pool: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    print_table(("member", "role", "serial", "from", "to", "days left", "revoked"), [
-        (one["member"], one["role"], one["serial"], _day(one["from"]), _day(one["to"]), one["days_left"],
+    print_table(("member", "role", "acts as", "serial", "from", "to", "days left", "revoked"), [
+        (one["member"], one["role"], one["acts_as"], one["serial"], _day(one["from"]), _day(one["to"]), one["days_left"],
          one["revoked"] or None) for one in found])
     if any(one["serial"] is None for one in found):
         say("those without dates were signed by nodes that do not answer, or by an earlier version")
@@ -103,6 +104,7 @@ def certificates(statuses: list[dict[str, Any]], now_s: float) -> list[dict[str,
         found[member or role, role] = {
             "member": member or None, "role": role, "serial": one and one["serial"], "from": one and _time(one["begins_s"]),
             "to": one and _time(one["ends_s"]), "days_left": one and round((one["ends_s"] - now_s) / DAY_S, 1),
+            "acts_as": users_of(member) if member.startswith("client/") else None,
             "revoked": bool(member) and member not in members, "node": node_of.get(member), "_ends_s": one and one["ends_s"]}
 
     for status in statuses:

@@ -8,6 +8,7 @@ import click
 from msgspec.structs import replace
 
 from nvpool.base import config as configuration
+from nvpool.base.identities import users_of
 from nvpool.cli.node import entered, make_token
 from nvpool.cli.render import Number, json_option, pool_argument, print_json, print_table, say
 from nvpool.cli.token import WAYS, token_options
@@ -39,10 +40,14 @@ def client() -> None:
 @click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long it is good.")
 @click.option("--uid", "acts_as", callback=_user, metavar="UID[:GID]", help="All that the client asks for counts as of this "
               "user and group, whatever it says. Default: it is trusted to say for whom it asks, as a node is.")
+@click.option("--squash-root", is_flag=True, help="Root of the client counts as nobody (65534), as by root_squash of NFS; its "
+              "other users are believed to be who they say.")
 @json_option
-def token(pool: str, hours: float, acts_as: tuple[int, int] | None, as_json: bool) -> None:
+def token(pool: str, hours: float, acts_as: tuple[int, int] | None, squash_root: bool, as_json: bool) -> None:
     """Print a command with which another machine gets a certificate. The token in it works once."""
-    make_token(pool, "client", hours, as_json, acts_as)
+    if acts_as is not None and squash_root:
+        raise click.UsageError("a client with --uid acts as that user alone, its root too; give --uid or --squash-root")
+    make_token(pool, "client", hours, as_json, acts_as, squash_root)
 
 
 @client.command(epilog=WAYS + """
@@ -79,7 +84,7 @@ def ls(pool: str, as_json: bool) -> None:
     if as_json:
         print_json(clients)
     else:
-        print_table(("client",), [(member,) for member in clients])
+        print_table(("client", "acts as"), [(member, users_of(member)) for member in clients])
 
 
 @client.command(epilog="example: nvpool client remove /srv/nvpool client/ws1.0a1b2c3d")

@@ -39,9 +39,11 @@ def join_command(join: dict[str, Any], config: configuration.Config, kind: str =
     return f"{VARIABLE}={join['token']} nvpool {kind} join {join['address'].removeprefix('stream://')} {where}{plain}"
 
 
-def make_token(pool: str, kind: str, hours: float, as_json: bool, acts_as: tuple[int, int] | None = None) -> None:
+def make_token(pool: str, kind: str, hours: float, as_json: bool, acts_as: tuple[int, int] | None = None,
+               squash_root: bool = False) -> None:
     from nvpool.cli.reach import change, directory_of
     asked = {"kind": kind, "lives_s": hours * 3600} | ({"acts_as": list(acts_as)} if acts_as is not None else {})
+    asked |= {"squash_root": True} if squash_root else {}
     made = asyncio.run(change(pool, "token", asked))
     directory = directory_of(pool)
     warning = "" if _leaves_host(made["address"]) else (

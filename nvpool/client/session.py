@@ -18,6 +18,7 @@ from nvpool.base.config import Config, load
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, BadConfiguration, InvalidRequest, NotFound, NvpoolError
 from nvpool.base.host import host_id, host_name
+from nvpool.base.identities import squashes_root
 from nvpool.base.kept import KeptMemory
 from nvpool.client.options import ClientOptions, configured
 from nvpool.client.poolview import PoolView, fetch_map, read_map_file
@@ -113,7 +114,9 @@ class Client:
         if clients is not None:
             view.changed.append(partial(_keep_nodes, clients, [pool_map.nodes]))
             await asyncio.wait([asyncio.ensure_future(view.refresh())], timeout=FIRST_MAP_S)
-        vfs = Vfs(view, dialer, options, clock, name=f"{greeting.name} on {host_name()}", kept=kept)
+        squashed = clients is not None and greeting.identity is not None and greeting.identity.secured \
+            and squashes_root(greeting.identity.own_member())
+        vfs = Vfs(view, dialer, options, clock, name=f"{greeting.name} on {host_name()}", kept=kept, squashes_root=squashed)
         client = cls(vfs, view, dialer, clock)
         if clients is not None and greeting.identity is not None and greeting.identity.secured:
             client._renew(clients, greeting.identity)  # in a node's directory its supervisor does

@@ -264,7 +264,7 @@ cdef class Known:
     cdef dict _files, _told, _seen, _paged, _open, _attrs, _entries, _whole, _lent, _directories
     cdef bytearray _buffer
     cdef int _fd
-    cdef bint _is_system, _is_subtree, _opens, _names_are_told, _is_absence_told
+    cdef bint _is_system, _is_subtree, _opens, _squashes_root, _names_are_told, _is_absence_told
     cdef double _fresh_s, _absent_s
     cdef uint64_t _attr_s, _entry_s
     cdef uint32_t _attr_ns, _entry_ns
@@ -288,7 +288,7 @@ cdef class Known:
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
         self._refused = ops.pages.refused
         self._paged, self._withdrawn = ops._paged, ops._withdrawn
-        self._opens = not ops.options.writeback
+        self._opens, self._squashes_root = not ops.options.writeback, vfs.squashes_root
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
         self._files, self._told, self._seen, self._owners = ops._files, ops._told, ops._seen, vfs._owners
         self._open, self._attrs, self._entries, self._whole = cache.open, cache._attrs, cache._entries, cache._whole
@@ -585,7 +585,7 @@ cdef class Known:
         cdef uint64_t change, number, unique = head.unique
         cdef uint32_t said = 0
         cdef bint is_kept
-        if flags & leaves_open or not self._opens or self._published.on:
+        if flags & leaves_open or not self._opens or self._published.on or not head.uid and self._squashes_root:
             return False
         inode = head.node
         if PyDict_Size(self._withdrawn) and inode in self._withdrawn:

@@ -264,7 +264,9 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
 
     def open_now(self, inode: int, flags: int, caller: Caller, unique: int = 0) -> Opened | None:
         """What `open` would return, where nobody has to be asked; else None. `unique`: the kernel's request."""
-        file = self._vfs.open_now(inode, flags) if inode not in self._withdrawn else None
+        if inode in self._withdrawn or not caller.uid and self._vfs.squashes_root:
+            return None
+        file = self._vfs.open_now(inode, flags)
         return None if file is None else self._opened_anew(file, flags, caller, unique)
 
     def _opened_anew(self, file, flags: int, caller: Caller, unique: int) -> Opened:
@@ -355,9 +357,9 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
 
     def _may_publish(self, file) -> bool:
         """Whether other processes of this mount may read the file. Small ones are here as a whole sooner than they open
-        them."""
+        them; where root is squashed they, who open as root, could not."""
         inode = file.inode
-        if not self.published.on or file.attr.size <= SMALL_BYTES or self.published.is_barred(inode):
+        if not self.published.on or self._vfs.squashes_root or file.attr.size <= SMALL_BYTES or self.published.is_barred(inode):
             return False
         if not self._vfs.is_settled(file):
             return False

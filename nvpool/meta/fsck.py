@@ -36,7 +36,7 @@ from nvpool.meta.parts import COPIED_FLAGS, part_here
 from nvpool.meta.records import HASH_AT, NAME_AT, Inode
 from nvpool.meta.view import Draft, View
 from nvpool.meta.volumes.check import VolumeChecks
-from nvpool.meta.volumes.records import Use
+from nvpool.meta.volumes.records import REMOVING, Use
 from nvpool.wire.sums import MASK, Copy, Sum
 
 STEP_LIMIT, STEP_LIMIT_MAX = 500, 5000
@@ -422,7 +422,7 @@ class Fsck(OtherRecords, VolumeChecks):
                         lambda: [(key, None), *self._less(directory, kind == 4)])
             return
         parent = self._current(directory)
-        if parent is None or not parent.is_directory or not parent.links:
+        if parent is None or not parent.is_directory or not parent.links and not self._is_going(parent):
             self._found("dentry", f"{here} is in a directory that is not there", lambda: self._to_lost(inode, key))
             return
         try:
@@ -448,6 +448,11 @@ class Fsck(OtherRecords, VolumeChecks):
             self._strays[number] = key
             self._sums.setdefault(number, [0, 0, 0, 0])
 
+    def _is_going(self, directory: Inode) -> bool:
+        """A volume that is being removed: it has lost its name, and what is in it goes by itself."""
+        record = self._view.access.restricted.get(directory.number)
+        return directory.number == directory.volume and record is not None and bool(record.flags & REMOVING)
+
     # -- sums --------------------------------------------------------------------------------------------------------
 
     def _settle(self, number: int) -> None:
@@ -461,7 +466,7 @@ class Fsck(OtherRecords, VolumeChecks):
                         lambda: self._mend_links(inode, names))
         if not inode.is_directory:
             return
-        if subdirs or entries:
+        if (subdirs or entries) and not self._is_going(inode):
             self._found("counts", f"directory {number} has {subdirs:+} subdirectories and {entries:+} entries against its "
                                   "counts",
                         lambda: self._decided(partial(recounted, number=number, subdirs=subdirs, entries=entries)))

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from nvpool.base.errors import InvalidRequest
-from nvpool.base.ids import ROOT_INODE, partition_of
+from nvpool.base.ids import ROOT_INODE, is_inode_number, partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.meta import records
@@ -107,12 +107,14 @@ async def climb(request: pb.FsckClimbRequest, tree: Tree, kv: Kv, is_here: Calla
                 carry: Callable[[Any], Awaitable[None]]) -> pb.FsckClimbReply:
     """What a request about climbs is answered with. `carry` as for all that a check mends."""
     if request.loose:
+        if not is_inode_number(request.parent):
+            raise InvalidRequest(f"no directory has the number {request.parent}")
         key = await _name_of(request.loose, request.parent, kv, is_here)
         if key is not None:
             await carry(partial(loosened, number=request.loose, key=key))
         return pb.FsckClimbReply(loosened=key is not None)
     numbers = unpack_numbers(request.inodes)
-    if len(numbers) > (1 if request.trace else CLIMBS_MAX):
+    if len(numbers) > (1 if request.trace else CLIMBS_MAX) or request.trace and not numbers:
         raise InvalidRequest(f"{CLIMBS_MAX} climbs at most at once, or one that is traced")
     if not request.trace:
         return pb.FsckClimbReply(above=pack_numbers([tree.above(number) for number in numbers]))

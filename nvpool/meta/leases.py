@@ -16,7 +16,7 @@ from math import inf
 
 from nvpool.base.checksum import crc32c
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
-from nvpool.base.identities import user_in
+from nvpool.base.identities import squashes_root, user_in
 from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
@@ -169,7 +169,7 @@ class Sessions:
         session = self.by_number.get(number)
         if session is None or session.owner != owner:
             session = self.get(number)
-            if session.owner is None and not (owner.startswith("uid/") or user_in(owner)):
+            if session.owner is None and not (owner.startswith("uid/") or user_in(owner) or squashes_root(owner)):
                 session.owner = owner  # as its record was made before owners were kept: who has it goes on with it first
             elif owner and session.owner != owner:
                 raise StaleSession(f"session {number:#x} belongs to somebody else than {owner}; open a new one")

@@ -9,6 +9,10 @@ the directory above it; of a file it is remembered in which directory the user h
 names of its partition. What a session was given a grant for it may go on with, as with a file descriptor, whatever becomes of
 mode and path.
 
+A client whose certificate squashes root (`identities.squashes_root`) is treated alike. Where a request says for whom it is,
+that user is believed, and root counts as nobody; else it is for SOMEBODY, any user of that client but root, and no grant comes
+with it but for what everybody may read or write.
+
 All metadata has to be in one shard: a path over several can not be checked in one step. Used by `meta/service`, on its thread.
 """
 
@@ -28,6 +32,7 @@ from nvpool.base.errors import (
     Refused,
     Stale,
 )
+from nvpool.base.identities import NOBODY
 from nvpool.base.ids import ROOT_INODE, partition_of
 from nvpool.logic.acl import ACCESS, NAMES, Acl, decode_acl
 from nvpool.logic.lockranges import EXCLUSIVE, RECORD, UNLOCKED
@@ -37,16 +42,17 @@ from nvpool.meta.changes.rename import EXCHANGE
 from nvpool.meta.changes.xattr import KILL_SET_GID, drop_attribute
 from nvpool.meta.leases import Sessions
 from nvpool.meta.listing import LIST_LIMIT_MAX
-from nvpool.meta.permissions import READ, SEARCH, WRITE, mode_after_write
+from nvpool.meta.permissions import READ, SEARCH, WRITE, mode_after_write, name_of
 from nvpool.meta.queries import LOOKUP_STEP, lookup
 from nvpool.meta.records import Inode
 from nvpool.meta.view import Decision, Draft, View
 from nvpool.wire import codec
 from nvpool.wire.entries import Listed
-from nvpool.wire.transport import Credentials
+from nvpool.wire.transport import BELIEVED_GROUPS, SOMEBODY, Credentials
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
+_NOBODY = Credentials(NOBODY, frozenset((NOBODY,)), 0)
 KNOWN_MAX = 131_072
 """Files whose directory is remembered, and rights that were given, over all users; what was used longest ago goes."""
 SEARCHED_MAX = 20_000
@@ -60,7 +66,7 @@ def check_shards(view: View) -> None:
     """AccessDenied: this shard has not all metadata, so that paths of users can not be checked."""
     if view.owners:
         raise AccessDenied("the metadata of this pool is in several shards, so users without the rights of a node reach it "
-                           "through a mount alone")
+                           "through a mount alone, and clients that may not act as all users not at all")
 
 
 class LocalUsers:
@@ -74,15 +80,16 @@ class LocalUsers:
     def check_volume(self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest) -> None:
         """AccessDenied: the user does not reach the volume, or would change it."""
         if isinstance(request, pb.VolumeRequest) and request.wish != pb.VolumeRequest.SHOW:
-            raise AccessDenied(f"user {credentials.uid} has not the rights of a node, and changes no volume")
+            raise AccessDenied(f"{name_of(credentials)} has not the rights of a node, and changes no volume")
         User(self, view, credentials).reach(request.inode)
 
     def decision(self, method: int, credentials: Credentials, decide: Decision) -> Decision:
         """`decide`, for this user: after all checks, and with its uid and groups in the request."""
         guard, note = _GUARDS[method]
+        says = credentials.uid == SOMEBODY and method in _SAY_FOR_WHOM
 
         def decide_for_user(view: View, request: Any, now_ns: int) -> Draft:
-            user = User(self, view, credentials)
+            user = User(self, view, believed(request.change) if says else credentials, credentials.uid)
             guard(user, request)
             draft = decide(view, request, now_ns)
             note(user, request, draft)
@@ -166,13 +173,15 @@ def _keep(table: dict, key: Any, value: Any) -> None:
 class User:
     """One user, for one decision."""
 
-    __slots__ = ("known", "view", "credentials", "uid")
+    __slots__ = ("known", "view", "credentials", "uid", "met_by")
 
-    def __init__(self, known: LocalUsers, view: View, credentials: Credentials) -> None:
+    def __init__(self, known: LocalUsers, view: View, credentials: Credentials, met_by: int | None = None) -> None:
+        """`met_by`: for whom it is remembered where a file was met, which proves nothing; else the user."""
         self.known = known
         self.view = view
         self.credentials = credentials
         self.uid = credentials.uid
+        self.met_by = self.uid if met_by is None else met_by
 
     def access(self, inode: Inode) -> Acl:
         raw = self.view.xattr(inode.number, ACCESS) if inode.flags & records.HAS_ACL else None
@@ -206,7 +215,7 @@ class User:
         if inode.is_directory:
             self.entered(inode.parent)
             return inode
-        if (place := self.known.place(self.uid, number)) is not None:
+        if (place := self.known.place(self.met_by, number)) is not None:
             try:
                 if self.view.named(self.entered(place[0]), place[1])[1] == number:
                     return inode
@@ -232,27 +241,44 @@ class User:
                 continue
             except (NotFound, CorruptRecord):
                 continue
-            self.known.met(self.uid, number, directory, key[records.NAME_AT:])
+            self.known.met(self.met_by, number, directory, key[records.NAME_AT:])
             return
         if denied is not None and found >= links:
             raise denied
-        raise NotFound(f"user {self.uid} is not known to have a path to inode {number}")
+        raise NotFound(f"{name_of(self.credentials)} is not known to have a path to inode {number}")
 
     # -- rights
 
     def by_mode(self, inode: Inode, rights: int) -> int:
-        """Those of these rights to bytes that a newly opened file has."""
+        """Those of these rights to bytes that a newly opened file has; of somebody that everybody has."""
+        credentials = self.credentials
+        if self.uid == SOMEBODY:
+            credentials = _NOBODY
+            if not rights or not self._everybody_reaches(inode):
+                return 0
         access = self.access(inode)
-        allowed = grants.READ if permissions.may(inode, access, self.credentials, READ) else 0
-        allowed |= grants.WRITE if permissions.may(inode, access, self.credentials, WRITE) else 0
+        allowed = grants.READ if permissions.may(inode, access, credentials, READ) else 0
+        allowed |= grants.WRITE if permissions.may(inode, access, credentials, WRITE) else 0
         return rights & allowed
+
+    def _everybody_reaches(self, inode: Inode) -> bool:
+        try:
+            User(self.known, self.view, _NOBODY, self.met_by).reach(inode.number)
+        except Refused:
+            return False
+        return True
 
     def held(self, session: int, inode: Inode) -> int:
         """Rights that the session has as with a descriptor. After a restart nobody knows of them: then the owner of a file that
-        the session says to have open has all, who could give them to itself."""
-        if self.uid == inode.uid and self.known.has_open(session, inode.number):
+        the session says to have open has all, who could give them to itself. Root that is squashed has none of what others
+        have opened in the same session."""
+        if (self.uid == inode.uid or self.uid == SOMEBODY and inode.uid) and self.known.has_open(session, inode.number):
             return grants.READ | grants.WRITE
-        return self.known.rights(session, inode.number)
+        return 0 if self.is_squashed else self.known.rights(session, inode.number)
+
+    @property
+    def is_squashed(self) -> bool:
+        return self.met_by == SOMEBODY and self.uid == NOBODY
 
     def handled(self, session: int, number: int, rights: int) -> Inode:
         """The inode, of which the session holds these rights, or gets them by its mode. AccessDenied."""
@@ -273,14 +299,23 @@ class User:
 
     def note_entry(self, entry: pb.Entry, session: int, rights: int, directory: int = 0, name: bytes = b"") -> None:
         if name and entry.attr.inode:
-            self.known.met(self.uid, entry.attr.inode, directory, name)
+            self.known.met(self.met_by, entry.attr.inode, directory, name)
         if entry.grant:
             self.known.given(session, entry.attr.inode, rights)
 
 
+def believed(change: pb.Change) -> Credentials:
+    """For whom a client asks whose root is squashed: as whom it says, but for root."""
+    if not change.uid:
+        return Credentials(NOBODY, frozenset((change.gid or NOBODY,)), 0)
+    return Credentials(change.uid, BELIEVED_GROUPS, 0)
+
+
 def _gid(credentials: Credentials, claimed: int) -> int:
     """The group of what is made: of several the process says which one is its own."""
-    return claimed if claimed in credentials.gids else min(credentials.gids)
+    if claimed in credentials.gids:
+        return claimed
+    return NOBODY if credentials.gids is BELIEVED_GROUPS else min(credentials.gids)
 
 
 def _without_privileges(user: User, draft: Draft, attr: pb.Attr) -> None:
@@ -304,6 +339,8 @@ def _guard_lookup(user: User, request: pb.LookupRequest) -> None:
     directory = user.entered(request.parent)
     if request.rights:
         inode = user.view.inode(user.view.named(directory, request.name)[1])
+        if not inode.is_directory:
+            user.known.met(user.met_by, inode.number, request.parent, request.name)
         request.rights = user.granted(request.session, inode, user.by_mode(inode, request.rights))
 
 
@@ -346,7 +383,7 @@ def _guard_create(user: User, request: pb.CreateRequest) -> None:
             return
     user.check(parent, WRITE)
     if request.HasField("volume"):
-        raise AccessDenied(f"user {credentials.uid} has not the rights of a node, and makes no volume")
+        raise AccessDenied(f"{name_of(credentials)} has not the rights of a node, and makes no volume")
     request.mode = permissions.mode_at_birth(parent, request.mode, credentials)
 
 
@@ -463,9 +500,9 @@ def _guard_rename(user: User, request: pb.RenameRequest) -> None:
 
 
 def _note_rename(user: User, request: pb.RenameRequest, draft: Draft) -> None:
-    user.known.met(user.uid, draft.reply.inode, request.new_parent, request.new_name)
+    user.known.met(user.met_by, draft.reply.inode, request.new_parent, request.new_name)
     if request.flags == EXCHANGE:
-        user.known.met(user.uid, draft.reply.replaced, request.parent, request.name)
+        user.known.met(user.met_by, draft.reply.replaced, request.parent, request.name)
 
 
 def _guard_link(user: User, request: pb.LinkRequest) -> None:
@@ -478,7 +515,7 @@ def _guard_link(user: User, request: pb.LinkRequest) -> None:
 
 
 def _note_link(user: User, request: pb.LinkRequest, draft: Draft) -> None:
-    user.known.met(user.uid, request.inode, request.parent, request.name)
+    user.known.met(user.met_by, request.inode, request.parent, request.name)
 
 
 def _guard_change_of_xattr(user: User, request: pb.SetXattrRequest | pb.RemoveXattrRequest) -> None:
@@ -495,13 +532,16 @@ def _guard_lock(user: User, request: pb.LockRequest) -> None:
         return
     inode = user.handled(session, request.inode, grants.WRITE if request.kind == RECORD and request.mode == EXCLUSIVE else 0)
     if not user.held(session, inode) and not user.by_mode(inode, grants.READ | grants.WRITE):
-        raise AccessDenied(f"user {user.uid} may neither read nor write inode {inode.number}")
+        raise AccessDenied(f"{name_of(user.credentials)} may neither read nor write inode {inode.number}")
 
 
 def _nothing(user: User, request: Any, draft: Draft) -> None:
     """There is nothing to remember."""
 
 
+_SAY_FOR_WHOM = frozenset((wire.META_CREATE, wire.META_OPEN, wire.META_SETATTR, wire.META_UNLINK, wire.META_RMDIR,
+                           wire.META_RENAME, wire.META_LINK, wire.META_SETXATTR, wire.META_REMOVEXATTR))
+"""Changes whose uid and gid are those of a process. The others are made for who has the file open, whoever that was."""
 _GUARDS: dict[int, tuple[Callable[[User, Any], None], Callable[[User, Any, Draft], None]]] = {
     wire.META_LOOKUP: (_guard_lookup, _note_lookup), wire.META_GETATTR: (_guard_getattr, _note_getattr),
     wire.META_READLINK: (_guard_inode, _nothing), wire.META_GETXATTR: (_guard_getxattr, _nothing),

@@ -4,6 +4,9 @@ Pure functions of an inode, its access control list and the credentials of the p
 chmod(2), chown(2), unlink(2), link(2), utimensat(2), xattr(7) and acl(5) say, as fs/namei.c, fs/attr.c and fs/posix_acl.c of
 the kernel carry it out. The kernel itself checks all this for a mount; here it is checked for processes that ask the service
 without one. Used by `meta/local_users`.
+
+Of a client whose root is squashed the groups of its users are not known: credentials with BELIEVED_GROUPS may what such a user
+could in any groups but root's, and SOMEBODY what any such user could.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import stat
 from nvpool.base.errors import AccessDenied, NoAttribute, NotPermitted
 from nvpool.logic import acl
 from nvpool.meta.records import Inode
-from nvpool.wire.transport import Credentials
+from nvpool.wire.transport import BELIEVED_GROUPS, SOMEBODY, Credentials
 
 READ, WRITE, SEARCH = 4, 2, 1
 """As in a mode. SEARCH of a directory, execution of a file."""
@@ -25,6 +28,8 @@ def may(inode: Inode, access: acl.Acl, credentials: Credentials, wanted: int) ->
     acl(5), `acl_permission_check`). The first class that the user is in decides, and no other."""
     if credentials.uid == inode.uid:
         return not wanted & ~(inode.mode >> 6)
+    if credentials.gids is BELIEVED_GROUPS:
+        return not wanted & ~_believed(inode, access, credentials.uid)
     if access and inode.mode & 0o070:  # of a list whose mask allows nothing the kernel does not ask
         return _list_allows(access, inode.gid, credentials, wanted)
     return not wanted & ~(inode.mode >> 3 if inode.gid in credentials.gids else inode.mode)
@@ -46,11 +51,32 @@ def _list_allows(access: acl.Acl, gid: int, credentials: Credentials, wanted: in
     return False
 
 
+def _believed(inode: Inode, access: acl.Acl, uid: int) -> int:
+    """What the most that a user could have allows who is not known to be the owner; of SOMEBODY that of all users together."""
+    allowed, above = inode.mode, inode.mode >> 3
+    if uid == SOMEBODY and inode.uid:
+        allowed |= inode.mode >> 6
+    if not access or not inode.mode & 0o070:
+        return allowed | above if inode.gid else allowed
+    for entry in access:  # whose mask the bits of the group are
+        if entry.tag == acl.USER and entry.id == uid:
+            return entry.permissions & above
+        if entry.tag == acl.GROUP_OBJ and inode.gid or entry.tag == acl.GROUP and entry.id or \
+                entry.tag == acl.USER and uid == SOMEBODY and entry.id:
+            allowed |= entry.permissions & above
+    return allowed
+
+
+def name_of(credentials: Credentials) -> str:
+    """In words, to begin a refusal with."""
+    return "no user of this client but root, which is squashed," if credentials.uid == SOMEBODY else f"user {credentials.uid}"
+
+
 def check(inode: Inode, access: acl.Acl, credentials: Credentials, wanted: int) -> None:
     """AccessDenied where `may` says no."""
     if not may(inode, access, credentials, wanted):
         words = " and ".join(word for bit, word in _WORDS.items() if wanted & bit)
-        raise AccessDenied(f"user {credentials.uid} may not {words} inode {inode.number}, which has the mode "
+        raise AccessDenied(f"{name_of(credentials)} may not {words} inode {inode.number}, which has the mode "
                            f"{inode.mode & 0o7777:04o} and is user {inode.uid}'s")
 
 

@@ -340,6 +340,8 @@ class Draft:
         found = self.inodes.get(number)
         if found is None:
             found = self.inodes[number] = _directory(self.view.holder, number)
+        elif not found.is_directory:  # of a request that names a file twice, once as the directory
+            raise NotADirectory(f"inode {number} is not a directory")
         return found
 
     def entered_holder(self, number: int) -> Inode:

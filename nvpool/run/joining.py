@@ -18,7 +18,7 @@ from nvpool.base.authority import Authority, key_of_request
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, InvalidRequest, from_os_error
-from nvpool.base.identities import new_member
+from nvpool.base.identities import SQUASH_ROOT, new_member
 from nvpool.base.tokens import hash_of
 from nvpool.logic.etcdmembers import lets_in
 from nvpool.logic.joining import joined, token_for, token_given
@@ -62,7 +62,8 @@ class Reception:
             raise AccessDenied(f"this node lets nobody in, since it does not have the key of the pool's authority; nodes that "
                                f"have it: {', '.join(others) or 'the first one'}") from None
 
-    async def make_token(self, kind: str, lives_s: float, acts_as: tuple[int, int] | None = None) -> dict:
+    async def make_token(self, kind: str, lives_s: float, acts_as: tuple[int, int] | None = None,
+                         squash_root: bool = False) -> dict:
         """A token, and where it is good for joining. InvalidRequest where this node listens on unix sockets alone."""
         address = address_of(self._keeper.relay.pool_map.node_by_id[self._directory.node])
         if not address:
@@ -72,7 +73,14 @@ class Reception:
             raise InvalidRequest(f"a token is for one of {', '.join(KINDS)}, and lives for 1 to {TOKEN_S_MAX:.0f} seconds")
         if acts_as is not None and (kind != "client" or not all(0 < number < 0xFFFFFFFF for number in acts_as)):
             raise InvalidRequest("a client may be bound to one user, with numbers of user and group from 1 to 4,294,967,294")
-        kept_kind = f"client.u{acts_as[0]}-{acts_as[1]}" if acts_as is not None else kind
+        if squash_root and (kind != "client" or acts_as is not None):
+            raise InvalidRequest("root is squashed of clients that are not bound to one user")
+        if squash_root and len(self._keeper.relay.pool_map.shards) > 1:
+            raise InvalidRequest("root is not squashed in this pool, since its metadata is in several shards",
+                                 remedy="let the client in without --squash-root, or make a pool with one shard for it")
+        kept_kind = f"{kind}.{SQUASH_ROOT}" if squash_root else kind
+        if acts_as is not None:
+            kept_kind = f"client.u{acts_as[0]}-{acts_as[1]}"
         token, kept = new_token(self._authority(), kept_kind, lives_s)
         await self._change(lambda newest: token_given(newest, kept, now_ms()))
         return {"token": token.text(), "kind": kind, "ends_ms": kept.ends_ms, "address": address}
@@ -103,7 +111,7 @@ class Reception:
             for endpoint in endpoints:
                 parse_endpoint(endpoint)
             await self._keeper.move()
-        member = new_member(kind, request.name, acts_as=acts_as_of(kept.kind))
+        member = new_member(kind, request.name, acts_as=acts_as_of(kept.kind), squash_root=kept.kind == f"{kind}.{SQUASH_ROOT}")
         if kind == "node":
             node = partial(Node, name=request.name[:64], host_id=request.host_id, endpoints=endpoints, member=member)
         new = await self._change(lambda newest: joined(newest, hash, kind, used_by, member, now_ms(), node))

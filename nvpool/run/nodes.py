@@ -80,7 +80,10 @@ class Nodes:
         if acts_as is not None and not (isinstance(acts_as, list) and len(acts_as) == 2
                                         and all(type(number) is int for number in acts_as)):
             raise InvalidRequest("acts_as is a list of two numbers, of user and group")
-        return await self._reception.make_token(kind, lives_s, tuple(acts_as) if acts_as is not None else None)
+        squash_root = arguments.get("squash_root", False)
+        if not isinstance(squash_root, bool):
+            raise InvalidRequest("squash_root is true or false")
+        return await self._reception.make_token(kind, lives_s, tuple(acts_as) if acts_as is not None else None, squash_root)
 
     async def _member_remove(self, arguments: dict) -> dict:
         member = str(arguments.get("member", ""))

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -61,6 +62,7 @@ from nvpool.run.shardplaces import ShardPlaces
 from nvpool.run.standbys import StuckStandbys, has_records
 from nvpool.run.status import PoolStatus
 from nvpool.wire.dial import Dialer
+from nvpool.wire.limits import identify
 from nvpool.wire.rights import Callers
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import pool_pb2, wire_pb2
@@ -70,6 +72,8 @@ _ANSWER_S = 0.3
 """Of the asker's time, kept for the answer to be made and to travel."""
 _ANSWERS_MAX = 4096
 """Long polls and status questions in work at once; further ones are refused."""
+_ANSWERS_PER_PEER = 512
+"""Of them for one peer that is not trusted (wire/limits): a poll for each mount of a host, and room for the others."""
 _LOOK_S = 5.0
 _TOLD_S = 10.0
 """How often systemd hears that a start goes on."""
@@ -95,6 +99,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._answers: set[asyncio.Task[None]] = set()
+        self._answers_of: Counter[str] = Counter()
         self._failed = failed
         self._drain_s = config.supervisor.drain_s
         self._closed = False
@@ -389,10 +394,21 @@ class Supervisor:
         if self._closed:
             call.fail(Draining("the supervisor stops"))
             return
+        peer, trusted = identify(call.peer, self._operators, self._config.network.plain_text)
+        if not trusted and self._answers_of[peer] >= _ANSWERS_PER_PEER:
+            call.fail(Unavailable(f"{_ANSWERS_PER_PEER} requests of {peer} wait here already", retry_after_s=1.0))
+            return
         task = asyncio.ensure_future(self._finish(call, answer))
         self._answers.add(task)
-        task.add_done_callback(self._answers.discard)
+        self._answers_of[peer] += 1
+        task.add_done_callback(partial(self._answered, peer))
         call.on_cancel(task.cancel)
+
+    def _answered(self, peer: str, task: asyncio.Task[None]) -> None:
+        self._answers.discard(task)
+        self._answers_of[peer] -= 1
+        if not self._answers_of[peer]:
+            del self._answers_of[peer]
 
     @staticmethod
     async def _finish(call: Call, answer: Callable[[Call], Awaitable[bytes]]) -> None:
@@ -409,7 +425,8 @@ class Supervisor:
 
     async def _answer_map(self, call: Call) -> bytes:
         request = _read(pool_pb2.MapRequest, call)
-        newest = await self._coordinator.watch(request.newer_than, max(0.0, request.wait_s))
+        left_s = call.deadline_s - SYSTEM_CLOCK.boottime_s() - _ANSWER_S  # who asked does not wait longer
+        newest = await self._coordinator.watch(request.newer_than, max(0.0, min(request.wait_s, left_s)))
         return pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString()
 
     async def _answer_status(self, call: Call) -> bytes:

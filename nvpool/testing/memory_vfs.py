@@ -69,6 +69,8 @@ class DirHandle(NamedTuple):
 
 
 class MemoryVfs:
+    squashes_root = False
+
     def __init__(self, clock=SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._locks = LockTable(clock, 0.0)

@@ -37,6 +37,9 @@ class DirectCall:
         self.answer: tuple[bytes, bytes] | BaseException | None = None
         self._waiter: asyncio.Future | None = None
 
+    def room(self, byte_count: int) -> None:
+        return None
+
     def reply(self, message=b"", payload=()) -> None:
         self._end((bytes(message), b"".join(payload)))
 

@@ -2,8 +2,8 @@
 
 The table gives each method the least right that its caller must have; `checks` says in words what the service looks at beyond
 that (a grant, the owner of a session, the right to a volume). A method without a line is refused to all but nodes, and a test
-fails for it. A client that is bound to one user may ask of metadata what a local user may. Used by the metadata service, the
-members of a shard, the chunk store and the supervisor, in their `handle`.
+fails for it. A client that is bound to one user, or whose root is squashed, may ask of metadata what a local user may. Used by
+the metadata service, the members of a shard, the chunk store and the supervisor, in their `handle`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _refused(role: Role, local: bool) -> frozenset[int]:
 
 _REFUSED = {(role, local): _refused(role, local) for role in Role for local in (False, True)}
 _REFUSED_METADATA = frozenset(method for method in _REFUSED[Role.USER, False] if wire.Method.Name(method).startswith("META_"))
-"""What a metadata service does not answer local users, and clients that are bound to one user."""
+"""What a metadata service does not answer local users, and clients that may not act as all users."""
 
 
 class Caller(NamedTuple):
@@ -158,7 +158,8 @@ class Caller(NamedTuple):
     refused: frozenset[int]
     """Methods that it may not call."""
     user: Credentials | None = None
-    """User and groups as which alone it acts, whatever it says; None: it is trusted to say for whom it asks."""
+    """User and groups as which alone it acts, whatever it says, SOMEBODY where it may say any but root; None: it is trusted to
+    say for whom it asks."""
 
 
 class Callers:

@@ -16,8 +16,8 @@ import socket
 import struct
 from functools import lru_cache
 
-from nvpool.base.identities import user_in
-from nvpool.wire.transport import Credentials, Peer
+from nvpool.base.identities import squashes_root, user_in
+from nvpool.wire.transport import BELIEVED_GROUPS, SOMEBODY, Credentials, Peer
 
 _PEERCRED = struct.Struct("iII")
 _SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)
@@ -60,10 +60,13 @@ def role_of(peer: Peer, operators: int | None = None) -> Role:
 
 
 def acts_as(peer: Peer, operators: int | None) -> Credentials | None:
-    """User and groups as which alone the peer may act: of a local user without the rights of a node, and of a client whose
-    certificate binds it to one user. None for everybody else, who is trusted to say for whom it asks."""
+    """User and groups as which alone the peer may act: of a local user without the rights of a node, of a client whose
+    certificate binds it to one user, and SOMEBODY of one whose root is squashed. None for everybody else, who is trusted to
+    say for whom it asks."""
     credentials = peer.credentials
     if peer.member:
+        if squashes_root(peer.member):
+            return Credentials(SOMEBODY, BELIEVED_GROUPS, 0)
         user = user_in(peer.member)
         return Credentials(user[0], frozenset((user[1],)), 0) if user is not None else None
     return credentials if credentials is not None and credentials.uid and role_of(peer, operators) is Role.USER else None

@@ -66,11 +66,24 @@ class Call(Protocol):
         """Call `callback` once when the asker gives up or the connection ends before an answer."""
 
 
+class BelievedGroups:
+    """All groups but root's: of a client that is believed which groups its users are in. There is one, BELIEVED_GROUPS."""
+
+    def __contains__(self, gid: object) -> bool:
+        return gid != 0
+
+
+BELIEVED_GROUPS = BelievedGroups()
+SOMEBODY = -1
+"""As a uid: any user of a client but its root. The request does not say which one."""
+
+
 class Credentials(NamedTuple):
-    """User and groups of the process at the other end of a unix socket, when it connected, as the kernel knows them."""
+    """User and groups of the process at the other end of a unix socket, when it connected, as the kernel knows them; or as whom
+    a client may act."""
 
     uid: int
-    gids: frozenset[int]
+    gids: frozenset[int] | BelievedGroups
     """Its group and, where the kernel tells them (Linux 4.13), its further groups."""
     pid: int
 

@@ -68,14 +68,14 @@ class Kernel:
         self.ours.close()
         self.theirs.close()
 
-    def say(self, opcode, body=(), *, node=1, names=(), payload=b"", pid=0, unique=None):
+    def say(self, opcode, body=(), *, node=1, names=(), payload=b"", uid=0, pid=0, unique=None):
         self.last += 2
         form = requests.SETXATTR_EXTENDED if opcode == Op.SETXATTR and self.engine._setxattr_extended else FORMS.get(opcode)
         if opcode == Op.SETXATTR:
             body = (*body, 0, 0, 0)[:len(form.body._fields)]
         made = form.body(*body) if form is not None and form.body else None
         unique = self.last if unique is None else unique
-        self.ours.send(requests.encode(Request(opcode, unique, node, 0, 0, pid, made, names, payload),
+        self.ours.send(requests.encode(Request(opcode, unique, node, uid, 0, pid, made, names, payload),
                                        setxattr_extended=form is requests.SETXATTR_EXTENDED))
         return unique
 

@@ -221,3 +221,30 @@ async def test_what_is_malformed_is_refused_by_compiled_steps_as_by_handlers(ker
         engine._known, engine._creates, engine._writes = steps
     assert (await kernel.attributes(inode))[0] == 0
     assert await kernel.ask(Op.WRITE, (handle, 0, 4, 0, 0, 0), node=mine, payload=b"abcd")
+
+
+@on_a_mount
+async def test_service_is_asked_for_each_open_of_squashed_root(kernel, rng):
+    """Also of what is known, and open here already: by somebody whom it is let."""
+    inode = await theirs(kernel, b"f", b"x")
+    step, meta = kernel.engine._known, kernel.vfs.meta
+    asked, change = [], meta.change
+
+    async def counted(*words, uid=0, **more):
+        asked.append(uid)
+        return await change(*words, uid=uid, **more)
+
+    meta.change = counted
+    for squashes, uid, count in ((False, 0, 0), (True, 1000, 0), (True, 0, 1)):
+        kernel.vfs.squashes_root = squashes
+        compiled = known._known.Known(kernel.engine, kernel.ops, kernel.vfs, False, kernel.engine._takers())
+        for way in (None, compiled):
+            kernel.engine._known = way
+            asked.clear()
+            first = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=1000))
+            before = len(asked)
+            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=uid))
+            assert asked[before:] == [uid] * count, (squashes, uid, way)
+            for handle in (first, opened):
+                await kernel.ask(Op.RELEASE, (handle.fh, 0, 0, 0), node=inode)
+    kernel.engine._known = step

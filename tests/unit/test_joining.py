@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
@@ -17,7 +18,7 @@ from nvpool.base.identities import MEMBER_S, new_member
 from nvpool.base.tokens import Token, hash_of, read_token
 from nvpool.logic.joining import REVOKED_S, joined, node_removed, token_for, token_given
 from nvpool.logic.poolmap import EtcdMember, JoinToken, Node, Revoked, decode_map, encode_map
-from nvpool.run.joining import acts_as_of
+from nvpool.run.joining import Reception, acts_as_of
 from nvpool.run.renewing import renew_once
 from nvpool.testing.contracts.coordinator import first_map
 from nvpool.wire.dial import Dialer
@@ -182,9 +183,31 @@ def test_the_hash_of_a_token_is_not_its_secret():
     assert hash_of(bytes(16)) != bytes(16).hex() and len(hash_of(bytes(16))) == 64
 
 
+def test_token_that_squashes_root_is_a_clients():
+    pool_map = token_given(first_map(), JoinToken("h", "client.squash-root", 1000), 0)
+    found = token_for(pool_map, "h", "client", "key", 500)
+    assert found.kind == "client.squash-root" and acts_as_of(found.kind) is None
+    with pytest.raises(AccessDenied, match="lets in a client, not a node"):
+        token_for(pool_map, "h", "node", "key", 500)
+
+
 def test_token_that_binds_its_client_is_a_clients():
     pool_map = token_given(first_map(), JoinToken("h", "client.u1000-50", 1000), 0)
     assert acts_as_of(token_for(pool_map, "h", "client", "key", 500).kind) == (1000, 50)
     assert acts_as_of("client") is None
     with pytest.raises(AccessDenied, match="lets in a client, not a node"):
         token_for(pool_map, "h", "node", "key", 500)
+
+
+def test_root_is_squashed_of_unbound_clients_of_one_shard():
+    async def main() -> None:
+        node = Node(1, "alpha", "host-a", ("stream://10.0.0.1:1",), member="node/alpha.1")
+        one = replace(first_map(), nodes=(node,))
+        two = replace(one, shards=(*one.shards, replace(one.shards[0], id=2)))
+        for pool_map, kind, bound in ((one, "node", None), (one, "client", (5, 5)), (two, "client", None)):
+            keeper = SimpleNamespace(relay=SimpleNamespace(pool_map=pool_map))
+            reception = Reception(SimpleNamespace(node=1), keeper, None, None, None)
+            with pytest.raises(InvalidRequest):
+                await reception.make_token(kind, 60.0, bound, squash_root=True)
+
+    asyncio.run(main())

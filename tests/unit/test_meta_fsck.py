@@ -466,3 +466,18 @@ async def test_a_load_wants_an_empty_shard_and_a_whole_dump(shard):
     assert (await ShardClient(again).status()).state == "serving"
     assert stored(kv) == stored(shard.kv)
     await again.close()
+
+
+@on_a_shard
+async def test_volume_that_is_being_removed_is_no_damage(shard):
+    """What is left in it goes by itself; a repair would have it come back in /lost+found."""
+    c = shard.client
+    made = (await c.create(ROOT, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish())).entry.attr
+    below = await c.mkdir(made.inode, b"d")
+    for directory, name in ((made.inode, b"f"), (made.inode, b"g"), (below.inode, b"h")):
+        await c.file(directory, name)
+    await c.ask("VOLUME", pb.VolumeRequest(session=c.session, inode=made.inode, wish=pb.VolumeRequest.REMOVE))
+    assert await c.fsck() == await c.fsck(repair=True) == []
+    while await shard.service.remove_more():
+        pass
+    assert await c.fsck() == [] and b"lost+found" not in await c.names(ROOT)

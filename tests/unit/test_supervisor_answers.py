@@ -307,3 +307,48 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(tmp_path, monkeypatc
             await ask(supervisor, method, request_)
         assert not isinstance(caught.value, Bug) and supervisor._coordinator.pool_map == before and not running.done()
     scenario(tmp_path, monkeypatch, run)
+
+
+def test_poll_ends_when_its_asker_does_not_wait_longer(tmp_path):
+    async def main() -> None:
+        coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
+        supervisor = room.Supervisor(PoolDirectory(tmp_path), Config(), coordinator, Stop(), asyncio.Future())
+        try:
+            asked = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=1 << 40, wait_s=1e300).SerializeToString())
+            asked.deadline_s = SYSTEM_CLOCK.boottime_s() + 0.5
+            supervisor.handle(asked)
+            async with asyncio.timeout(20):
+                assert pool_pb2.MapReply.FromString(await asked.answer).map == b""
+        finally:
+            await supervisor.close()
+
+    asyncio.run(main())
+
+
+def test_peer_can_not_have_all_the_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "_ANSWERS_PER_PEER", 3)
+
+    async def main() -> None:
+        coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
+        supervisor = room.Supervisor(PoolDirectory(tmp_path), Config(), coordinator, Stop(), asyncio.Future())
+        here = Peer("m", "192.0.2.1:1", False, "client/mallory.0a1b2c3d")
+        others = Peer("a", "192.0.2.2:1", False, "client/alice.0a1b2c3d")
+
+        def poll(peer, wait_s=60.0):
+            asked = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=1 << 40, wait_s=wait_s).SerializeToString())
+            asked.peer = peer
+            supervisor.handle(asked)
+            return asked
+
+        try:
+            waits = [poll(here) for _ in range(3)]
+            with pytest.raises(Unavailable, match="client/mallory"):
+                await poll(here).answer
+            assert [await poll(peer, 0.0).answer for peer in (others, Asked.peer)]
+            waits[0].cancel()
+            await asyncio.wait([waits[0].answer], timeout=20)
+            await poll(here, 0.0).answer
+        finally:
+            await supervisor.close()
+
+    asyncio.run(main())

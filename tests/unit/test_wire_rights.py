@@ -45,8 +45,9 @@ ROOT_HERE = Peer("r", "unix", True, "", Credentials(0, frozenset((0,)), 1))
 OPERATOR_HERE = Peer("o", "unix", True, "", Credentials(OTHER_UID, frozenset((OTHER_UID, OPERATORS)), 1))
 USER_HERE = Peer("u", "unix", True, "", Credentials(OTHER_UID, frozenset((OTHER_UID,)), 1))
 BOUND = Peer("b", "10.0.0.4:1", False, "client/bob.0a1b2c3d.u1000-50")
+SQUASHED = Peer("q", "10.0.0.5:1", False, "client/eve.0a1b2c3d.squash-root")
 STRANGER = Peer("s", "10.0.0.3:1", False)
-CLIENTS = {NODE_AFAR, CLIENT, BOUND, ROOT_HERE, OPERATOR_HERE}
+CLIENTS = {NODE_AFAR, CLIENT, BOUND, SQUASHED, ROOT_HERE, OPERATOR_HERE}
 MAY = {
     Who.STRANGER: {*CLIENTS, USER_HERE, STRANGER},
     Who.USER: {*CLIENTS, USER_HERE}, Who.VOLUME: {*CLIENTS, USER_HERE},
@@ -94,12 +95,12 @@ async def is_refused(handle, call: DirectCall) -> bool:
 async def check_all(methods, handle, peers) -> None:
     for method in methods:
         for peer in peers:
-            wanted = peer not in MAY[RIGHTS[method].who] or peer is BOUND and 100 <= method < 200 and \
+            wanted = peer not in MAY[RIGHTS[method].who] or peer in (BOUND, SQUASHED) and 100 <= method < 200 and \
                 Method.Name(method) not in FOR_USERS
             assert await is_refused(handle, call_of(method, peer)) == wanted, (Method.Name(method), peer)
 
 
-LOCAL_PEERS = (NODE_AFAR, CLIENT, BOUND, ROOT_HERE, OPERATOR_HERE, USER_HERE)
+LOCAL_PEERS = (NODE_AFAR, CLIENT, BOUND, SQUASHED, ROOT_HERE, OPERATOR_HERE, USER_HERE)
 
 
 def test_each_method_has_a_line():
@@ -195,7 +196,7 @@ def test_supervisor_asks_who_may_call(tmp_path):
         methods = [method for method in METHODS if method >= 200]
         try:
             await check_all(methods, supervisor.handle, LOCAL_PEERS)
-            await check_all(methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, BOUND, STRANGER))
+            await check_all(methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, BOUND, SQUASHED, STRANGER))
         finally:
             await supervisor.close()
     asyncio.run(main())

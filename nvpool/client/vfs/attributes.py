@@ -8,6 +8,7 @@ import stat
 from collections import Counter
 
 from nvpool.base.errors import AccessDenied, InvalidRequest, LockLost, NoAttribute, RangeTooSmall, TooBig, Unavailable
+from nvpool.base.identities import NOBODY
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import (
     BLOCK_BYTES,
@@ -141,6 +142,8 @@ class Attributes(Core):
         """AccessDenied when the mode does not give `mask` (R_OK, W_OK, X_OK) to the caller. Knows one group of the caller;
         a mount leaves this to the kernel."""
         attr = await self.getattr(inode)
+        if self.squashes_root and caller.uid == 0:
+            caller = Caller(NOBODY, caller.gid or NOBODY)
         if caller.uid == 0:
             if mask & os.X_OK and not attr.mode & 0o111 and not stat.S_ISDIR(attr.mode):
                 raise AccessDenied

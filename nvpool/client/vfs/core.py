@@ -42,13 +42,15 @@ class Core:
     """Makes the parts and owns them. `run_once` is called about once a second."""
 
     def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
-                 kept: KeptMemory | None = None):
+                 kept: KeptMemory | None = None, squashes_root: bool = False):
         self.kept = kept
         self.options = options
         self.view = view
         self.clock = clock
         self.meta = MetaClient(view, dialer, options, clock, name=name, kept=kept)
         self.leases = self.meta.leases
+        self.squashes_root = squashes_root
+        """Root of this machine counts as nobody. What it may open the service alone knows, which is asked each time."""
         self.cache = Cache(options, clock, self.leases)
         self.meta.ended = self._leases_ended
         self.meta.told = self._opens_told

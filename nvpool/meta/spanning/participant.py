@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, InvalidRequest, NvpoolError, StaleEpoch, WrongShard
-from nvpool.base.ids import inode_number
+from nvpool.base.ids import inode_number, is_inode_number
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Effect, Kv
 from nvpool.meta import records
@@ -36,6 +36,7 @@ ASK_S = 2.0
 ASKED_MAX = 64
 """Of one coordinator, at once."""
 KEYS_MAX = 4096
+KEY_BYTES_MIN = 2
 
 
 async def durable(kv: Kv, sequence: int | None = None) -> None:
@@ -83,6 +84,12 @@ class Participant:
         span, keys = id_of(request.id), list(request.keys)
         if len(keys) + len(request.births) > KEYS_MAX:
             raise InvalidRequest(f"{KEYS_MAX} records at most are held at once")
+        if any(partition >= PARTITION_COUNT for partition in request.births):
+            raise InvalidRequest(f"there are {PARTITION_COUNT} partitions in which an inode can be born")
+        if any(len(key) < KEY_BYTES_MIN for key in (*keys, *request.looks, *(asked.first for asked in request.ranges))):
+            raise InvalidRequest(f"the key of a record has {KEY_BYTES_MIN} bytes or more")
+        if not all(map(is_inode_number, request.named)):
+            raise InvalidRequest("no directory has such a number")
         while True:
             self._check(request)
             if (closed := self._closed(request)) is not None and not self._is_waited_for(span):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Unreachable, WrongShard
+from nvpool.base.errors import InvalidRequest, Unreachable, WrongShard
 from nvpool.kv.contract import Effect
 from nvpool.logic.moves import shards_given
 from nvpool.logic.poolmap import PoolMap
@@ -19,6 +19,9 @@ from nvpool.meta.spanning.records import SpanId
 from nvpool.wire.codec import decoded
 from nvpool.wire.targets import Dialer
 from nvpool.wire.v1 import meta_pb2 as pb
+
+SHARD_MAX = 0xFFFF
+"""A number of a shard has two bytes in keys."""
 
 
 class Peers:
@@ -55,6 +58,9 @@ def id_message(span: SpanId) -> pb.SpanId:
 
 
 def id_of(message: pb.SpanId) -> SpanId:
+    """InvalidRequest: no shard has that number."""
+    if not 0 < message.shard <= SHARD_MAX:
+        raise InvalidRequest(f"a change over several shards is decided by a shard from 1 to {SHARD_MAX}, not {message.shard}")
     return SpanId(message.shard, message.incarnation, message.number)
 
 

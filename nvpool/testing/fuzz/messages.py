@@ -1,0 +1,209 @@
+"""Messages of every kind from their descriptors: fields at random, numbers at their bounds, and bytes changed on their way.
+
+All is drawn from one seeded generator, so that a case comes again with its seed. `Known` says which values of a service make a
+request that goes deep (inodes, names, sessions, grants); without them nearly all would be refused at the door. Used by the
+places of this package.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from nvpool.wire.v1 import data_pb2, meta_pb2, moving_pb2, pool_pb2, wire_pb2
+
+REQUESTS: dict[int, type[Message]] = {}
+"""The message of each method."""
+
+
+def _find_requests() -> None:
+    unlike = {
+        wire_pb2.META_GETATTR: meta_pb2.GetAttrRequest, wire_pb2.META_SETATTR: meta_pb2.SetAttrRequest,
+        wire_pb2.META_RMDIR: meta_pb2.UnlinkRequest, wire_pb2.META_READLINK: meta_pb2.ReadLinkRequest,
+        wire_pb2.META_LIST: meta_pb2.ListDirRequest, wire_pb2.META_STATFS: meta_pb2.StatFsRequest,
+        wire_pb2.META_GETXATTR: meta_pb2.GetXattrRequest, wire_pb2.META_SETXATTR: meta_pb2.SetXattrRequest,
+        wire_pb2.META_LISTXATTR: meta_pb2.ListXattrRequest, wire_pb2.META_REMOVEXATTR: meta_pb2.RemoveXattrRequest,
+        wire_pb2.META_GETATTR_MANY: meta_pb2.GetAttrManyRequest, wire_pb2.META_STATUS: meta_pb2.MetaStatusRequest,
+        wire_pb2.META_ALIVE: meta_pb2.ShardAliveRequest, wire_pb2.META_MOVE: moving_pb2.MoveRequest,
+        wire_pb2.DATA_STATUS: data_pb2.DataStatusRequest, wire_pb2.POOL_MAP: pool_pb2.MapRequest}
+    modules = {0: data_pb2, 1: meta_pb2, 2: pool_pb2}
+    for name, method in wire_pb2.Method.items():
+        family = modules.get(method // 100, pool_pb2)
+        plain = "".join(word.capitalize() for word in name.split("_")[1:]) + "Request"
+        prefixed = name.split("_")[0].capitalize() + plain
+        found = unlike.get(method) or getattr(family, plain, None) or getattr(family, prefixed, None) \
+            or getattr(moving_pb2, plain, None) or getattr(wire_pb2, plain, None)
+        if found is not None and method:
+            REQUESTS[method] = found
+
+
+_find_requests()
+
+NUMBERS = {bits: (0, 1, 2, 3, 7, 63, 64, 65, 255, 4095, 4096, 65535, (1 << bits - 1) - 1, 1 << bits - 1, (1 << bits) - 1)
+           for bits in (31, 32, 63, 64)}
+WIDE = (1 << 32, 1 << 40, (1 << 40) - 1, 1 << 50, (1 << 50) + 1, 1 << 51, (1 << 51) - 1, 1 << 62)
+BYTES = (b"", b"\0", b".", b"..", b"/", b"a/b", b"x" * 255, b"x" * 256, b"\xff" * 300, b"\0" * 60, bytes(range(256)),
+         b"user.a", b"trusted.b", b"security.capability", b"system.posix_acl_access", b"system.posix_acl_default",
+         b"../../etc/passwd", "näme".encode(), b"\xc3\x28", b"a\nb")
+STRINGS = ("", "x", "x" * 300, "\0", "../..", "client/x.0a1b2c3d", "node/alpha", "näme", "\U0001f4a9" * 20, "drive-add", "{}")
+DOUBLES = (0.0, -0.0, -1.0, 0.01, 1e308, -1e308, float("nan"), float("inf"), -float("inf"))
+_BITS = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_FIXED32: 32, FieldDescriptor.TYPE_UINT64: 64,
+         FieldDescriptor.TYPE_FIXED64: 64, FieldDescriptor.TYPE_INT32: 31, FieldDescriptor.TYPE_INT64: 63,
+         FieldDescriptor.TYPE_SINT32: 31, FieldDescriptor.TYPE_SINT64: 63, FieldDescriptor.TYPE_SFIXED32: 31,
+         FieldDescriptor.TYPE_SFIXED64: 63}
+_SIGNED = {FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_SINT32, FieldDescriptor.TYPE_SINT64,
+           FieldDescriptor.TYPE_SFIXED32, FieldDescriptor.TYPE_SFIXED64}
+_DEEP = 3
+"""Messages within messages that are filled."""
+
+Draw = Callable[[], Any]
+
+
+class Field(NamedTuple):
+    name: str
+    repeated: bool
+    draw: Draw | None
+    """A value; None: a message, or a map."""
+    below: Descriptor | None
+    is_map: bool
+
+
+class Known:
+    """Values that mean something to the service, by the names of fields: `draw[name]()`."""
+
+    def __init__(self) -> None:
+        self.draw: dict[str, Draw] = {}
+        self.always: set[str] = set()
+        """Fields that are never anything else, or all that follows would be refused."""
+
+    def __getitem__(self, name: str) -> Draw | None:
+        return self.draw.get(name)
+
+
+class Generator:
+    def __init__(self, chance: random.Random, known: Known) -> None:
+        self.chance = chance
+        self.known = known
+        self._plans: dict[str, list[Field]] = {}
+
+    # -- values ------------------------------------------------------------------------------------------------------------
+
+    def number(self, bits: int, signed: bool = False) -> int:
+        chance = self.chance
+        drawn = chance.random()
+        if drawn < 0.6:
+            value = chance.choice(NUMBERS[bits])
+        elif drawn < 0.8 or bits < 63:
+            value = chance.randrange(1 << chance.randrange(1, bits + 1))
+        else:
+            value = chance.choice(WIDE)
+        return -value if signed and chance.random() < 0.3 else value
+
+    def bytes(self) -> bytes:
+        chance = self.chance
+        drawn = chance.random()
+        if drawn < 0.6:
+            return chance.choice(BYTES)
+        if drawn < 0.98:
+            return chance.randbytes(chance.choice((1, 7, 8, 9, 12, 16, 24, 40, 60, 64, 200)))
+        return chance.randbytes(chance.choice((4096, 8192, 65536)))
+
+    def string(self) -> str:
+        return self.chance.choice(STRINGS)
+
+    def _draw_of(self, field: FieldDescriptor) -> Draw | None:
+        chance = self.chance
+        if field.type == field.TYPE_MESSAGE:
+            return None
+        if field.type == field.TYPE_BYTES:
+            return self.bytes
+        if field.type == field.TYPE_STRING:
+            return self.string
+        if field.type == field.TYPE_BOOL:
+            return lambda: chance.random() < 0.5
+        if field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
+            return lambda: chance.choice(DOUBLES)
+        if field.type == field.TYPE_ENUM:
+            count = len(field.enum_type.values)
+            return lambda: chance.randrange(count + 1) if chance.random() < 0.95 else chance.choice((-1, 77, (1 << 31) - 1))
+        bits, signed = _BITS[field.type], field.type in _SIGNED
+        return lambda: self.number(bits, signed)
+
+    def _plan(self, descriptor: Descriptor) -> list[Field]:
+        plan = self._plans.get(descriptor.full_name)
+        if plan is None:
+            plan = [Field(field.name, field.is_repeated, self._draw_of(field), field.message_type,
+                          field.message_type is not None and field.message_type.GetOptions().map_entry)
+                    for field in descriptor.fields]
+            self._plans[descriptor.full_name] = plan
+        return plan
+
+    # -- messages ----------------------------------------------------------------------------------------------------------
+
+    def fill(self, message: Message, depth: int = 0) -> Message:
+        """Set most fields: to what is known, or to anything."""
+        chance = self.chance
+        whole = chance.random() < 0.5
+        for field in self._plan(message.DESCRIPTOR):
+            known = self.known[field.name]
+            if known is None and chance.random() < (0.3 if whole else 0.6):
+                continue
+            if field.is_map or field.below is not None and depth >= _DEEP:
+                continue
+            if field.below is not None:
+                if field.repeated:
+                    some = getattr(message, field.name)
+                    for _ in range(self._count()):
+                        self.fill(some.add(), depth + 1)
+                elif chance.random() < 0.6 or known is not None:
+                    getattr(message, field.name).SetInParent()
+                    self.fill(getattr(message, field.name), depth + 1)
+                continue
+            draw = known if known is not None and (chance.random() < 0.93 or field.name in self.known.always) else field.draw
+            if field.repeated:
+                getattr(message, field.name).extend([draw() for _ in range(self._count())])
+                continue
+            try:
+                setattr(message, field.name, draw())
+            except (ValueError, TypeError):  # known for another type of the same name
+                setattr(message, field.name, field.draw())
+        return message
+
+    def _count(self) -> int:
+        drawn = self.chance.random()
+        return self.chance.randrange(4) if drawn < 0.97 else self.chance.choice((64, 257, 1025)) if drawn < 0.995 else 3000
+
+    # -- bytes -------------------------------------------------------------------------------------------------------------
+
+    def mutated(self, raw: bytes, other: bytes) -> bytes:
+        """The bytes with something wrong; `other`: a message of another kind, to be mixed in."""
+        chance = self.chance
+        drawn = chance.randrange(8)
+        if not raw or drawn == 0:
+            return raw + other
+        changed = bytearray(raw)
+        if drawn <= 3:
+            for _ in range(chance.choice((1, 1, 2, 8))):
+                changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+        elif drawn == 4:
+            del changed[chance.randrange(len(changed)):]
+        elif drawn == 5:
+            at = chance.randrange(len(changed))
+            changed[at:at] = chance.randbytes(chance.choice((1, 4, 30)))
+        elif drawn == 6:
+            first, last = sorted((chance.randrange(len(changed)), chance.randrange(len(changed))))
+            changed[first:last] = other[:chance.randrange(len(other) + 1)]
+        else:
+            changed *= 2  # each field twice
+        return bytes(changed)
+
+    def packed(self, draw: Callable[[], int], layout: str = "<Q") -> bytes:
+        """Numbers behind one another, not always whole ones."""
+        count = self.chance.choice((0, 1, 1, 2, 3, 17, 1024, 1025)) if self.chance.random() < 0.3 else 1
+        raw = b"".join([struct.pack(layout, draw() & 0xFFFFFFFFFFFFFFFF) for _ in range(count)])
+        return raw[:-1] if self.chance.random() < 0.03 else raw

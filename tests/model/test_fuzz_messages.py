@@ -1,0 +1,92 @@
+"""Some thousand wrong requests to each service on every run; `make soak` has ten million. And that faults would be found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvpool.meta import local_users, routes
+from nvpool.meta.leases import Sessions
+from nvpool.meta.service import MetaService
+from nvpool.meta.volumes.access import Access
+from nvpool.testing.fuzz.run import PLACES, fuzz
+from nvpool.wire.transport import BELIEVED_GROUPS, Credentials
+from nvpool.wire.v1 import wire_pb2 as wire
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = 1500
+
+
+@pytest.mark.parametrize("kind", list(dict.fromkeys(f"{place.name}-{kind}" for place, kind in PLACES)))
+def test_wrong_requests_harm_nothing(kind, capsys):
+    assert fuzz(kind, CASES) == 0, capsys.readouterr().out
+
+
+def found(capsys, kind, only="", cases=10_000):
+    """What is told of the fault that a test has made."""
+    assert fuzz(kind, cases, only=only) == 1
+    out = capsys.readouterr().out
+    assert "TROUBLE at case" in out and "again with: --seed 1" in out
+    return out
+
+
+def test_check_that_is_left_out_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(local_users.permissions, "check", lambda *_: None)
+    assert "without a right to" in found(capsys, "shard-user")
+
+
+def test_root_that_is_not_squashed_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(local_users, "believed", lambda change: Credentials(change.uid, BELIEVED_GROUPS, 0))
+    assert "without a right to" in found(capsys, "shard-squash")
+
+
+def test_volume_that_is_open_to_all_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(Access, "check_change", lambda *_: None)
+    assert "without a right to" in found(capsys, "shard-client")
+
+
+def test_session_that_others_may_use_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(Sessions, "of", lambda self, number, owner: self.get(number))
+    found(capsys, "shard-client")
+
+
+def test_exception_of_a_service_is_found(capsys, monkeypatch):
+    monkeypatch.setitem(routes.QUERIES, wire.META_READLINK, (routes.QUERIES[wire.META_READLINK][0], lambda *_: {}["x"]))
+    assert "KeyError" in found(capsys, "shard-client", "META_READLINK")
+
+
+def test_request_without_an_answer_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(MetaService, "_statfs", lambda self, call: None)
+    assert "not answered within" in found(capsys, "shard-client", "META_STATFS")
+
+
+def test_damage_of_the_tree_is_found(capsys, monkeypatch):
+    kind, decide = routes.CHANGES[wire.META_LINK]
+
+    def miscounted(view, request, now_ns):
+        draft = decide(view, request, now_ns)
+        draft.inodes[request.inode].links -= 1
+        return draft
+
+    monkeypatch.setitem(routes.CHANGES, wire.META_LINK, (kind, miscounted))
+    assert "fsck finds" in found(capsys, "shard-client", "META_LINK")
+
+
+def test_same_seed_asks_the_same(capsys):
+    script = ("from nvpool.testing.fuzz import run\nhistory=[]\nclass Heard(run.Run):\n"
+              "    def _one(self, place, number, count):\n        super()._one(place, number, count)\n"
+              "        print(hash(tuple(self._recent)))\nrun.Run = Heard\nrun.fuzz('shard-bound', 2500, '7')")
+    said = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT,
+                           env={"PYTHONHASHSEED": "0"}).stdout for _ in range(2)]
+    lines = [[line for line in out.splitlines() if not line.startswith("done")] for out in said]
+    assert lines[0] == lines[1] and len(lines[0]) == 2
+
+
+@pytest.mark.soak
+def test_ten_million_wrong_requests_harm_nothing():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "fuzz.py", "--cases", "10000000"], capture_output=True, text=True,
+                          check=False, timeout=6 * 3600)
+    assert done.returncode == 0, done.stdout[-20_000:]

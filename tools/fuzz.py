@@ -1,0 +1,98 @@
+"""Millions of wrong requests to the services of a pool, over several processes: `make fuzz CASES=10000000`.
+
+Each service (metadata shard, standby, chunk store, supervisor) is asked in memory by each kind of caller, over the frames of
+the stream transport and without: messages from their descriptors with numbers at their bounds, valid ones that were changed,
+and bytes that are no messages. Wrong are: an answer or a log that tells of a bug, a request without an answer, a process that
+grows or stands still, and anything changed without a right to. Then the case is told with its seed, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import threading
+import time
+
+CASES = 2000
+"""Of one place: nvpool/testing/fuzz/run."""
+DONE = re.compile(r"done (\d+) (\d+)")
+
+
+class Worker:
+    def __init__(self, number: int, options: argparse.Namespace) -> None:
+        share = -(-options.cases // options.workers)
+        words = ["--seed", options.seed, "--first", str(options.first + number * CASES), "--step", str(options.workers),
+                 "--cases", str(share), "--seconds", str(options.seconds), "--only", options.only, "--kind", options.kind]
+        self.done = self.bytes = 0
+        self.said: list[str] = []
+        self.process = subprocess.Popen([sys.executable, "-m", "nvpool.testing.fuzz.run", *words,
+                                         *(["--stats"] if options.stats else [])],
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if (found := DONE.fullmatch(line.strip())) is not None:
+                self.done, self.bytes = int(found[1]), int(found[2])
+            else:
+                self.said.append(line)
+                del self.said[2000:]
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(5)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200_000)
+    parser.add_argument("--seed", default="1")
+    parser.add_argument("--first", type=int, default=0, help="the first case, to have trouble again")
+    parser.add_argument("--seconds", type=float, default=0.0, help="no longer than this; 0: until all cases are done")
+    parser.add_argument("--only", default="", metavar="METHOD", help="META_CREATE, DATA_READ, …: this method alone")
+    parser.add_argument("--kind", default="", help="only this service, kind of caller, or both: shard, user, store-client, …")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--stats", action="store_true", help="at the end, how often each method did what it was asked for")
+    options = parser.parse_args()
+    began_s = time.monotonic()
+    workers = [Worker(number, options) for number in range(max(1, options.workers))]
+    status = 0
+    try:
+        while any(worker.process.poll() is None for worker in workers):
+            time.sleep(1.0 if sys.stderr.isatty() else 0.2)
+            if any(worker.process.poll() not in (None, 0) for worker in workers):
+                break  # the others end, too
+            done, took_s = sum(worker.done for worker in workers), time.monotonic() - began_s
+            if sys.stderr.isatty() and done:
+                print(f"{done:,} of {options.cases:,} cases, {done / took_s:,.0f} a second, "
+                      f"{(options.cases - done) * took_s / done:,.0f} s left, "
+                      f"{max(worker.bytes for worker in workers) >> 20} MiB   ", end="\r", file=sys.stderr)
+    except KeyboardInterrupt:
+        status = 130
+    finally:
+        failed = [worker for worker in workers if worker.process.poll() not in (None, 0)]
+        for worker in workers:
+            worker.end()
+    done, took_s = sum(worker.done for worker in workers), time.monotonic() - began_s
+    for worker in failed if not status else ():
+        print("".join(worker.said))
+        status = 1
+    if options.stats:
+        for worker in workers:
+            print("".join(worker.said))
+    print(f"{done:,} cases from seed {options.seed}, {'nothing wrong' if not status else 'ended early'}, {took_s:.0f} s, "
+          f"{done / max(took_s, 0.001):,.0f} a second")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
