@@ -48,6 +48,9 @@ class Lease(Protocol):
     """Of `lead`: who led before, where his lease was over as a whole, and with it all that was given under it; None where he
     has given it up, or nobody is known."""
 
+    former_led_s: float
+    """For how long that one had led at least, by its own word; 0: not known."""
+
     async def release(self) -> None:
         """Give it up; others see that at once where the coordinator can be reached, else when its time is over."""
 

@@ -31,6 +31,7 @@ def _kept(epoch: int) -> bytes:
 
 class _Lease:
     former = None
+    former_led_s = 0.0
 
     def __init__(self, on_end: Callable[[_Lease], None]) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -54,6 +54,7 @@ class EtcdLease(Renewed):
     """`number` in etcd."""
 
     former = None
+    former_led_s = 0.0
 
     def __init__(self, calls: EtcdCalls, clock: Clock, number: int, lease_s: float, sent_s: float) -> None:
         self._calls = calls

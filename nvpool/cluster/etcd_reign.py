@@ -23,7 +23,8 @@ from nvpool.cluster.etcd_leases import CLOCKS_DIFFER, Renewed
 from nvpool.cluster.succession import Sign, Succession
 
 LEADER, SIGN = b"leader", b"leads"
-"""Keys below the pool's root: the name of who leads; LEASE TOKEN, his sign."""
+"""Keys below the pool's root: the name of who leads; LEASE TOKEN LED, his sign: his lease, and for how long he leads (the first
+sign has no LED), in seconds."""
 _SIGNS = 5
 """In a lease: four may be lost or late."""
 
@@ -35,9 +36,9 @@ def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> Sign:
     name = leader.value.decode()
     if leader.lease or sign is None:
         return Sign(name, leader.mod_revision)
-    lease_s, _, token = sign.value.decode().partition(" ")
+    lease_s, token, led_s = (*sign.value.decode().split(" "), "", "")[:3]
     try:
-        return Sign(name, leader.mod_revision, sign.mod_revision, float(lease_s), token)
+        return Sign(name, leader.mod_revision, sign.mod_revision, float(lease_s), token, float(led_s or 0))
     except ValueError:
         raise CorruptRecord(f"the sign of life of node {name}, which leads the pool, can not be read: {sign.value!r}") from None
 
@@ -56,17 +57,18 @@ class EtcdReign(Renewed):
     """The lease of which there is one in the pool."""
 
     def __init__(self, calls: EtcdCalls, clock: Clock, root: bytes, sign: bytes, revision: int, lease_s: float, sent_s: float,
-                 former: str | None, ran_out: Callable[[], None]) -> None:
+                 former: str | None, former_led_s: float, ran_out: Callable[[], None]) -> None:
         self._calls = calls
         self._clock = clock
         self._root = root
         self._sign = sign
         self._lease_s = lease_s
-        self._sent_s = sent_s
+        self._begun_s = self._sent_s = sent_s
         self._ran_out = ran_out
         self.revision = revision
         """At which it has begun: the guard of what is changed under it."""
         self.former = former
+        self.former_led_s = former_led_s
         self._begin(self._renew())
 
     @classmethod
@@ -74,6 +76,7 @@ class EtcdReign(Renewed):
                    succession: Succession) -> EtcdReign | None:
         """The lead; None where it is somebody else's, or there are signs of him that `succession` has not seen. Unavailable."""
         seen, former, token, sent_s = succession.seen, succession.former(), clock.secret(8).hex(), clock.boottime_s()
+        former_led_s = succession.led_s()
         succession.begins(token)
         sign = f"{lease_s} {token}".encode()
         looks = [rpc.RequestOp(request_range=rpc.RangeRequest(key=root + key)) for key in (LEADER, SIGN)]
@@ -92,7 +95,7 @@ class EtcdReign(Renewed):
             if found is None or found.value != sign or leader is None:
                 return None
             revision = leader.mod_revision
-        return cls(calls, clock, root, sign, revision, lease_s, sent_s, former,
+        return cls(calls, clock, root, sign, revision, lease_s, sent_s, former, former_led_s,
                    lambda: succession.has_ended(token, name))
 
     @property
@@ -128,9 +131,11 @@ class EtcdReign(Renewed):
             self._end()
 
     async def _give_sign(self, sent_s: float) -> None:
+        led_s = (sent_s - self._begun_s) * (1 - CLOCKS_DIFFER)
+        sign = b"%s %.1f" % (self._sign, led_s)
         try:
             done = await self._calls.transact(rpc.TxnRequest(
-                compare=[follows(self._root, self.revision)], success=[_put(self._root + SIGN, self._sign)]), self._lease_s / 2)
+                compare=[follows(self._root, self.revision)], success=[_put(self._root + SIGN, sign)]), self._lease_s / 2)
         except Unavailable:
             return
         if not done.succeeded:

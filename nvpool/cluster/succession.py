@@ -27,6 +27,8 @@ class Sign:
     """inf: it ends by other means, and the sign vanishes then (an earlier version's, under a lease of etcd)."""
     token: str = ""
     """Of the attempt by which he has begun."""
+    led_s: float = 0.0
+    """For how long he leads, by this sign."""
 
 
 class Succession:
@@ -72,6 +74,11 @@ class Succession:
         if not self.seen.reign or self._is_of_the_dead():
             return None
         return self._ended.get(self.seen.token, self.seen.name)
+
+    def led_s(self) -> float:
+        """For how long `former` has led at least, by its own word; 0: not known."""
+        known = self.former() is not None and self.seen.token not in self._ended
+        return self.seen.led_s if known else 0.0
 
     def leader(self, now_s: float) -> str | None:
         """Who leads, as far as is known here."""

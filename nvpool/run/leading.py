@@ -62,7 +62,7 @@ class Reign:
     lease: Lease
     bounded: bool = False
     """Whether all rights that were given before it have ended: they are given for no longer than who leads leads for certain,
-    and this node has seen the former one lead for longer than any other right lasts."""
+    and the former one has led for longer than any other right lasts: this node has seen it, or its last sign says so."""
     gone: int | None = None
     """The node that led before, where that was another one: nobody has heard of it since."""
 
@@ -122,7 +122,8 @@ class Leading:
 
     def _begun(self, lease: Lease) -> Reign:
         former, now_s = lease.former, self._clock.boottime_s()
-        bounded = not self._unbounded and former is not None and now_s - self._since_s.get(former, now_s) > LEASE_S
+        seen_s = now_s - self._since_s.get(former, now_s) if former is not None else 0.0
+        bounded = not self._unbounded and former is not None and max(seen_s, lease.former_led_s) > LEASE_S
         self._unbounded = isinf(lease.left_s)
         return Reign(lease, bounded, int(former) if bounded and former != str(self._node) else None)
 

@@ -302,9 +302,11 @@ def test_who_leads_next_knows_whether_all_that_the_former_one_has_lent_is_over(o
         await first.release()
         second = await other.lead("other", LEASE_S, 30)
         assert second.former is None, "some of it may be left to whom the first has lent it"
+        await asyncio.sleep(LEASE_S)
         stand_still(second)
         third = await mine.lead("mine", LEASE_S, 30)
         assert third.former == "other" and not second.holds
+        assert LEASE_S / 2 < third.former_led_s < 30 and second.former_led_s == 0
         await mine.close()
         await other.close()
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import AccessDenied, DeadlineExceeded, Fenced, NotLeader, StaleEpoch, Unavailable, Unreachable
+from nvpool.cluster.manager import LEASE_S
 from nvpool.logic.poolmap import changed
 from nvpool.run.leading import Leading
 from nvpool.testing.meta_shard import DirectCall
@@ -285,5 +286,16 @@ def test_answer_after_a_change_of_leader_may_have_been_applied():
             await question
         assert others.asked == [2, 3, 2] and caught.value.may_be_applied  # node 2 may have done it
         seeing.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("former, led_s, bounded", [("2", LEASE_S + 0.1, True), ("2", LEASE_S, False), ("2", 0.0, False), (None, 9.0, False)])
+def test_rights_have_ended_where_the_former_leader_says_so(former, led_s, bounded):
+    """Also for a supervisor that has just been started: it has seen no other node lead for long."""
+    async def main():
+        leading = Leading(Others(), 1, Others(), {}.get)
+        reign = leading._begun(SimpleNamespace(former=former, former_led_s=led_s, left_s=2.0, holds=True))
+        assert (reign.bounded, reign.gone) == (bounded, 2 if bounded else None)
 
     asyncio.run(main())
