@@ -290,7 +290,8 @@ def test_answer_after_a_change_of_leader_may_have_been_applied():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("former, led_s, bounded", [("2", LEASE_S + 0.1, True), ("2", LEASE_S, False), ("2", 0.0, False), (None, 9.0, False)])
+@pytest.mark.parametrize("former, led_s, bounded", [
+    ("2", LEASE_S + 0.1, True), ("2", LEASE_S, False), ("2", 0.0, False), (None, 9.0, False)])
 def test_rights_have_ended_where_the_former_leader_says_so(former, led_s, bounded):
     """Also for a supervisor that has just been started: it has seen no other node lead for long."""
     async def main():
