@@ -66,8 +66,8 @@ def test_chains_begin_with_who_answers_and_the_others_come_later():
 
 
 @pytest.mark.parametrize("capacities, nodes, replicas, remedy", [
-    ((4,), 1, 2, "drive add"), ((4, 4), 1, 3, "drive add"), ((4, 4, 4, 4), 2, 3, "nvpool node token POOL"),
-    ((4, 4), 1, 4, "1 to 3"), ((4, 4), 1, 0, "1 to 3")])
+    ((4,), 1, 2, "drive add"), ((4, 4), 1, 3, "drive add"), ((4, 4, 4, 4), 2, 3, "node token POOL"), ((4, 4), 1, 4, "1 to 3"),
+    ((4, 4), 1, 0, "1 to 3")])
 def test_too_few_drives_or_nodes_are_told_with_the_remedy(capacities, nodes, replicas, remedy):
     with pytest.raises(InvalidRequest, match=remedy):
         with_table(a_pool(capacities, nodes), replicas, range(1, 9))
