@@ -51,11 +51,13 @@ _CLIENT = "client/fuzz.0a1b2c3d"
 class Kind(NamedTuple):
     peer: Peer
     protects: str
-    """"volumes": what is in those that it has no right to write in. "all": but its own directory. "": nothing."""
+    """"volumes": what is in those that it has no right to write in. "all": but its own directory. "sessions": those of others,
+    in a shard that restricts nobody, where requests are answered at once. "": nothing."""
 
 
 KINDS = {
     "client": Kind(Peer("fuzz", "192.0.2.1:1", False, _CLIENT), "volumes"),
+    "open": Kind(Peer("fuzz", "192.0.2.1:1", False, _CLIENT), "sessions"),
     "bound": Kind(Peer("fuzz", "192.0.2.1:1", False, f"{_CLIENT}.u{UID}-{UID}"), "all"),
     "user": Kind(Peer("fuzz", "unix", True, "", Credentials(UID, frozenset((UID, 50)), 1)), "all"),
     "squash": Kind(Peer("fuzz", "192.0.2.1:1", False, f"{_CLIENT}.{SQUASH_ROOT}"), "all"),
@@ -63,6 +65,7 @@ KINDS = {
 }
 METHODS = [method for method in REQUESTS if 100 <= method < 200 and method != wire.META_VOLUMES]
 CHANGING = [method for method in METHODS if "change" in REQUESTS[method].DESCRIPTOR.fields_by_name]
+AT_ONCE = (wire.META_CREATE, wire.META_UNLINK, wire.META_REPORT, wire.META_LOOKUP, wire.META_GETATTR)
 NOT_BY_NODES = {wire.META_LOAD, wire.META_MOMENT, wire.META_HOLD, wire.META_SETTLE, wire.META_MOVE}
 """They would do what they say: empty the shard, hold its changes up, write any record."""
 
@@ -176,20 +179,14 @@ class ShardPlace(Place):
             await root.unlink(number, b"g")  # into the trash
             self._directories += [number, below.inode]
             self._entries += [(number, b"f"), (number, b"d"), (below.inode, b"f"), (number, b"n1")]
+            wish = pb.VolumeRequest(session=root.session, inode=number, wish=pb.VolumeRequest.SEAL)
+            if sealed and self._protects != "sessions":
+                await root.ask("VOLUME", wish)
             for client, write in ({VICTIM.member: True} | grants_of).items() if not sealed else ():
-                if client:
-                    await root.ask(
-                        "VOLUME",
-                        pb.VolumeRequest(
-                            session=root.session,
-                            inode=number,
-                            wish=pb.VolumeRequest.GRANT,
-                            listed=True,
-                            grant=pb.VolumeGrant(client=client, write=write),
-                        ),
-                    )
-            if sealed:
-                await root.ask("VOLUME", pb.VolumeRequest(session=root.session, inode=number, wish=pb.VolumeRequest.SEAL))
+                if client and self._protects != "sessions":
+                    wish.wish, wish.listed = pb.VolumeRequest.GRANT, True
+                    wish.grant.client, wish.grant.write = client, write
+                    await root.ask("VOLUME", wish)
         self._directories += [*at.values(), wide, volumes.inode]
         self._entries += [(directory, name) for directory in at.values() for name in (b"f", b"g", b"s", b"w")]
         self._planted = tuple(files)
@@ -345,6 +342,8 @@ class ShardPlace(Place):
                 return method, raw, payload
         else:
             method = only or (chance.choice(CHANGING) if chance.random() < 0.4 else chance.choice(METHODS))
+            if only is None and self._protects == "sessions" and chance.random() < 0.5:
+                method = chance.choice(AT_ONCE)
             if only is None and chance.random() < 0.003:
                 method = wire.META_VOLUMES  # which looks through all partitions
             message = self._generator.fill(REQUESTS[method]())
@@ -492,13 +491,14 @@ class ShardPlace(Place):
             if records.kind_of(key) == records.INODE:
                 number = records.inode_of_key(key)
                 inodes[number] = records.decode_inode(number, raw)
-        locked_up = {self._volumes[name] for name in ("closed", "shown", "sealed", "limited")}
+        shut = ("closed", "shown", "sealed", "limited") if self._protects == "volumes" else ()
+        locked_up = {self._volumes[name] for name in shut}
         self._guarded_inodes = {
             number
             for number, inode in inodes.items()
             if (
                 inode.volume in locked_up or number in locked_up
-                if self._protects == "volumes"
+                if self._protects != "all"
                 else number not in self._exempt and self._volumes["mine"] not in (number, inode.volume)
             )
         }

@@ -107,7 +107,7 @@ class _Served(StreamServed):
 
     def __init__(self, listener: StreamListener, peer: Peer) -> None:
         super().__init__(listener)
-        self._told = peer
+        self._told, self._later = peer, self
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
