@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,13 +118,12 @@ def _ended_with(supervisor: Callable[[], subprocess.Popen | None], directory: Po
 @contextlib.contextmanager
 def _interrupted_later() -> Iterator[None]:
     """An interruption of the main thread within is raised at the end: a process that is being started is known then."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number))
-              for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-              if callable(signal.getsignal(number))}
+    before: dict[int, Any] = {}
+    with contextlib.suppress(ValueError):  # not in the main thread, where none is raised
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):
+                before[number] = signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
