@@ -49,7 +49,7 @@ class Lease(Protocol):
     has given it up, or nobody is known."""
 
     former_led_s: float
-    """For how long that one had led at least, by its own word; 0: not known."""
+    """How long ago that one had begun at least, by its last sign of life; 0: not known."""
 
     async def release(self) -> None:
         """Give it up; others see that at once where the coordinator can be reached, else when its time is over."""

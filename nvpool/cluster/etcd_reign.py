@@ -76,7 +76,7 @@ class EtcdReign(Renewed):
                    succession: Succession) -> EtcdReign | None:
         """The lead; None where it is somebody else's, or there are signs of him that `succession` has not seen. Unavailable."""
         seen, former, token, sent_s = succession.seen, succession.former(), clock.secret(8).hex(), clock.boottime_s()
-        former_led_s = succession.led_s()
+        former_led_s = succession.led_s(sent_s)
         succession.begins(token)
         sign = f"{lease_s} {token}".encode()
         looks = [rpc.RequestOp(request_range=rpc.RangeRequest(key=root + key)) for key in (LEADER, SIGN)]

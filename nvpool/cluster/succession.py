@@ -75,10 +75,10 @@ class Succession:
             return None
         return self._ended.get(self.seen.token, self.seen.name)
 
-    def led_s(self) -> float:
-        """For how long `former` has led at least, by its own word; 0: not known."""
+    def led_s(self, now_s: float) -> float:
+        """How long ago `former` has begun at least: by its last sign, and how old that is; 0: not known."""
         known = self.former() is not None and self.seen.token not in self._ended
-        return self.seen.led_s if known else 0.0
+        return self.seen.led_s + now_s - self._since_s if known else 0.0
 
     def leader(self, now_s: float) -> str | None:
         """Who leads, as far as is known here."""
