@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -63,6 +64,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--stats", action="store_true", help="at the end, how often each method did what it was asked for")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began_s = time.monotonic()
     workers = [Worker(number, options) for number in range(max(1, options.workers))]
     status = 0
@@ -79,6 +81,8 @@ def main() -> int:
     except KeyboardInterrupt:
         status = 130
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # it ends already
         failed = [worker for worker in workers if worker.process.poll() not in (None, 0)]
         for worker in workers:
             worker.end()

@@ -7,7 +7,6 @@ the records that it has. Used by `run`.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,6 @@ class _Daemon(Place):
             self.check()
         finally:
             await self._stop()
-            shutil.rmtree(self._path, ignore_errors=True)
         self._witness.check()
 
 

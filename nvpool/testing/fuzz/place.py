@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
@@ -44,6 +46,8 @@ class Place:
         self._corpus: list[tuple[int, bytes]] = [(0, b"\x10\x01")]
         self._witness = witness
         self._clock: Clock = SYSTEM_CLOCK
+        self._path: Path | None = None
+        """Where its files are."""
 
     @staticmethod
     def loop() -> asyncio.AbstractEventLoop:
@@ -59,6 +63,11 @@ class Place:
     async def end(self) -> None:
         """Judge, and take everything down. Trouble."""
         raise NotImplementedError
+
+    def clean_up(self) -> None:
+        """Remove its files, however it has ended."""
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
 
     def check(self) -> None:
         """Judge what can be judged in between. Trouble."""

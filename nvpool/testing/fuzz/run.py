@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import logging
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -134,6 +135,7 @@ class Run:
         try:
             loop.run_until_complete(cases())
         finally:
+            place.clean_up()
             with contextlib.suppress(Exception):
                 loop.close()
         self.done += count
@@ -186,6 +188,7 @@ def main() -> int:
     )
     parser.add_argument("--stats", action="store_true", help="at the end, how often each method did what it was asked for")
     logging.lastResort = None  # what is said below ERROR is of no interest
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return Run(parser.parse_args(namespace=argparse.Namespace(watched=True))).all()
     except KeyboardInterrupt:

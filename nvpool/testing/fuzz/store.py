@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import random
-import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -269,7 +268,6 @@ class StorePlace(Place):
             self._witness.check()
         finally:
             await self._service.close()
-            shutil.rmtree(self._path, ignore_errors=True)
 
     async def _judge(self) -> None:
         if await self._content() != self._expected:
