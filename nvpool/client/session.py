@@ -96,7 +96,10 @@ class Client:
                         greeting = greeting._replace(identity=identity_in(place.secret, pool_map.pool_id,
                                                                           config.network.plain_text))
             options = options or ClientOptions()
-            dialer = dialer or Dialer(greeting, host_id=host, clock=clock, transports=_only(options.transport))
+            is_client = directory is not None and not PoolDirectory(directory).node
+            certified = is_client and greeting.identity is not None and greeting.identity.secured
+            dialer = dialer or Dialer(greeting, host_id=host, clock=clock, transports=_only(options.transport),
+                                      certified=certified)
             if not isinstance(pool_map, PoolMap):
                 pool_map = await fetch_map(dialer, shown or _endpoints(os.fspath(where)), clock)
             dialer.set_fingerprint(pool_map.fingerprint)

@@ -74,13 +74,15 @@ class _Attempt:
 
 
 class Dialer:
-    """`transports` replaces the installed ones (simulations). `host_id` of this host decides about endpoints with ?host=."""
+    """`transports` replaces the installed ones (simulations). `host_id` of this host decides about endpoints with ?host=.
+    `certified`: the certificate says who asks, so no unix socket of another user is used: there this process's user would."""
 
     def __init__(self, greeting: Greeting, *, host_id: str = "", clock: Clock = SYSTEM_CLOCK,
-                 transports: Mapping[str, Transport] | None = None) -> None:
+                 transports: Mapping[str, Transport] | None = None, certified: bool = False) -> None:
         self._greeting = greeting._replace(host_id=host_id or greeting.host_id)
         self._clock = clock
         self._transports = transports
+        self._certified = certified
         self._live: dict[Endpoints, Connection] = {}
         self._ranks: dict[Endpoints, int] = {}
         """Rank of the transport of each of `_live`."""
@@ -223,6 +225,8 @@ class Dialer:
             if transport is None or (where.host_id and self._greeting.host_id and is_local
                                      and where.host_id != self._greeting.host_id):
                 continue
+            if is_local and self._certified and not _is_ours(where.path):
+                continue
             yield _Candidate(endpoint, transport, where.path if is_local else "")
 
     def _candidates(self, endpoints: Endpoints) -> list[_Candidate]:
@@ -303,6 +307,15 @@ class Dialer:
         self._live, self._retired = {}, {}
         if open_ones:
             await asyncio.gather(*[connection.close() for connection in open_ones])
+
+
+def _is_ours(path: str) -> bool:
+    """Whether the daemon that listens there takes us for one of its own: root, or the user whom its socket belongs to."""
+    user = os.geteuid()
+    try:
+        return not user or os.stat(path).st_uid == user
+    except OSError:
+        return False
 
 
 def _is_there(candidate: _Candidate) -> bool:

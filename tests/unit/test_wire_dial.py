@@ -78,6 +78,25 @@ def test_the_best_transport_that_answers_is_taken(tmp_path):
     run(check())
 
 
+@pytest.mark.parametrize("certified, user, scheme", [
+    (True, 4711, "stream"), (True, None, "stream+unix"), (False, 4711, "stream+unix")])
+def test_who_shows_a_certificate_uses_no_unix_socket_of_others(tmp_path, monkeypatch, certified, user, scheme):
+    """There it would be asked as the user of its process, and not as the client of its certificate."""
+    async def check():
+        listeners = [await registry.listen(endpoint, SERVER, echo) for endpoint in (
+            "stream://127.0.0.1:0", f"stream+unix://{tmp_path}/s")]
+        if user is not None:
+            monkeypatch.setattr(dial.os, "geteuid", lambda: user)
+        dialer = Dialer(US, certified=certified)
+        connection = await dialer.connect(tuple(listener.endpoint for listener in listeners), soon())
+        assert connection.peer.address.startswith(f"{scheme}://")
+        await dialer.close()
+        for listener in listeners:
+            await listener.close()
+
+    run(check())
+
+
 def test_a_unix_path_of_another_host_is_not_tried(tmp_path):
     async def check():
         listener = await registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
