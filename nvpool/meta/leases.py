@@ -36,8 +36,8 @@ RESERVED_SHARE = 10
 HELD_ALL_MAX, HELD_MAX = 256, 1024
 """A session that has no more than so many inodes open is told all of them with each renewal, others so many nameless ones."""
 _HELD = struct.Struct("<QI")
-_VARIES = {**dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), "spread"),
-           **dict.fromkeys((wire.META_SETATTR, wire.META_ALLOCATE), "rights")}
+_VARIES = {**dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), ("spread",)),
+           **dict.fromkeys((wire.META_SETATTR, wire.META_ALLOCATE), ("rights",)), wire.META_RESERVE: ("cut", "own")}
 """Fields that say what the asker knows or has open, which another process of it may see otherwise: the change is the same."""
 _CHANGE_TAG, _ONE_BYTE = 1 << 3 | 2, 0x80
 
@@ -49,10 +49,11 @@ def mark_of(method: int, request, message: bytes | memoryview) -> int:
     is the request as it came, its fields in order as protobuf writes them; `_atonce` makes the same mark.
     """
     change, varies = request.change, _VARIES.get(method)
-    if varies is not None and getattr(request, varies):
+    if varies is not None and any(getattr(request, field) for field in varies):
         plain = type(request)()
         plain.CopyFrom(request)
-        plain.ClearField(varies)
+        for field in varies:
+            plain.ClearField(field)
         message = plain.SerializeToString()
     behind = 2 + message[1] if len(message) > 1 and message[0] == _CHANGE_TAG and message[1] < _ONE_BYTE else 0
     return (crc32c(message[behind:]) ^ method * 0x9E3779B1 ^ change.uid * 0x85EBCA6B ^ change.gid * 0xC2B2AE35) & 0xFFFFFFFF

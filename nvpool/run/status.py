@@ -122,13 +122,13 @@ class PoolStatus:
         found += [Problem("mount-dead", f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone",
                           f"clean it up with: nvpool umount {state.mountpoint}", "notice", node=self._node, name=name)
                   for name, state in dead.items()]
-        problems = [problem.text for problem in found]  # what was chosen is none
         if self._plain_text and any("+unix:" not in endpoint for endpoint in self._endpoints_of_node(pool_map)):
             found.append(Problem("plain-text", f"node {self._node} speaks plain text over TCP: whoever reaches its ports may "
                                                f"read and change everything",
                                  "where the network is not the pool's alone, set network.plain_text = false in node.toml of "
                                  "all nodes and clients", "notice", node=self._node))
         found = [_completed(problem, str(self._directory.path)) for problem in self.watch.since(found)]
+        problems = [problem.text for problem in found if problem.kind != "plain-text"]  # what was chosen is none
         return {"nodes": nodes, "members": pool_map.members, "certificates": certificates,
                 "revoked": [one.member for one in pool_map.revoked],
                 "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,

@@ -41,7 +41,7 @@ class HoldingPool(LocalPool):
                 return
             if call.method in self._muted.get(number, ()):
                 call = SimpleNamespace(method=call.method, message=call.message, payload=call.payload, cancelled=False,
-                                       deadline_s=call.deadline_s, reply=lambda *_: None, fail=lambda *_: None)
+                                       peer=call.peer, deadline_s=call.deadline_s, reply=lambda *_: None, fail=lambda *_: None)
             handler(call)
         await super()._listen(role, number, hand_on)
 

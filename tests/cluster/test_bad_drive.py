@@ -30,7 +30,7 @@ DEADLINE_S, PATIENT_S = 1.0, 60.0
 """Of the client that is to be told, and of one that must not."""
 SMALL_BYTES, LARGE_BYTES = 40_000, 75 * 4096
 """Of the files with even and odd seeds: through the page cache, and past it."""
-TOLD = {errno.EIO, errno.ENOSPC, errno.ETIMEDOUT}
+TOLD = {errno.EIO, errno.ENOSPC, errno.ETIMEDOUT, errno.ECONNREFUSED}
 
 
 class Case(NamedTuple):

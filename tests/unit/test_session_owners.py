@@ -221,6 +221,7 @@ async def test_slot_of_older_software_answers_as_before(shard, client):
 @pytest.mark.parametrize(("method", "request_", "same", "other"), [
     (wire.META_SETATTR, pb.SetAttrRequest(inode=5, valid=8, size=9), {"rights": 3}, {"size": 10}),
     (wire.META_ALLOCATE, pb.AllocateRequest(inode=5, length=9), {"rights": 3}, {"punch": True}),
+    (wire.META_RESERVE, pb.ReserveRequest(inode=5, length=9, deferred=True), {"cut": 2, "own": 7}, {"length": 10}),
     (wire.META_CREATE, pb.CreateRequest(parent=5, name=b"f", mode=1), {"spread": True}, {"exclusive": True}),
     (wire.META_UNLINK, pb.UnlinkRequest(parent=5, name=b"f"), {"spread": True}, {"name": b"g"}),
     (wire.META_RENAME, pb.RenameRequest(parent=5, name=b"f", new_parent=6), {"spread": True}, {"new_parent": 7})])

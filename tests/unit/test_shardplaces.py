@@ -83,7 +83,7 @@ def test_a_removed_directory_of_a_standby_is_made_again(tmp_path, monkeypatch):
 
 
 def test_a_shard_is_not_added_at_a_port_that_another_process_was_given_meanwhile(tmp_path):
-    config = Config(network=Network(base_port=23_000))
+    config = Config(network=Network(host="127.0.0.1", base_port=23_000))
 
     class Late(Leading):
         """Somebody else is first."""
