@@ -73,7 +73,7 @@ def inode_number(partition: int, counter: int) -> InodeNumber:
 
 
 def is_inode_number(number: int) -> bool:
-    """Whether there can be such an inode. Of a number in a message that nobody has looked at."""
+    """Whether an inode can have this number; for numbers in messages that were not checked."""
     return 0 < number < 1 << 63 and number & COUNTER_MASK != 0
 
 

@@ -1,4 +1,4 @@
-"""Commands in messages: POOL stands in them for the pool's directory or address until somebody knows that.
+"""Commands in messages: POOL stands in them for the pool's directory or address until it is known.
 
 A message is often made where the pool has no name: in a decision, in another node's daemon. The one who shows it fills in the
 name. Called by the CLI and by the status of a pool; a house test keeps the commands whole.

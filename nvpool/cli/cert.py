@@ -168,7 +168,7 @@ def revoke(pool: str, member: str, as_json: bool) -> None:
     if member.startswith("node/"):
         node = next((one for one in asyncio.run(status_of(pool))["nodes"] if one["member"] == member), None)
         if node is None:
-            raise NotFound(f"no node of the pool has the certificate of {member}; `nvpool cert ls {pool}` shows who is in")
+            raise NotFound(f"no node of the pool has the certificate of {member}; `nvpool cert ls {pool}` lists them")
         done = asyncio.run(change(pool, "node-remove", {"node": node["node"], "lost": False, "give_up": False}))
     else:
         done = asyncio.run(change(pool, "member-remove", {"member": member}))

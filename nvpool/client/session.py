@@ -96,8 +96,8 @@ class Client:
                         greeting = greeting._replace(identity=identity_in(place.secret, pool_map.pool_id,
                                                                           config.network.plain_text))
             options = options or ClientOptions()
-            is_client = directory is not None and not PoolDirectory(directory).node
-            certified = is_client and greeting.identity is not None and greeting.identity.secured
+            certified = directory is not None and not PoolDirectory(directory).node \
+                and greeting.identity is not None and greeting.identity.secured
             dialer = dialer or Dialer(greeting, host_id=host, clock=clock, transports=_only(options.transport),
                                       certified=certified)
             if not isinstance(pool_map, PoolMap):
@@ -117,11 +117,10 @@ class Client:
         if clients is not None:
             view.changed.append(partial(_keep_nodes, clients, [pool_map.nodes]))
             await asyncio.wait([asyncio.ensure_future(view.refresh())], timeout=FIRST_MAP_S)
-        squashed = clients is not None and greeting.identity is not None and greeting.identity.secured \
-            and squashes_root(greeting.identity.own_member())
+        squashed = certified and squashes_root(greeting.identity.own_member())
         vfs = Vfs(view, dialer, options, clock, name=f"{greeting.name} on {host_name()}", kept=kept, squashes_root=squashed)
         client = cls(vfs, view, dialer, clock)
-        if clients is not None and greeting.identity is not None and greeting.identity.secured:
+        if certified:
             client._renew(clients, greeting.identity)  # in a node's directory its supervisor does
         return client
 

@@ -49,7 +49,7 @@ class Lease(Protocol):
     has given it up, or nobody is known."""
 
     former_led_s: float
-    """How long ago that one had begun at least, by its last sign of life; 0: not known."""
+    """Seconds since the lead of `former` began, at least, by its last sign of life; 0: not known."""
 
     async def release(self) -> None:
         """Give it up; others see that at once where the coordinator can be reached, else when its time is over."""

@@ -23,8 +23,8 @@ from nvpool.cluster.etcd_leases import CLOCKS_DIFFER, Renewed
 from nvpool.cluster.succession import Sign, Succession
 
 LEADER, SIGN = b"leader", b"leads"
-"""Keys below the pool's root: the name of who leads; LEASE TOKEN LED, his sign: his lease, and for how long he leads (the first
-sign has no LED), in seconds."""
+"""Keys below the pool's root: the name of who leads; LEASE TOKEN LED, its sign of life: the lease, and how long it leads,
+in seconds (the first sign has no LED)."""
 _SIGNS = 5
 """In a lease: four may be lost or late."""
 

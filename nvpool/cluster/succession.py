@@ -28,7 +28,7 @@ class Sign:
     token: str = ""
     """Of the attempt by which he has begun."""
     led_s: float = 0.0
-    """For how long he leads, by this sign."""
+    """Seconds since this lead began, as the leading node says."""
 
 
 class Succession:
@@ -76,7 +76,7 @@ class Succession:
         return self._ended.get(self.seen.token, self.seen.name)
 
     def led_s(self, now_s: float) -> float:
-        """How long ago `former` has begun at least: by its last sign, and how old that is; 0: not known."""
+        """Seconds since the lead of `former` began, at least: what its last sign says, and the sign's age; 0: not known."""
         known = self.former() is not None and self.seen.token not in self._ended
         return self.seen.led_s + now_s - self._since_s if known else 0.0
 

@@ -310,7 +310,7 @@ class Dialer:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether the daemon that listens there takes us for one of its own: root, or the user whom its socket belongs to."""
+    """Whether the daemon at that socket gives this process the rights of a node: root, and the owner of the socket."""
     user = os.geteuid()
     try:
         return not user or os.stat(path).st_uid == user

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_meta_service import SECRET, run
+from test_meta_service import SECRET, scenario
 
 from nvpool.base.errors import InvalidRequest, NotADirectory
 from nvpool.base.ids import ROOT_INODE as ROOT
@@ -11,14 +11,6 @@ from nvpool.meta.service_right import ServiceRight
 from nvpool.testing.meta_shard import DirectCall
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
-
-
-def scenario(function):
-    def test():
-        run(function)
-
-    test.__name__, test.__doc__ = function.__name__, function.__doc__
-    return test
 
 
 @scenario
