@@ -13,7 +13,7 @@ def module(name: str, *libraries: str) -> Extension:
                      optional=True)
 
 
-setup(ext_modules=[module("base._blocks"), module("client._plainwrites"), module("drive._uring", "uring"),
+setup(ext_modules=[module("base._blocks"), module("base._xts"), module("client._plainwrites"), module("drive._uring", "uring"),
                    module("fuse._creates"), module("fuse._farreads"), module("fuse._known"),
                    module("fuse._plainreads", "uring"), module("fuse._smallreads"), module("fuse._writes"),
                    module("kv._record"), module("meta._atonce"), module("store._atonce", "uring"),

@@ -133,6 +133,17 @@ class StoreSection(msgspec.Struct, frozen=True):
         description="group, by name or number, whose programs may; empty: root's and the daemon's own user's only")] = ""
 
 
+class EncryptionSection(msgspec.Struct, frozen=True):
+    """The pool key, which protects the keys of encrypted volumes: the same on each node. Without one there are none."""
+
+    key_file: Annotated[str, Meta(
+        description="one key to a line, the newest first; readable by its owner alone; nvpool encryption key FILE makes one"
+        )] = ""
+    key_command: Annotated[str, Meta(
+        description="a command whose output is such a file, as of a key management service or a TPM; run when a daemon starts"
+        )] = ""
+
+
 class LimitsSection(msgspec.Struct, frozen=True):
     """What clients may have of each daemon of this node. One peer is a client's certificate, a user of this host, or an address
     without either. Nodes, root and the daemons' own user are bounded by the totals alone."""
@@ -221,6 +232,7 @@ class Config(msgspec.Struct, frozen=True):
     store: StoreSection = StoreSection()
     client: ClientSection = ClientSection()
     limits: LimitsSection = LimitsSection()
+    encryption: EncryptionSection = EncryptionSection()
     rdma: Rdma = Rdma()
 
 
@@ -282,6 +294,8 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
             parse_address(config.metrics.listen)
         except InvalidRequest as error:
             found.append(("metrics", "listen", str(error)))
+    if config.encryption.key_file and config.encryption.key_command:
+        found.append(("encryption", "key_command", "is there beside key_file: the pool key comes from one place"))
     if config.limits.memory_bytes_per_peer > config.limits.memory_bytes:
         found.append(("limits", "memory_bytes_per_peer", "is more than memory_bytes"))
     if config.client.read_ahead_bytes > config.client.read_ahead_bytes_max:

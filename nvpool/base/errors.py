@@ -314,6 +314,13 @@ class DirectoryGone(NotFound):
     """Whether the asker may have come there by a name from before; a mount sets it."""
 
 
+class KeyMissing(Refused):
+    """The key of an encrypted volume is not to be had here: a daemon has no pool key, or not the one that protects it."""
+
+    errno = errno.ENOKEY
+    wire_code = 134
+
+
 # -- Stale -----------------------------------------------------------------------------------------------------------
 
 

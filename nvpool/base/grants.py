@@ -25,7 +25,9 @@ from typing import NamedTuple
 
 from nvpool.base.errors import StaleGrant
 
-READ, WRITE, SERVICE = 1, 2, 4
+READ, WRITE, SERVICE, ENCRYPTED = 1, 2, 4, 8
+"""ENCRYPTED: the file is in an encrypted volume, so its blocks are stored as base/xts says, and a write brings the volume's
+wrapped key."""
 CLOCK_SKEW_S = 5.0
 _BODY = struct.Struct("<BBHQQQQBBHHH")
 _MAC_BYTES = 16

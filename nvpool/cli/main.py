@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "shard": ("nvpool.cli.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
     "dir": ("nvpool.cli.dir:directory", "Say how many replicas new files of a directory have, and how large their chunks are."),
     "volume": ("nvpool.cli.volume:volume", "Make volumes: directories with quotas, rights and other policies."),
+    "encryption": ("nvpool.cli.encryption:encryption", "Make the pool key, which protects encrypted volumes, and replace it."),
     "trash": ("nvpool.cli.trash:trash", "See what was removed in a volume, put it back, or remove it for good."),
     "file": ("nvpool.cli.file:file", "Show where the bytes of a file lie."),
     "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _STEP_S = 0.25
 _FIELDS = ("name, inode, path, bytes_max, files_max (0: no limit), bytes_used, files_used, bytes_reserved, replicas, "
-           "chunk_bytes, sealed, trash_s, access, grants, attachments, state, files_removing, created_ns, revoked_in_s")
+           "chunk_bytes, sealed, trash_s, access, grants, attachments, state, files_removing, created_ns, revoked_in_s, "
+           "encrypted, pool_key")
 
 
 @click.group(epilog=f"""\b
@@ -100,6 +101,7 @@ def _told(found: Volume, as_json: bool) -> None:
         return
     lines = [("name", found.name), ("path", found.path), ("inode", found.inode), ("state", _state(found)),
              ("bytes", _of(found.bytes_used, found.bytes_max, True)), ("files", _of(found.files_used, found.files_max, False)),
+             ("encrypted", f"with pool key {found.pool_key}" if found.encrypted else "no"),
              ("replicas", found.replicas), ("chunks of", format_bytes(found.chunk_bytes)),
              ("removed files stay", f"{found.trash_s} s" if found.trash_s else "not at all"),
              ("access", found.access if not found.grants else
@@ -121,6 +123,7 @@ def _state(found: Volume) -> str:
 examples:
   nvpool volume create /srv/pool scratch --size 100GiB
   nvpool volume create 10.0.0.1:17512 models --replicas 3 --chunk-size 4M
+  nvpool volume create /srv/pool patients --encrypt
 """)
 @pool_argument
 @name_argument
@@ -130,9 +133,10 @@ examples:
 @click.option("--chunk-size", type=Size(), help="A power of two from 64K to 16M.")
 @click.option("--trash", type=Span(), default=0, help="Keep what is removed in it for so long, as 7d.")
 @click.option("--mode", help="Permissions of its directory, octal (777).")
+@click.option("--encrypt", is_flag=True, help="Store what is in its files encrypted; see nvpool encryption --help.")
 @json_option
 def create(pool: str, name: str, size: int | None, files: int | None, replicas: int | None, chunk_size: int | None, trash: int,
-           mode: str | None, as_json: bool) -> None:
+           mode: str | None, encrypt: bool, as_json: bool) -> None:
     """Make a volume. One that is there already, and is like this, is left as it is."""
     try:
         bits = int(mode, 8) if mode is not None else None
@@ -145,7 +149,7 @@ def create(pool: str, name: str, size: int | None, files: int | None, replicas: 
         if replicas:
             await have_chains(volumes.client, pool, replicas)
         return await volumes.made(name, bytes_max=size or 0, files_max=files or 0, replicas=replicas, chunk_bytes=chunk_size,
-                                  trash_s=trash, mode=bits)
+                                  trash_s=trash, mode=bits, encrypted=encrypt)
 
     found, created = carry_out(pool, "volume create", make)
     if as_json:

@@ -249,6 +249,11 @@ class BatchReader:
         except (ValueError, CorruptFrame, struct.error):
             self._one_by_one(batch, into)
             return
+        if any(file.encrypted for file, *_ in batch.places):
+            if any(file.encrypted and file.key is None for file, *_ in batch.places):
+                self._one_by_one(batch, into)
+                return
+            payload = self._decrypted(batch, payload)
         if not batch.straight:
             at = 0
             for _, _, _, span, place, skip, length in batch.places:
@@ -257,6 +262,16 @@ class BatchReader:
         elif payload.obj is not into.obj:
             into[batch.first:batch.next] = payload  # the transport could not receive there
         batch.future.set_result(None)
+
+    @staticmethod
+    def _decrypted(batch: _Batch, payload: memoryview) -> memoryview:
+        found, at = memoryview(bytearray(payload)), 0
+        for file, index, first, span, *_ in batch.places:
+            if file.key is not None:
+                part = found[at:at + span]
+                file.key.cipher.decrypt(file.inode, index, first >> 12, part, part)
+            at += span
+        return found
 
     def _one_by_one(self, batch: _Batch, into: memoryview) -> None:
         _cancelled_with(batch.future, self._chunks.own(self._read_singly(batch, into)))

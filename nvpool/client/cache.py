@@ -15,6 +15,7 @@ from nvpool.base import grants
 from nvpool.base.clock import Clock
 from nvpool.base.oldest import too_old
 from nvpool.base.units import NAME_BYTES_MAX
+from nvpool.base.volume_keys import VolumeKey
 from nvpool.client.leases import Lease, Leases
 from nvpool.client.options import ClientOptions
 from nvpool.logic.layout import Layout
@@ -36,7 +37,7 @@ class OpenInode:
                  "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
                  "written", "ahead", "renewal", "located", "changes", "owes", "denied", "missed",
                  "looking", "looking_s", "foreign", "lost", "untold", "fetching", "unsure", "ended", "volume",
-                 "paid")
+                 "paid", "encrypted", "key")
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -47,6 +48,8 @@ class OpenInode:
         self.attr_born_s = NEVER_S
         self.volume = attr.volume
         self.paid = attr.size if attr.volume else NO_END  # so long the file may be by what its volume has promised
+        self.encrypted = False  # of an encrypted volume, as a grant has told
+        self.key: VolumeKey | None = None  # of that, from the first read or write of its bytes on
         self.cut = attr.cut
         self.truncated = attr.cut - attr.punches  # the last cut number that was a truncation; later ones were holes
         self.grant = b""
@@ -93,7 +96,8 @@ class OpenInode:
         self.grant = raw
         self.grant_session = session
         self.grant_cut = cut
-        self.grant_rights = rights
+        self.grant_rights = rights & ~grants.ENCRYPTED
+        self.encrypted = bool(rights & grants.ENCRYPTED)
         self.grant_half_ms = now_ms + (ends_ms - now_ms) // 2
         self.grant_used = False
 

@@ -29,6 +29,7 @@ from nvpool.base.errors import (
     CorruptFrame,
     Damaged,
     DeadlineExceeded,
+    KeyMissing,
     NvpoolError,
     Stale,
     StaleCut,
@@ -56,6 +57,7 @@ from nvpool.client.poolview import PoolView
 from nvpool.client.replicas import Replicas
 from nvpool.client.secondreads import SecondReads, settle
 from nvpool.client.shortcut import ShortCut
+from nvpool.client.volume_keys import VolumeKeys
 from nvpool.client.writing import BeginsWrites, Writing
 from nvpool.logic.poolmap import Chain
 from nvpool.wire.codec import ALL_OF_BLOCKS, ASKER_KEEPS, decode_read_reply, decoded, encode_read_request
@@ -80,12 +82,14 @@ class ChunkClient(BeginsWrites):
     """`renew(file, rights)` gets a new grant, and attributes, for an open inode."""
 
     def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *,
-                 renew: Callable[[OpenInode, int], Awaitable[None]]):
+                 renew: Callable[[OpenInode, int], Awaitable[None]],
+                 keys: VolumeKeys):
         self._view = view
         self._dialer = dialer
         self._options = options
         self._clock = clock
         self._renew = renew
+        self._keys = keys
         self.ended = Ended(view, renew)
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[int, Lane] = {}
@@ -167,6 +171,9 @@ class ChunkClient(BeginsWrites):
         """As `read`, into a future of the caller's. `missed`: what there is in memory has just been looked for."""
         job = Read(file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s)
         file.grant_used = True
+        if file.encrypted and file.key is None:
+            self._own_reads(self._read_with_key(job), [job])
+            return
         try:
             lane = file.lanes.get(index) or self.find_lane(file, index)
         except Stale as error:
@@ -190,6 +197,17 @@ class ChunkClient(BeginsWrites):
                 self._loop.call_soon(self._turn_over, lane)
             else:
                 self._held.append(lane)
+
+    async def _read_with_key(self, job: Read) -> None:
+        """The first read of a file of an encrypted volume."""
+        try:
+            await self._keys.fetch(job.file)
+        except NvpoolError as error:
+            if not job.future.done():
+                job.future.set_exception(error)
+            return
+        if not job.future.done():
+            self.begin(job.file, job.index, job.offset, job.length, job.future, job.into)
 
     def hold(self) -> None:
         """Gather what is read from now on until `send_held`, which has to be called in the same turn of the loop."""
@@ -318,6 +336,9 @@ class ChunkClient(BeginsWrites):
             if future.done():
                 continue
             into = job.into
+            if job.file.key is not None:
+                target = memoryview(bytearray(length)) if into is None else into[:length]
+                part = job.file.key.cipher.decrypt(job.file.inode, job.index, job.offset >> 12, part, target)
             if into is not None:
                 if part.obj is not into.obj:
                     into[:length] = part  # the transport could not receive there
@@ -505,9 +526,11 @@ class ChunkClient(BeginsWrites):
 
     async def _write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes, slot: int,
                      sequence: int, deadline_s: float, failed: BaseException | None = None) -> Stored:
-        tries, reason, flags = 0, None, 0
+        tries, reason, flags, is_fresh = 0, None, 0, False
         while True:
             try:
+                if file.encrypted and file.key is None:
+                    await self._keys.fetch(file)
                 if failed is not None:
                     error, failed = failed, None
                     raise error
@@ -516,7 +539,8 @@ class ChunkClient(BeginsWrites):
                 cut = file.cut  # it may be another one than when we were called: grants and attributes are renewed in between
                 header = _WRITE.pack(file.inode, cut, sequence, index, offset, length, 0, flags)
                 message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
-                                                checksums=checksums, session=file.grant_session, slot=slot)
+                                                checksums=checksums, session=file.grant_session, slot=slot,
+                                                wrapped_key=b"" if file.key is None else file.key.wrapped)
                 self.counters["writes"] += 1
                 file.grant_used = True
                 call = self._dialer.call(lane.endpoints, wire_pb2.DATA_WRITE, message.SerializeToString(), parts,
@@ -533,6 +557,11 @@ class ChunkClient(BeginsWrites):
                 return self.was_written(file, index, chain.epoch, cut)
             except StaleCut:
                 raise
+            except KeyMissing:
+                if is_fresh or file.key is None:
+                    raise
+                is_fresh = True
+                await self._keys.fetch(file, stale=file.key)
             except BytesLost:
                 if flags or not await self.ended.is_all(file, (index << file.chunk_bits) + offset, length):
                     raise

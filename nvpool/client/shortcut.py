@@ -170,14 +170,25 @@ class ShortCut:
                     at += count
             except OSError:
                 return COLD_BLOCKS
-        return self._judge(located, first, into) or into
+        wrong = self._judge(located, first, into)
+        if not wrong:
+            self._decrypt(located, first, into)
+        return wrong or into
+
+    @staticmethod
+    def _decrypt(located: Located, first: int, into: memoryview) -> None:
+        """What was read of an encrypted volume, in place."""
+        file = located.file
+        if file.key is not None:
+            file.key.cipher.decrypt(file.inode, located.index, first, into, into)
 
     def good(self, located: Located, first: int, into: memoryview) -> bool:
-        """Whether what was just read is what the blocks from `first` on hold now."""
+        """Whether what was just read is what the blocks from `first` on hold now; if so, `into` has it decrypted."""
         wrong = self._judge(located, first, into)
         if wrong:
             self.note(located, wrong)
         else:
+            self._decrypt(located, first, into)
             self.hit(located, len(into))
         return not wrong
 
@@ -298,6 +309,8 @@ class ShortCut:
         turn of the loop. Asks nothing for the first read of a file, and seldom where nothing hits."""
         if not file.missed:
             file.missed = True
+            return
+        if file.encrypted and file.key is None:
             return
         if lane.target not in self._sources:
             self._introduce(lane)

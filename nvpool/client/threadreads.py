@@ -80,7 +80,8 @@ class ThreadReads:
         """What Vfs.read would return, or None: ask that. Waits at most for PATIENCE_S, for a store. Raises nothing but what
         interrupts the thread."""
         file = handle.file
-        if not handle.readable or handle.closed or offset < 0 or length <= 0 or file.lost or file.untold:
+        if not handle.readable or handle.closed or offset < 0 or length <= 0 or file.lost or file.untold \
+                or file.encrypted and file.key is None:
             return None
         written, ahead, end = file.written, handle.ahead, offset + length
         if written is not None and (written.dirty or written.sending) or ahead.units or end > file.size:
@@ -135,7 +136,10 @@ class ThreadReads:
             file.grant_used = True
             message = encode_read_request(self._chunks.epoch, lane.target, [file.grant],
                                           _READ.pack(file.inode, index, within, span, 0, 0))
-            return self._judged(connection.call(DATA_READ, message), span)
+            found = self._judged(connection.call(DATA_READ, message), span)
+            if found is not None and file.key is not None:
+                found = file.key.cipher.decrypt(file.inode, index, within >> 12, found)
+            return found
         except NvpoolError:
             if connection is None or connection.closed:
                 way.not_before_s = self._now_s() + SHUN_S

@@ -98,7 +98,7 @@ class BeginsWrites:
             lane = self.lane(chain.targets[0])
         except StaleEpoch:
             return None
-        if len(chain.targets) > 1 or chain.joining:
+        if len(chain.targets) > 1 or chain.joining or file.encrypted:
             return None
         connection = self._dialer.live(lane.endpoints)
         return None if connection is None else (chain, lane, connection)

@@ -175,6 +175,8 @@ cdef class Reads(Asking):
         if opened is None:
             return False
         file, ahead = opened.file, opened.ahead
+        if file.encrypted:
+            return False
         cdef uint64_t unique = wanted.unique, offset = wanted.offset, end
         cdef uint32_t size = wanted.size
         cdef uint64_t file_bytes = file.attr.size

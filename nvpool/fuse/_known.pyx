@@ -16,7 +16,7 @@ import os
 
 from nvpool.base.clock import SystemClock
 from nvpool.base.grants import GRANT_BYTES
-from nvpool.base.grants import READ as RIGHT_TO_READ
+from nvpool.base.grants import ENCRYPTED, READ as RIGHT_TO_READ
 from nvpool.base.ids import COUNTER_BITS
 from nvpool.base.kept import HANDLE, HANDLES_MAX
 from nvpool.base.units import NAME_BYTES_MAX
@@ -109,6 +109,7 @@ cdef object attr_from = Attr.FromString
 
 assert HANDLE.size == HANDLE_BYTES
 
+cdef uint8_t encrypted = ENCRYPTED
 cdef Py_ssize_t file_inode = place(OpenInode, "inode"), file_layout = place(OpenInode, "layout")
 cdef Py_ssize_t file_chunk_bits = place(OpenInode, "chunk_bits"), file_chunk_mask = place(OpenInode, "chunk_mask")
 cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(OpenInode, "attr_born_s")
@@ -672,7 +673,7 @@ cdef class Known:
         listed = attr
         record, right = <const uint8_t *>PyBytes_AS_STRING(listed), <const uint8_t *>PyBytes_AS_STRING(grant)
         if (PyBytes_GET_SIZE(listed) != record_bytes or get32(record + 16) & S_IFMT != S_IFREG or not get32(record + 20)
-                or PyBytes_GET_SIZE(grant) != grant_bytes or right[0] != GRANT_VERSION
+                or PyBytes_GET_SIZE(grant) != grant_bytes or right[0] != GRANT_VERSION or right[1] & encrypted
                 or get64(right + 20) < get64(record + 80)):
             return None
         attr = attr_of(record)

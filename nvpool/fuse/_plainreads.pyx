@@ -5,6 +5,8 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
+from cpython.memoryview cimport PyMemoryView_FromMemory
+from cpython.buffer cimport PyBUF_WRITE
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.errno cimport ECONNABORTED, ENODEV, ENOENT, errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -242,7 +244,7 @@ cdef class Reads:
             PyBuffer_Release(&view)
 
     cdef int judge(self, Waiting one) except -1:
-        """As ShortCut's: what is wrong with what was read, 0 for nothing. The clock and the counter are looked at after the read."""
+        """As ShortCut's: what is wrong with what was read, 0 for nothing; then it is decrypted, where that is due. The clock and the counter are looked at after the read."""
         cdef object located = one.located, source = one.source
         cdef double now = self.now_s()
         cdef uint32_t sums[LARGE_BYTES >> 12]
@@ -256,6 +258,12 @@ cdef class Reads:
         if (PyBytes_GET_SIZE(expected) < <Py_ssize_t>(one.first + blocks) * 4
                 or memcmp(PyBytes_AS_STRING(expected) + one.first * 4, sums, blocks * 4)):
             return WRONG
+        file = located.file
+        if file.encrypted:
+            if file.key is None:
+                return LATE
+            plain = PyMemoryView_FromMemory(<char *>one.memory, one.span, PyBUF_WRITE)
+            file.key.cipher.decrypt(file.inode, located.index, one.first, plain, plain)
         return 0
 
     cdef int hit(self, Waiting one) except -1:

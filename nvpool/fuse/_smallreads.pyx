@@ -83,7 +83,7 @@ cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(O
 cdef Py_ssize_t file_grant = place(OpenInode, "grant"), file_grant_used = place(OpenInode, "grant_used")
 cdef Py_ssize_t file_lanes = place(OpenInode, "lanes"), file_written = place(OpenInode, "written")
 cdef Py_ssize_t file_located = place(OpenInode, "located"), file_missed = place(OpenInode, "missed")
-cdef Py_ssize_t file_lost = place(OpenInode, "lost"), file_untold = place(OpenInode, "untold")
+cdef Py_ssize_t file_encrypted = place(OpenInode, "encrypted"), file_lost = place(OpenInode, "lost"), file_untold = place(OpenInode, "untold")
 cdef Py_ssize_t file_fetching = place(OpenInode, "fetching")
 cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_readable = place(FileHandle, "readable")
 cdef Py_ssize_t handle_closed = place(FileHandle, "closed")
@@ -249,7 +249,7 @@ cdef class Reads(Asking):
         if file_bytes > small_bytes or wanted.offset >= file_bytes:
             return False
         engine = self.engine
-        if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost)
+        if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost) or get(file, file_encrypted)
                 or get(file, file_written) is not None or get(file, file_fetching) is not None or get(file, file_located)
                 or engine._from or self._replicas.several or len(self._work) >= self._in_work_max
                 or PyBytes_GET_SIZE(<bytes?>get(file, file_grant)) != GRANT_BYTES):

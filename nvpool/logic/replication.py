@@ -24,7 +24,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from nvpool.base.errors import ChecksumMismatch, InvalidRequest, NoSpace, NvpoolError, StaleCut, StaleVersion
+from nvpool.base.errors import ChecksumMismatch, InvalidRequest, KeyMissing, NoSpace, NvpoolError, StaleCut, StaleVersion
 from nvpool.base.ids import RequestId, is_done, version_parts
 from nvpool.base.ids import version as make_version
 from nvpool.logic.poolmap import Chain
@@ -190,7 +190,7 @@ def after_cut(version: int) -> int:
 def is_refusal(error: NvpoolError) -> bool:
     """Whether a successor that answers so has not applied the write, nor has anybody behind it, and will not: it has judged it.
     Everything else leaves that open: ask again."""
-    return isinstance(error, (NoSpace, StaleCut, StaleVersion, ChecksumMismatch, InvalidRequest))
+    return isinstance(error, (NoSpace, StaleCut, StaleVersion, ChecksumMismatch, InvalidRequest, KeyMissing))
 
 
 class Next(Enum):

@@ -14,6 +14,7 @@ from libc.string cimport memchr, memcpy
 
 from nvpool.base.clock import SystemClock
 from nvpool.base.errors import InvariantBroken, NvpoolError
+from nvpool.base.grants import ENCRYPTED
 from nvpool.wire._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -41,6 +42,8 @@ cdef extern from "_crc.h":
 
 crc_begin(0)
 _log = logging.getLogger(__name__)
+
+cdef uint8_t encrypted = ENCRYPTED
 
 cdef enum:
     OUT_BYTES_MAX = 256 << 10   # stream_transport.GATHER_BYTES
@@ -629,7 +632,7 @@ cdef class AtOnce:
     cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of, _grants
     cdef object _callers, _peer, _owner
     cdef bint _is_user
-    cdef dict _by_number, _holders, _restricted, _cutting, _counters
+    cdef dict _by_number, _holders, _restricted, _encrypted, _cutting, _counters
     cdef bint _is_system
     cdef uint64_t _grant_ms
     cdef uint8_t _answer[ANSWER_MAX]
@@ -643,6 +646,7 @@ cdef class AtOnce:
         self._collector, self._clock, self._counters = service._collector, service._clock, service._counters
         self._failed = failed
         self._by_number, self._holders = self._sessions.by_number, self._sessions.holders
+        self._encrypted = self._view.access.encrypted
         self._restricted, self._cutting = self._view.access.restricted, self._view.cutting
         self._is_system = type(self._clock) is SystemClock
         self._grant_ms = self._view.grant_ms
@@ -831,6 +835,8 @@ cdef class AtOnce:
             epoch = self._view.map_epoch
             tag = i.volume * GOLDEN >> 48
             tag = tag if tag else 1
+            if self._encrypted and i.volume in self._encrypted:
+                begin[1] |= encrypted
         begin[37], begin[38], begin[39] = <uint8_t>(epoch >> 16), <uint8_t>epoch, <uint8_t>(epoch >> 8)
         begin[40], begin[41], begin[42], begin[43] = <uint8_t>tag, <uint8_t>(tag >> 8), 0, 0
         state = self._grants.copy()

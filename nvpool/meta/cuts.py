@@ -62,7 +62,7 @@ class Cuts:
         try:
             await self._kv.sync()
             request = data_pb2.CutRequest(inode=inode, size=intent.size, cut=intent.cut, chunk_bits=intent.chunk_bits,
-                                          end=intent.end)
+                                          end=intent.end, wrapped_key=self._wrapped_key(inode))
             freed = await self._tell_all(inode, intent, request)
             while self._kv.full:
                 await self._kv.room()
@@ -74,6 +74,18 @@ class Cuts:
             done.set_result(None)
         finally:
             done.cancel()  # no-op where it is done; nobody may be told that the targets have cut when they have not
+
+    def _wrapped_key(self, inode: int) -> bytes:
+        """Of the volume that the inode is in; empty where it is in none that is encrypted. A volume that was removed has none
+        any more: then nobody reads again what is left of the block that is cut."""
+        if not self._view.access.encrypted:
+            return b""
+        raw = self._kv.get(records.inode_key(inode))
+        try:
+            found = records.decode_inode(inode, raw) if raw is not None else None
+        except CorruptRecord:
+            return b""
+        return self._view.access.encrypted.get(found.volume, b"") if found is not None else b""
 
     def _without_blocks(self, inode: int, blocks: int) -> list[Effect]:
         """What the inode occupies is an estimate: the hole is taken off it, and nobody need be told of a change. Read from the

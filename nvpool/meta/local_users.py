@@ -79,7 +79,7 @@ class LocalUsers:
 
     def check_volume(self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest) -> None:
         """AccessDenied: the user does not reach the volume, or would change it."""
-        if isinstance(request, pb.VolumeRequest) and request.wish != pb.VolumeRequest.SHOW:
+        if isinstance(request, pb.VolumeRequest) and request.wish not in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY):
             raise AccessDenied(f"{name_of(credentials)} has not the rights of a node, and changes no volume")
         User(self, view, credentials).reach(request.inode)
 

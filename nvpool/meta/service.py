@@ -32,6 +32,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
+from nvpool.base.volume_keys import PoolKeys
 from nvpool.kv.contract import Kv
 from nvpool.logic.partition import partition_of_name
 from nvpool.logic.poolmap import PoolMap
@@ -77,13 +78,14 @@ _log = logging.getLogger(__name__)
 
 class MetaService(Answers, SessionAnswers, VolumeAnswers):
     def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: Dialer | None = None,
-                 clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
+                 pool_keys: PoolKeys | None = None, clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
                  take_right: TakeRight | None = None, callers: Callers | None = None) -> None:
         """`take_right`: see Revocations."""
         self._kv = kv
         self._shard = shard
         self._term = term
         self._secret = grant_secret
+        self._pool_keys = pool_keys or PoolKeys()
         self._callers = callers or Callers()
         self._clock = clock
         self._options = options
@@ -131,6 +133,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._locks = LockWaits(self._kv, locks, self._clock)
         self._view = View(self._kv, identity, self._secret, self._options.grant_s, locks)
         self._view.is_open = lambda inode: inode in self._sessions.holders
+        self._view.pool_keys = self._pool_keys
         self._view.rooms, self._view.appends = Rooms(self._clock, self._options.watch_s), Appends(self._clock)
         self._removals.clear()
         self._cuts = Cuts(self._kv, self._view, self._targets, self._own)

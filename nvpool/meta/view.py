@@ -20,9 +20,10 @@ from nvpool.base.errors import (
     SpreadDirectory,
     WrongShard,
 )
-from nvpool.base.grants import EPOCH_MASK, WRITE, Grant, member_tag, sign, volume_tag
+from nvpool.base.grants import ENCRYPTED, EPOCH_MASK, WRITE, Grant, member_tag, sign, volume_tag
 from nvpool.base.ids import COUNTER_BITS, inode_number
 from nvpool.base.units import NAME_BYTES_MAX, PARTITION_COUNT
+from nvpool.base.volume_keys import PoolKeys
 from nvpool.kv.contract import Kv
 from nvpool.logic.acl import Acl, encode_acl
 from nvpool.logic.partition import name_hasher, partition_of_name
@@ -68,6 +69,7 @@ class View:
         self.name_hash = name_hasher(identity.name_key)
         self.grant_secret = grant_secret
         self.grant_ms = int(grant_s * 1000)
+        self.pool_keys = PoolKeys()
         self.next_number = 0
         """The counter that the next inode gets. Moved on by the service when a draft that used it is applied."""
         self.inode_count = 0
@@ -263,6 +265,8 @@ class View:
     def signed(self, rights: int, session: int, number: int, cut: int, table: int, volume: int, now_ns: int) -> bytes:
         """A grant of a file with these attributes to who asks, whatever speaks against one."""
         ends_ms = now_ns // 1_000_000 + self.grant_ms
+        if volume in self.access.encrypted:
+            rights |= ENCRYPTED
         if not volume:  # then there is no right that could be taken back
             return sign(Grant(rights, 0, session, number, cut, ends_ms, table), self.grant_secret)
         return sign(Grant(rights, 0, session, number, cut, ends_ms, table, self.map_epoch & EPOCH_MASK, volume_tag(volume),

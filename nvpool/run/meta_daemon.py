@@ -31,7 +31,7 @@ async def _open(member: int, opened: Opened) -> ShardMember:
 
     def make_service(kv: MemberKv) -> MetaService:
         service = MetaService(kv, shard=opened.number, term=kv.term, grant_secret=opened.grant_secret, dialer=opened.dialer,
-                              options=MetaOptions(
+                              pool_keys=opened.pool_keys, options=MetaOptions(
                                   session_lease_s=meta.session_lease_s, grant_s=meta.grant_s, sessions=limits.sessions,
                                   sessions_per_peer=limits.sessions_per_peer, locks_per_peer=limits.locks_per_peer,
                                   open_files_per_peer=limits.open_files_per_peer),

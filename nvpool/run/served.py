@@ -23,6 +23,7 @@ from nvpool.base.identities import MEMBER_S
 from nvpool.base.metrics_page import Page
 from nvpool.base.protection import group_number
 from nvpool.base.version import VERSION
+from nvpool.base.volume_keys import PoolKeys
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.run import measuring
 from nvpool.run.auditing import MetaAudit, audit_log
@@ -78,6 +79,7 @@ class Opened:
         self.dialer = dialer
         self.grant_secret = key
         self.callers = Callers(operators_of(config))
+        self.pool_keys = PoolKeys(key_file=config.encryption.key_file, key_command=config.encryption.key_command)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, reason: str) -> None:
@@ -135,6 +137,14 @@ def read_grant_key(directory: PoolDirectory) -> bytes:
     if len(key) != 32:
         raise CorruptRecord(f"{directory.grant_key} has {len(key)} bytes, 32 are right; restore it from a copy")
     return key
+
+
+async def load_pool_keys(pool_keys: PoolKeys) -> None:
+    """Where that fails all but encrypted volumes is served, and their users are told."""
+    try:
+        await asyncio.get_running_loop().run_in_executor(None, pool_keys.load)
+    except BadConfiguration as error:
+        log.error("encrypted volumes can not be used through this daemon: %s", error)
 
 
 def operators_of(config: Config) -> int | None:
@@ -229,6 +239,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         greeting = Greeting(name, pool_map.fingerprint, identity=identity, limits=limits_of(config), local_users=True)
         dialer = Dialer(greeting, host_id=host_id())
         opened = Opened(directory, number, config, pool_map, dialer, read_grant_key(directory))
+        await load_pool_keys(opened.pool_keys)
         service = await open_service(opened)
         awake = Awake(config.processors.awake)
 

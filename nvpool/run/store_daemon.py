@@ -82,6 +82,7 @@ async def _open(kept_table: KeptTable | None, opened: Opened) -> StoreService:
                      handover_group=group_number(configured.short_cut_group, "store.short_cut_group"), dialer=opened.dialer,
                      resync_bytes_per_s=configured.resync_bytes_s, scrub_interval_s=configured.scrub_interval_s,
                      scrub_bytes_per_s=configured.scrub_bytes_s, on_fail=opened.fail, callers=opened.callers,
+                     pool_keys=opened.pool_keys,
                      tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier))
     service.follow(opened)
     return service

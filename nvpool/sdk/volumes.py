@@ -65,6 +65,10 @@ class Volume:
     state: str = READY
     """"removing": it has no name any more, and `files_used` of `files_removing` are left to go."""
     created_ns: int = 0
+    encrypted: bool = False
+    """What is stored of its files is encrypted; their names and attributes are not."""
+    pool_key: str = ""
+    """Of an encrypted volume: identity of the pool key that protects its key."""
     bytes_reserved: int = 0
     """Promised to writers, beside what is used."""
     files_removing: int = 0
@@ -93,7 +97,7 @@ def volume_of(state: pb.VolumeState) -> Volume:
                   access=LISTED if state.listed else OPEN,
                   grants={grant.client: "rw" if grant.write else "ro" for grant in state.grants},
                   attachments=tuple(state.attachments), state=REMOVING if state.removing else READY,
-                  created_ns=state.created_ns,
+                  created_ns=state.created_ns, encrypted=bool(state.pool_key), pool_key=state.pool_key,
                   bytes_reserved=state.bytes_reserved, files_removing=state.files_removing)
 
 
@@ -107,22 +111,26 @@ class AsyncVolumes:
         self._directory = 0
 
     async def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
-                     chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None) -> Volume:
+                     chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
+                     encrypted: bool = False) -> Volume:
         """The volume, which is there on return, empty or not. 0 is no limit; replicas and chunk_bytes are those of /volumes
-        where not given. `mode` is of its directory, which belongs to root (0o777 where not given).
+        where not given. `mode` is of its directory, which belongs to root (0o777 where not given). `encrypted`: what is
+        stored of its files is encrypted with a key of the volume's own, which the pool key protects.
 
         FileExistsError  there is a volume of that name with other limits, or a directory that is none: the text says what
                          differs
         EINVAL           the name can be none, or a size or the mode makes no sense
+        ENOKEY           `encrypted`, and the volume's node has no pool key: set encryption.key_file in node.toml
         """
         return (await self.made(name, bytes_max=bytes_max, files_max=files_max, replicas=replicas, chunk_bytes=chunk_bytes,
-                                trash_s=trash_s, mode=mode))[0]
+                                trash_s=trash_s, mode=mode, encrypted=encrypted))[0]
 
     async def made(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
-                   chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None) -> tuple[Volume, bool]:
+                   chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
+                   encrypted: bool = False) -> tuple[Volume, bool]:
         """As `create`: the volume, and whether it was made now; else it was there already, as it was asked for."""
         with as_told(path_of(name) if _is_name(name) else None):
-            wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s)
+            wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s, encrypted)
             if mode is not None and not 0 <= integer("mode", mode) <= 0o7777:
                 raise InvalidRequest(f"{mode!r} is no mode of a directory; it is from 0 to 0o7777")
             if wanted.table and wanted.table not in self._vfs.view.map.table_by_id:
@@ -173,6 +181,11 @@ class AsyncVolumes:
             _check_trash(0 if trash_s is None else trash_s)
             return await self._tell(name, _Wish.SET, trash_s=trash_s, bytes_max=bytes_max, files_max=files_max,
                                     listed=None if access is None else access == LISTED)
+
+    async def rewrap(self, name: str) -> Volume:
+        """Protect the key of an encrypted volume with the first pool key of the node that answers. The data stays as it is."""
+        with as_told(path_of(name) if _is_name(name) else None):
+            return await self._tell(name, _Wish.REWRAP)
 
     async def seal(self, name: str) -> Volume:
         """What is in it stays as it is for ever. EBUSY while files of it are open."""
@@ -390,9 +403,10 @@ class Volumes:
         return runtime.call(getattr(runtime.pool.volumes, method)(*arguments, **named))
 
     def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
-               chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None) -> Volume:
+               chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
+               encrypted: bool = False) -> Volume:
         return self._call("create", name, bytes_max=bytes_max, files_max=files_max, replicas=replicas, chunk_bytes=chunk_bytes,
-                          trash_s=trash_s, mode=mode)
+                          trash_s=trash_s, mode=mode, encrypted=encrypted)
 
     def list(self, *, removing: bool = False) -> list[Volume]:
         return self._call("list", removing=removing)
@@ -406,6 +420,9 @@ class Volumes:
     def set(self, name: str, *, trash_s: int | None = None, access: str | None = None, bytes_max: int | None = None,
             files_max: int | None = None) -> Volume:
         return self._call("set", name, trash_s=trash_s, access=access, bytes_max=bytes_max, files_max=files_max)
+
+    def rewrap(self, name: str) -> Volume:
+        return self._call("rewrap", name)
 
     def seal(self, name: str) -> Volume:
         return self._call("seal", name)
@@ -468,12 +485,12 @@ def _check_entry(inode: int, least: int) -> None:
 
 
 def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk_bytes: int | None,
-          trash_s: int) -> pb.VolumeWish:
+          trash_s: int, encrypted: bool) -> pb.VolumeWish:
     check_volume_name(name)
     _check_size("bytes_max", bytes_max)
     _check_size("files_max", files_max)
     _check_trash(trash_s)
-    wish = pb.VolumeWish(bytes_max=bytes_max, files_max=files_max, trash_s=trash_s)
+    wish = pb.VolumeWish(bytes_max=bytes_max, files_max=files_max, trash_s=trash_s, encrypted=encrypted)
     if replicas is not None:
         if not 1 <= integer("replicas", replicas) <= 3:
             raise InvalidRequest(f"a volume has 1 to 3 replicas, not {replicas}")
@@ -488,6 +505,7 @@ def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mo
     given = stat.S_IMODE(found_mode) if mode is None else mode
     differs = [f"{what} {show(is_)}, not {show(wish)}" for what, is_, wish, show in (
         ("size", found.bytes_max, wanted.bytes_max, _exact_bytes), ("files", found.files_max, wanted.files_max, _count),
+        ("encryption", found.encrypted, wanted.encrypted, lambda on: "on" if on else "off"),
         ("trash", found.trash_s, wanted.trash_s, _seconds),
         ("mode", f"{stat.S_IMODE(found_mode):o}", f"{given:o}", str),
         ("replicas", found.replicas, wanted.table or found.replicas, str),

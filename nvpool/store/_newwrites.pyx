@@ -16,7 +16,7 @@ from libc.string cimport memcpy, memset
 
 from nvpool.base.clock import SystemClock
 from nvpool.base.errors import NvpoolError
-from nvpool.base.grants import CLOCK_SKEW_S, SERVICE, WRITE
+from nvpool.base.grants import CLOCK_SKEW_S, ENCRYPTED, SERVICE, WRITE
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.store.allocator import DELTAS_MAX, ROOMY_BLOCKS, encode_bitmap
 from nvpool.store.index import Chunk
@@ -70,7 +70,7 @@ cdef enum:
     RECORD_MAX = 64             # of a small file of one block: 2, five numbers, session, checksum
 
 cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000), NEVER = 0xFFFFFFFFFFFFFFFF
-cdef long may_write = WRITE, serves_all = SERVICE
+cdef long may_write = WRITE, special = SERVICE | ENCRYPTED
 cdef uint16_t method_of_writes = DATA_WRITE
 cdef object method_key = DATA_WRITE
 cdef uint64_t chain_count = CHAINS_PER_TABLE
@@ -324,7 +324,7 @@ cdef class NewWrites:
         # The grant, as grants.verify and writeone have it. One that comes for the first time is not kept: its file is written.
         cdef uint64_t now_ms = (wall_ns() if self._is_system else <long long>self._clock.wall_ns()) // 1_000_000
         r.table = grant[36] if grant[36] else 1
-        return (grant[0] == 1 and grant[1] & may_write and not grant[1] & serves_all and get64(grant + 12) == r.inode
+        return (grant[0] == 1 and grant[1] & may_write and not grant[1] & special and get64(grant + 12) == r.inode
                 and get64(grant + 4) == r.session and r.cut <= get64(grant + 20) and r.table <= table_max
                 and (now_ms <= skew_ms or get64(grant + 28) >= now_ms - skew_ms) and self._is_signed(grant))
 

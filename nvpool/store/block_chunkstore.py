@@ -43,6 +43,7 @@ from nvpool.base.errors import (
 from nvpool.base.host import boot_id
 from nvpool.base.ids import RequestId, is_done
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.base.xts import BlockCipher
 from nvpool.kv.contract import Effect, Kv
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic.replication import Held, next_version
@@ -218,8 +219,9 @@ class BlockChunkStore(WholeChunks):
     async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
         return await placing.place(self, inode, index, offset, buffer)
 
-    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes) -> Placed:
-        return await placing.prepare(self, inode, index, offset, buffer, checksums)
+    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
+                      cipher: BlockCipher | None = None) -> Placed:
+        return await placing.prepare(self, inode, index, offset, buffer, checksums, cipher)
 
     def drop_placed(self, placed: Placed) -> None:
         transaction, placed.transaction = placed.transaction, None
@@ -235,7 +237,7 @@ class BlockChunkStore(WholeChunks):
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                   request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
-                  table: int = 0) -> int:
+                  table: int = 0, cipher: BlockCipher | None = None) -> int:
         if self.fenced_because or self._closed:
             self._refuse()
         kv = self.kv
@@ -253,13 +255,13 @@ class BlockChunkStore(WholeChunks):
             raise StaleCut(f"inode {inode} was cut ({record.cut}) after this write began ({cut})")
         new_version = self.next_version(chunk, record, epoch, version)
         if placed is None or placed.sums is None:
-            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums)
+            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
         elif placed.version == chunk.version and placed.transaction is not None:
             buffers, sums = [], placed.sums
         else:  # made for what the chunk was
             self.drop_placed(placed)
             placed = None
-            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums)
+            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
         first = offset >> 12
         count = len(sums) >> 2
 
@@ -305,13 +307,19 @@ class BlockChunkStore(WholeChunks):
             self._make_room_soon()
 
     async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                    request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0) -> int:
-        placed = await self.place(inode, index, offset, buffer) if self.places_first(offset, len(buffer)) else None
+                    request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0,
+                    cipher: BlockCipher | None = None) -> int:
+        placed = None
+        if self.places_first(offset, len(buffer)):
+            placed = await (self.place(inode, index, offset, buffer) if cipher is None
+                            else self.prepare(inode, index, offset, buffer, checksums, cipher))
         try:
+            if placed is not None and placed.writing is not None:
+                await asyncio.shield(placed.writing)
             for _ in range(_WAITS_MAX):
                 try:
                     return self.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request, epoch=epoch,
-                                          version=version, placed=placed, table=table)
+                                          version=version, placed=placed, table=table, cipher=cipher)
                 except MustWait as wait:
                     await wait.until()
             raise Busy("the store did not find room for the write")
@@ -495,9 +503,10 @@ class BlockChunkStore(WholeChunks):
 
     # -- trimming ----------------------------------------------------------------------------------------------------
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0) -> int:
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0,
+                  cipher: BlockCipher | None = None) -> int:
         self.refuse_when_fenced()
-        freed = await trim.cut(self, inode, size, cut, chunk_bits, end)
+        freed = await trim.cut(self, inode, size, cut, chunk_bits, end, cipher)
         await self.lender.clients_of_the_dead()
         return freed
 

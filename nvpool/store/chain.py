@@ -298,11 +298,12 @@ class ChainWrites:
         """See ChunkStore.prepare. A damaged block of which a part is written is mended first; both ends of a write may be."""
         for _ in range(2):
             try:
-                return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums)
+                return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums,
+                                                 write.cipher)
             except ChecksumMismatch as error:
                 if error.damaged is None or self.mend is None or not await self.mend(*error.damaged):
                     raise
-        return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums)
+        return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher)
 
     def _rebuilt(self, write: Write) -> asyncio.Task[bool]:
         """One for all who ask meanwhile."""
@@ -375,7 +376,7 @@ class ChainWrites:
             target=place.successor, sender=self._target, table=write.table, chain_epoch=place.epoch, version=pending.version,
             base=pending.base, inode=write.inode, index=write.index, offset=write.offset, cut=write.cut, session=session,
             slot=slot, sequence=sequence, checksums=write.checksums,
-            last=0 if place.members == pending.whole.members else place.members[-1])
+            last=0 if place.members == pending.whole.members else place.members[-1], wrapped_key=write.wrapped_key)
         waiter = pending.waiter = asyncio.get_running_loop().create_future()
 
         def done(reply: pb.PeerWriteReply | None, error: BaseException | None) -> None:
@@ -419,7 +420,8 @@ class ChainWrites:
 
     def _write_now(self, write: Write, version: int, placed: Placed | None) -> int:
         return self._store.write_now(write.inode, write.index, write.offset, write.buffer, write.checksums, cut=write.cut,
-                                     request=write.request, version=version, placed=placed, table=write.table)
+                                     request=write.request, version=version, placed=placed, table=write.table,
+                                     cipher=write.cipher)
 
     def _cannot(self, error: NvpoolError) -> None:
         """Others have what we can not write: we do not go on beside them."""

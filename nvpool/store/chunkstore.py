@@ -43,6 +43,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.ids import RequestId
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX, MIB
+from nvpool.base.xts import BlockCipher
 from nvpool.logic.chainset import ChainSet
 from nvpool.store.superblock import Superblock, decode_superblock, encode_superblock
 
@@ -298,7 +299,8 @@ class ChunkStore(Protocol):
         changes the buffer meanwhile. The caller gives the result to that and then, in any case, to `drop_placed`. NoSpace,
         Busy, DriveFailed, Fenced: nothing was done. May be cancelled."""
 
-    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes) -> Placed:
+    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
+                      cipher: BlockCipher | None = None) -> Placed:
         """Do of a write what can be refused: merge, compare, find room; and begin to bring its bytes to the drive. A
         `write_now` with the result, when its `writing` is done, does not fail for any of that. As `place` in all else, and
         ChecksumMismatch as of `write_now`."""
@@ -315,7 +317,7 @@ class ChunkStore(Protocol):
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                   request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
-                  table: int = 0) -> int:
+                  table: int = 0, cipher: BlockCipher | None = None) -> int:
         """Make `buffer` part of the chunk; return its new version. offset is in bytes from the start of the chunk and need not
         be aligned; `checksums` has the packed CRC32C of each piece into which block borders divide the buffer.
 
@@ -323,7 +325,8 @@ class ChunkStore(Protocol):
         bytes or the new, never a mixture. A request that was done already, or whose slot has done a later one to this chunk,
         is answered with the chunk's version and changes nothing. `epoch` is the chain's; `version` is given by the head of a
         chain to its successors. `placed`: where `place` has put this buffer. `table` is the chain table of the inode, kept with
-        the chunk; 0: as it was, 1 for a new one.
+        the chunk; 0: as it was, 1 for a new one. `cipher`: of the volume, where that is encrypted, in each write and cut of its
+        files: blocks are stored, summed and read as it encrypts them, `buffer` and `checksums` are plain.
 
         MustWait           nothing was done: await its `until()`, then repeat
         StaleCut           the file was cut since: refresh, send again what still applies
@@ -334,7 +337,8 @@ class ChunkStore(Protocol):
         """
 
     async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                    request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0) -> int:
+                    request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0,
+                    cipher: BlockCipher | None = None) -> int:
         """write_now, repeated after each wait."""
 
     verifier: int
@@ -346,7 +350,8 @@ class ChunkStore(Protocol):
         Fenced when a sync failed, now or before: it is never repeated, the store must be opened anew.
         """
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0) -> int:
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0,
+                  cipher: BlockCipher | None = None) -> int:
         """The file ends at `size`, or has a hole from there to `end`: nothing of that is ever read again, not from a partial
         block either; writes that knew a smaller cut are refused from now on. Of a damaged block at an edge the rest is given
         up: it stays bad, see LOST_CHECKSUM. Durable on return. May be repeated; works on a full drive. Returns the bytes of

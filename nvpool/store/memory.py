@@ -24,6 +24,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.ids import RequestId, is_done
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.base.xts import BlockCipher
 from nvpool.logic.chainset import ChainSet
 from nvpool.logic.replication import Held, after_cut, next_version, raised
 from nvpool.store.chunkstore import (
@@ -137,7 +138,7 @@ class MemoryChunkStore:
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                   request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
-                  table: int = 0) -> int:
+                  table: int = 0, cipher: BlockCipher | None = None) -> int:
         self._refuse_when_fenced()
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
             raise InvalidRequest("a write lies in a chunk")
@@ -156,7 +157,7 @@ class MemoryChunkStore:
             raise InvalidRequest("the checksums do not fit the write")
         if piece_checksums(buffer, offset) != bytes(checksums):
             raise ChecksumMismatch("a written block is not what its writer summed")
-        blocks = self._merged(inode, index, chunk, offset, bytes(buffer))
+        blocks = self._merged(inode, index, chunk, offset, bytes(buffer), cipher)
         added = len(blocks.keys() - chunk.blocks.keys())
         if added and self._used + len(blocks) > self._limit or self._used + added > self._block_count:
             raise NoSpace
@@ -173,7 +174,8 @@ class MemoryChunkStore:
     def places_first(self, offset: int, length: int) -> bool:
         return False
 
-    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes) -> Placed:
+    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
+                      cipher: BlockCipher | None = None) -> Placed:
         self._refuse_when_fenced()
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
             raise InvalidRequest("a write lies in a chunk")
@@ -182,7 +184,7 @@ class MemoryChunkStore:
         if piece_checksums(buffer, offset) != bytes(checksums):
             raise ChecksumMismatch("a written block is not what its writer summed")
         chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
-        blocks = self._merged(inode, index, chunk, offset, bytes(buffer))
+        blocks = self._merged(inode, index, chunk, offset, bytes(buffer), cipher)
         added = len(blocks.keys() - chunk.blocks.keys())
         if added and self._used + len(blocks) > self._limit or self._used + added > self._block_count:
             raise NoSpace
@@ -211,7 +213,8 @@ class MemoryChunkStore:
             raise StaleEpoch(f"the chunk has version {version} already, not {given}")
         return given
 
-    def _merged(self, inode, index, chunk: _Chunk, offset: int, buffer: bytes) -> dict[int, tuple[bytes, int]]:
+    def _merged(self, inode, index, chunk: _Chunk, offset: int, buffer: bytes,
+                cipher: BlockCipher | None) -> dict[int, tuple[bytes, int]]:
         first, end = offset // BLOCK_BYTES, -(-(offset + len(buffer)) // BLOCK_BYTES)
         whole = bytearray((end - first) * BLOCK_BYTES)
         for number in {first, end - 1}:
@@ -224,9 +227,13 @@ class MemoryChunkStore:
                 error = ChecksumMismatch()
                 error.damaged = inode, index, number
                 raise error
+            if cipher is not None:
+                block = cipher.decrypt(inode, index, number, block)
             whole[place - first * BLOCK_BYTES:place - first * BLOCK_BYTES + BLOCK_BYTES] = block
         within = offset - first * BLOCK_BYTES
         whole[within:within + len(buffer)] = buffer
+        if cipher is not None:
+            whole = cipher.encrypt(inode, index, first, whole)
         parts = [bytes(whole[at:at + BLOCK_BYTES]) for at in range(0, len(whole), BLOCK_BYTES)]
         return {first + number: (part, crc32c(part)) for number, part in enumerate(parts)}
 
@@ -238,7 +245,8 @@ class MemoryChunkStore:
             raise Fenced(self.fenced_because)
         self._flushed = dict(self._chunks), dict(self._inodes)
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0) -> int:
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0,
+                  cipher: BlockCipher | None = None) -> int:
         self._refuse_when_fenced()
         largest = 1 << 32 + chunk_bits
         if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or end and not size < end <= largest:
@@ -260,7 +268,7 @@ class MemoryChunkStore:
                 continue
             last = CHUNK_BYTES_MAX if last == whole else last
             blocks = {number: left for number, block in chunk.blocks.items()
-                      if (left := self._without(block, number, first, last))}
+                      if (left := self._without(name, block, number, first, last, cipher))}
             self._used -= len(chunk.blocks) - len(blocks)
             self._chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version), cut=cut)
             for number, (_, checksum) in blocks.items():
@@ -272,7 +280,8 @@ class MemoryChunkStore:
         return (used - self._used) * BLOCK_BYTES
 
     @staticmethod
-    def _without(block: tuple[bytes, int], number: int, first: int, last: int) -> tuple[bytes, int] | None:
+    def _without(name: tuple[int, int], block: tuple[bytes, int], number: int, first: int, last: int,
+                 cipher: BlockCipher | None) -> tuple[bytes, int] | None:
         """The block after bytes [first, last) of its chunk have become zeros; None where nothing else is left of it."""
         begin, end = max(0, first - number * BLOCK_BYTES), min(BLOCK_BYTES, last - number * BLOCK_BYTES)
         if begin >= end:
@@ -280,8 +289,14 @@ class MemoryChunkStore:
         data, checksum = block
         if end - begin < BLOCK_BYTES and crc32c(data) != checksum:
             return data, LOST_CHECKSUM
+        if cipher is not None:
+            data = bytes(cipher.decrypt(*name, number, data))
         zeroed = data[:begin] + ZERO_BLOCK[begin:end] + data[end:]
-        return None if zeroed == ZERO_BLOCK else (zeroed, crc32c(zeroed))
+        if zeroed == ZERO_BLOCK:
+            return None
+        if cipher is not None:
+            zeroed = bytes(cipher.encrypt(*name, number, zeroed))
+        return zeroed, crc32c(zeroed)
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
                    request: RequestId | None = None, epoch: int = 1, given_up=bool,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from nvpool.base.checksum import ZERO_BLOCK, crc32c, first_bad_block
+from nvpool.base.checksum import ZERO_BLOCK, block_checksums, crc32c, first_bad_block
 from nvpool.base.errors import ChecksumMismatch, InvalidRequest
 from nvpool.base.units import BLOCK_BYTES
+from nvpool.base.xts import BlockCipher
 from nvpool.store.chunkstore import MustWait
 from nvpool.store.device import Device
 from nvpool.store.index import Chunk, Index
@@ -31,8 +32,18 @@ class Merger:
         self._note_bad = note_bad
         self._warm: dict[tuple[int, bytes], bytes] = {}
 
-    def whole_blocks(self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes) -> tuple[list, bytes]:
-        """The write as buffers of whole blocks, and their checksums. ChecksumMismatch, MustWait."""
+    def whole_blocks(self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes,
+                     cipher: BlockCipher | None = None) -> tuple[list, bytes]:
+        """The write as buffers of whole blocks, as they are to be stored, and their checksums. `cipher`: of the volume, where
+        that is encrypted. ChecksumMismatch, MustWait."""
+        if cipher is None:
+            return self._whole_blocks(chunk, offset, buffer, checksums, None)
+        buffers, _ = self._whole_blocks(chunk, offset, buffer, checksums, cipher)
+        stored = cipher.encrypt(chunk.inode, chunk.index, offset >> 12, buffers[0] if len(buffers) == 1 else b"".join(buffers))
+        return [memoryview(stored)], block_checksums(stored)
+
+    def _whole_blocks(self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes,
+                      cipher: BlockCipher | None) -> tuple[list, bytes]:
         length = len(buffer)
         head = -offset % BLOCK_BYTES if offset & _BLOCK_MASK else 0
         head = min(head, length)
@@ -50,7 +61,7 @@ class Merger:
         at = 0
         first = offset >> 12
         if head:
-            merged = self._merged(chunk, first, offset & _BLOCK_MASK, buffer[:head], sums[:4])
+            merged = self._merged(chunk, first, offset & _BLOCK_MASK, buffer[:head], sums[:4], cipher)
             buffers.append(merged)
             new_sums.append(crc32c(merged).to_bytes(4, "little"))
             at = 1
@@ -62,20 +73,26 @@ class Merger:
             buffers.append(part)
             new_sums.append(part_sums)
         if tail:
-            merged = self._merged(chunk, offset + head + middle >> 12, 0, buffer[head + middle:], sums[-4:])
+            merged = self._merged(chunk, offset + head + middle >> 12, 0, buffer[head + middle:], sums[-4:],
+                                  cipher)
             buffers.append(merged)
             new_sums.append(crc32c(merged).to_bytes(4, "little"))
         return buffers, b"".join(new_sums)
 
-    def _merged(self, chunk: Chunk, block: int, within: int, piece: memoryview, checksum: bytes) -> bytearray:
+    def _merged(self, chunk: Chunk, block: int, within: int, piece: memoryview, checksum: bytes,
+                cipher: BlockCipher | None) -> bytearray:
         if crc32c(piece) != int.from_bytes(checksum, "little"):
             raise ChecksumMismatch("a written piece is not what its writer summed")
-        merged = bytearray(self.old_block(chunk, block))
+        merged = bytearray(self.old_block(chunk, block, cipher))
         merged[within:within + len(piece)] = piece
         return merged
 
-    def old_block(self, chunk: Chunk, block: int) -> bytes | memoryview:
-        """The block's bytes, checked. MustWait when they are not in memory, ChecksumMismatch."""
+    def old_block(self, chunk: Chunk, block: int, cipher: BlockCipher | None = None) -> bytes | memoryview:
+        """The block's bytes, checked and decrypted. MustWait when they are not in memory, ChecksumMismatch."""
+        found = self._stored_block(chunk, block)
+        return found if cipher is None else cipher.decrypt(chunk.inode, chunk.index, block, found)
+
+    def _stored_block(self, chunk: Chunk, block: int) -> bytes | memoryview:
         segment = self._index.segment(chunk, block >> SEGMENT_BITS)
         within = block & SEGMENT_MASK
         place = segment.disk[within] if within < len(segment.disk) else 0

@@ -22,6 +22,7 @@ from nvpool.base.errors import CorruptFrame, InvalidRequest, NvpoolError, Unavai
 from nvpool.base.grants import SERVICE, Grant, sign
 from nvpool.base.ids import RequestId
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.base.volume_keys import VolumeKey
 from nvpool.logic.poolmap import PoolMap
 from nvpool.logic.replication import Offer
 from nvpool.wire.transport import Buffer
@@ -48,10 +49,11 @@ Name = tuple[int, int]
 class Write:
     """One write of a chunk, as its client has sent it."""
 
-    __slots__ = ("table", "inode", "index", "offset", "buffer", "checksums", "cut", "request")
+    __slots__ = ("table", "inode", "index", "offset", "buffer", "checksums", "cut", "request", "wrapped_key", "cipher")
 
     def __init__(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, cut: int,
-                 request: RequestId):
+                 request: RequestId, key: VolumeKey | None = None):
+        """`key`: of the volume, where that is encrypted."""
         self.table = table
         self.inode = inode
         self.index = index
@@ -60,21 +62,25 @@ class Write:
         self.checksums = checksums
         self.cut = cut
         self.request = request
+        self.wrapped_key = b"" if key is None else key.wrapped
+        self.cipher = None if key is None else key.cipher
 
     @property
     def name(self) -> Name:
         return self.inode, self.index
 
 
-def peer_write(request: pb.PeerWriteRequest, payload: memoryview) -> tuple[Offer, Write]:
-    """What a peer write says. InvalidRequest for sizes that make no sense; what the checksums are is for the store to see."""
+def peer_write(request: pb.PeerWriteRequest, payload: memoryview, key: VolumeKey | None = None) -> tuple[Offer, Write]:
+    """What a peer write says; `key` belongs to its wrapped key. InvalidRequest for sizes that make no sense; what the checksums
+    are is for the store to see."""
     length = len(payload)
     pieces = (request.offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - request.offset // BLOCK_BYTES
     if not length or request.offset + length > CHUNK_BYTES_MAX or len(request.checksums) != 4 * pieces:
         raise InvalidRequest(f"a peer write of {length} bytes at {request.offset} has checksums of {len(request.checksums)}")
     name = RequestId(request.session, request.slot, request.sequence)
     return (Offer(request.sender, request.chain_epoch, request.version, request.base, request.cut, name, request.last),
-            Write(request.table, request.inode, request.index, request.offset, payload, request.checksums, request.cut, name))
+            Write(request.table, request.inode, request.index, request.offset, payload, request.checksums, request.cut, name,
+                  key))
 
 
 OnDone = Callable[[pb.PeerWriteReply | None, BaseException | None], None]

@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from nvpool.base.errors import Busy
+from nvpool.base.xts import BlockCipher
 from nvpool.store.allocator import Transaction, Waiting
 from nvpool.store.chunkstore import MustWait, Placed
 
@@ -43,13 +44,14 @@ async def place(store: BlockChunkStore, inode: int, index: int, offset: int, buf
     return placed
 
 
-async def prepare(store: BlockChunkStore, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes) -> Placed:
+async def prepare(store: BlockChunkStore, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
+                  cipher: BlockCipher | None = None) -> Placed:
     """See ChunkStore.prepare."""
     for _ in range(_TRIES_MAX):
         store.refuse_when_fenced()
         transaction, chunk = Transaction(), store.index.chunk(inode, index)
         try:
-            buffers, sums = store.merger.whole_blocks(chunk, offset, buffer, checksums)
+            buffers, sums = store.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
             count = len(sums) >> 2
             grows = 0 in store.index.places(chunk, offset >> 12, count)
             runs = store.allocator.allocate(transaction, count, grows=grows)
@@ -62,7 +64,7 @@ async def prepare(store: BlockChunkStore, inode: int, index: int, offset: int, b
         raise Busy("the store did not find room for the write")
     placed = Placed(transaction, runs, sums, chunk.version)
     if store.places_first(offset, len(buffer)):
-        placed.writing = store.device.write_direct(buffer, [(place << 12, blocks << 12) for place, blocks in runs])
+        placed.writing = store.device.write_direct(buffers[0], [(place << 12, blocks << 12) for place, blocks in runs])
         store.note_written(len(buffer))
         return placed
     try:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from nvpool.base.clock import Clock
 from nvpool.base.errors import BytesLost, InvalidRequest, NotSupported, WrongTarget
 from nvpool.base.ids import RequestId
+from nvpool.base.volume_keys import VolumeKey
+from nvpool.base.xts import BlockCipher
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
 from nvpool.logic.replication import Offer, Place, place_in
@@ -76,13 +78,13 @@ class Replica:
         return len(place.members) > 1 or (inode, index) in self.pending
 
     async def lead(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
-                   request: RequestId | None, deadline_s: float) -> int:
+                   request: RequestId | None, deadline_s: float, key: VolumeKey | None = None) -> int:
         """See ChainWrites.lead."""
         if self.writes is None:
             raise NotSupported("this store does not reach the other targets of the chunk")
         if request is None:
             raise InvalidRequest("a write of a chunk with several replicas needs a name")
-        write = Write(table or 1, inode, index, offset, buffer, checksums, cut, request)
+        write = Write(table or 1, inode, index, offset, buffer, checksums, cut, request, key)
         return await self.writes.lead(write, deadline_s)
 
     def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:
@@ -92,11 +94,13 @@ class Replica:
         return self.writes.follow(offer, link, write)
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
-                  request: RequestId | None, version: int = 0, placed: Placed | None = None, table: int = 0) -> int:
+                  request: RequestId | None, version: int = 0, placed: Placed | None = None, table: int = 0,
+                  cipher: BlockCipher | None = None) -> int:
         """See ChunkStore.write_now; of a chunk that is not shared. WrongTarget when the chunk's chain is not ours: fetch the
         map, choose again."""
         return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request,
-                                     epoch=self._epoch(table, inode, index), version=version, placed=placed, table=table)
+                                     epoch=self._epoch(table, inode, index), version=version, placed=placed, table=table,
+                                     cipher=cipher)
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int,
                    request: RequestId | None, given_up: Callable[[], bool], table: int = 0) -> tuple[int, int]:
@@ -147,13 +151,13 @@ class Replica:
         if decisions:
             await self.writes.wait_to_read(decisions, deadline_s)
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int) -> int:
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int, cipher: BlockCipher | None = None) -> int:
         """See ChunkStore.cut. A chunk may become shared while this waits, so writes are kept out in any case."""
         if self.writes is None:
-            return await self._store.cut(inode, size, cut, chunk_bits, end)
+            return await self._store.cut(inode, size, cut, chunk_bits, end, cipher)
         await self.writes.begin_cut([inode], cut)
         try:
-            return await self._store.cut(inode, size, cut, chunk_bits, end)
+            return await self._store.cut(inode, size, cut, chunk_bits, end, cipher)
         finally:
             self.writes.end_cut([inode], cut)
 

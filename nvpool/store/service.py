@@ -38,6 +38,7 @@ from nvpool.base.errors import (
     WrongTarget,
 )
 from nvpool.base.ids import RequestId
+from nvpool.base.volume_keys import PoolKeys, VolumeKey
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
 from nvpool.store.atonce import close as close_at_once
@@ -89,13 +90,14 @@ class StoreService(WritesOne, Telling):
                  dialer: Dialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
                  scrub_interval_s: float = INTERVAL_S, scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
                  on_fail: Callable[[str], None] = lambda reason: None, tenure: Tenure | None = None,
-                 callers: Callers | None = None):
+                 callers: Callers | None = None, pool_keys: PoolKeys | None = None):
         """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later. At `handover_path`
         processes of this user, and of the group, are given descriptors for the short cut. Without a `dialer` this store takes
         no part in chains with others. `on_fail` is told when background work has died of a fault in itself."""
         self.store = store
         self.target = target
         self._callers = callers or Callers()
+        self._pool_keys = pool_keys or PoolKeys()
         self.clock = clock
         self._refresh_map = refresh_map
         self._map: PoolMap | None = None
@@ -312,6 +314,10 @@ class StoreService(WritesOne, Telling):
         if any_left and self.store.lender is not None:
             self.store.lender.changing_all()
 
+    def volume_key(self, wrapped: bytes) -> VolumeKey | None:
+        """What belongs to the wrapped key of a request; None: it has none. KeyMissing: this store can not unwrap it."""
+        return VolumeKey(wrapped, self._pool_keys.cipher(wrapped)) if wrapped else None
+
     def _authority(self, raw: bytes) -> None:
         grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
         if grant is None:
@@ -472,8 +478,8 @@ class StoreService(WritesOne, Telling):
     def _peer_write(self, call: Call) -> None:
         request = self._parse(pb.PeerWriteRequest, call)
         self._authority(request.authority)
-        offer, write = peer_write(request, call.payload)
         try:
+            offer, write = peer_write(request, call.payload, self.volume_key(request.wrapped_key))
             version = self.replica.follow(offer, request.link, write)
         except NvpoolError as error:
             self._answer_peer(call, error)
@@ -517,10 +523,11 @@ class StoreService(WritesOne, Telling):
 
     async def _do_cut(self, call: Call, request: pb.CutRequest) -> None:
         what = request.inode, request.size, request.cut, request.chunk_bits, request.end
+        key = self.volume_key(request.wrapped_key)
         if self.upkeep is not None:
             self.upkeep.resync.guard.cut(*what)
         with self._giving.cutting(request.inode):
-            freed = await self.replica.cut(*what)
+            freed = await self.replica.cut(*what, None if key is None else key.cipher)
         call.reply(pb.CutReply(map_epoch=self._epoch, bytes=freed).SerializeToString())
 
     def _remove(self, call: Call) -> None:
@@ -562,10 +569,12 @@ class StoreService(WritesOne, Telling):
         if request.map_epoch != self._epoch:
             self._check_epoch(request.map_epoch, lambda: ((request.from_inode, request.from_index),
                                                           (request.inode, request.index)))
-        self._check_right(request.read_grant, request.from_inode, grants.READ)
+        source = self._check_right(request.read_grant, request.from_inode, grants.READ)
         right = self._check_right(request.write_grant, request.inode, grants.WRITE)
         if not right.rights & grants.SERVICE and (request.cut > right.cut or right.session != request.session != 0):
             raise StaleGrant
+        if (source.rights | right.rights) & grants.ENCRYPTED:  # what is encrypted for one position decrypts at no other
+            raise NotSupported("chunks of encrypted volumes are copied by reading and writing them")
         table = 0 if right.rights & grants.SERVICE else right.table
         self._later(call, self._do_copy(call, request, table))
 

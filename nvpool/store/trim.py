@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from nvpool.base.checksum import ZERO_BLOCK, ZERO_BLOCK_CHECKSUM, crc32c
 from nvpool.base.errors import Busy, ChecksumMismatch, CorruptRecord, InvalidRequest, StaleCut
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.base.xts import BlockCipher
 from nvpool.kv.contract import Effect
 from nvpool.logic.replication import after_cut, raised
 from nvpool.store.allocator import Transaction, Waiting
@@ -52,7 +53,8 @@ _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 _LOST_CRC = LOST_CHECKSUM.to_bytes(4, "little")
 
 
-async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_bits: int, end: int = 0) -> int:
+async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_bits: int, end: int = 0,
+              cipher: BlockCipher | None = None) -> int:
     """See ChunkStore.cut."""
     largest = CHUNK_INDEX_MAX + 1 << chunk_bits
     if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or end and not size < end <= largest:
@@ -68,14 +70,14 @@ async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_
     blocks = 0
     if first == until:
         if begin < rest:  # else the largest file there is, of which nothing goes
-            blocks = await _cut_within(store, inode, first, begin, rest, number)
+            blocks = await _cut_within(store, inode, first, begin, rest, number, cipher)
     else:
         if begin:
-            blocks = await _cut_within(store, inode, first, begin, CHUNK_BYTES_MAX, number)
+            blocks = await _cut_within(store, inode, first, begin, CHUNK_BYTES_MAX, number, cipher)
             first += 1
         blocks += (await drop(store, inode, first, number, until))[1]
         if rest:
-            blocks += await _cut_within(store, inode, until, 0, rest, number)
+            blocks += await _cut_within(store, inode, until, 0, rest, number, cipher)
     await store.flush()
     return blocks * BLOCK_BYTES
 
@@ -203,7 +205,8 @@ def _key(inode: int, place: int) -> bytes:
     return segment_key(inode, place >> 8, place & 0xFF) if place < 1 << 40 else inode_end_key(inode)
 
 
-async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int, end: int, number: int) -> int:
+async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int, end: int, number: int,
+                      cipher: BlockCipher | None) -> int:
     """Bytes [begin, end) of the chunk are zeros: whole blocks go, and those at both ends are overwritten in part. Returns how
     many blocks went."""
     for _ in range(_TRIES_MAX):
@@ -216,7 +219,7 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
         version = chunk.version
         transaction = Transaction()
         try:
-            edges = _zeroed_edges(store, chunk, begin, end)
+            edges = _zeroed_edges(store, chunk, begin, end, cipher)
             written = [block for block in edges.values() if block]
             runs = store.allocator.allocate(transaction, len(written), grows=False) if written else []
         except Waiting:
@@ -250,16 +253,17 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
     raise Busy("other writes to the chunk did not let the cut through")
 
 
-def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int) -> dict[int, bytes | None]:
-    """The blocks in which `begin` and `end` lie, with zeros between the two; None for one of which nothing is left but zeros,
-    nothing (b"") for a damaged one. Those that need not change are not named."""
+def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int,
+                  cipher: BlockCipher | None) -> dict[int, bytes | None]:
+    """The blocks in which `begin` and `end` lie, with zeros between the two, as they are to be stored; None for one of which
+    nothing is left but zeros, nothing (b"") for a damaged one. Those that need not change are not named."""
     edges: dict[int, bytes | None] = {}
     for number in {begin >> 12: 0, end >> 12: 0}:
         first, last = max(begin - (number << 12), 0), min(end - (number << 12), BLOCK_BYTES)
         if first >= last or last - first == BLOCK_BYTES:
             continue  # the end of one whole block and the beginning of another
         try:
-            old = store.merger.old_block(chunk, number)
+            old = store.merger.old_block(chunk, number, cipher)
         except ChecksumMismatch:
             edges[number] = b""
             continue
@@ -267,7 +271,7 @@ def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int) -> dict[i
         if zeroed == ZERO_BLOCK:
             edges[number] = None
         elif zeroed != old:
-            edges[number] = zeroed
+            edges[number] = zeroed if cipher is None else bytes(cipher.encrypt(chunk.inode, chunk.index, number, zeroed))
     return edges
 
 

@@ -35,8 +35,8 @@ class WritesOne:
                 or replica.shares or replica.losing or self.store.places_first(offset, length):
             return False
         grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
-        if grant is None or not grant.rights & grants.WRITE or grant.rights & grants.SERVICE or grant.inode != inode \
-                or cut > grant.cut or grant.session != session:
+        if grant is None or not grant.rights & grants.WRITE or grant.rights & (grants.SERVICE | grants.ENCRYPTED) \
+                or grant.inode != inode or cut > grant.cut or grant.session != session:
             return False
         status = version = 0
         try:

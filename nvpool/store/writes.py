@@ -31,6 +31,13 @@ async def _breathe() -> None:
     await asyncio.sleep(0)
 
 
+def check_key(grant: grants.Grant, wrapped_key: bytes) -> None:
+    """InvalidRequest: a write to a file of an encrypted volume has to bring the volume's key, and no other write does."""
+    if bool(grant.rights & grants.ENCRYPTED) != bool(wrapped_key):
+        raise InvalidRequest("the write brings the key of a volume, and the file is in none that is encrypted" if wrapped_key
+                             else "the file is in an encrypted volume, and the write does not bring the volume's key")
+
+
 class WriteBatch:
     """A batch of writes and how far it has come. Once a write to a chunk is refused, the later ones of the batch to that chunk
     are refused for the same reason: what is done of a chunk's writes is always a beginning of them."""
@@ -61,6 +68,8 @@ class WriteBatch:
         self._led: tuple[int, int] = -1, 0  # number, version
         self._refused: dict[tuple[int, int], int] = {}
         self.session = request.session
+        self._key = service.volume_key(request.wrapped_key)
+        self._cipher = None if self._key is None else self._key.cipher
         now_ms = service.clock.wall_ns() // 1_000_000
         self._grants = [service.grant(raw, now_ms) for raw in request.grants]
         self.results = bytearray(RESULT.size * len(self.headers))
@@ -97,7 +106,7 @@ class WriteBatch:
                     else:
                         version = replica.write_now(inode, index, offset, self._payload[begin:end],
                                                     request.checksums[first:last], cut=cut, request=name, placed=self._placed,
-                                                    table=table)
+                                                    table=table, cipher=self._cipher)
             except MustWait as wait:
                 return wait.until
             except NvpoolError as error:
@@ -124,7 +133,14 @@ class WriteBatch:
         inode, _, _, index, offset, *_ = self.headers[number]
         begin, end = self._places[number]
         try:
-            self._placed = await self._store.place(inode, index, offset, self._payload[begin:end])
+            if self._cipher is None:
+                self._placed = await self._store.place(inode, index, offset, self._payload[begin:end])
+            else:
+                first, last = self._pieces[number]
+                self._placed = await self._store.prepare(inode, index, offset, self._payload[begin:end],
+                                                         self._request.checksums[first:last], self._cipher)
+                if self._placed.writing is not None:
+                    await asyncio.shield(self._placed.writing)
         except NvpoolError as error:
             self._refused[inode, index] = error.wire_code
 
@@ -136,7 +152,7 @@ class WriteBatch:
         try:
             version = await self._replica.lead(table, inode, index, offset, self._payload[begin:end],
                                                self._request.checksums[first:last], cut=cut, request=name,
-                                               deadline_s=self._deadline_s)
+                                               deadline_s=self._deadline_s, key=self._key)
             self._led = number, version
         except NvpoolError as error:
             self._refused[inode, index] = error.wire_code
@@ -158,4 +174,6 @@ class WriteBatch:
         if not grant.rights & grants.SERVICE and (grant.inode != inode or cut > grant.cut or
                                                   grant.session != self.session != 0):
             raise StaleGrant
+        if not grant.rights & grants.SERVICE:
+            check_key(grant, self._request.wrapped_key)
         return 0 if grant.rights & grants.SERVICE else grant.table

@@ -18,6 +18,7 @@ from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import StaleEpoch, StaleTerm, Unavailable
 from nvpool.base.kept import KeptMemory
 from nvpool.base.units import MIB
+from nvpool.base.volume_keys import PoolKeys
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.kv.memory import MemoryKv
@@ -49,15 +50,18 @@ def shards_wanted() -> int:
 
 
 class LocalPool:
-    """`directory` None: everything in memory. `endpoints(role, number)` names other endpoints than inproc ones, one each."""
+    """`directory` None: everything in memory. `endpoints(role, number)` names other endpoints than inproc ones, one each.
+    `key_file`: of pool keys."""
 
     def __init__(self, directory: str | os.PathLike | None = None, *, capacities: tuple[int, ...] = (64 * MIB, 96 * MIB),
                  chunk_bytes: int = MIB, meta_options: MetaOptions | None = None, clock: Clock = SYSTEM_CLOCK,
-                 endpoints=None, make_store=None, replicas: int = 1, tells_map: bool = False, shards: int = 0):
+                 endpoints=None, make_store=None, replicas: int = 1, tells_map: bool = False, shards: int = 0,
+                 key_file: str = ""):
         self.directory = None if directory is None else os.fspath(directory)
         self.clock = clock
         self.grant_secret = bytes(range(32))
         self._name = f"local-{os.getpid()}-{next(_numbers)}"
+        self._key_file = key_file
         self._endpoints = endpoints or (lambda role, number: f"inproc://{self._name}-{role}-{number}")
         self._meta_options = meta_options or MetaOptions()
         self._make_store = make_store or self._real_store
@@ -167,7 +171,8 @@ class LocalPool:
             kv = await LmdbKv.open(path, LmdbOptions())
         self.kvs[shard] = kv
         meta = MetaService(kv, shard=shard, grant_secret=self.grant_secret, dialer=self._dialer(f"shard {shard}"),
-                           clock=self.clock, options=self._meta_options, take_right=self._take_right)
+                           clock=self.clock, options=self._meta_options, take_right=self._take_right,
+                           pool_keys=PoolKeys(key_file=self._key_file))
         meta.update_map(self.pool_map)
         await meta.start()
         self.metas[shard] = meta
@@ -213,7 +218,7 @@ class LocalPool:
         path = path_beside(parse_endpoint(endpoint).path) if endpoint.startswith("stream+unix:") else ""
         dialer = pool._dialer(f"target {target}")
         return StoreService(store, target=target, grant_secret=pool.grant_secret, clock=pool.clock, handover_path=path,
-                            dialer=dialer, refresh_map=lambda: pool._give_map(target))
+                            dialer=dialer, refresh_map=lambda: pool._give_map(target), pool_keys=PoolKeys(key_file=pool._key_file))
 
     def _give_map(self, target: int) -> None:
         if target in self.stores:

@@ -27,6 +27,7 @@ from nvpool.client.reader import Reader
 from nvpool.client.rooms import Rooms
 from nvpool.client.shortcut import ShortCut
 from nvpool.client.vfs.contract import Caller
+from nvpool.client.volume_keys import VolumeKeys
 from nvpool.client.writer import Writer
 from nvpool.wire.codec import pack_inodes
 from nvpool.wire.v1 import meta_pb2, wire_pb2
@@ -54,7 +55,8 @@ class Core:
         self.cache = Cache(options, clock, self.leases)
         self.meta.ended = self._leases_ended
         self.meta.told = self._opens_told
-        self.chunks = ChunkClient(view, dialer, options, clock, renew=self._refresh)
+        keys = VolumeKeys(self.meta, self._volume_of)
+        self.chunks = ChunkClient(view, dialer, options, clock, renew=self._refresh, keys=keys)
         self.chunks.map_changed_files = self._forget_lanes
         self.paths = KnownPaths(lambda: view.map, dialer, clock)
         self.chunks.path_told = self.paths.told

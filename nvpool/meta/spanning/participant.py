@@ -194,6 +194,7 @@ class Participant:
             made.append((records.COUNTS_KEY, records.encode_counts(view.inode_count + count)))
         self._kv.apply(made, reclaims=True)
         view.inode_count += count
+        view.access.note_effects(effects)
         for key, value in effects:
             if records.kind_of(key) == records.ORPHAN and value is not None:
                 self._orphaned(records.inode_of_key(key))

@@ -1,15 +1,28 @@
 """Who may do what in a volume: looked at only where a volume restricts something, so that all others pay nothing for it.
 
-`restricted` holds the volumes of this shard that are sealed, listed or being removed; what is about all that a shard has is
-for nodes anyway (wire/rights). The service says on whose behalf it
-decides (`asker`); what it does by itself (fsck, the collector, removal) has none and may do all. Used by `meta/view`; part of
-`View`. """
+`restricted` holds the volumes of this shard that are sealed, listed or being removed, `encrypted` those that are encrypted;
+what is about all that a shard has is for nodes anyway (wire/rights). The service says on whose behalf it decides (`asker`);
+what it does by itself (fsck, the collector, removal) has none and may do all. Used by `meta/view`; part of `View`. """
 
 from __future__ import annotations
 
-from nvpool.base.errors import AccessDenied, NotFound, ReadOnly
-from nvpool.meta.volumes.records import LISTED, REMOVING, SEALED, VolumeRecord
+from collections.abc import Iterable
+
+from nvpool.base.errors import AccessDenied, CorruptRecord, NotFound, ReadOnly
+from nvpool.meta.records import OTHER, kind_of
+from nvpool.meta.volumes.records import (
+    LISTED,
+    REMOVING,
+    SEALED,
+    VOLUME,
+    VolumeRecord,
+    decode_volume,
+    kind_of_volume_key,
+    volume_of_key,
+)
 from nvpool.wire.v1 import meta_pb2 as pb
+
+_FOR_READERS = (pb.VolumeRequest.ATTACH, pb.VolumeRequest.DETACH, pb.VolumeRequest.KEY)
 
 
 def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
@@ -18,10 +31,12 @@ def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> N
     wish = request.wish
     if not asker:
         return
+    if wish == pb.VolumeRequest.REWRAP:
+        raise AccessDenied(f"{asker} is a client: keys of volumes are wrapped anew on a node of the pool")
     if wish in (pb.VolumeRequest.GRANT, pb.VolumeRequest.REVOKE) or request.HasField("listed"):
         raise AccessDenied(f"{asker} is a client: rights to volumes are given and taken on a node of the pool")
     right = dict(record.grants).get(asker) if record.flags & LISTED else True
-    if right is None or not right and wish not in (pb.VolumeRequest.ATTACH, pb.VolumeRequest.DETACH):
+    if right is None or not right and wish not in _FOR_READERS:
         raise AccessDenied(f"{asker} has no right to do that with volume {record.name}; an operator gives one")
 
 
@@ -37,6 +52,8 @@ def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
 class Access:
     def __init__(self) -> None:
         self.restricted: dict[int, VolumeRecord] = {}
+        self.encrypted: dict[int, bytes] = {}
+        """Their wrapped keys."""
         self.asker: str | None = None
         """The member of the pool for whom it is decided, "" for who has the rights of a node; None: for ourselves."""
         self.taken: frozenset[tuple[int, str]] = frozenset()
@@ -48,6 +65,19 @@ class Access:
             self.restricted[number] = record
         else:
             self.restricted.pop(number, None)
+        if record is not None and record.wrapped_key:
+            self.encrypted[number] = record.wrapped_key
+        else:
+            self.encrypted.pop(number, None)
+
+    def note_effects(self, effects: Iterable[tuple[bytes, bytes | None]]) -> None:
+        """As `note`, of the volumes whose records are among these. What can not be read is left to fsck."""
+        for key, raw in effects:
+            try:
+                if kind_of(key) == OTHER and kind_of_volume_key(key) == VOLUME:
+                    self.note(volume_of_key(key), decode_volume(raw) if raw is not None else None)
+            except CorruptRecord:
+                continue
 
     def is_sealed(self, number: int) -> bool:
         record = self.restricted.get(number)

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from nvpool.base.errors import Busy, InvalidRequest, NotFound, ReadOnly
 from nvpool.base.identities import check_member
 from nvpool.base.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, format_bytes
+from nvpool.base.volume_keys import wrapped_by
 from nvpool.logic.volumenames import check_volume_name
 from nvpool.meta.records import Inode, decode_inode, inode_key
 from nvpool.meta.view import Draft, View
 from nvpool.meta.volumes.records import (
     ATTACHED,
     ATTACHMENTS_MAX,
+    ENCRYPTED,
     GRANTS_MAX,
     KEY_BYTES,
     LISTED,
@@ -61,6 +65,9 @@ def begin_volume(draft: Draft, root: Inode, request: pb.CreateRequest) -> None:
         root.chunk_bits = wish.chunk_bits
     root.volume = root.number
     record = VolumeRecord(name, wish.bytes_max, wish.files_max, wish.trash_s, draft.now_ns)
+    if wish.encrypted:
+        record = record._replace(flags=ENCRYPTED, wrapped_key=draft.view.pool_keys.new())
+        draft.then = partial(draft.view.access.note, root.number, record)
     draft.effects[volume_key(VOLUME, root.number)] = encode_volume(record)
     draft.effects[volume_key(USE, root.number)] = encode_use(Use())
 
@@ -94,7 +101,8 @@ def state_of(view: View, number: int, record: VolumeRecord, use: Use) -> pb.Volu
                            trash_s=record.trash_s, listed=bool(record.flags & LISTED), removing=bool(record.flags & REMOVING),
                            files_removing=record.files_removing, created_ns=record.created_ns,
                            bytes_reserved=view.rooms.promised(number) if view.rooms is not None else 0,
-                           attachments=attachments(view, number))
+                           attachments=attachments(view, number),
+                           pool_key=wrapped_by(record.wrapped_key) if record.wrapped_key else "")
     state.grants.extend(pb.VolumeGrant(client=member, write=write) for member, write in record.grants)
     raw = view.get(inode_key(number))  # of everybody's knowledge, whoever may go in
     if raw is not None:

@@ -4,8 +4,9 @@ A volume is named by the inode number of its root directory, and all that belong
 it moves, is shipped and is dumped with that, and a change of a name and of the use are one change.
 
     key       u16 partition and kind OTHER · kind u8 · counter of the root directory, scattered, 7 bytes · of an attachment: who
-    VOLUME    version u8 = 1 · flags u8 (1 sealed, 2 listed, 4 removing) · bytes_max u64 · files_max u64 · trash s u32 ·
-              created ns i64 · files at removal u64 · name length u8, name · grants u16, of each: write u8 · length u8, member
+    VOLUME    version u8 = 1 · flags u8 (1 sealed, 2 listed, 4 removing, 8 encrypted) · bytes_max u64 · files_max u64 ·
+              trash s u32 · created ns i64 · files at removal u64 · name length u8, name · grants u16, of each: write u8 ·
+              length u8, member · with the flag 8: the volume's key, wrapped (base/volume_keys)
     USE       version u8 = 1 · bytes u64 · files u64: of what is in it, the root directory left out
     ATTACHED  version u8 = 1 · since ns i64
     TRASH     (key: inode u64 BE behind it) version u8 = 1 · removed ns i64 · expires ns i64 · directory u64 · name
@@ -20,10 +21,11 @@ from typing import NamedTuple
 from nvpool.base.errors import CorruptRecord
 from nvpool.base.ids import COUNTER_BITS, COUNTER_MASK
 from nvpool.base.units import NAME_BYTES_MAX
+from nvpool.base.volume_keys import WRAPPED_BYTES
 from nvpool.meta.records import END_OF_KEYS, OTHER, inode_of_key, numbered_key, partition_of_key, prefix
 
 VOLUME, USE, ATTACHED, TRASH = 1, 2, 3, 4
-SEALED, LISTED, REMOVING = 1, 2, 4
+SEALED, LISTED, REMOVING, ENCRYPTED = 1, 2, 4, 8
 GRANTS_MAX, ATTACHMENTS_MAX = 256, 1024
 KNOWN_MAX = 4096
 """Volumes of which something computed is kept."""
@@ -46,11 +48,13 @@ class VolumeRecord(NamedTuple):
     flags: int = 0
     files_removing: int = 0
     grants: tuple[tuple[str, bool], ...] = ()
+    wrapped_key: bytes = b""
+    """Of an encrypted volume."""
 
     @property
     def is_restricted(self) -> bool:
         """Whether requests for what is in it have to be looked at."""
-        return bool(self.flags)
+        return bool(self.flags & ~ENCRYPTED)
 
 
 class Trashed(NamedTuple):
@@ -119,6 +123,7 @@ def encode_volume(volume: VolumeRecord) -> bytes:
     for member, write in volume.grants:
         raw = member.encode()
         parts += [bytes((write, len(raw))), raw]
+    parts.append(volume.wrapped_key)
     return b"".join(parts)
 
 
@@ -136,10 +141,14 @@ def decode_volume(raw: bytes) -> VolumeRecord:
             write, length = raw[at], raw[at + 1]
             grants.append((raw[at + 2:at + 2 + length].decode(), bool(write)))
             at += 2 + length
-        volume = VolumeRecord(name.decode(), bytes_max, files_max, trash_s, created_ns, flags, files_removing, tuple(grants))
+        wrapped_key = b""
+        if flags & ENCRYPTED:
+            wrapped_key, at = raw[at:at + WRAPPED_BYTES], at + WRAPPED_BYTES
+        volume = VolumeRecord(name.decode(), bytes_max, files_max, trash_s, created_ns, flags, files_removing, tuple(grants),
+                              wrapped_key)
     except (struct.error, IndexError, UnicodeDecodeError):
         raise CorruptRecord("the record of a volume can not be read") from None
-    if version != _VERSION or at != len(raw) or flags > SEALED | LISTED | REMOVING or encode_volume(volume) != raw:
+    if version != _VERSION or at != len(raw) or flags > SEALED | LISTED | REMOVING | ENCRYPTED or encode_volume(volume) != raw:
         raise CorruptRecord("the record of a volume can not be read")
     return volume
 

@@ -83,8 +83,9 @@ class VolumeAnswers:
     def forget_volumes(self, partitions: frozenset[int]) -> None:
         self._view.trashes -= {volume for volume in self._view.trashes if partition_of(volume) in partitions}
         self._view.rooms.forget(partitions)
-        for number in [number for number in self._view.access.restricted if partition_of(number) in partitions]:
-            self._view.access.note(number, None)
+        access = self._view.access
+        for number in [number for number in {*access.restricted, *access.encrypted} if partition_of(number) in partitions]:
+            access.note(number, None)
             self._removals.pop(number, None)
 
     def _check_here(self, volume: int) -> None:
@@ -146,6 +147,9 @@ class VolumeAnswers:
         if request.wish == _Wish.SHOW:
             self._reply_volume(call, request.inode)
             return
+        if request.wish == _Wish.KEY:
+            self._reply_key(call, request, record)
+            return
         check_wish(self._owner(call), record, request)
         if self._kv.full:
             self._later(call, self._kv.room)
@@ -166,6 +170,14 @@ class VolumeAnswers:
         reply = pb.VolumeReply()
         self._waits.add(call, partial(self._settle, request.inode, self._kv.sequence, reply),
                         lambda: self._reply_volume(call, request.inode, reply), may_be_applied=True)
+
+    def _reply_key(self, call: Call, request: _Wish, record: VolumeRecord) -> None:
+        """For who may read in the volume. AccessDenied; KeyMissing."""
+        check_wish(self._owner(call), record, request)
+        reply = pb.VolumeReply()
+        if record.wrapped_key:
+            reply.key, reply.wrapped_key = self._view.pool_keys.unwrap(record.wrapped_key), record.wrapped_key
+        call.reply(reply.SerializeToString())
 
     async def _settle(self, number: int, sequence: int, reply: pb.VolumeReply) -> None:
         """Have what was changed stored, and rights that were taken back refused by the stores."""
@@ -189,6 +201,8 @@ class VolumeAnswers:
         elif wish == _Wish.SEAL:
             self._check_no_writers(record, number)
             new = record._replace(flags=record.flags | SEALED)
+        elif wish == _Wish.REWRAP:
+            new = record._replace(wrapped_key=self._view.pool_keys.rewrap(record.wrapped_key)) if record.wrapped_key else record
         elif wish == _Wish.GRANT:
             new = policy.granted(record, request.grant)
         elif wish == _Wish.REVOKE:

@@ -59,7 +59,7 @@ class LocateReply(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ..., runs: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
-    __slots__ = ("map_epoch", "target", "grants", "writes", "checksums", "session", "slot", "versions")
+    __slots__ = ("map_epoch", "target", "grants", "writes", "checksums", "session", "slot", "versions", "wrapped_key")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class WriteRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    WRAPPED_KEY_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     target: int
     grants: _containers.RepeatedScalarFieldContainer[bytes]
@@ -76,7 +77,8 @@ class WriteRequest(_message.Message):
     session: int
     slot: int
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., writes: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    wrapped_key: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., writes: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., wrapped_key: _Optional[bytes] = ...) -> None: ...
 
 class WriteReply(_message.Message):
     __slots__ = ("map_epoch", "results")
@@ -87,7 +89,7 @@ class WriteReply(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ...) -> None: ...
 
 class PeerWriteRequest(_message.Message):
-    __slots__ = ("map_epoch", "target", "authority", "sender", "link", "table", "chain_epoch", "version", "base", "inode", "index", "offset", "cut", "session", "slot", "sequence", "checksums", "last")
+    __slots__ = ("map_epoch", "target", "authority", "sender", "link", "table", "chain_epoch", "version", "base", "inode", "index", "offset", "cut", "session", "slot", "sequence", "checksums", "last", "wrapped_key")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +108,7 @@ class PeerWriteRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    WRAPPED_KEY_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     target: int
     authority: bytes
@@ -124,7 +127,8 @@ class PeerWriteRequest(_message.Message):
     sequence: int
     checksums: bytes
     last: int
-    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., sender: _Optional[int] = ..., link: _Optional[int] = ..., table: _Optional[int] = ..., chain_epoch: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[int] = ..., inode: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., cut: _Optional[int] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., checksums: _Optional[bytes] = ..., last: _Optional[int] = ...) -> None: ...
+    wrapped_key: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., sender: _Optional[int] = ..., link: _Optional[int] = ..., table: _Optional[int] = ..., chain_epoch: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[int] = ..., inode: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., cut: _Optional[int] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., checksums: _Optional[bytes] = ..., last: _Optional[int] = ..., wrapped_key: _Optional[bytes] = ...) -> None: ...
 
 class PeerWriteReply(_message.Message):
     __slots__ = ("map_epoch", "status", "version")
@@ -151,7 +155,7 @@ class FlushReply(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ...) -> None: ...
 
 class CutRequest(_message.Message):
-    __slots__ = ("map_epoch", "target", "authority", "inode", "size", "cut", "chunk_bits", "end")
+    __slots__ = ("map_epoch", "target", "authority", "inode", "size", "cut", "chunk_bits", "end", "wrapped_key")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +164,7 @@ class CutRequest(_message.Message):
     CUT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BITS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    WRAPPED_KEY_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     target: int
     authority: bytes
@@ -168,7 +173,8 @@ class CutRequest(_message.Message):
     cut: int
     chunk_bits: int
     end: int
-    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., inode: _Optional[int] = ..., size: _Optional[int] = ..., cut: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    wrapped_key: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., inode: _Optional[int] = ..., size: _Optional[int] = ..., cut: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., end: _Optional[int] = ..., wrapped_key: _Optional[bytes] = ...) -> None: ...
 
 class CutReply(_message.Message):
     __slots__ = ("map_epoch", "bytes")

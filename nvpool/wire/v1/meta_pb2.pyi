@@ -1308,18 +1308,20 @@ class OutcomeReply(_message.Message):
     def __init__(self, outcome: _Optional[_Union[OutcomeReply.Outcome, str]] = ..., effects: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ...) -> None: ...
 
 class VolumeWish(_message.Message):
-    __slots__ = ("bytes_max", "files_max", "trash_s", "table", "chunk_bits")
+    __slots__ = ("bytes_max", "files_max", "trash_s", "table", "chunk_bits", "encrypted")
     BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     FILES_MAX_FIELD_NUMBER: _ClassVar[int]
     TRASH_S_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BITS_FIELD_NUMBER: _ClassVar[int]
+    ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
     bytes_max: int
     files_max: int
     trash_s: int
     table: int
     chunk_bits: int
-    def __init__(self, bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., trash_s: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ...) -> None: ...
+    encrypted: bool
+    def __init__(self, bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., trash_s: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., encrypted: _Optional[bool] = ...) -> None: ...
 
 class VolumeGrant(_message.Message):
     __slots__ = ("client", "write")
@@ -1330,7 +1332,7 @@ class VolumeGrant(_message.Message):
     def __init__(self, client: _Optional[str] = ..., write: _Optional[bool] = ...) -> None: ...
 
 class VolumeState(_message.Message):
-    __slots__ = ("inode", "name", "bytes_max", "files_max", "bytes_used", "files_used", "table", "chunk_bits", "sealed", "trash_s", "listed", "grants", "attachments", "removing", "files_removing", "created_ns", "bytes_reserved")
+    __slots__ = ("inode", "name", "bytes_max", "files_max", "bytes_used", "files_used", "table", "chunk_bits", "sealed", "trash_s", "listed", "grants", "attachments", "removing", "files_removing", "created_ns", "bytes_reserved", "pool_key")
     INODE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -1348,6 +1350,7 @@ class VolumeState(_message.Message):
     FILES_REMOVING_FIELD_NUMBER: _ClassVar[int]
     CREATED_NS_FIELD_NUMBER: _ClassVar[int]
     BYTES_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    POOL_KEY_FIELD_NUMBER: _ClassVar[int]
     inode: int
     name: str
     bytes_max: int
@@ -1365,7 +1368,8 @@ class VolumeState(_message.Message):
     files_removing: int
     created_ns: int
     bytes_reserved: int
-    def __init__(self, inode: _Optional[int] = ..., name: _Optional[str] = ..., bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., bytes_used: _Optional[int] = ..., files_used: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., sealed: _Optional[bool] = ..., trash_s: _Optional[int] = ..., listed: _Optional[bool] = ..., grants: _Optional[_Iterable[_Union[VolumeGrant, _Mapping]]] = ..., attachments: _Optional[_Iterable[str]] = ..., removing: _Optional[bool] = ..., files_removing: _Optional[int] = ..., created_ns: _Optional[int] = ..., bytes_reserved: _Optional[int] = ...) -> None: ...
+    pool_key: str
+    def __init__(self, inode: _Optional[int] = ..., name: _Optional[str] = ..., bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., bytes_used: _Optional[int] = ..., files_used: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., sealed: _Optional[bool] = ..., trash_s: _Optional[int] = ..., listed: _Optional[bool] = ..., grants: _Optional[_Iterable[_Union[VolumeGrant, _Mapping]]] = ..., attachments: _Optional[_Iterable[str]] = ..., removing: _Optional[bool] = ..., files_removing: _Optional[int] = ..., created_ns: _Optional[int] = ..., bytes_reserved: _Optional[int] = ..., pool_key: _Optional[str] = ...) -> None: ...
 
 class VolumesRequest(_message.Message):
     __slots__ = ("session", "map_epoch")
@@ -1393,6 +1397,8 @@ class VolumeRequest(_message.Message):
         ATTACH: _ClassVar[VolumeRequest.Wish]
         DETACH: _ClassVar[VolumeRequest.Wish]
         REMOVE: _ClassVar[VolumeRequest.Wish]
+        KEY: _ClassVar[VolumeRequest.Wish]
+        REWRAP: _ClassVar[VolumeRequest.Wish]
     SHOW: VolumeRequest.Wish
     SET: VolumeRequest.Wish
     SEAL: VolumeRequest.Wish
@@ -1401,6 +1407,8 @@ class VolumeRequest(_message.Message):
     ATTACH: VolumeRequest.Wish
     DETACH: VolumeRequest.Wish
     REMOVE: VolumeRequest.Wish
+    KEY: VolumeRequest.Wish
+    REWRAP: VolumeRequest.Wish
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
@@ -1426,12 +1434,16 @@ class VolumeRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., wish: _Optional[_Union[VolumeRequest.Wish, str]] = ..., bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., trash_s: _Optional[int] = ..., listed: _Optional[bool] = ..., grant: _Optional[_Union[VolumeGrant, _Mapping]] = ..., holder: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class VolumeReply(_message.Message):
-    __slots__ = ("volume", "revoked_in_s")
+    __slots__ = ("volume", "revoked_in_s", "key", "wrapped_key")
     VOLUME_FIELD_NUMBER: _ClassVar[int]
     REVOKED_IN_S_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    WRAPPED_KEY_FIELD_NUMBER: _ClassVar[int]
     volume: VolumeState
     revoked_in_s: int
-    def __init__(self, volume: _Optional[_Union[VolumeState, _Mapping]] = ..., revoked_in_s: _Optional[int] = ...) -> None: ...
+    key: bytes
+    wrapped_key: bytes
+    def __init__(self, volume: _Optional[_Union[VolumeState, _Mapping]] = ..., revoked_in_s: _Optional[int] = ..., key: _Optional[bytes] = ..., wrapped_key: _Optional[bytes] = ...) -> None: ...
 
 class VolumeRoomRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "inode", "bytes", "needed", "again")
