@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -52,14 +53,23 @@ class BlockCipher:
         self._run("decrypting", inode, index, first, blocks, into, True)
         return into
 
+    def decrypt_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into) -> None:
+        """Decrypt pieces of `into` where they are: (inode, chunk index, first block, place in `into`, bytes) of each."""
+        self._scratch("decrypting").run_many(pieces, into)
+
     def _run(self, way: str, inode: int, index: int, first: int, source, into, keeps_zeros: bool) -> None:
+        self._scratch(way).run(source, into, inode, index, first, keeps_zeros)
+
+    def _scratch(self, way: str):
+        """This thread's."""
         scratch = getattr(self._local, way, None)
         if scratch is None:
-            scratch = self._made(way)
+            scratch = self.scratch(way)
             setattr(self._local, way, scratch)
-        scratch.run(source, into, inode, index, first, keeps_zeros)
+        return scratch
 
-    def _made(self, way: str):
+    def scratch(self, way: str):
+        """What does the work "encrypting" or "decrypting", for one thread."""
         if Scratch is None:
             return _PlainXts(self._key, way)
         data = Cipher(algorithms.AES(self._key[:32]), modes.ECB())  # noqa: S305 (the primitive of which XTS is made)
@@ -74,6 +84,11 @@ class _PlainXts:
     def __init__(self, key: bytes, way: str) -> None:
         self._algorithm = algorithms.AES(key)
         self._encrypts = way == "encrypting"
+
+    def run_many(self, pieces, into) -> None:
+        for inode, index, first, place, length in pieces:
+            part = memoryview(into)[place:place + length]
+            self.run(part, part, inode, index, first, True)
 
     def run(self, source, to, inode: int, index: int, first: int, keeps_zeros: bool) -> None:
         source, to = memoryview(source).cast("B"), memoryview(to).cast("B")

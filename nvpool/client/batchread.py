@@ -19,6 +19,7 @@ from nvpool.base.checksum import block_checksums
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptFrame, NvpoolError, Stale
 from nvpool.base.futures import abandon
+from nvpool.base.xts import BlockCipher
 from nvpool.client.cache import OpenInode
 from nvpool.client.chunkclient import GATHER_BYTES, GATHER_READS, ChunkClient
 from nvpool.client.hedging import Sent
@@ -47,6 +48,24 @@ class _Batch:
         self.straight = True            # the payload, as it comes, is one part of `into`
         self.future = None
         self.late = False               # each of its reads is asked for by itself by now
+
+
+class _Encrypted:
+    """Pieces of a buffer that are to be decrypted where they are, those of one volume together."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self) -> None:
+        self._pieces: dict[BlockCipher, list[tuple[int, int, int, int, int]]] = {}
+
+    def add(self, file: OpenInode, index: int, first: int, place: int, length: int) -> None:
+        """The blocks of chunk `index` from `first` on lie there; nothing where the file is not encrypted."""
+        if file.key is not None:
+            self._pieces.setdefault(file.key.cipher, []).append((file.inode, index, first, place, length))
+
+    def decrypt(self, into: memoryview) -> None:
+        for cipher, pieces in self._pieces.items():
+            cipher.decrypt_many(pieces, into)
 
 
 class BatchReader:
@@ -173,14 +192,17 @@ class BatchReader:
             missed = {what[at][2] for at in first}
             missed.update(what[at + _SAMPLE][2] for at in read_now(source.fd, offsets[_SAMPLE:], lengths[_SAMPLE:],
                                                                    positions[_SAMPLE:], into))
-            before = None
+            before, encrypted = None, _Encrypted()
             for located, first, read in what:
                 if read is before:  # of several runs
                     continue
                 before = read
                 place = read[3]
-                if read in missed or not short.good(located, first, into[place:place + read[2]]):
+                if read in missed or not short.fits(located, first, into[place:place + read[2]]):
                     rest.append(read)
+                else:
+                    encrypted.add(located.file, located.index, first, place, read[2])
+            encrypted.decrypt(into)
         return rest
 
     def _send_batch(self, batch: _Batch, into: memoryview, deadline_s: float) -> asyncio.Future:
@@ -249,29 +271,27 @@ class BatchReader:
         except (ValueError, CorruptFrame, struct.error):
             self._one_by_one(batch, into)
             return
-        if any(file.encrypted for file, *_ in batch.places):
-            if any(file.encrypted and file.key is None for file, *_ in batch.places):
-                self._one_by_one(batch, into)
-                return
-            payload = self._decrypted(batch, payload)
+        if any(file.encrypted and file.key is None for file, *_ in batch.places):
+            self._one_by_one(batch, into)  # which fetches the keys
+            return
+        encrypted = _Encrypted()
         if not batch.straight:
             at = 0
-            for _, _, _, span, place, skip, length in batch.places:
-                into[place:place + length] = payload[at + skip:at + skip + length]
+            for file, index, first, span, place, skip, length in batch.places:
+                part = payload[at:at + span]
                 at += span
-        elif payload.obj is not into.obj:
-            into[batch.first:batch.next] = payload  # the transport could not receive there
+                if file.key is not None and length != span:
+                    part = file.key.cipher.decrypt(file.inode, index, first >> 12, part)
+                else:
+                    encrypted.add(file, index, first >> 12, place, length)
+                into[place:place + length] = part[skip:skip + length]
+        else:
+            if payload.obj is not into.obj:
+                into[batch.first:batch.next] = payload  # the transport could not receive there
+            for file, index, first, span, place, *_ in batch.places:
+                encrypted.add(file, index, first >> 12, place, span)
+        encrypted.decrypt(into)
         batch.future.set_result(None)
-
-    @staticmethod
-    def _decrypted(batch: _Batch, payload: memoryview) -> memoryview:
-        found, at = memoryview(bytearray(payload)), 0
-        for file, index, first, span, *_ in batch.places:
-            if file.key is not None:
-                part = found[at:at + span]
-                file.key.cipher.decrypt(file.inode, index, first >> 12, part, part)
-            at += span
-        return found
 
     def _one_by_one(self, batch: _Batch, into: memoryview) -> None:
         _cancelled_with(batch.future, self._chunks.own(self._read_singly(batch, into)))

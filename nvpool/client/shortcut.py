@@ -183,12 +183,18 @@ class ShortCut:
             file.key.cipher.decrypt(file.inode, located.index, first, into, into)
 
     def good(self, located: Located, first: int, into: memoryview) -> bool:
-        """Whether what was just read is what the blocks from `first` on hold now; if so, `into` has it decrypted."""
+        """As `fits`; if so, `into` has it decrypted."""
+        is_good = self.fits(located, first, into)
+        if is_good:
+            self._decrypt(located, first, into)
+        return is_good
+
+    def fits(self, located: Located, first: int, into: memoryview) -> bool:
+        """Whether what was just read is what the blocks from `first` on hold now, as it is stored."""
         wrong = self._judge(located, first, into)
         if wrong:
             self.note(located, wrong)
         else:
-            self._decrypt(located, first, into)
             self.hit(located, len(into))
         return not wrong
 

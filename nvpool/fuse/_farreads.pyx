@@ -11,6 +11,7 @@ from libc.string cimport memcmp, memcpy
 
 import asyncio
 
+from nvpool.base._xts cimport decrypting
 from nvpool.base.clock import SystemClock, stopwatch_s
 from nvpool.base.errors import Stale
 from nvpool.client.contents import SMALL_BYTES
@@ -92,7 +93,7 @@ cdef class Asked(Taker):
         try:
             if not self.told:
                 self.told = True
-                reads.tell(self, <const char *>payload + self.skip)
+                reads.tell(self, payload)
         except Exception as error:  # a bug: who waits is told, and the others are answered
             entry = reads._work.get(self.unique)
             if entry is not None and entry[0] is self:
@@ -132,7 +133,7 @@ cdef class Reads(Asking):
     cdef readonly object engine
     cdef readonly uint64_t read_bytes
     cdef object _ops, _paged, chunks, short_cut, dialer, replicas, _counters, _clock
-    cdef dict _files, _work, ways
+    cdef dict _files, _work, ways, scratches
     cdef bytearray _buffer
     cdef int _fd
     cdef bint is_system
@@ -150,7 +151,7 @@ cdef class Reads(Asking):
         self._counters, self._clock = chunks.counters, chunks._clock
         self.is_system = type(chunks._clock) is SystemClock
         self.patience_s, self.flags = chunks._options.deadline_s, chunks._read_flags
-        self.ways, self.turn = {}, TURN
+        self.ways, self.scratches, self.turn = {}, {}, TURN
         self.spares, self.waiting = [], []
 
     cdef double now_s(self) except -1:
@@ -175,7 +176,7 @@ cdef class Reads(Asking):
         if opened is None:
             return False
         file, ahead = opened.file, opened.ahead
-        if file.encrypted:
+        if file.encrypted and file.key is None:
             return False
         cdef uint64_t unique = wanted.unique, offset = wanted.offset, end
         cdef uint32_t size = wanted.size
@@ -288,7 +289,7 @@ cdef class Reads(Asking):
                 if is_good:
                     one.lane.in_flight -= 1
                     one.told = True
-                    self.tell(one, <const char *>view.buf + one.skip)
+                    self.tell(one, <const uint8_t *>view.buf)
             finally:
                 PyBuffer_Release(&view)
         finally:
@@ -309,12 +310,15 @@ cdef class Reads(Asking):
             engine._take()
         return 0
 
-    cdef int tell(self, Asked one, const char *bytes) except -1:
+    cdef int tell(self, Asked one, const uint8_t *blocks) except -1:
         """Answer the kernel."""
         cdef int error
-        engine = self.engine
+        engine, file = self.engine, one.file
+        if file.encrypted:
+            blocks = decrypting(self.scratches, file.key).decrypted(blocks, one.span >> 12, file.inode, one.index,
+                                                                    one.within >> 12)
         self.read_bytes += one.size
-        if answer(self._fd, one.unique, bytes, one.size) < 0:
+        if answer(self._fd, one.unique, blocks + one.skip, one.size) < 0:
             error = errno
             if error not in (ENOENT, ENODEV, ECONNABORTED):
                 engine.answer_refused(one.unique, error, 16 + one.size)

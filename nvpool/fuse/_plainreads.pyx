@@ -5,8 +5,6 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
-from cpython.memoryview cimport PyMemoryView_FromMemory
-from cpython.buffer cimport PyBUF_WRITE
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.errno cimport ECONNABORTED, ENODEV, ENOENT, errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -15,6 +13,7 @@ from libc.string cimport memcmp, memcpy
 
 import asyncio
 
+from nvpool.base._xts cimport decrypting
 from nvpool.base.clock import SystemClock, stopwatch_s
 from nvpool.client import shortcut
 from nvpool.drive._uring cimport Ring
@@ -93,7 +92,7 @@ cdef class Reads:
     cdef readonly object engine, short_cut
     cdef readonly uint64_t read_bytes
     cdef object _ops, _paged, _clock
-    cdef dict _files
+    cdef dict _files, scratches
     cdef bytearray _buffer
     cdef int _fd
     cdef bint _is_system, _is_cold, is_sent_again
@@ -109,6 +108,7 @@ cdef class Reads:
         self._clock = short_cut.clock
         self._is_system = type(short_cut.clock) is SystemClock
         self.ring = Ring(RING_ENTRIES)
+        self.scratches = {}
         self.small_spares, self.large_spares = [], []
 
     @property
@@ -262,8 +262,8 @@ cdef class Reads:
         if file.encrypted:
             if file.key is None:
                 return LATE
-            plain = PyMemoryView_FromMemory(<char *>one.memory, one.span, PyBUF_WRITE)
-            file.key.cipher.decrypt(file.inode, located.index, one.first, plain, plain)
+            decrypting(self.scratches, file.key).turn(<const uint8_t *>one.memory, <uint8_t *>one.memory, blocks, file.inode,
+                                                      located.index, one.first, True)
         return 0
 
     cdef int hit(self, Waiting one) except -1:

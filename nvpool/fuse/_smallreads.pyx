@@ -13,6 +13,7 @@ from libc.string cimport memcmp, memcpy
 
 import asyncio
 
+from nvpool.base._xts cimport BATCH, Scratch, decrypting
 from nvpool.base.clock import SystemClock
 from nvpool.base.errors import Stale
 from nvpool.base.units import CHAINS_PER_TABLE
@@ -83,7 +84,7 @@ cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(O
 cdef Py_ssize_t file_grant = place(OpenInode, "grant"), file_grant_used = place(OpenInode, "grant_used")
 cdef Py_ssize_t file_lanes = place(OpenInode, "lanes"), file_written = place(OpenInode, "written")
 cdef Py_ssize_t file_located = place(OpenInode, "located"), file_missed = place(OpenInode, "missed")
-cdef Py_ssize_t file_encrypted = place(OpenInode, "encrypted"), file_lost = place(OpenInode, "lost"), file_untold = place(OpenInode, "untold")
+cdef Py_ssize_t file_encrypted = place(OpenInode, "encrypted"), file_key = place(OpenInode, "key"), file_lost = place(OpenInode, "lost"), file_untold = place(OpenInode, "untold")
 cdef Py_ssize_t file_fetching = place(OpenInode, "fetching")
 cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_readable = place(FileHandle, "readable")
 cdef Py_ssize_t handle_closed = place(FileHandle, "closed")
@@ -199,7 +200,7 @@ cdef class Reads(Asking):
     cdef readonly object engine
     cdef readonly uint64_t read_bytes, taken    # reads
     cdef object _ops, _reader, _chunks, _contents, _short_cut, _dialer, _replicas, _view, _known_map, _clock, _spent
-    cdef dict _files, _work, _paged, _lent, _lanes, _pending, _counters, _contents_counters
+    cdef dict _files, _work, _paged, _lent, _lanes, _pending, _counters, _contents_counters, scratches
     cdef object _kept
     cdef bytearray _buffer
     cdef int _fd
@@ -219,7 +220,7 @@ cdef class Reads(Asking):
         self._counters, self._clock = chunks.counters, chunks._clock
         self._is_system = type(chunks._clock) is SystemClock
         self._patience_s, self._attr_s, self._flags = chunks._options.deadline_s, vfs.options.attr_s, chunks._read_flags
-        self._lanes, self._pending = {}, {}
+        self._lanes, self._pending, self.scratches = {}, {}, {}
 
     cdef double now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
@@ -249,7 +250,8 @@ cdef class Reads(Asking):
         if file_bytes > small_bytes or wanted.offset >= file_bytes:
             return False
         engine = self.engine
-        if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost) or get(file, file_encrypted)
+        if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost)
+                or get(file, file_encrypted) and get(file, file_key) is None
                 or get(file, file_written) is not None or get(file, file_fetching) is not None or get(file, file_located)
                 or engine._from or self._replicas.several or len(self._work) >= self._in_work_max
                 or PyBytes_GET_SIZE(<bytes?>get(file, file_grant)) != GRANT_BYTES):
@@ -460,7 +462,13 @@ cdef class Reads(Asking):
         cdef const char *at = payload
         cdef list asked = together.asked
         cdef double now_s = self.now_s()
+        cdef bytes plain
         together.lane.in_flight -= 1
+        for one in asked:
+            if get(one.file, file_encrypted):
+                plain = self.plain(asked, <const uint8_t *>payload, together.bytes)
+                payload = at = PyBytes_AS_STRING(plain)
+                break
         for one in asked:
             if not one.told:
                 try:
@@ -477,6 +485,24 @@ cdef class Reads(Asking):
             at += one.span
         self._contents_counters["small_reads"] += len(asked)
         return 0
+
+    cdef bytes plain(self, list asked, const uint8_t *payload, Py_ssize_t length):
+        """The same with what is encrypted of it decrypted."""
+        cdef bytes made = PyBytes_FromStringAndSize(<const char *>payload, length)
+        cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(made)
+        cdef Py_ssize_t done, count
+        cdef Asked one
+        cdef Scratch scratch
+        for one in asked:
+            file, done = one.file, 0
+            if get(file, file_encrypted):
+                scratch = decrypting(self.scratches, get(file, file_key))
+                while done < one.span >> 12:
+                    count = min((one.span >> 12) - done, <Py_ssize_t>BATCH)
+                    scratch.turn(at + (done << 12), at + (done << 12), count, get(file, file_inode), 0, <uint32_t>done, True)
+                    done += count
+            at += one.span
+        return made
 
     cdef int tell(self, Asked one, const char *content, double now_s) except -1:
         cdef int error

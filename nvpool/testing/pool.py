@@ -218,7 +218,8 @@ class LocalPool:
         path = path_beside(parse_endpoint(endpoint).path) if endpoint.startswith("stream+unix:") else ""
         dialer = pool._dialer(f"target {target}")
         return StoreService(store, target=target, grant_secret=pool.grant_secret, clock=pool.clock, handover_path=path,
-                            dialer=dialer, refresh_map=lambda: pool._give_map(target), pool_keys=PoolKeys(key_file=pool._key_file))
+                            dialer=dialer, refresh_map=lambda: pool._give_map(target),
+                            pool_keys=PoolKeys(key_file=pool._key_file))
 
     def _give_map(self, target: int) -> None:
         if target in self.stores:
