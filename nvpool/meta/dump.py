@@ -161,7 +161,10 @@ def _other_line(key: bytes, raw: bytes) -> dict:
     kind, number = kind_of_volume_key(key), volume_of_key(key)
     line: dict[str, Any]
     if kind == VOLUME:
-        return {"type": "volume", "inode": number, **decode_volume(raw)._asdict()}
+        volume = decode_volume(raw)
+        line = {"type": "volume", "inode": number, **volume._asdict()}
+        line["wrapped_key"] = volume.wrapped_key.hex()
+        return line
     if kind == USE:
         use = decode_use(raw)
         return {"type": "use", "inode": number, "bytes": use.bytes, "files": use.files}
@@ -177,7 +180,8 @@ def _other_line(key: bytes, raw: bytes) -> dict:
 
 
 def _volume_record(line: dict) -> tuple[bytes, bytes]:
-    fields = {field: line[field] for field in VolumeRecord._fields}
+    fields = {field: line[field] for field in VolumeRecord._fields if field != "wrapped_key"}
+    fields["wrapped_key"] = bytes.fromhex(line.get("wrapped_key", ""))  # an older dump has none
     fields["grants"] = tuple((member, bool(write)) for member, write in fields["grants"])
     return volume_key(VOLUME, line["inode"]), encode_volume(VolumeRecord(**fields))
 

@@ -34,7 +34,8 @@ def leaves(command: click.Command, words: tuple[str, ...] = ()):
 
 COMMANDS = {" ".join(words): command for words, command in leaves(cli_main.cli)}
 ELSEWHERE = {"completion", "version", "help", "config show", "config sample", "config check", "dev up", "dev down",
-             "pool create", "node join", "client join", "doctor", "doctor rdma", "umount", "serve", "pool destroy"}
+             "pool create", "node join", "client join", "encryption key", "doctor", "doctor rdma", "umount",
+             "serve", "pool destroy"}
 """These take no POOL: the last three a directory or mount point."""
 OF_POOLS = [words for words in COMMANDS if words not in ELSEWHERE]
 

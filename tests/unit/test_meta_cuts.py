@@ -19,6 +19,7 @@ from nvpool.meta.spanning.holds import Holds
 from nvpool.meta.spanning.records import SpanId
 from nvpool.meta.targets import Targets
 from nvpool.meta.view import View
+from nvpool.meta.volumes.access import Access
 from nvpool.wire.v1 import data_pb2
 
 
@@ -53,7 +54,7 @@ class Told:
         return SimpleNamespace(message=reply)
 
     async def cut(self) -> list[int]:
-        view = SimpleNamespace(cutting={})
+        view = SimpleNamespace(cutting={}, access=Access())
         cuts = Cuts(MemoryKv(), view, self.targets, asyncio.ensure_future)
         await asyncio.wait_for(cuts.begin(5, Intent(size=0, cut=1, chunk_bits=20, end=0, table=1)), 60)
         return self.order
