@@ -15,6 +15,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import siblings
 from nvpool.client.vfs.siblings import SHARE, Siblings
 from nvpool.meta.service import MetaOptions
+from nvpool.meta.volumes.records import LISTED, VolumeRecord
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.entries import Listed, pack_entry
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -170,7 +171,7 @@ def test_where_no_rights_come_with_the_names_each_is_asked_for():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             there, names = await filled(case.other, 200)
-            case.pool.meta._view.access.restricted[1 << 40] = None  # as if there were a volume with rights of its own
+            case.pool.meta._view.access.restricted[1 << 40] = VolumeRecord("other", flags=LISTED)  # a volume with rights of its own
             await case.one.getattr(there)
             case.pool.sent.clear()
             for name in names:
