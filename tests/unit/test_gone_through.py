@@ -171,7 +171,8 @@ def test_where_no_rights_come_with_the_names_each_is_asked_for():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             there, names = await filled(case.other, 200)
-            case.pool.meta._view.access.restricted[1 << 40] = VolumeRecord("other", flags=LISTED)  # a volume with rights of its own
+            # a volume with rights of its own
+            case.pool.meta._view.access.restricted[1 << 40] = VolumeRecord("other", flags=LISTED)
             await case.one.getattr(there)
             case.pool.sent.clear()
             for name in names:
