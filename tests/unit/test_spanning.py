@@ -424,3 +424,20 @@ def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_
             meta._spanning.participant.end(SpanId(1, 7, number), [])
     monkeypatch.setattr(participant, "ASK_AFTER_S", 1e9)  # the coordinator of these knows nothing of them
     run(main)
+
+
+def test_each_name_of_an_inode_of_another_shard_is_listed_with_its_attributes():
+    """Two names in one answer for one inode, which its own shard is asked about once."""
+    async def main() -> None:
+        async with Names() as names:
+            vfs = names.vfs
+            link = await vfs.symlink(names.at[1], b"link", b"target", ME)
+            for name in (b"a", b"b", b"c"):
+                await vfs.link(link.inode, names.at[2], name, ME)
+            other = (await names.pool.client("other", names.options)).vfs
+            listing = await other.opendir(names.at[2])
+            entries, _ = await other.readdir(listing, 0, 10)
+            assert {entry.name: (entry.attr.mode, entry.attr.links) for entry in entries} == dict.fromkeys(
+                (b"a", b"b", b"c"), (link.mode, 4))
+
+    asyncio.run(main())

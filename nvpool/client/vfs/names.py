@@ -185,12 +185,12 @@ class Names(Wide):
 
     async def _look_elsewhere(self, listed: Listed) -> None:
         """Have the attributes of the inodes that other shards have: one question to each. What is gone by now stays without."""
-        asked: dict[int, dict[int, int]] = {}
+        asked: dict[int, dict[int, list[int]]] = {}
         for at, inode in enumerate(listed.inodes):
-            if not listed.changes[at]:
-                asked.setdefault(self.meta.shard_of(inode), {})[inode] = at
+            if not listed.changes[at]:  # of one inode there may be several names
+                asked.setdefault(self.meta.shard_of(inode), {}).setdefault(inode, []).append(at)
 
-        async def ask(places: dict[int, int]) -> None:
+        async def ask(places: dict[int, list[int]]) -> None:
             request = meta_pb2.GetAttrManyRequest(inodes=pack_inodes(list(places)))
             sent_s = self.clock.boottime_s()
             reply = await self.meta.ask(next(iter(places)), wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply)
@@ -199,11 +199,14 @@ class Names(Wide):
                 attr = found.attr(at)
                 if attr.flags & DIVIDED_FLAG:
                     try:
-                        listed.put(places[inode], await self._fetch_attr(inode))
+                        attr = await self._fetch_attr(inode)
                     except NotFound:
-                        pass
+                        continue
+                    for place in places[inode]:
+                        listed.put(place, attr)
                     continue
-                listed.put(places[inode], attr)
+                for place in places[inode]:
+                    listed.put(place, attr)
                 if self.leases.is_news(inode, sent_s):
                     self.cache.put_attr(attr)
                     if found.is_promised(at):
