@@ -7,13 +7,13 @@ with an older map may still ask for it)."""
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
 from subjects.contract import Failed, run
 from workspace import say
 
+from nvpool.base.programs import Program, command
 from nvpool.base.units import MIB
 from nvpool.logic.layout import chain_of
 from nvpool.testing.real_pool import RealPool
@@ -49,7 +49,7 @@ def added_to(directory: Path, case: str, sizes: tuple[int, ...], added: int) -> 
         before = pool.pool_map.tables[0].chains
         written = sum(drive["used_bytes"] for drive in pool.status()["drives"])
         (directory / "new").mkdir()
-        nvpool = [sys.executable, "-P", "-m", "nvpool.cli.main"]
+        nvpool = command(Program.CLI)
         run(*nvpool, "drive", "add", pool.path, directory / "new", "--size", f"{added}M", "--wait", timeout_s=600)
         after = pool.pool_map.tables[0].chains
         moved = sum(not set(after[chain].targets) <= set(before[chain].targets)

@@ -22,6 +22,8 @@ from pathlib import Path
 
 from subjects.contract import wait_until
 
+from nvpool.base.programs import OF_A_MOUNT, Program, command, processes
+
 KIND = {"with": "--holder", "without": "--no-holder"}
 CONTENT = os.urandom(4096)
 
@@ -82,15 +84,7 @@ LOADS = {"create, write, close 4 KiB": create, "open, read, close 4 KiB": read_w
 
 
 def processes_of(place: Path) -> list[int]:
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if os.fsencode(place) in words and any(word.startswith(b"nvpool.run.mount_") for word in words):
-            found.append(int(entry))
-    return found
+    return [pid for pid, _ in processes(*OF_A_MOUNT, naming=place)]
 
 
 def processor_s(pids: list[int]) -> float:
@@ -99,7 +93,7 @@ def processor_s(pids: list[int]) -> float:
 
 
 def nvpool(*words: object) -> None:
-    subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command(Program.CLI, *map(str, words)), check=True, stdout=subprocess.DEVNULL)
 
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:

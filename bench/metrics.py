@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ import urllib.request
 from pathlib import Path
 
 from nvpool.base.metrics_page import Page
+from nvpool.base.programs import Program, command, processes
 from nvpool.cli.reach import ask
 from nvpool.testing.real_pool import PLAIN_TCP
 from nvpool.wire.v1.pool_pb2 import MetricsReply, MetricsRequest
@@ -99,7 +101,7 @@ class Arm:
         self.pages: list[str] = []
 
     def nvpool(self, *words: object) -> str:
-        done = subprocess.run([sys.executable, "-m", "nvpool.cli.main", *map(str, words)], env=self.env, text=True,
+        done = subprocess.run(command(Program.CLI, *map(str, words)), env=self.env, text=True,
                               capture_output=True, timeout=240)
         if done.returncode:
             raise SystemExit(f"nvpool {' '.join(map(str, words))}: {done.stderr}")
@@ -140,15 +142,10 @@ class Arm:
     def cpu_s(self) -> float:
         """Of all processes of the pool and its mounts."""
         total = 0
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                try:
-                    words = Path("/proc", entry, "cmdline").read_bytes()
-                    if os.fsencode(self.pool) in words and b"nvpool.run." in words:
-                        fields = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()
-                        total += int(fields[11]) + int(fields[12])
-                except OSError:
-                    continue
+        for pid, _ in processes(naming=self.pool):
+            with contextlib.suppress(OSError):
+                fields = Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].split()
+                total += int(fields[11]) + int(fields[12])
         return total / os.sysconf("SC_CLK_TCK")
 
     def measure(self, kind: str, seconds: float) -> tuple[float, float]:

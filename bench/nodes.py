@@ -35,6 +35,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
+from nvpool.base.programs import Program, command
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import loads  # noqa: E402
 import throughput  # noqa: E402
@@ -348,7 +350,7 @@ def one_node(directory: Path, count: int) -> Iterator[Path]:
         pool.start()
         place = directory / "mount"
         place.mkdir()
-        words = (sys.executable, "-P", "-m", "nvpool.cli.main")
+        words = tuple(command(Program.CLI))
         try:
             run(*words, "mount", pool.path, place)
             yield place

@@ -29,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from nvpool.base.programs import Program, command
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import loads  # noqa: E402
 from report import machine, put_into_readme  # noqa: E402
@@ -231,7 +233,7 @@ def run(command: list[str], *, check: bool = True, timeout: float = 120) -> str:
 
 
 def nvpool(*words: str, check: bool = True) -> str:
-    return run([sys.executable, "-m", "nvpool.cli.main", *words], check=check)
+    return run(command(Program.CLI, *words), check=check)
 
 
 def value_of(line: Line, found: dict) -> float:

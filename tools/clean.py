@@ -17,6 +17,10 @@ import subprocess
 import sys
 import time
 
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from nvpool.base import programs  # noqa: E402 (needs the path above; programs imports the standard library alone)
+
 MOUNT_POINT = "pool"
 POOL = ".quickstart"
 TREES = (POOL, ".venv", "build", "dist", ".pytest_cache", ".ruff_cache", ".hypothesis", "nvpool.egg-info")
@@ -92,21 +96,17 @@ def users_of(point):
     return found
 
 
-def daemons_of(pool, program=""):
-    """pids of nvpool's programs, or of that one, that were started for the pool directory `pool`, as `python -m
-    nvpool.run.<program> <pool> …`."""
+def daemons_of(pool, *wanted):
+    """pids of nvpool's daemons, or of those programs, that were started for the pool directory `pool`, as `python -m
+    MODULE <pool> …`."""
     found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid, words in programs.processes(*wanted):
         try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                words = [os.fsdecode(word) for word in file.read().split(b"\0")]
-            if not any(word.startswith("nvpool.run." + program) for word in words):
-                continue
             stands = os.readlink(f"/proc/{pid}/cwd")
             # Only what has its name is looked at: another word may be a mount point whose mount does not answer.
             if any(os.path.basename(word.rstrip("/")) == os.path.basename(pool)
                    and os.path.realpath(os.path.join(stands, word)) == pool for word in words):
-                found.append(int(pid))
+                found.append(pid)
         except OSError:
             continue  # it ended meanwhile, or is not ours to look at
     return found
@@ -115,8 +115,8 @@ def daemons_of(pool, program=""):
 def stop(pool):
     """End the processes of the pool directory `pool`: the supervisor first, which ends the others in order (one that is
     missed would be started again); what is left is asked then, and killed after STOP_S."""
-    for program, sign in (("nvpoold", signal.SIGTERM), ("", signal.SIGTERM), ("", signal.SIGKILL)):
-        pids = daemons_of(pool, program)
+    for wanted, sign in (([programs.Program.SUPERVISOR], signal.SIGTERM), ([], signal.SIGTERM), ([], signal.SIGKILL)):
+        pids = daemons_of(pool, *wanted)
         if pids:
             print(f"stopping the pool in {pool} (pids {' '.join(map(str, pids))})")
         for pid in pids:
@@ -125,7 +125,7 @@ def stop(pool):
             except ProcessLookupError:
                 pass
         deadline = time.monotonic() + STOP_S
-        while daemons_of(pool, program) and time.monotonic() < deadline:
+        while daemons_of(pool, *wanted) and time.monotonic() < deadline:
             time.sleep(0.05)
     if daemons_of(pool):
         raise Kept(f"processes of the pool in {pool} can not be ended: {daemons_of(pool)}")

@@ -20,7 +20,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import Flock
 from nvpool.base.errors import NvpoolError
 from nvpool.base.host import host_id
-from nvpool.run.daemon import command
+from nvpool.base.programs import Program, command
 from nvpool.run.served import listen_on
 from nvpool.testing.real_pool import RealPool
 from nvpool.wire.dial import Dialer
@@ -88,7 +88,7 @@ class Shard:
             await asyncio.sleep(LOOK_S)
 
     def _spawn(self) -> None:
-        self._process = subprocess.Popen(command("meta_daemon", str(self.pool.path), "1"), env=self._environment, cwd="/",
+        self._process = subprocess.Popen(command(Program.META, str(self.pool.path), "1"), env=self._environment, cwd="/",
                                          stdin=subprocess.DEVNULL, start_new_session=True)
 
     async def close(self) -> None:

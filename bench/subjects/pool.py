@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from nvpool.base.programs import Program, command
 from nvpool.testing.real_pool import PLAIN_TCP
 from subjects.contract import Subject, answers, mounts, run, unmount
 from subjects.local import BENCH, no_fuse
@@ -103,4 +104,4 @@ class Pool(Subject):
 
 
 def nvpool(*words: object, environment: dict[str, str] | None = None) -> str:
-    return run(sys.executable, "-P", "-m", "nvpool.cli.main", *words, environment=environment, timeout_s=120)
+    return run(*command(Program.CLI), *words, environment=environment, timeout_s=120)

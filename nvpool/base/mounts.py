@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from nvpool.base.programs import Program, processes
+
 LOOK_S = 3.0
 """How long a mounted file system may take to answer `stat` of its root before it counts as hung."""
 
 OUR_TYPE = "fuse.nvpool"
-_SERVING = {"nvpool.run.mount_daemon", "nvpool.run.mount_holder"}
 _LINKS_MAX = 40
 
 
@@ -97,12 +98,9 @@ def pool_of(mount: Mount) -> tuple[str, str] | None:
 
 def serving(place: str) -> Iterator[list[str]]:
     """The command lines of the mount daemons and holders of the mount point `place`."""
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                words = [os.fsdecode(word) for word in Path("/proc", entry, "cmdline").read_bytes().split(b"\0")[:-1]]
-                if len(words) > 3 and words[-1] == place and not _SERVING.isdisjoint(words):
-                    yield words
+    for _, words in processes(Program.MOUNT, Program.MOUNT_HOLDER, naming=place):
+        if words[-1] == place:
+            yield words
 
 
 def mounts_below(path: str | os.PathLike) -> list[Mount]:

@@ -11,12 +11,12 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from nvpool.base.errors import DeadlineExceeded, InvariantBroken
 from nvpool.base.mounts import mounts_below
+from nvpool.base.programs import Program, command
 from nvpool.bridge.binding import error_of
 from nvpool.logic.volumenames import VOLUMES, path_of
 
@@ -66,7 +66,7 @@ class Binds:
                 os.write(given, json.dumps(request).encode())
                 os.lseek(given, 0, os.SEEK_SET)
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-P", "-m", "nvpool.bridge.binding", stdin=given, stdout=asyncio.subprocess.PIPE,
+                    *command(Program.BIND_MOUNT), stdin=given, stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE, start_new_session=True, cwd="/")
             finally:
                 os.close(given)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from pathlib import Path
 
 from nvpool.base.errors import AccessDenied, DeadlineExceeded, InUse, Refused, Unavailable
 from nvpool.base.mounts import Mount, look_at, mount_at
+from nvpool.base.programs import Program, command
 
 MOUNT_S = 40.0
 """For the pool to be there; the request that waits has a deadline beyond it."""
@@ -68,10 +68,10 @@ class PoolMount:
             pass  # a dead mount, which can not be looked at
         except OSError as error:
             raise AccessDenied(f"{self.place} can not be made: {error.strerror}") from error
+        options = ["--force", "--wait", f"{MOUNT_S - 5:.0f}", *self._words]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "nvpool.cli.main", "mount", self._pool, str(self.place), "--force", "--wait",
-            f"{MOUNT_S - 5:.0f}", *self._words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE, start_new_session=True, cwd="/")
+            *command(Program.CLI, "mount", self._pool, str(self.place), *options), stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True, cwd="/")
         try:
             async with asyncio.timeout(MOUNT_S):
                 _, said = await process.communicate()

@@ -54,6 +54,7 @@ def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: 
     if check:
         _check(docker_socket, as_json)
         return
+    from nvpool.base.programs import Program, command
     from nvpool.cli.reach import directory_of
     directory = directory_of(pool)
     words = [str(directory.path) if directory is not None else pool]
@@ -63,7 +64,7 @@ def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: 
     words += [f"--{name}" for name, asked_for in (("no-mount", no_mount), ("csi-controller", csi_controller),
                                                   ("csi-node", csi_node)) if asked_for]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "nvpool.run.bridge_daemon", *words])
+    os.execv(sys.executable, command(Program.BRIDGE, *words))
 
 
 def _check(docker_socket: str | None, as_json: bool) -> None:

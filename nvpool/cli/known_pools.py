@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 from difflib import get_close_matches
-from pathlib import Path
 
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.mounts import mount_over, place_of, pool_of
+from nvpool.base.programs import Program, processes, program_of
 
 _SHOWN_MAX = 8
 _BESIDE_MAX = 1000
@@ -37,15 +37,11 @@ def remedy_for(named: str) -> str:
 def running() -> list[str]:
     """Directories and addresses of the pools that this machine serves or has mounted, as far as their processes are seen."""
     found: dict[str, None] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        with contextlib.suppress(OSError, IndexError):
-            words = [os.fsdecode(word) for word in Path("/proc", entry, "cmdline").read_bytes().split(b"\0")[:-1]]
-            if "nvpool.run.nvpoold" in words:
-                found[words[words.index("nvpool.run.nvpoold") + 1]] = None
-            elif not {"nvpool.run.mount_daemon", "nvpool.run.mount_holder"}.isdisjoint(words):
-                found[words[-2]] = None
+    for _, words in processes(Program.SUPERVISOR, Program.MOUNT, Program.MOUNT_HOLDER):
+        if program_of(words) is not Program.SUPERVISOR:
+            found[words[-2]] = None
+        elif (after := words.index(Program.SUPERVISOR.title) + 1) < len(words):
+            found[words[after]] = None
     return sorted(pool for pool in found if not pool.startswith("/") or os.path.isdir(pool))
 
 

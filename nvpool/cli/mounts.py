@@ -21,6 +21,7 @@ from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Damaged, DeadlineExceeded, InUse, InvalidRequest, NotFound, NvpoolError, Refused, Unavailable
 from nvpool.base.logfile import open_log
 from nvpool.base.mounts import Mount, look_at, mount_at, mounts, mounts_below, place_of
+from nvpool.base.programs import Program, command, command_line, processes, program_of
 
 _BY_ITSELF_S = 1.0
 """For a daemon to end because its mount is gone; where a copy of the mount lives on elsewhere, it does not."""
@@ -34,8 +35,6 @@ _MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
 
 _ALL_PROCESSES = "pid:[4026531836]"
 """The first name space of processes, from which all of the machine are seen; PROC_PID_INIT_INO of linux/proc_ns.h."""
-
-_DAEMON, _HOLDER, _ZYGOTE = (b"nvpool.run.mount_" + name for name in (b"daemon", b"holder", b"zygote"))
 
 _ERROR_LINE = re.compile(r"\S+ \S+ ERROR +\S+ (.*)")
 
@@ -75,7 +74,7 @@ def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] =
 
 
 def mount_command(pool: str, mountpoint: str, options: tuple[str, ...]) -> list[str]:
-    return [sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *options, pool, mountpoint]
+    return command(Program.MOUNT, *options, pool, mountpoint)
 
 
 def _mount_of(pid: int, place: str, pool: str) -> bool:
@@ -163,26 +162,26 @@ def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
     found = mount_at(place)
     if found is None or not found.ours:
         raise NotFound(f"no mount of nvpool is at {mountpoint}")
-    holders = _daemons_of(place, {_HOLDER})
-    before = _daemons_of(place, {_DAEMON, _ZYGOTE})
+    holders = _daemons_of(place, {Program.MOUNT_HOLDER})
+    before = _daemons_of(place, {Program.MOUNT, Program.MOUNT_FORK_SERVER})
     try:
-        if len(holders) != 1 or not any(_runs(pid, {_DAEMON}) for pid in before):
+        if len(holders) != 1 or not any(_runs(pid, {Program.MOUNT}) for pid in before):
             raise InvalidRequest(f"the mount at {mountpoint} does not outlive its process; unmount it, and mount it again")
         signal.pidfd_send_signal(next(iter(holders.values())), signal.SIGUSR1)
         zygote = 0
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
-            now = _daemons_of(place, {_DAEMON, _ZYGOTE})
+            now = _daemons_of(place, {Program.MOUNT, Program.MOUNT_FORK_SERVER})
             for pidfd in now.values():
                 os.close(pidfd)
             newer = now.keys() - before.keys()
-            serving = [pid for pid in newer if _runs(pid, {_DAEMON})]
+            serving = [pid for pid in newer if _runs(pid, {Program.MOUNT})]
             if serving and not now.keys() & before.keys() and look_at(place) == "alive":
                 pid = max(serving)
                 return Upgraded(pid, _pause_of(pid))
             if zygote and zygote not in now:
                 raise Unavailable(f"the new process for {mountpoint} has ended before it could go on; the old one does, and "
                                   "the log of the mount has the reason")
-            zygote = zygote or next((pid for pid in newer if _runs(pid, {_ZYGOTE})), 0)
+            zygote = zygote or next((pid for pid in newer if _runs(pid, {Program.MOUNT_FORK_SERVER})), 0)
             pause(0.02)
         raise DeadlineExceeded(f"the mount at {mountpoint} was not taken over within {wait_s:.0f} s; its log has the reason")
     finally:
@@ -191,11 +190,8 @@ def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
 
 
 def _pause_of(pid: int) -> int | None:
-    try:
-        words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    directory = PoolDirectory(os.fsdecode(words[-3])) if len(words) > 3 else None
+    words = command_line(pid)
+    directory = PoolDirectory(words[-2]) if len(words) > 2 else None
     if directory is None or not directory.exists():
         return None
     deadline_s = SYSTEM_CLOCK.boottime_s() + _BY_ITSELF_S
@@ -206,7 +202,7 @@ def _pause_of(pid: int) -> int | None:
 
 def _ask_to_end(daemons: dict[int, int]) -> None:
     """The holder, where there is one, passes it on."""
-    holders = [pid for pid in daemons if _runs(pid, {_HOLDER})]
+    holders = [pid for pid in daemons if _runs(pid, {Program.MOUNT_HOLDER})]
     for pidfd in [daemons[pid] for pid in holders] or daemons.values():
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
@@ -251,30 +247,22 @@ def _umount(place: str, lazy: bool, deadline_s: float, end_calls_of: str | None 
         raise Refused(f"{place} could not be unmounted: {said.strip()}{hint}")
 
 
-def _runs(pid: int, programs: set[bytes]) -> bool:
-    try:
-        return not programs.isdisjoint(Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0"))
-    except OSError:
-        return False
+def _runs(pid: int, programs: set[Program]) -> bool:
+    return program_of(command_line(pid)) in programs
 
 
-def _daemons_of(place: str, programs: set[bytes] | None = None) -> dict[int, int]:
+def _daemons_of(place: str, programs: set[Program] | None = None) -> dict[int, int]:
     """The mount daemons and holders of `place`, or those that run these programs: pid -> pidfd."""
-    programs = programs or {_DAEMON, _HOLDER}
+    programs = programs or {Program.MOUNT, Program.MOUNT_HOLDER}
     found = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    for pid, _ in processes(*programs, naming=place):
         try:
-            pidfd = os.pidfd_open(int(entry))
+            pidfd = os.pidfd_open(pid)
         except OSError:
             continue
-        try:
-            words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            words = []
-        if programs & set(words) and os.fsencode(place) in words:
-            found[int(entry)] = pidfd
+        words = command_line(pid)  # again: the first look may have been at another process with this pid
+        if program_of(words) in programs and place in words:
+            found[pid] = pidfd
         else:
             os.close(pidfd)
     return found
@@ -284,10 +272,7 @@ def words_of(place: str) -> list[str]:
     """What the process that serves `place` was started with; nothing where there is none."""
     daemons = _daemons_of(place)
     try:
-        for pid in daemons:
-            with contextlib.suppress(OSError):
-                return [os.fsdecode(word) for word in Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")]
-        return []
+        return next((words for pid in daemons if (words := command_line(pid))), [])
     finally:
         for pidfd in daemons.values():
             os.close(pidfd)

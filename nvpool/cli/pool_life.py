@@ -15,7 +15,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from nvpool.base.errors import (
 from nvpool.base.host import Identity, runs
 from nvpool.base.logfile import open_log
 from nvpool.base.mounts import mounts_below
+from nvpool.base.programs import Program, command
 from nvpool.cli.mounts import pause
 from nvpool.cli.reach import status_of
 from nvpool.logic.poolmap import PoolMap, decode_map
@@ -55,13 +55,14 @@ _FAMILY_OF_EXIT_CODE: dict[int, type[NvpoolError]] = {1: Refused, 2: BadConfigur
 def make(request: dict[str, Any]) -> dict[str, Any]:
     """Have run/making make what is asked; its answer. Its error is raised here."""
     try:
-        done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.making"], input=json.dumps(request).encode(),
+        done = subprocess.run(command(Program.POOL_MAKER), input=json.dumps(request).encode(),
                               stdout=subprocess.PIPE, timeout=_MAKE_S, check=False, start_new_session=True)
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"the pool was not made within {_MAKE_S:.0f} s; the same command goes on with it") from None
     except ValueError:
-        raise Bug(f"nvpool.run.making ended with exit code {done.returncode} and no answer; its words are above") from None
+        raise Bug(f"{Program.POOL_MAKER.module} ended with exit code {done.returncode} and no answer; its words are "
+                  "above") from None
     if "error" in answer:
         raise _FAMILY_OF_EXIT_CODE.get(answer.get("code", 1), Refused)(answer["error"])
     return answer
@@ -137,7 +138,7 @@ def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen:
     configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
     directory.log.mkdir(exist_ok=True)
     with open_log(directory.log / "nvpoold.log") as log:
-        return subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(directory.path), "--log", "file"],
+        return subprocess.Popen(command(Program.SUPERVISOR, str(directory.path), "--log", "file"),
                                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
 
 

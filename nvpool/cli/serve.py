@@ -21,8 +21,9 @@ def serve(directory: str, log: str | None) -> None:
     Starts one process per metadata shard and per drive and starts again what dies. Ends on Ctrl-C or SIGTERM, after the
     requests in work are finished; a second Ctrl-C ends at once. Two on one directory are refused.
     """
+    from nvpool.base.programs import Program, command
     from nvpool.cli.reach import checked
     checked(directory)
-    arguments = [sys.executable, "-P", "-m", "nvpool.run.nvpoold", directory, *(["--log", log] if log else [])]
+    arguments = command(Program.SUPERVISOR, directory, *(["--log", log] if log else []))
     sys.stdout.flush()
     os.execv(sys.executable, arguments)

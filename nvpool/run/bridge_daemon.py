@@ -24,6 +24,7 @@ from nvpool.base.config import Config, load, parse_address
 from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import AccessDenied, BadConfiguration, NvpoolError, Refused, Unavailable, from_os_error
 from nvpool.base.metrics_page import Page
+from nvpool.base.programs import Program
 from nvpool.bridge.counting import Counts
 from nvpool.bridge.docker import FACE, DockerFace, check_path
 from nvpool.bridge.poolmount import PoolMount
@@ -46,7 +47,7 @@ log = logging.getLogger("nvpool.run.bridge")
 
 
 def parse_words(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m nvpool.run.bridge_daemon", description="Volumes of a pool for containers.")
+    parser = argparse.ArgumentParser(prog=f"python -m {Program.BRIDGE.module}", description="Volumes of a pool for containers.")
     parser.add_argument("pool", help="directory of a pool or of a client on this machine, or HOST:PORT of any node")
     parser.add_argument("--state", type=Path, default=STATE, help=f"directory of the bridge's own ({STATE})")
     parser.add_argument("--mountpoint", type=Path, help="where the whole pool is mounted, or will be (pool in the state "

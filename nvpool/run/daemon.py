@@ -26,6 +26,7 @@ import uvloop
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import BadConfiguration, Bug, Damaged, InUse, NvpoolError, Refused, Unavailable, from_os_error
+from nvpool.base.programs import Program, command
 from nvpool.base.version import VERSION
 from nvpool.run.logs import follow_settings
 
@@ -180,11 +181,6 @@ def _unhandled(stop: Stop, context: dict) -> None:
     log.error("unhandled: %s", context.get("message"), exc_info=error)
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """How a program of nvpool is started: this Python, and nothing importable from the current directory."""
-    return [sys.executable, "-P", "-m", f"nvpool.run.{module}", *arguments]
-
-
 def spawn(arguments: list[str], *, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen:
     """Start a program in a session of its own (Ctrl-C in a terminal is for the supervisor alone), with no descriptor of ours
     but stderr and `pass_fds`."""
@@ -236,7 +232,7 @@ def _wait_and_start_heirs(directory: PoolDirectory, stop: Stop) -> None:
             if stop.asked.is_set():
                 return
             log.warning("the supervisor is gone; starting another one")
-            heir = spawn(command("nvpoold", str(directory.path), "--inherit-lock", str(lock.descriptor)),
+            heir = spawn(command(Program.SUPERVISOR, str(directory.path), "--inherit-lock", str(lock.descriptor)),
                          pass_fds=(lock.descriptor,))
             heir.wait()  # it forks away from us at once
         except OSError as error:

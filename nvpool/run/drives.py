@@ -21,13 +21,13 @@ from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AlreadyExists, Bug, InUse, InvalidRequest, NotFound, Refused, Unavailable
+from nvpool.base.programs import Program, command
 from nvpool.base.units import format_bytes
 from nvpool.logic.metaplaces import beside, check_places, only_beside
 from nvpool.logic.poolmap import Drive, PoolMap, Target
 from nvpool.logic.rebalance import check_room, standing, with_goals
 from nvpool.logic.tables import with_table
 from nvpool.logic.transitions import died, named, only_copies, retired, wished
-from nvpool.run.daemon import command
 from nvpool.run.keeping import used_ports
 from nvpool.run.leading import Leading
 from nvpool.run.making import endpoints_for, free_ports
@@ -460,7 +460,7 @@ def _make_store(directory: str, path: str, capacity_bytes: int, force: bool, nod
     request = {"verb": verb, "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
                "pool_id": pool_map.pool_id, "known": _in_use(pool_map, node), "force": force}
     try:
-        done = subprocess.run(command("making"), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
+        done = subprocess.run(command(Program.POOL_MAKER), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
                               timeout=_MAKE_DEADLINE_S, check=False)
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:

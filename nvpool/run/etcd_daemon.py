@@ -15,6 +15,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import load
 from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import BadConfiguration, InUse, NvpoolError
+from nvpool.base.programs import Program
 from nvpool.run.daemon import EXIT_IN_USE, exit_code
 from nvpool.run.keeping import OwnMember, read_keeping
 from nvpool.run.logs import start_log
@@ -85,5 +86,5 @@ def main(path: str, node: int) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or not sys.argv[2].isdigit():
-        sys.exit("usage: python -m nvpool.run.etcd_daemon DIR NODE")
+        sys.exit(f"usage: python -m {Program.ETCD.module} DIR NODE")
     sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import Unavailable
 from nvpool.base.kept import KeptMemory
+from nvpool.base.programs import Program, command
 from nvpool.base.unanswered import Unanswered
-from nvpool.run.daemon import command
 
 _AGAIN_S = 0.4
 """Between the starts of holders."""
@@ -199,8 +199,8 @@ class Held:
         passed = (pidfd, theirs.fileno(), *self._kept())
         try:
             self._popen = subprocess.Popen(
-                [*command("mount_holder", f"--adopt={','.join(map(str, passed))}"), *self._words], stdin=subprocess.DEVNULL,
-                pass_fds=passed, start_new_session=True)
+                [*command(Program.MOUNT_HOLDER, f"--adopt={','.join(map(str, passed))}"), *self._words],
+                stdin=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
         except OSError as error:
             log.error("no other holder could be started: %s", error)
             self._control.close()
@@ -225,4 +225,4 @@ def hand_to_holder(words: list[str]) -> None:
     """Become the holder, which starts a serving process with the same words. Does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [*command("mount_holder"), *words])
+    os.execv(sys.executable, [*command(Program.MOUNT_HOLDER), *words])

@@ -27,6 +27,7 @@ from nvpool.base.config import Config, Network
 from nvpool.base.directory import PoolDirectory, write_whole
 from nvpool.base.errors import BadConfiguration, CorruptRecord, InvalidRequest, NvpoolError, Refused, StaleIdentity, Unavailable
 from nvpool.base.host import host_id
+from nvpool.base.programs import Program, command
 from nvpool.cluster.coordinator import Coordinator
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.cluster.etcd import EtcdCoordinator
@@ -36,7 +37,6 @@ from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic.etcdmembers import clients, last_revoked, of_node
 from nvpool.logic.poolmap import EtcdMember, PoolMap, changed, encode_map, problems_of
 from nvpool.run.child import Child
-from nvpool.run.daemon import command
 from nvpool.run.elsewhere import newest_elsewhere
 from nvpool.run.making import free_ports
 from nvpool.run.revoking import write_revoked
@@ -145,7 +145,7 @@ class MapKeeper:
     def _start_etcd(self) -> None:
         own = self._keeping.own
         if own is not None and self.etcd is None:
-            arguments = command("etcd_daemon", str(self._directory.path), str(own.node))
+            arguments = command(Program.ETCD, str(self._directory.path), str(own.node))
             self.etcd = Child(self._directory, "etcd", own.node, arguments, self._config.supervisor, SYSTEM_CLOCK,
                               self._before_start)
             self._keeper = asyncio.ensure_future(self.etcd.keep(self._stopping))

@@ -12,6 +12,7 @@ from pathlib import Path
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import memory_file
 from nvpool.base.errors import NotFound
+from nvpool.base.programs import Program
 from nvpool.kv.member import MemberKv
 from nvpool.kv.options import LmdbOptions
 from nvpool.logic.shards import endpoints_of, node_and_path, process_name
@@ -50,7 +51,7 @@ async def _open(member: int, opened: Opened) -> ShardMember:
 
 if __name__ == "__main__":
     if len(sys.argv) not in (3, 4) or not all(number.isdigit() for number in sys.argv[2:]):
-        sys.exit("usage: python -m nvpool.run.meta_daemon DIR SHARD [MEMBER]")
+        sys.exit(f"usage: python -m {Program.META.module} DIR SHARD [MEMBER]")
     shard, member = int(sys.argv[2]), int((*sys.argv, "0")[3])
     sys.exit(main("meta", process_name(shard, member), sys.argv[1], shard,
                   lambda pool_map: endpoints_of(pool_map.shard_by_id[shard], member), partial(_open, member)))

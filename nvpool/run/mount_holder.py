@@ -28,6 +28,7 @@ import sys
 from pathlib import Path
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.programs import Program, command
 from nvpool.run.logs import start_log
 
 QUICK_DEATHS_MAX = 3
@@ -56,7 +57,7 @@ class Zygote:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         with theirs:
-            self._popen = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_zygote", *words], stdin=theirs,
+            self._popen = subprocess.Popen(command(Program.MOUNT_FORK_SERVER, *words), stdin=theirs,
                                            start_new_session="--stay-in-group" not in words)
         self.pidfd = os.pidfd_open(self._popen.pid)
         self.started_s = SYSTEM_CLOCK.boottime_s()

@@ -12,6 +12,7 @@ from nvpool.base.config import WORKERS_MAX, ClientSection, Config, load
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import NvpoolError
 from nvpool.base.mounts import options_in
+from nvpool.base.programs import Program
 from nvpool.base.units import parse_bytes
 from nvpool.client.options import ClientOptions, configured
 from nvpool.fuse.engine import ENGINES, RESEND_MIN, kernel_version
@@ -28,7 +29,7 @@ def _worker_count(text: str) -> int:
 
 
 def parse_words(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m nvpool.run.mount_daemon", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog=f"python -m {Program.MOUNT.module}", description=DESCRIPTION)
     parser.add_argument("pool", help="directory of a pool on this machine, or HOST:PORT of any of its nodes")
     parser.add_argument("mountpoint", type=Path, help="an empty directory")
     parser.add_argument("--engine", choices=ENGINES, help="kernel: /dev/fuse itself; pyfuse3: libfuse; auto: kernel on Linux "

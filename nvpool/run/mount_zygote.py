@@ -21,6 +21,7 @@ import sys
 from functools import partial
 
 from nvpool.base.errors import NvpoolError
+from nvpool.base.programs import Program
 from nvpool.fuse.noticing import write_for
 from nvpool.run.forking import fork
 from nvpool.run.held import Held
@@ -78,11 +79,11 @@ def main(words: list[str]) -> int:
             theirs, ours = socket.socketpair()
             with ours:
                 with theirs:
-                    forked = [fork("mount_daemon", partial(serve, descriptors, theirs, ours),
+                    forked = [fork(Program.MOUNT, partial(serve, descriptors, theirs, ours),
                                    own_session=not arguments.stay_in_group)]
                 for descriptor in descriptors:
                     os.close(descriptor)
-                forked.append(fork("mount_notice", partial(notice, ours)))
+                forked.append(fork(Program.MOUNT_NOTIFIER, partial(notice, ours)))
             for pid in forked:
                 pidfd = os.pidfd_open(pid)
                 running[pidfd] = pid

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from nvpool.base.config import Config
 from nvpool.base.errors import NvpoolError
 from nvpool.base.metrics_page import Page
+from nvpool.base.programs import Program
 from nvpool.fuse.kernel_engine import KernelEngine
 from nvpool.fuse.passing import Channel, Passing, clone
 from nvpool.run import mount_reader
@@ -57,7 +58,7 @@ def fork_readers(count: int, arguments: Namespace, config: Config, held: Held, n
 
         with theirs:
             try:
-                pid = fork("mount_reader", read)
+                pid = fork(Program.MOUNT_WORKER, read)
                 made.append(Waiting(pid, os.pidfd_open(pid), ours))
             except OSError as error:
                 log.error("this mount has fewer processes than it was to have: %s", error)

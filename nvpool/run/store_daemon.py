@@ -14,6 +14,7 @@ from functools import partial
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import write_whole
+from nvpool.base.programs import Program
 from nvpool.base.protection import group_number
 from nvpool.run.beating import Beating
 from nvpool.run.served import Opened, main, read_map
@@ -90,7 +91,7 @@ async def _open(kept_table: KeptTable | None, opened: Opened) -> StoreService:
 
 if __name__ == "__main__":
     if len(sys.argv) not in (3, 5) or not sys.argv[2].isdigit():
-        sys.exit("usage: python -m nvpool.run.store_daemon DIR TARGET [DESCRIPTOR SINCE]")
+        sys.exit(f"usage: python -m {Program.STORE.module} DIR TARGET [DESCRIPTOR SINCE]")
     target = int(sys.argv[2])
     kept = KeptTable(int(sys.argv[3]), float(sys.argv[4])) if sys.argv[3:] else None
     if kept is not None:

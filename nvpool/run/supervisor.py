@@ -34,6 +34,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.host import host_id
 from nvpool.base.metrics_page import Page
+from nvpool.base.programs import Program, command
 from nvpool.base.version import VERSION
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
 from nvpool.logic.nodes import listening_at, on_host
@@ -44,7 +45,7 @@ from nvpool.run import measuring, node_metrics
 from nvpool.run.auditing import actor_of, audit_log, audited, ourselves, settings_of
 from nvpool.run.certificates import Certificates
 from nvpool.run.child import Child
-from nvpool.run.daemon import Stop, command, keep_alive, notify_ready
+from nvpool.run.daemon import Stop, keep_alive, notify_ready
 from nvpool.run.drives import Drives
 from nvpool.run.etcd_keeper import EtcdKeeper
 from nvpool.run.joining import Reception
@@ -218,12 +219,12 @@ class Supervisor:
     def _start_missing(self, *, targets: bool = True) -> None:
         pool_map = self._coordinator.pool_map
         path, timing = str(self._directory.path), self._config.supervisor
-        wanted = [Child(self._directory, "meta", shard.id, command("meta_daemon", path, str(shard.id), str(member)), timing,
+        wanted = [Child(self._directory, "meta", shard.id, command(Program.META, path, str(shard.id), str(member)), timing,
                         SYSTEM_CLOCK, None, partial(self._member_has_died, shard.id, member),
                         process_name(shard.id, member))
                   for shard in pool_map.shards for member in members(shard)
                   if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)]
-        wanted += [Child(self._directory, "store", target.id, command("store_daemon", path, str(target.id)), timing,
+        wanted += [Child(self._directory, "store", target.id, command(Program.STORE, path, str(target.id)), timing,
                          SYSTEM_CLOCK, partial(self._before_start, target.id), partial(self._has_died, target.id),
                          keeps_memory=True)
                    for target in pool_map.targets if targets and target.node == self._node and not target.is_over]

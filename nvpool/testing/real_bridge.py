@@ -15,18 +15,18 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.mounts import mount_at, mounts_below
+from nvpool.base.programs import Program, command, processes
 from nvpool.bridge.binding import unbind
 from nvpool.testing.real_docker import PLUGINS
 from nvpool.testing.real_pool import end_process
 
-SERVING, HOLDING = b"nvpool.run.mount_daemon", b"nvpool.run.mount_holder"
+SERVING, HOLDING = Program.MOUNT, Program.MOUNT_HOLDER
 
 
 class RealBridge:
@@ -74,9 +74,8 @@ class RealBridge:
 
     def start(self) -> None:
         """On return it answers."""
-        words = [sys.executable, "-P", "-m", "nvpool.run.bridge_daemon", str(self.pool), f"--state={self.place}/state",
-                 f"--docker-socket={self.socket}", f"--node={self.node}", f"--log={self.log}",
-                 f"--settled-s={self._settled_s}"]
+        words = command(Program.BRIDGE, str(self.pool), f"--state={self.place}/state", f"--docker-socket={self.socket}",
+                        f"--node={self.node}", f"--log={self.log}", f"--settled-s={self._settled_s}")
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                          start_new_session=True, cwd="/")
         self.until(self._answers, "the bridge answers")
@@ -112,24 +111,16 @@ class RealBridge:
         finally:
             connection.close()
 
-    def mount_processes(self, *modules: bytes) -> list[int]:
+    def mount_processes(self, *programs: Program) -> list[int]:
         """Of its mount of the pool: pids of those that run one of these, or any of them."""
-        found, place = [], os.fsencode(str(self.mountpoint))
-        for entry in os.listdir("/proc"):
-            with contextlib.suppress(OSError):
-                if entry.isdigit():
-                    words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                    runs = [word for word in words if word.startswith(b"nvpool.run.") and (not modules or word in modules)]
-                    if runs and place in words:
-                        found.append(int(entry))
-        return sorted(found)
+        return sorted(pid for pid, _ in processes(*programs, naming=self.mountpoint))
 
-    def kill_mount(self, module: bytes = SERVING) -> int:
+    def kill_mount(self, program: Program = SERVING) -> int:
         """Kill -9 the process that serves the mount (or another one of it) and wait for the next; its pid."""
-        self.until(lambda: self.mount_processes(module), "a process serves the mount")
-        pid = self.mount_processes(module)[0]
+        self.until(lambda: self.mount_processes(program), "a process serves the mount")
+        pid = self.mount_processes(program)[0]
         os.kill(pid, signal.SIGKILL)
-        self.until(lambda: [other for other in self.mount_processes(module) if other != pid], "another process goes on")
+        self.until(lambda: [other for other in self.mount_processes(program) if other != pid], "another process goes on")
         return pid
 
     def until(self, holds: Callable[[], object], what: str, wait_s: float = 60.0) -> None:

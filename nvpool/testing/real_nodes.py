@@ -17,11 +17,12 @@ from pathlib import Path
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.host import identity_of
+from nvpool.base.programs import Program, command
 from nvpool.logic.poolmap import decode_map
 from nvpool.testing.machines import Machine
 from nvpool.testing.real_pool import end_process
 
-NVPOOL = (sys.executable, "-P", "-m", "nvpool.cli.main")
+NVPOOL = tuple(command(Program.CLI))
 CAPACITY = "192M"
 MIB = 1 << 20
 
@@ -82,8 +83,7 @@ class Node:
         return words
 
     def serve(self, environment: dict[str, str] | None = None, **more) -> subprocess.Popen:
-        return self.machine.popen(sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(self.path), "--log", "file",
-                                  env=environment, **more)
+        return self.machine.popen(*command(Program.SUPERVISOR, str(self.path), "--log", "file"), env=environment, **more)
 
     def until_all_serve(self, wait_s: float = 240.0) -> dict:
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s

@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,10 +22,12 @@ from typing import Any
 import msgspec
 
 import nvpool
+from nvpool.base import programs
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import NvpoolError, Unavailable
 from nvpool.base.host import host_id, identity_of
+from nvpool.base.programs import DAEMONS, Program, command
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.cluster.embedded import EmbeddedCoordinator
@@ -84,7 +85,7 @@ class RealPool:
                 "shards": self._shards, "throw_away": True}
 
     def make(self, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-P", "-m", "nvpool.run.making"], input=json.dumps(self.request()), text=True,
+        return subprocess.run(command(Program.POOL_MAKER), input=json.dumps(self.request()), text=True,
                               env=os.environ | (environment or {}), capture_output=True, timeout=240, check=environment is None)
 
     def start(self, environment: dict[str, str] | None = None, *, prefix: tuple[str, ...] = (), wait_s: float = 120.0) -> None:
@@ -93,8 +94,8 @@ class RealPool:
         self.wait(wait_s)
 
     def launch(self, environment: dict[str, str] | None = None, *, prefix: tuple[str, ...] = ()) -> subprocess.Popen:
-        command = [*prefix, sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(self.path), "--log", "file"]
-        supervisor = subprocess.Popen(command, env=os.environ | (environment or {}), stdin=subprocess.DEVNULL,
+        words = [*prefix, *command(Program.SUPERVISOR, str(self.path), "--log", "file")]
+        supervisor = subprocess.Popen(words, env=os.environ | (environment or {}), stdin=subprocess.DEVNULL,
                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, cwd="/",
                                       text=True)
         self._supervisors.append(supervisor)
@@ -102,18 +103,18 @@ class RealPool:
 
     def end(self) -> None:
         """Kill every process of the pool, stopped ones too. All are stopped first, so that none of them can start another."""
-        self.end_daemons(b"nvpool.run.")
+        self.end_daemons(*DAEMONS)
         for supervisor in self._supervisors:
             supervisor.wait(120)
             if supervisor.stderr is not None:
                 supervisor.stderr.close()
         self._supervisors.clear()
 
-    def end_daemons(self, *modules: bytes) -> None:
+    def end_daemons(self, *programs: Program) -> None:
         """Kill supervisor, shards and stores at once; mounts live on."""
-        modules = modules or (b"nvpool.run.nvpoold", b"nvpool.run.meta_daemon", b"nvpool.run.store_daemon")
+        programs = programs or (Program.SUPERVISOR, Program.META, Program.STORE)
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in self.processes(*modules):
+            for pid in self.processes(*programs):
                 end_process(pid, number)
 
     def stop(self, wait_s: float = 120.0) -> None:
@@ -121,18 +122,9 @@ class RealPool:
         os.kill(self.pid("supervisor"), signal.SIGTERM)
         self.until(lambda: not self.processes(), "all have ended", wait_s)
 
-    def processes(self, *modules: bytes) -> list[int]:
-        """Every daemon of this pool, whoever started it; or those that run one of these modules."""
-        found, modules = [], modules or (b"nvpool.run.",)
-        for entry in os.listdir("/proc"):
-            try:
-                if entry.isdigit() and identity_of(int(entry)) is not None:
-                    words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                    if os.fsencode(str(self.path)) in words and any(word.startswith(modules) for word in words):
-                        found.append(int(entry))
-            except OSError:
-                continue
-        return sorted(found)
+    def processes(self, *wanted: Program) -> list[int]:
+        """Every daemon of this pool, whoever started it; or those that run one of these programs."""
+        return sorted(pid for pid, _ in programs.processes(*wanted, naming=self.path) if identity_of(pid) is not None)
 
     # -- looking ---------------------------------------------------------------------------------------------------------
 

@@ -6,17 +6,17 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 from test_docker_face import scene
 
+from nvpool.base.programs import Program, command
 from nvpool.cli.mount import mount
 from nvpool.run.bridge_daemon import mount_words, parse_words
 
 
 def bridge(*words):
-    return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", *map(str, words)], capture_output=True,
+    return subprocess.run(command(Program.CLI, "bridge", *map(str, words)), capture_output=True,
                           text=True, timeout=60)
 
 
@@ -73,7 +73,7 @@ def test_check_shows_the_volumes_of_a_bridge_that_answers_and_says_where_none_do
         await asked.told("/VolumeDriver.Create", Name="v")
         place = (await asked.told("/VolumeDriver.Mount", Name="v", ID="1"))["Mountpoint"]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", *map(str, words), stdout=asyncio.subprocess.PIPE)
+            *command(Program.CLI, "bridge", *map(str, words)), stdout=asyncio.subprocess.PIPE)
         said, _ = await process.communicate()
         if as_json:
             assert json.loads(said) == [{"name": "v", "mounted": place}]

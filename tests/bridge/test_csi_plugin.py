@@ -16,6 +16,7 @@ from grpc import StatusCode
 
 from nvpool.base.errors import BadConfiguration, Busy, InUse, InvariantBroken, NvpoolError, Unreachable, every_error
 from nvpool.base.mounts import mounts_below
+from nvpool.base.programs import Program, command
 from nvpool.base.units import MIB
 from nvpool.bridge.binding import unbind
 from nvpool.bridge.csi import controller, identity
@@ -337,9 +338,9 @@ class CsiBridge(RealBridge):
             return reply.read().decode()
 
     def start(self):
-        words = [sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", str(self.pool), f"--state={self.place}/state",
+        words = command(Program.CLI, "bridge", str(self.pool), f"--state={self.place}/state",
                  "--docker-socket=", f"--csi=unix://{self.place}/csi.sock", f"--node={self.node}", f"--log={self.log}",
-                 "--csi-pool=pool-1", f"--metrics=127.0.0.1:{self.metrics_port}"]
+                 "--csi-pool=pool-1", f"--metrics=127.0.0.1:{self.metrics_port}")
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                          start_new_session=True, cwd="/")
         self.until(self._probed, "the plugin answers", 120)
@@ -382,8 +383,8 @@ def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of
                     assert bridge.csi(call, **fields, target_path=str(whole)).code == "FAILED_PRECONDITION", call
                 assert (whole / "volumes/v").is_dir()
                 (tmp_path / "file").write_text("somebody's")
-                second = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", pool.path, "--docker-socket=",
-                                         f"--state={tmp_path}/second", f"--csi={tmp_path}/file"], capture_output=True,
+                second = subprocess.run(command(Program.CLI, "bridge", pool.path, "--docker-socket=",
+                                         f"--state={tmp_path}/second", f"--csi={tmp_path}/file"), capture_output=True,
                                         text=True, timeout=60)
                 assert second.returncode == 2 and "is no socket" in second.stderr, second
                 assert not mounts_below(tmp_path / "second"), "who can not listen leaves no mount"

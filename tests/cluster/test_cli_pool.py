@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from test_supervisor import SIZES, all_serve, clean_up, kill, kill_all, nvpool, 
 import nvpool as nvpool_sdk
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied
+from nvpool.base.programs import Program, command
 from nvpool.cli.reach import ask
 from nvpool.client.options import ClientOptions
 from nvpool.logic.poolmap import decode_map
@@ -164,7 +164,7 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
     assert "holds a pool already" in nvpool("pool", "create", own, "--drive", f"{tmp_path}/c", code=1).stderr
     assert "pool destroy" in nvpool("dev", "down", own, code=1).stderr
 
-    daemon = subprocess.Popen([sys.executable, "-m", "nvpool.cli.main", "serve", str(own)], stderr=subprocess.DEVNULL)
+    daemon = subprocess.Popen(command(Program.CLI, "serve", str(own)), stderr=subprocess.DEVNULL)
     all_serve(own)
     assert "drive 1 is in the pool already" in nvpool("drive", "add", own, f"{tmp_path}/a").stdout
     assert "does not exist" in nvpool("drive", "add", own, f"{tmp_path}/nowhere", code=None).stderr
@@ -286,7 +286,7 @@ def test_a_block_device_is_a_drive_and_is_erased_with_its_pool(own, tmp_path):
         assert "--force" in nvpool("pool", "create", own, "--drive", device, code=1).stderr and not own.exists()
         nvpool("pool", "create", own, "--drive", device, "--force")
         assert "already" in nvpool("pool", "create", tmp_path / "another", "--drive", device, code=1).stderr
-        daemon = subprocess.Popen([sys.executable, "-m", "nvpool.cli.main", "serve", str(own)], stderr=subprocess.DEVNULL)
+        daemon = subprocess.Popen(command(Program.CLI, "serve", str(own)), stderr=subprocess.DEVNULL)
         store = next(process for process in all_serve(own)["processes"] if process["role"] == "store")
         assert store["path"] == device and store["kind"].startswith("block")
         assert store["capacity_bytes"] == 256 << 20

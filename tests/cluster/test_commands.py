@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from nvpool import connect
+from nvpool.base.programs import Program, command
 
 MIB = 1 << 20
 
 
 def nvpool(*words, code=0, timeout=240):
-    done = subprocess.run([sys.executable, "-m", "nvpool.cli.main", *map(str, words)], capture_output=True, text=True,
+    done = subprocess.run(command(Program.CLI, *map(str, words)), capture_output=True, text=True,
                           timeout=timeout, stdin=subprocess.DEVNULL)
     assert done.returncode == code, f"{words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
@@ -283,13 +283,13 @@ def find_in(path: Path, wanted: bytes) -> int | None:
 
 
 def import_command(source, place, *options):
-    return [sys.executable, "-m", "nvpool.cli.main", "import", str(source), place, *options]
+    return command(Program.CLI, "import", str(source), place, *options)
 
 
 def wait_until_all_serve(pool, without):
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        done = subprocess.run([sys.executable, "-m", "nvpool.cli.main", "status", str(pool), "--check", "--json"],
+        done = subprocess.run(command(Program.CLI, "status", str(pool), "--check", "--json"),
                               capture_output=True, text=True)
         if not done.returncode and without.isdisjoint(process["pid"] for process in json.loads(done.stdout)["processes"]):
             return
@@ -368,7 +368,7 @@ def test_who_makes_a_throw_away_pool_may_write_it():
         os.chown(directory, nobody, nobody)
 
         def as_nobody(*words):
-            subprocess.run([sys.executable, "-m", "nvpool.cli.main", *words], user=nobody, group=nobody, extra_groups=[],
+            subprocess.run(command(Program.CLI, *words), user=nobody, group=nobody, extra_groups=[],
                            cwd=directory, env={**os.environ, "HOME": directory}, check=True, timeout=240)
         as_nobody("dev", "up", f"{directory}/p", "--size", "128M")
         try:

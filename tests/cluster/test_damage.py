@@ -7,11 +7,11 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from nvpool.base.programs import Program, command
 from nvpool.testing.history import content
 from nvpool.testing.real_pool import RealPool
 
@@ -80,8 +80,8 @@ def place_of(pool, number):
 
 def status_command(pool):
     """What `nvpool status` shows a person, and `nvpool status --json` of the bad blocks."""
-    command = [sys.executable, "-m", "nvpool.cli.main", "status", str(pool.path)]
-    shown, seen = [subprocess.run(command + more, capture_output=True, text=True, timeout=240, check=False)
+    status = command(Program.CLI, "status", str(pool.path))
+    shown, seen = [subprocess.run(status + more, capture_output=True, text=True, timeout=240, check=False)
                    for more in ([], ["--json"])]
     assert shown.returncode == seen.returncode == 4, "damage, and nothing else"
     return shown.stderr, [bad for process in json.loads(seen.stdout)["processes"] for bad in process.get("bad_blocks", ())]

@@ -3,12 +3,12 @@
 import asyncio
 import shutil
 import subprocess
-import sys
 
 import pytest
 from aetcd import rpc
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.programs import Program, command
 from nvpool.cluster.etcd_calls import EtcdCalls
 from nvpool.run.keeping import read_keeping
 from nvpool.testing import machines, real_etcd
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.miss
 
 
 def nvpool(*words) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], capture_output=True, text=True,
+    return subprocess.run(command(Program.CLI, *map(str, words)), capture_output=True, text=True,
                           timeout=200, stdin=subprocess.DEVNULL)
 
 

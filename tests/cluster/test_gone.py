@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from nvpool.base.programs import Program, command
 from nvpool.testing.history import content
 from nvpool.testing.real_pool import RealPool, end_process
 
@@ -87,7 +88,7 @@ def mounted(tmp_path):
 
 
 def nvpool(*words, check=True, timeout=240):
-    return subprocess.run([sys.executable, "-m", "nvpool.cli.main", *map(str, words)], check=check, capture_output=True,
+    return subprocess.run(command(Program.CLI, *map(str, words)), check=check, capture_output=True,
                           text=True, timeout=timeout)
 
 

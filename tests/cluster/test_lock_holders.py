@@ -4,11 +4,11 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
+from nvpool.base.programs import Program, command
 from nvpool.testing.real_pool import RealPool
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
@@ -18,8 +18,8 @@ LEASE_S, GRANT_S, SKEWS_S = 1.0, 2.0, 10.0
 
 def mount(pool, place):
     place.mkdir()
-    daemon = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--no-holder", str(pool.path),
-                               str(place)], cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+    daemon = subprocess.Popen(command(Program.MOUNT, "--no-holder", str(pool.path),
+                               str(place)), cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)
     pool.until(lambda: os.path.ismount(place), f"mount of {place}")
     return daemon

@@ -7,12 +7,12 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 
 import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.programs import Program, command
 from nvpool.base.units import MIB
 from nvpool.cluster.manager import LEASE_S
 from nvpool.testing.real_pool import RealPool, end_process
@@ -102,7 +102,7 @@ def test_a_pool_that_was_stopped_in_order_goes_on_as_it_was(pool):
 
 
 def nvpool(pool, *words, code=0):
-    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *words[:2], str(pool.path), *map(str, words[2:])],
+    done = subprocess.run(command(Program.CLI, *words[:2], str(pool.path), *map(str, words[2:])),
                           capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == code, (words, done.returncode, done.stdout[-2000:], done.stderr[-2000:])
     return done

@@ -10,6 +10,7 @@ import pytest
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import load
 from nvpool.base.errors import Refused, StaleEpoch, StaleIdentity, Unavailable
+from nvpool.base.programs import Program, command_line, program_of
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.logic.poolmap import EtcdMember, changed, decode_map, encode_map
 from nvpool.run import keeping
@@ -37,13 +38,9 @@ def _etcd_pids(pool) -> list[int]:
 
 
 def _is_etcd_of(pool, entry: str) -> bool:
-    try:
-        with open(f"/proc/{entry}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
-    except OSError:
-        return False
-    begins = b"nvpool.run.etcd_daemon" in words and os.fsencode(pool.path) in words
-    return begins or os.fsencode(pool.path / "etcd") in words
+    words = command_line(int(entry))
+    begins = program_of(words) is Program.ETCD and str(pool.path) in words
+    return begins or str(pool.path / "etcd") in words
 
 
 def _end_etcd(pool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.programs import Program, command_line, program_of
 from nvpool.testing import machines, real_etcd
 from nvpool.testing.machines import Machines
 from nvpool.testing.real_nodes import MIB, Node, Pool
@@ -61,11 +62,11 @@ def test_two_nodes_and_a_client_that_mounts_from_a_third_machine(pool):
     assert {name: _sum(third, mount, name) for name in sums} == sums
 
     # the second node's supervisor is killed: a child of it starts another, nothing that serves is touched
-    stores = [pid for pid in second.processes() if b"store_daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    stores = [pid for pid in second.processes() if program_of(command_line(pid)) is Program.STORE]
     end_process(second.directory.supervisor().pid)
     assert {name: _sum(third, mount, name) for name in sums} == sums
     second.until_all_serve()
-    assert [pid for pid in second.processes() if b"store_daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()] == stores
+    assert [pid for pid in second.processes() if program_of(command_line(pid)) is Program.STORE] == stores
 
     # all is killed and started again, in any order; the mount waits
     for node in (first, second):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nvpool.base import programs
+
 ROOT = Path(__file__).resolve().parents[2]
 CAN_MOUNT = os.path.exists("/dev/fuse") and os.geteuid() == 0
 
@@ -21,7 +23,7 @@ def place(tmp_path):
         (source / "sub" / f"file {number}").write_bytes(os.urandom(10_000 * number))
     (source / "link").symlink_to("sub")
     yield tmp_path
-    subprocess.run([sys.executable, "-m", "nvpool.cli.main", "dev", "down", tmp_path / "p"], check=True, capture_output=True)
+    subprocess.run(programs.command(programs.Program.CLI, "dev", "down", tmp_path / "p"), check=True, capture_output=True)
 
 
 def command(place):

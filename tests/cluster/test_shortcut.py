@@ -6,10 +6,10 @@ import os
 import random
 import struct
 import subprocess
-import sys
 
 import pytest
 
+from nvpool.base.programs import Program, command
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
@@ -121,8 +121,8 @@ def test_a_mount_on_the_drives_own_host_reads_them_itself_unless_told_not_to(tmp
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start()
-        mounted = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--no-holder", *words,
-                                    str(pool.path), str(place)])
+        mounted = subprocess.Popen(command(Program.MOUNT, "--no-holder", *words,
+                                    str(pool.path), str(place)))
         try:
             pool.until(lambda: os.path.ismount(place), "it is mounted")
             content = random.Random(1).randbytes(8 * MIB)

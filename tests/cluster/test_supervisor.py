@@ -11,7 +11,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory, holder_of
 from nvpool.base.errors import Unavailable
 from nvpool.base.host import identity_of
+from nvpool.base.programs import Program, command, command_line, processes, program_of
 from nvpool.cli.reach import status_of
 from nvpool.logic.poolmap import decode_map
 from nvpool.testing.real_pool import PLAIN_TCP
@@ -29,7 +29,7 @@ SIZES = ("--size", "128M", "--size", "192M")
 
 
 def nvpool(*arguments, code: int | None = 0, wait_s: float = 240) -> subprocess.CompletedProcess:
-    done = subprocess.run([sys.executable, "-m", "nvpool.cli.main", *map(str, arguments)], capture_output=True, text=True,
+    done = subprocess.run(command(Program.CLI, *map(str, arguments)), capture_output=True, text=True,
                           timeout=wait_s, check=False)
     assert code is None or done.returncode == code, (arguments, done)
     return done
@@ -72,17 +72,7 @@ def shown_with(directory, states: dict[str, str]) -> dict | None:
 
 def processes_of(directory) -> list[int]:
     """Every process of this pool, whoever started it."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or identity_of(int(entry.name)) is None:
-            continue
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if os.fsencode(str(directory)) in words and any(word.startswith(b"nvpool.run.") for word in words):
-            found.append(int(entry.name))
-    return sorted(found)
+    return sorted(pid for pid, _ in processes(naming=directory) if identity_of(pid) is not None)
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -190,8 +180,8 @@ def test_loopback_of_an_earlier_version_is_left(own, tmp_path):
 
 def test_a_second_daemon_on_the_directory_is_refused_with_the_pid_of_the_first(pool):
     first = pids(pool)["supervisor"]
-    for program in (["nvpool.run.nvpoold", str(pool)], ["nvpool.cli.main", "serve", str(pool)]):
-        done = subprocess.run([sys.executable, "-m", *program], capture_output=True, text=True, timeout=240, check=False)
+    for words in (command(Program.SUPERVISOR, str(pool)), command(Program.CLI, "serve", str(pool))):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 1 and f"in use by process {first}" in done.stderr
     assert pids(pool)["supervisor"] == first
 
@@ -229,7 +219,7 @@ def test_the_lock_is_never_free_while_a_supervisor_is_killed_again_and_again(poo
             holder = holder_of(directory.lock)
             if holder is not None:
                 supervisors.add(holder.pid)
-            running = [pid for pid in processes_of(pool) if b"nvpool.run.nvpoold" in _words(pid)]
+            running = [pid for pid in processes_of(pool) if program_of(command_line(pid)) is Program.SUPERVISOR]
             if len(running) > 1:
                 free.append(running)
 
@@ -246,13 +236,6 @@ def test_the_lock_is_never_free_while_a_supervisor_is_killed_again_and_again(poo
     serving = [both for both in free if len([pid for pid in both if _has_lock_open(pid, directory.lock)]) > 1]
     assert not [both for both in serving if all(identity_of(pid) for pid in both)], "two supervisors at once"
     assert len(supervisors) >= 4
-
-
-def _words(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def _has_lock_open(pid: int, path: Path) -> bool:
@@ -310,7 +293,7 @@ def test_a_process_that_does_not_answer_is_shown_as_silent_and_the_rest_as_it_is
 def test_a_daemon_that_may_open_too_few_files_is_refused_with_the_remedy(own):
     nvpool("dev", "up", own, "--size", "128M")
     kill_all(own)
-    done = subprocess.run(["bash", "-c", 'ulimit -n 40; exec "$0" "$@"', sys.executable, "-m", "nvpool.run.nvpoold", str(own),
+    done = subprocess.run(["bash", "-c", 'ulimit -n 40; exec "$0" "$@"', *command(Program.SUPERVISOR), str(own),
                            "--log", "stderr"], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1 and "LimitNOFILE" in done.stderr and processes_of(own) == []
 
@@ -335,7 +318,7 @@ def test_serve_in_a_terminal_ends_on_ctrl_c_and_tells_systemd_when_it_is_ready(p
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(120)
-        daemon = subprocess.Popen([sys.executable, "-m", "nvpool.cli.main", "serve", str(pool), "--log", "stderr"],
+        daemon = subprocess.Popen(command(Program.CLI, "serve", str(pool), "--log", "stderr"),
                                   stderr=subprocess.PIPE, env=os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")})
         while (told := systemd.recv(1000)).startswith(b"EXTEND_TIMEOUT_USEC="):
             pass
@@ -355,10 +338,10 @@ def test_serve_in_a_terminal_ends_on_ctrl_c_and_tells_systemd_when_it_is_ready(p
 def test_a_pool_that_can_not_be_served_is_refused_with_the_reason(own, damage, said):
     made = {"verb": "pool", "directory": str(own), "name": "x", "chunk_bytes": 1 << 20, "replicas": 1, "config": "",
             "drives": [{"path": str(own / "targets" / "1"), "capacity_bytes": 128 << 20}], "throw_away": True}
-    subprocess.run([sys.executable, "-m", "nvpool.run.making"], input=json.dumps(made), text=True, check=True, timeout=240,
+    subprocess.run(command(Program.POOL_MAKER), input=json.dumps(made), text=True, check=True, timeout=240,
                    stdout=subprocess.DEVNULL)
     damage(PoolDirectory(own))
-    done = subprocess.run([sys.executable, "-m", "nvpool.run.nvpoold", str(own), "--log", "stderr"], capture_output=True,
+    done = subprocess.run(command(Program.SUPERVISOR, str(own), "--log", "stderr"), capture_output=True,
                           text=True, timeout=240, check=False)
     assert done.returncode in (1, 2, 4) and said in done.stderr, done
     assert "Traceback" not in done.stderr and processes_of(own) == []

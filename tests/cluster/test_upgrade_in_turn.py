@@ -3,10 +3,10 @@ in order and started, then the mount is upgraded; who reads and writes on it mee
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 
 import nvpool
 from nvpool.base.host import identity_of
+from nvpool.base.programs import Program, command
 from nvpool.testing import machines, real_etcd
 from nvpool.testing.machines import Machines
 from nvpool.testing.nodes_in_use import PoolInUse, Under, until
@@ -123,7 +124,7 @@ def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(ins
             super(PoolInUse, pool).found()
             pool.mount_client()
             # by a process that has nothing open on the mount: one of ours waits for the pool when it closes what it inherited
-            starts = f'while read place; do {sys.executable} -P -m nvpool.run.nvpoold "$place" --log file </dev/null & done'
+            starts = f'while read place; do {shlex.join(command(Program.SUPERVISOR))} "$place" --log file </dev/null & done'
             starter = subprocess.Popen(first.machine.command("sh", "-c", starts), stdin=subprocess.PIPE, text=True)
             with Under(pool, 2) as load:
                 load.goes_on()
@@ -150,6 +151,6 @@ def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(ins
 def test_all_of_this_runs_from_the_copy(installed):
     """Else the tests above would upgrade nothing."""
     installed.update()
-    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "version", "--json"], capture_output=True, text=True,
+    done = subprocess.run(command(Program.CLI, "version", "--json"), capture_output=True, text=True,
                           check=False, cwd="/")
     assert NEWER in done.stdout, done.stdout + done.stderr

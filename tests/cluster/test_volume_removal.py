@@ -4,10 +4,10 @@ import json
 import select
 import signal
 import subprocess
-import sys
 
 import pytest
 
+from nvpool.base import programs
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.testing.real_pool import RealPool
 
@@ -33,7 +33,7 @@ def large(pool):
 
 
 def command(pool, *words):
-    return [sys.executable, "-P", "-m", "nvpool.cli.main", "volume", words[0], str(pool.path), *words[1:]]
+    return programs.command(programs.Program.CLI, "volume", words[0], str(pool.path), *words[1:])
 
 
 def nvpool(pool, *words, code=0):

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from nvpool.base.programs import Program, command
+
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR = bool(os.environ.get("NVPOOL_TEST_FLOOR"))
 OLD_KERNEL = bool(os.environ.get("NVPOOL_TEST_OLD_KERNEL"))
@@ -74,11 +76,11 @@ class Mounted:
         self.place = Path(place)
         self.place.mkdir(parents=True, exist_ok=True)
         self.log = Path(f"{place}.log")
-        command = [sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *options, str(pool), str(place)]
+        words = command(Program.MOUNT, *options, str(pool), str(place))
         if pool is None:
-            command = [sys.executable, str(ROOT / "bench" / "fuse_floor.py"), *options, str(place)]
+            words = [sys.executable, str(ROOT / "bench" / "fuse_floor.py"), *options, str(place)]
         with open(self.log, "ab") as said:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd="/",
+            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd="/",
                                             start_new_session=True)
         try:
             wait_until(lambda: self.process.poll() is not None or os.path.ismount(self.place), f"mount of {place}")
@@ -108,7 +110,7 @@ def is_mounted(place):
 
 
 def nvpool(*words, **options):
-    return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], check=True, capture_output=True,
+    return subprocess.run(command(Program.CLI, *map(str, words)), check=True, capture_output=True,
                           text=True, cwd="/", timeout=240, **options)
 
 

@@ -21,6 +21,9 @@ from pathlib import Path
 import pytest
 from conftest import needs, nvpool, wait_until
 
+from nvpool.base import programs
+from nvpool.base.programs import Program
+
 GAP_S = 0.5
 PROBE_S = 0.005
 APPENDED_MIN = 4
@@ -29,21 +32,14 @@ UNHEARD_MAX = 3
 MIB = 1 << 20
 
 def processes(place, program):
-    """The pids of those that run nvpool/run/`program` for the mount at `place`."""
-    module, found = f"nvpool.run.{program}", []
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if entry.isdigit():
-                words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                if module.encode() in words and os.fsencode(str(place)) in words:
-                    found.append(int(entry))
-    return found
+    """The pids of those that run `program` for the mount at `place`."""
+    return [pid for pid, _ in programs.processes(program, naming=place)]
 
 
 def serving(held):
     """The pid of the one process that serves the mount, once there is one."""
-    wait_until(lambda: processes(held.place, "mount_daemon"), "a serving process")
-    return processes(held.place, "mount_daemon")[0]
+    wait_until(lambda: processes(held.place, Program.MOUNT), "a serving process")
+    return processes(held.place, Program.MOUNT)[0]
 
 
 def pauses(held):

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from conftest import FLOOR, is_mounted, nvpool, wait_until
 from kills import end, kill_serving, processes, run_model, serving, together
 
+from nvpool.base.programs import Program, command
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
@@ -45,12 +45,12 @@ def held(own, request):
 
 def kill_holder(held):
     """On return there is another holder."""
-    before, = processes(held.place, "mount_holder")
+    before, = processes(held.place, Program.MOUNT_HOLDER)
     os.kill(before, signal.SIGKILL)
     if before == held.process.pid:
         held.process.wait(120)
-    wait_until(lambda: [pid for pid in processes(held.place, "mount_holder") if pid != before] != []
-               and f"holder[{processes(held.place, 'mount_holder')[0]}]" in held.log.read_text(), "another holder")
+    wait_until(lambda: [pid for pid in processes(held.place, Program.MOUNT_HOLDER) if pid != before] != []
+               and f"holder[{processes(held.place, Program.MOUNT_HOLDER)[0]}]" in held.log.read_text(), "another holder")
 
 
 def test_holder_and_serving_process_each_start_the_other_again(own):
@@ -65,7 +65,7 @@ def test_holder_and_serving_process_each_start_the_other_again(own):
             assert (held.place / "f").read_bytes() == b"1" * 100_000
         seen = json.loads(nvpool("status", own.directory, "--json").stdout)
         holder, = (one for one in seen["processes"] if one["role"] == "holder" and one["mountpoint"] == str(held.place))
-        assert holder["pid"] == processes(held.place, "mount_holder")[0] and not seen["problems"]
+        assert holder["pid"] == processes(held.place, Program.MOUNT_HOLDER)[0] and not seen["problems"]
     finally:
         end(held)
     assert not is_mounted(held.place)
@@ -77,24 +77,24 @@ def test_the_serving_process_is_replaced_on_purpose_under_load(held, here):
         told = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
         assert told["pid"] == serving(held) != before and told["pause_ms"] >= 0
 
-    zygote, = processes(held.place, "mount_zygote")
+    zygote, = processes(held.place, Program.MOUNT_FORK_SERVER)
     together(lambda: run_model(here, 5.0), lambda: [replace(held) for _ in range(5)])
-    assert zygote not in processes(held.place, "mount_zygote")  # it has the software of before
+    assert zygote not in processes(held.place, Program.MOUNT_FORK_SERVER)  # it has the software of before
 
 
 def test_where_the_new_process_can_not_start_the_old_one_goes_on(held, here, own):
-    before = serving(held), processes(held.place, "mount_zygote")
+    before = serving(held), processes(held.place, Program.MOUNT_FORK_SERVER)
     node = own.directory / "node.toml"
     content = node.read_bytes()
     try:
         node.write_bytes(content + b"\n[nothing]\nsense = 1\n")
-        told = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "mount", "upgrade", str(held.place)],
+        told = subprocess.run(command(Program.CLI, "mount", "upgrade", str(held.place)),
                               capture_output=True, text=True, timeout=240, check=False)
         assert told.returncode == 3 and "the old one does" in told.stderr
     finally:
         node.write_bytes(content)
     (here / "f").touch()
-    assert (serving(held), processes(held.place, "mount_zygote")) == before
+    assert (serving(held), processes(held.place, Program.MOUNT_FORK_SERVER)) == before
     said = held.log.read_text()
     assert "is not replaced" in said and "is not known" in said
     held.log.write_text("")  # those errors were to be
@@ -135,7 +135,7 @@ def test_a_page_that_is_awaited_keeps_no_killed_process_alive(own):
 
 def waits(held):
     """Where in the kernel the threads stand that serve."""
-    for program in ("mount_daemon", "mount_notice"):
+    for program in (Program.MOUNT, Program.MOUNT_NOTIFIER):
         for pid in processes(held.place, program):
             for thread in os.listdir(f"/proc/{pid}/task"):
                 yield Path(f"/proc/{pid}/task/{thread}/wchan").read_text()
@@ -143,10 +143,10 @@ def waits(held):
 
 def test_a_zygote_that_dies_is_replaced_and_waited_for(held, here):
     for kill_both in (False, True):
-        zygote, = processes(held.place, "mount_zygote")
+        zygote, = processes(held.place, Program.MOUNT_FORK_SERVER)
         os.kill(zygote, signal.SIGKILL)
         if not kill_both:
-            wait_until(lambda zygote=zygote: set(processes(held.place, "mount_zygote")) - {zygote}, "another zygote")
+            wait_until(lambda zygote=zygote: set(processes(held.place, Program.MOUNT_FORK_SERVER)) - {zygote}, "another zygote")
         kill_serving(held)
         (here / f"f{kill_both}").write_bytes(b"1" * 70_000)
         assert (here / f"f{kill_both}").read_bytes() == b"1" * 70_000
@@ -317,11 +317,11 @@ def test_a_successor_that_can_not_start_is_tried_again_until_it_can(own):
 
 
 def test_a_mount_that_can_not_outlive_its_process_says_so_where_it_is_asked_to(own, tmp_path):
-    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--holder", "--engine", "pyfuse3",
-                           own.directory, tmp_path], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command(Program.MOUNT, "--holder", "--engine", "pyfuse3",
+                           own.directory, tmp_path), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1 and "--holder" in done.stderr
     plain = own.mount(tmp_path / "m", "--no-holder")
-    told = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "mount", "upgrade", str(plain.place)],
+    told = subprocess.run(command(Program.CLI, "mount", "upgrade", str(plain.place)),
                           capture_output=True, text=True, timeout=240, check=False)
     assert told.returncode == 1 and "does not outlive" in told.stderr
     assert plain.end() == 0

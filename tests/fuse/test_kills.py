@@ -10,20 +10,21 @@ import pytest
 from conftest import FLOOR
 from kills import LOADS, Killer, end
 
+from nvpool.base.programs import Program
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
               pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
 
-VICTIMS = {"serving": (("mount_daemon",), ()),
-           "old-kernel": (("mount_daemon",), ("--no-resend",)),
-           "old-kernel-all": (("mount_daemon", "mount_holder", "mount_notice"), ("--no-resend",)),
-           "over-tcp": (("mount_daemon",), ("--transport=stream", "--no-short-cut")),
-           "one-of-two": (("mount_daemon", "mount_reader"), ("--workers", "2")),
-           "reader": (("mount_reader",), ("--workers", "2")),
-           "holder": (("mount_holder",), ()),
-           "zygote": (("mount_zygote",), ()),
-           "notice": (("mount_daemon", "mount_notice"), ())}
+VICTIMS = {"serving": ((Program.MOUNT,), ()),
+           "old-kernel": ((Program.MOUNT,), ("--no-resend",)),
+           "old-kernel-all": ((Program.MOUNT, Program.MOUNT_HOLDER, Program.MOUNT_NOTIFIER), ("--no-resend",)),
+           "over-tcp": ((Program.MOUNT,), ("--transport=stream", "--no-short-cut")),
+           "one-of-two": ((Program.MOUNT, Program.MOUNT_WORKER), ("--workers", "2")),
+           "reader": ((Program.MOUNT_WORKER,), ("--workers", "2")),
+           "holder": ((Program.MOUNT_HOLDER,), ()),
+           "zygote": ((Program.MOUNT_FORK_SERVER,), ()),
+           "notice": ((Program.MOUNT, Program.MOUNT_NOTIFIER), ())}
 USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("serving", "direct"), ("old-kernel", "fio"),
          ("old-kernel", "loader"), ("old-kernel", "model"), ("old-kernel", "large"), ("old-kernel", "direct"),
          ("old-kernel-all", "model"), ("over-tcp", "fio"),

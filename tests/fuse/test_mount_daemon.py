@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,6 +17,7 @@ from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
 from kills import kill_serving
 
 from nvpool.base.mounts import look_at, mount_at
+from nvpool.base.programs import Program, command
 from nvpool.testing.load import CheckingLoad
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
@@ -41,7 +41,7 @@ def mine(own, request):
 
 
 def refused(*words):
-    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *map(str, words)], capture_output=True,
+    done = subprocess.run(command(Program.MOUNT, *map(str, words)), capture_output=True,
                           text=True, timeout=240, cwd="/", check=False)
     assert done.returncode not in (0, 70), done.stderr
     return done.stderr
@@ -232,7 +232,7 @@ def test_a_mount_that_was_killed_is_made_again_by_force_and_has_what_was_closed(
         os.stat(mine.place)
     assert dead.value.errno == errno.ENOTCONN
     assert "--force" in refused(own.directory, mine.place)
-    again = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--force", own.directory, mine.place],
+    again = subprocess.Popen(command(Program.MOUNT, "--force", own.directory, mine.place),
                              cwd="/", stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: subprocess.run(["stat", mine.place / "closed"], capture_output=True, check=False).returncode == 0,
@@ -312,7 +312,7 @@ def kill_all(pool):
 
 
 def test_the_program_says_what_it_takes():
-    said = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--help"], capture_output=True, text=True,
+    said = subprocess.run(command(Program.MOUNT, "--help"), capture_output=True, text=True,
                           cwd="/", check=True).stdout
     assert "--read-only" in said and "--drain-s" in said
 

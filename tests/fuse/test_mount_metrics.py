@@ -16,6 +16,7 @@ from conftest import FLOOR, wait_until
 from kills import processes
 from prometheus_client.parser import text_string_to_metric_families
 
+from nvpool.base.programs import Program
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
@@ -76,7 +77,7 @@ def test_each_read_is_counted_once_whoever_of_a_mount_answers_it(own):
         assert grown >= count * 4096
         assert sum(after["nvpool_client_reads_total", way] for way in ("store", "short_cut", "kept", "read_ahead")) > 0
 
-        killed, = processes(held.place, "mount_daemon")
+        killed, = processes(held.place, Program.MOUNT)
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: (answers(address) or {}).get(("nvpool_mount_workers",)) == 2, "its successor's page")
         read_past_the_pages(held.place / "read", 10)

@@ -3,12 +3,14 @@ mount name space of its own."""
 
 import json
 import os
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import FLOOR, NO_MOUNT, needs, nvpool, wait_until
+
+from nvpool.base.programs import OF_A_MOUNT, Program, command, processes
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no subtrees"), needs("unshare", "nsenter")]
 
@@ -20,7 +22,7 @@ class Administrator:
         self.place = place
         self.bin = place / "sbin"
         self.bin.mkdir()
-        (self.bin / "mount.nvpool").write_text(f"#!/bin/sh\nexec {sys.executable} -P -m nvpool.cli.mount_helper \"$@\"\n")
+        (self.bin / "mount.nvpool").write_text(f"#!/bin/sh\nexec {shlex.join(command(Program.MOUNT_COMMAND))} \"$@\"\n")
         (self.bin / "mount.nvpool").chmod(0o755)
         (self.bin / "mount.fuse.nvpool").symlink_to("mount.nvpool")
         self.space = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sh", "-c",
@@ -66,18 +68,12 @@ def root(volume, tmp_path):
         while made.found(tmp_path / name) is not None:
             made.run("umount", "-l", tmp_path / name)
     made.close()
-    wait_until(lambda: not any(str(tmp_path).encode() in words for words in command_lines()), "the end of its mounts")
+    wait_until(lambda: not any(str(tmp_path) in words for words in command_lines()), "the end of its mounts")
 
 
 def command_lines():
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                words = Path("/proc", entry, "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"nvpool.run.mount_" in words:
-                yield words
+    for _, words in processes(*OF_A_MOUNT):
+        yield "\0".join(words)
 
 
 def address_of(directory):
@@ -100,7 +96,7 @@ def test_mount_8_mounts_a_part_and_umount_8_ends_it(own, root):
     assert again.returncode == 32 and "mounted on it" in again.stderr
     root.run("umount", place)
     assert root.found(place) is None
-    wait_until(lambda: not any(os.fsencode(place) in words for words in command_lines()), "the end of its processes")
+    wait_until(lambda: not any(str(place) in words for words in command_lines()), "the end of its processes")
 
 
 def test_by_the_address_of_a_node(own, root):

@@ -17,6 +17,8 @@ import pytest
 from conftest import FLOOR, nvpool, wait_until
 from kills import end, kill_serving, processes, serving, together
 
+from nvpool.base.programs import Program, command
+
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 
 MIB = 1 << 20
@@ -174,6 +176,6 @@ def test_upgraded_under_load_nobody_meets_an_error(held, own):
 
 
 def test_more_processes_are_refused(own, tmp_path):
-    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--no-resend", "--workers", "2",
-                           own.directory, tmp_path], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command(Program.MOUNT, "--no-resend", "--workers", "2",
+                           own.directory, tmp_path), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1 and "hands requests out again" in done.stderr

@@ -14,6 +14,7 @@ from conftest import FLOOR, nvpool, wait_until
 from kills import kill_serving, run_model, serving, together
 
 from nvpool import connect
+from nvpool.base.programs import Program, command
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 from nvpool.fuse.mount import mount_at
 
@@ -209,8 +210,8 @@ def test_a_part_that_can_not_be_mounted_is_refused_with_the_reason(own, whole, t
         pytest.skip("it is refused before there is an engine")
     place = own.directory.parent / "refused"
     place.mkdir(exist_ok=True)
-    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "mount", f"{own.directory}:/{tree}/in/{path}",
-                           place], capture_output=True, text=True, timeout=240, check=False, cwd="/")
+    done = subprocess.run(command(Program.CLI, "mount", f"{own.directory}:/{tree}/in/{path}",
+                           place), capture_output=True, text=True, timeout=240, check=False, cwd="/")
     assert done.returncode == 1 and said in done.stderr, done.stderr
     assert mount_at(place) is None
 

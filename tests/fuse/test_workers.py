@@ -16,6 +16,7 @@ import pytest
 from conftest import FLOOR, nvpool, wait_until
 from kills import load_large, pauses, processes, read_at_random, run_model, serving, together
 
+from nvpool.base.programs import Program, command
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
@@ -33,7 +34,7 @@ def mounted(own, name, workers=2):
 def wait_for_readers(held, count=1):
     """Until so many readers serve beside the process that serves now."""
     def there():
-        own = processes(held.place, "mount_daemon")
+        own = processes(held.place, Program.MOUNT)
         said = held.log.read_text()
         return len(own) == 1 and len(re.findall(rf"mount\[{own[0]}\] process \d+ reads for this mount", said)) >= count
     wait_until(there, "readers")
@@ -42,7 +43,7 @@ def wait_for_readers(held, count=1):
 def ended(held):
     """It ends in order; how many requests readers have answered, and passed on."""
     assert held.end() == 0, held.log.read_text()
-    wait_until(lambda: not processes(held.place, "mount_reader"), "the end of the readers")
+    wait_until(lambda: not processes(held.place, Program.MOUNT_WORKER), "the end of the readers")
     said = held.log.read_text()
     assert "Traceback" not in said and " ERROR " not in said, said
     found = re.findall(r"has answered (\d+) requests and passed (\d+) on", said)
@@ -72,7 +73,7 @@ def test_readers_answer_reads_with_the_right_bytes(own):
     assert (held.place / "many").read_bytes() == content
     seen = json.loads(nvpool("status", own.directory, "--json").stdout)
     readers = {one["pid"] for one in seen["processes"] if one["role"] == "reader" and one["mountpoint"] == str(held.place)}
-    assert readers == set(processes(held.place, "mount_reader")) and len(readers) == 2
+    assert readers == set(processes(held.place, Program.MOUNT_WORKER)) and len(readers) == 2
     answered, _ = ended(held)
     assert answered
 
@@ -186,7 +187,7 @@ def kill_reader(held):
     """On return another process serves, with another reader."""
     wait_for_readers(held)
     before = len(pauses(held))
-    os.kill(processes(held.place, "mount_reader")[0], signal.SIGKILL)
+    os.kill(processes(held.place, Program.MOUNT_WORKER)[0], signal.SIGKILL)
     wait_until(lambda: len(pauses(held)) > before, "the next serving process")
     wait_for_readers(held)
 
@@ -207,6 +208,6 @@ def test_all_are_replaced_on_purpose(held, here):
 
 
 def test_a_mount_without_a_holder_has_one_process(own, tmp_path):
-    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--no-holder", "--workers", "2",
-                           own.directory, tmp_path], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command(Program.MOUNT, "--no-holder", "--workers", "2",
+                           own.directory, tmp_path), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1 and "--workers" in done.stderr

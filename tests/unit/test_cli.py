@@ -25,6 +25,7 @@ from nvpool.base.errors import (
     Unreachable,
     every_error,
 )
+from nvpool.base.programs import Program, command
 from nvpool.base.version import VERSION
 from nvpool.cli import main as cli_main
 from nvpool.cli.dev import default_sizes
@@ -95,7 +96,7 @@ def test_the_completion_script_of_each_shell_calls_us_back(capfd, shell):
 
 
 def test_completion_offers_the_commands():
-    done = subprocess.run([sys.executable, "-m", "nvpool.cli.main"], capture_output=True, text=True, timeout=240,
+    done = subprocess.run(command(Program.CLI), capture_output=True, text=True, timeout=240,
                           env=os.environ | {"_NVPOOL_COMPLETE": "bash_complete", "COMP_WORDS": "nvpool d", "COMP_CWORD": "1"})
     assert {"plain,drive", "plain,dev", "plain,dump"} <= set(done.stdout.split())
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import click
@@ -15,6 +14,7 @@ import pytest
 
 from nvpool.base.directory import FORMAT_TEXT
 from nvpool.base.errors import AccessDenied, InvalidRequest, NotFound
+from nvpool.base.programs import Program, command
 from nvpool.base.remedies import with_pool
 from nvpool.cli import known_pools
 from nvpool.cli import main as cli_main
@@ -257,7 +257,7 @@ def test_version_and_help_are_commands_and_options(capfd):
 
 @pytest.mark.parametrize("answer, said", [("", "say --yes"), ("n\n", "nothing was destroyed"), ("\n", "nothing was destroyed")])
 def test_destroy_without_a_yes_is_refused(stopped, answer, said):
-    done = subprocess.run([sys.executable, "-m", "nvpool.cli.main", "pool", "destroy", stopped], input=answer, text=True,
+    done = subprocess.run(command(Program.CLI, "pool", "destroy", stopped), input=answer, text=True,
                           capture_output=True, timeout=60)
     assert done.returncode == 1 and said in done.stderr and "interrupted" not in done.stderr
     assert stopped.exists()
@@ -267,8 +267,8 @@ def test_destroy_without_a_yes_is_refused(stopped, answer, said):
 @pytest.mark.parametrize("after_s", [0.3, 0.8, 1.6, 2.5, 4.0])
 def test_interrupted_dev_up_leaves_nothing(tmp_path, number, after_s):
     place = tmp_path / "pool"
-    command = [sys.executable, "-m", "nvpool.cli.main", "dev", "up", str(place), "--size", "64M"]
-    making = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    making = subprocess.Popen(command(Program.CLI, "dev", "up", str(place), "--size", "64M"), stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True, start_new_session=True)
     time.sleep(after_s)
     making.send_signal(number)
     out, said = making.communicate(timeout=120)

@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from nvpool.base.authority import Authority, Described
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.mounts import Mount
+from nvpool.base.programs import Program, command
 from nvpool.cli import doctor_drive, doctor_machine, doctor_path, doctor_pool
 from nvpool.cli.checks import BAD, OK, WARN, all_of
 
@@ -334,7 +334,7 @@ def test_paths_lead_to_other_machines_only():
 # -- the command -------------------------------------------------------------------------------------------------------------
 
 def nvpool(*words):
-    return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], capture_output=True, text=True,
+    return subprocess.run(command(Program.CLI, *map(str, words)), capture_output=True, text=True,
                           check=False, timeout=240, cwd="/", env={**os.environ, "NVPOOL_POOL": ""})
 
 

@@ -3,11 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
 from nvpool.base.errors import InvalidRequest, NoSpace
+from nvpool.base.programs import Program, command
 from nvpool.run.making import capacity_for, store_path
 
 
@@ -23,7 +23,7 @@ def test_who_asked_and_is_gone_leaves_no_traceback():
     reads, writes = os.pipe()
     os.close(reads)
     request = {"verb": "check", "path": "/nowhere", "directory": "/nowhere", "pool_id": "", "target": 0}
-    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.making"], input=json.dumps(request).encode(), stdout=writes,
+    done = subprocess.run(command(Program.POOL_MAKER), input=json.dumps(request).encode(), stdout=writes,
                           stderr=subprocess.PIPE, check=False)
     os.close(writes)
     assert (done.returncode, done.stderr) == (1, b"")

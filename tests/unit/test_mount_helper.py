@@ -1,7 +1,6 @@
 """mount.nvpool: what mount(8) and /etc/fstab say, and what becomes of it."""
 
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from nvpool.base.errors import InvalidRequest
+from nvpool.base.programs import Program, command
 from nvpool.cli import mount_helper
 from nvpool.cli.mount import mount
 from nvpool.cli.mount_helper import main, parse
@@ -147,5 +147,5 @@ def test_nothing_is_mounted_anew_where_nothing_is_mounted(tmp_path, capsys):
 def test_the_helper_is_a_program_that_mount_8_can_find():
     project = tomllib.loads(Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text())["project"]
     assert project["scripts"]["mount.nvpool"] == "nvpool.cli.mount_helper:main" and callable(mount_helper.main)
-    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.mount_helper"], capture_output=True, text=True, check=False)
+    done = subprocess.run(command(Program.MOUNT_COMMAND), capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "mount -t nvpool" in done.stderr

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nvpool.base.programs import Program
+
 _spec = importlib.util.spec_from_file_location("tools_clean", Path(__file__).parents[2] / "tools" / "clean.py")
 clean = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(clean)
@@ -104,7 +106,7 @@ def test_mount_points_are_read_with_their_escaped_blanks():
 
 def test_only_daemons_of_this_pool_directory_are_ended(checkout, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
-    program = ["-c", "import time; time.sleep(60)", "nvpool.run.store_daemon"]
+    program = ["-c", "import time; time.sleep(60)", Program.STORE.title]
     ours = subprocess.Popen([sys.executable, *program, str(checkout / ".quickstart"), "1"])
     relative = subprocess.Popen([sys.executable, *program, ".quickstart", "1"], cwd=checkout)
     theirs = subprocess.Popen([sys.executable, *program, str(other), "1"])
