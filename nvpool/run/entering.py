@@ -32,7 +32,7 @@ from nvpool.base.protection import group_number, protect
 from nvpool.base.tokens import Token, read_token
 from nvpool.logic.poolmap import decode_map
 from nvpool.run.external_etcd import External, check, external, keep
-from nvpool.run.keeping import Keeping, write_keeping
+from nvpool.run.map_location import MapLocation, write_map_location
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import (
@@ -139,7 +139,7 @@ def _keep(directory: PoolDirectory, kind: str, answer: dict, key: MemberRequest)
         files += [(etcd / AUTHORITY_FILE, answer["etcd"]["authority"], 0o644),
                   (etcd / CERTIFICATE_FILE, answer["etcd"]["certificate"], 0o644), (etcd / KEY_FILE, key.key.decode(), 0o600)]
         if "external" not in answer["etcd"]:
-            write_keeping(directory, Keeping("etcd", tuple(answer["etcd"]["members"])))
+            write_map_location(directory, MapLocation("etcd", tuple(answer["etcd"]["members"])))
     for path, text, mode in files:
         write_whole(path, text.encode(), mode)
     decode_map(answer["map"].encode())

@@ -17,8 +17,8 @@ from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import BadConfiguration, InUse, NvpoolError
 from nvpool.base.programs import Program
 from nvpool.run.daemon import EXIT_IN_USE, exit_code
-from nvpool.run.keeping import OwnMember, read_keeping
 from nvpool.run.logs import start_log
+from nvpool.run.map_location import OwnMember, read_map_location
 from nvpool.run.revoking import REVOKED_FILE
 from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE
 
@@ -65,7 +65,7 @@ def main(path: str, node: int) -> int:
         config = load(directory.node_toml)
         if config.log.to == "file":
             start_log(name, config.log.level, directory.log / f"{name}.log")
-        own = read_keeping(directory).own
+        own = read_map_location(directory).own
         program = shutil.which("etcd")
         if own is None or program is None:
             raise BadConfiguration("etcd is not installed (Debian: etcd-server)" if own else f"{path} has no member of etcd")

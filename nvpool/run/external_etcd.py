@@ -15,7 +15,7 @@ from nvpool.base.errors import BadConfiguration, InvalidRequest, NvpoolError
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.cluster.etcd_calls import Certificates
 from nvpool.logic.poolmap import PoolMap, encode_map
-from nvpool.run.keeping import EXTERNAL_SECRET, Keeping, read_keeping, write_keeping
+from nvpool.run.map_location import EXTERNAL_SECRET, MapLocation, read_map_location, write_map_location
 from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 
 
@@ -72,17 +72,17 @@ async def found(directory: PoolDirectory, given: External, first: PoolMap) -> No
 async def forget(directory: PoolDirectory, pool_id: str) -> list[str]:
     """The pool is destroyed on this node: remove its keys where no other node has it any more. What was done, and what is left
     to be done by hand where etcd can not be asked, as sentences; none where the pool has no such etcd."""
-    keeping = read_keeping(directory)
-    if not keeping.external:
+    location = read_map_location(directory)
+    if not location.external:
         return []
-    where, below = f"the etcd at {', '.join(keeping.members)}", f"nvpool/{pool_id}/"
+    where, below = f"the etcd at {', '.join(location.members)}", f"nvpool/{pool_id}/"
     by_hand = f"`etcdctl del --prefix {below}` removes them"
     try:
         certificates = None
-        if keeping.external == "secured":
+        if location.external == "secured":
             certificates = Certificates(*((directory.secret / EXTERNAL_SECRET / name).read_bytes()
                                           for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)))
-        left = await EtcdCoordinator.forget(keeping.members, pool_id, directory.node, certificates=certificates)
+        left = await EtcdCoordinator.forget(location.members, pool_id, directory.node, certificates=certificates)
     except (OSError, NvpoolError) as error:
         return [f"the pool's keys are still below {below} in {where}, which can not be asked ({error}): {by_hand}"]
     if left:
@@ -98,4 +98,4 @@ def keep(directory: PoolDirectory, given: External) -> None:
         secret.mkdir(mode=0o700, exist_ok=True)
         for name, content in zip((AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE), given.certificates, strict=True):
             write_whole(secret / name, content, 0o600)
-    write_keeping(directory, Keeping("etcd", given.members, external=given.kind))
+    write_map_location(directory, MapLocation("etcd", given.members, external=given.kind))

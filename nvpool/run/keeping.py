@@ -1,7 +1,6 @@
 """Where the pool map is kept, as this node knows it: in the embedded coordinator, in the pool's own etcd, or on the way there.
 
-Called by nvpoold (what to open) and run/joining (the move). DIR/coordinator.json says it, replaced atomically; absent:
-embedded.
+Called by nvpoold (what to open) and run/joining (the move). DIR/coordinator.json says it (run/map_location).
 
     embedded   the map is in map/; with `own` a member of etcd is being prepared, which nobody asks yet
     moving     the map in map/ changes no more; its successor is, or will be, the first in etcd
@@ -17,14 +16,12 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, Network
-from nvpool.base.directory import PoolDirectory, write_whole
+from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import BadConfiguration, CorruptRecord, InvalidRequest, NvpoolError, Refused, StaleIdentity, Unavailable
 from nvpool.base.host import host_id
 from nvpool.base.programs import Program, command
@@ -39,6 +36,7 @@ from nvpool.logic.poolmap import EtcdMember, PoolMap, changed, encode_map, probl
 from nvpool.run.child import Child
 from nvpool.run.elsewhere import newest_elsewhere
 from nvpool.run.making import free_ports
+from nvpool.run.map_location import EXTERNAL_SECRET, MapLocation, OwnMember, read_map_location, write_map_location
 from nvpool.run.revoking import write_revoked
 from nvpool.run.served import read_map
 from nvpool.wire.dial import Dialer
@@ -54,60 +52,19 @@ _FIRST_WAIT_S = 30.0
 _RECOVER_S = 90.0
 _SURE_S = 15.0
 """Without an answer of etcd before it is given up: longer than an election, and each of its members is asked more than once."""
-EXTERNAL_SECRET = "external-etcd"
-"""Below secret/: what is shown to an etcd of the operator's own, under the names that files there have everywhere."""
 EPOCHS_SKIPPED = 1000
 """By the map after a recovery: more than others may have seen of what is lost."""
-
-
-class OwnMember(msgspec.Struct, frozen=True):
-    """The member of etcd that this node runs. `cluster`: (node, peer's host:port) of those it began with."""
-
-    node: int
-    client: str
-    peer: str
-    cluster: tuple[tuple[int, str], ...]
-    token: str
-    state: Literal["new", "existing"] = "new"
-    generation: int = 0
-    """As in the map; each has a directory of its own."""
-    alone: bool = False
-    """It is being made the only one, of whatever it knows: most of the others are lost for good (`recover`)."""
-
-    def data(self, directory: PoolDirectory) -> Path:
-        return directory.path / (f"etcd-{self.generation}" if self.generation else "etcd")
-
-
-class Keeping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    kind: Literal["embedded", "moving", "etcd"] = "embedded"
-    members: tuple[str, ...] = ()
-    own: OwnMember | None = None
-    external: Literal["", "plain", "secured"] = ""
-    """An etcd of the operator's own (run/external_etcd), and how it is spoken with."""
-
-
-def read_keeping(directory: PoolDirectory) -> Keeping:
-    try:
-        return msgspec.json.decode((directory.path / "coordinator.json").read_bytes(), type=Keeping)
-    except FileNotFoundError:
-        return Keeping()
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CorruptRecord(f"{directory.path}/coordinator.json can not be read: {error}") from None
-
-
-def write_keeping(directory: PoolDirectory, keeping: Keeping) -> None:
-    write_whole(directory.path / "coordinator.json", msgspec.json.encode(keeping))
 
 
 class MapKeeper:
     """Opens the node's coordinator and moves it. `relay` is what others use."""
 
-    def __init__(self, directory: PoolDirectory, config: Config, relay: Relay, keeping: Keeping,
+    def __init__(self, directory: PoolDirectory, config: Config, relay: Relay, location: MapLocation,
                  on_fence: Callable[[str], None]):
         self._directory = directory
         self._config = config
         self.relay = relay
-        self._keeping = keeping
+        self._location = location
         self._on_fence = on_fence
         self._moving = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -120,19 +77,19 @@ class MapKeeper:
     async def open(cls, directory: PoolDirectory, config: Config, on_fence: Callable[[str], None]) -> MapKeeper:
         """With a map in any case: where etcd does not answer yet, the copy that is at hand, until it does. `on_fence` is told
         when this process can not go on."""
-        keeping = read_keeping(directory)
-        if keeping.kind != "etcd":
+        location = read_map_location(directory)
+        if location.kind != "etcd":
             kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=on_fence)
             inner: Coordinator = await EmbeddedCoordinator.open(kv, directory.publish)
-            if keeping.kind == "moving":
+            if location.kind == "moving":
                 held = HeldMap(inner.pool_map, "the pool map is on its way into etcd; try again")
                 await inner.close()
                 inner = held
         else:
-            inner = HeldMap(read_map(directory), _no_etcd(keeping.members))
-        keeper = cls(directory, config, Relay(inner), keeping, on_fence)
+            inner = HeldMap(read_map(directory), _no_etcd(location.members))
+        keeper = cls(directory, config, Relay(inner), location, on_fence)
         keeper._start_etcd()
-        if keeping.kind != "embedded":
+        if location.kind != "embedded":
             keeper._begin_going_on()
             await asyncio.wait([keeper._going_on], timeout=_FIRST_WAIT_S / 10)
         return keeper
@@ -143,7 +100,7 @@ class MapKeeper:
                                          self._on_fence(f"the way to etcd has ended: {done.exception()!r}"))
 
     def _start_etcd(self) -> None:
-        own = self._keeping.own
+        own = self._location.own
         if own is not None and self.etcd is None:
             arguments = command(Program.ETCD, str(self._directory.path), str(own.node))
             self.etcd = Child(self._directory, "etcd", own.node, arguments, self._config.supervisor, SYSTEM_CLOCK,
@@ -154,16 +111,16 @@ class MapKeeper:
 
     @property
     def own(self) -> OwnMember | None:
-        return self._keeping.own
+        return self._location.own
 
     @property
     def is_in_etcd(self) -> bool:
-        return self._keeping.kind == "etcd"
+        return self._location.kind == "etcd"
 
     @property
     def own_data_is_lost(self) -> bool:
         """Whether our member has a vote and nothing that it voted for: it must not be started, it would vote twice."""
-        own = self._keeping.own
+        own = self._location.own
         if own is None or own.alone or not self.is_in_etcd or (own.data(self._directory) / "member").exists():
             return False
         entry = of_node(self.relay.pool_map, own.node)
@@ -201,7 +158,7 @@ class MapKeeper:
 
     def _is_counted_on(self, known: PoolMap) -> bool:
         """Whether our member is one of those that keep the map, by this one."""
-        own = self._keeping.own
+        own = self._location.own
         if not known.etcd or known.epoch <= own.generation:  # then our member is of a later map (`recover`)
             return True
         entry = of_node(known, own.node)
@@ -219,30 +176,30 @@ class MapKeeper:
 
     async def take_place(self, generation: int) -> OwnMember:
         """Say where our member will listen; nothing of an earlier one is left. May be repeated."""
-        own = self._keeping.own
+        own = self._location.own
         if own is None or own.generation != generation:
             await self.give_place_up()
             pool_map = self.relay.pool_map
             client, peer = _places_for_etcd(self._config.network, pool_map)
             own = OwnMember(self._directory.node, client, peer, (), pool_map.pool_id, "existing", generation)
             shutil.rmtree(own.data(self._directory), ignore_errors=True)
-            self._put(msgspec.structs.replace(self._keeping, own=own))
+            self._put(msgspec.structs.replace(self._location, own=own))
         return own
 
     def begin(self, cluster: tuple[tuple[int, str], ...]) -> None:
         """Have our member run, as one of `cluster` where it begins with nothing."""
-        own = self._keeping.own
+        own = self._location.own
         if not (own.data(self._directory) / "member").exists() and own.cluster != cluster:
-            self._put(msgspec.structs.replace(self._keeping, own=msgspec.structs.replace(own, cluster=cluster)))
+            self._put(msgspec.structs.replace(self._location, own=msgspec.structs.replace(own, cluster=cluster)))
         self._start_etcd()
 
     async def give_place_up(self) -> None:
         """On return nothing of our member is there. May be repeated."""
         await self._end_etcd()
-        own = self._keeping.own
+        own = self._location.own
         if own is not None:
             await asyncio.to_thread(shutil.rmtree, own.data(self._directory), ignore_errors=True)
-            self._put(msgspec.structs.replace(self._keeping, own=None))
+            self._put(msgspec.structs.replace(self._location, own=None))
 
     async def _end_etcd(self) -> None:
         child, keeper = self.etcd, self._keeper
@@ -254,8 +211,8 @@ class MapKeeper:
 
     def use(self, members: tuple[str, ...]) -> None:
         """Ask these members of etcd from now on, and after a restart."""
-        if members and members != self._keeping.members:
-            self._put(msgspec.structs.replace(self._keeping, members=members))
+        if members and members != self._location.members:
+            self._put(msgspec.structs.replace(self._location, members=members))
             self.show_certificates()
 
     def show_certificates(self) -> None:
@@ -265,8 +222,8 @@ class MapKeeper:
 
     def _nearest(self) -> tuple[str, ...]:
         """The members of etcd, this node's own first: who asks it does not notice when another node is cut off."""
-        own = self._keeping.own
-        return tuple(sorted(self._keeping.members, key=lambda member: own is None or member != own.client))
+        own = self._location.own
+        return tuple(sorted(self._location.members, key=lambda member: own is None or member != own.client))
 
     def learn(self, pool_map: PoolMap) -> None:
         """What another node holds for the map, while etcd can not be asked: its members may be elsewhere by now."""
@@ -276,7 +233,7 @@ class MapKeeper:
             self.use(clients(pool_map))
 
     def certificates(self) -> Certificates | None:
-        external = self._keeping.external
+        external = self._location.external
         if external == "plain" or (not external and self._config.network.plain_text):
             return None
         secret = self._directory.secret / (EXTERNAL_SECRET if external else ETCD_SECRET)
@@ -289,24 +246,24 @@ class MapKeeper:
     @property
     def external(self) -> str:
         """Of an etcd of the operator's own: "secured" or "plain"; else nothing."""
-        return self._keeping.external
+        return self._location.external
 
     @property
     def members(self) -> tuple[str, ...]:
         """Of etcd, for who is to ask it."""
-        return self._keeping.members
+        return self._location.members
 
     async def recover(self, lost: Collection[int] = ()) -> PoolMap:
         """Make our member the only one, with the newest map that this node knows; the members that are lost may never be
         started with their data again. On a node that has no member one begins, where `lost` are all that have one. Refused
         where etcd works, or this node has not what it takes. The same call, and every start, goes on with it once it is
         begun."""
-        own = self._keeping.own
+        own = self._location.own
         if not self.is_in_etcd or own is None:
             self._check_heir(lost, self.relay.pool_map)
         if own is None or not own.alone:
             try:
-                await EtcdCoordinator.answers(self._keeping.members, self.certificates(), wait_s=_SURE_S)
+                await EtcdCoordinator.answers(self._location.members, self.certificates(), wait_s=_SURE_S)
             except Unavailable:
                 pass
             else:
@@ -315,7 +272,7 @@ class MapKeeper:
             await self._check_not_left_behind(lost)
             if own is None:
                 own = await self.take_place(self.relay.pool_map.epoch)
-            self._put(msgspec.structs.replace(self._keeping, own=msgspec.structs.replace(own, alone=True)))
+            self._put(msgspec.structs.replace(self._location, own=msgspec.structs.replace(own, alone=True)))
         if self._going_on is not None:
             self._going_on.cancel()
             await asyncio.gather(self._going_on, return_exceptions=True)
@@ -340,7 +297,7 @@ class MapKeeper:
         if newer is None:
             return
         self.learn(newer)
-        if self._keeping.own is None:
+        if self._location.own is None:
             self._check_heir(lost, newer)
         elif not self._is_counted_on(newer):
             keeping = ", ".join(str(one.node) for one in newer.etcd)
@@ -350,7 +307,7 @@ class MapKeeper:
     def _check_heir(self, lost: Collection[int], known: PoolMap) -> None:
         """Refused unless this node, which has no member of etcd, can keep the map when all that have one are lost."""
         keeping = sorted(one.node for one in known.etcd)
-        if self._keeping.kind != "etcd" or self._keeping.external or not keeping:
+        if self._location.kind != "etcd" or self._location.external or not keeping:
             raise Refused("this node has no member of etcd; nodes that have: none")
         told = ", ".join(map(str, keeping))
         if {*lost} != {*keeping}:
@@ -366,8 +323,8 @@ class MapKeeper:
 
     async def _be_alone(self) -> None:
         """What `recover` has begun, from the moment that our member is the only one."""
-        keeping = self._keeping
-        own, known = keeping.own, self.relay.pool_map
+        location = self._location
+        own, known = location.own, self.relay.pool_map
         entry = EtcdMember(own.node, own.client, own.peer, generation=own.generation, revoked=last_revoked(known))
 
         def after(newest: PoolMap) -> PoolMap:
@@ -380,7 +337,7 @@ class MapKeeper:
         except CorruptRecord:  # what it held is lost as well: the copy of the map is what there is
             found = await EtcdCoordinator.found((own.client,), after(known), certificates=self.certificates())
             await found.close()
-        self._put(msgspec.structs.replace(keeping, members=(own.client,), own=msgspec.structs.replace(
+        self._put(msgspec.structs.replace(location, members=(own.client,), own=msgspec.structs.replace(
             own, alone=False, state="existing", cluster=((own.node, own.peer),))))
         await self.start_again()
         log.warning("this node's member of etcd is the only one now")
@@ -391,14 +348,14 @@ class MapKeeper:
         """On return the map is in etcd, also where it was before. Refused, with the remedy, where that can not be; Unavailable
         while it is on its way: the same call goes on, and so does every start."""
         async with self._moving:
-            if self._keeping.kind == "embedded":
+            if self._location.kind == "embedded":
                 await self._prepare()
                 # From here on no embedded map is made: the turn is ours, and the next start finds "moving".
                 async with self.relay.turn:
-                    self._put(msgspec.structs.replace(self._keeping, kind="moving"))
+                    self._put(msgspec.structs.replace(self._location, kind="moving"))
                     await self.relay.switch(HeldMap(self.relay.pool_map, "the pool map is on its way into etcd; try again"))
                 self._begin_going_on()
-            if self._keeping.kind == "moving":
+            if self._location.kind == "moving":
                 await asyncio.wait([self._going_on], timeout=_FIRST_WAIT_S)
                 if not self._going_on.done():
                     raise Unavailable("the pool map is on its way into etcd, which does not answer; see etcd-1.log")
@@ -409,15 +366,15 @@ class MapKeeper:
         if shutil.which("etcd") is None:
             raise Refused("a pool of several nodes keeps its map in etcd, which is not installed on the first node (Debian: "
                           "apt install etcd-server)")
-        if self._keeping.own is None:
+        if self._location.own is None:
             client, peer = _places_for_etcd(self._config.network, self.relay.pool_map)
             own = OwnMember(self._directory.node, client, peer, ((self._directory.node, peer),), self.relay.pool_map.pool_id)
-            self._put(msgspec.structs.replace(self._keeping, own=own, members=(client,)))
+            self._put(msgspec.structs.replace(self._location, own=own, members=(client,)))
         self._start_etcd()
         until_s = SYSTEM_CLOCK.boottime_s() + _FIRST_WAIT_S
         while True:
             try:
-                await EtcdCoordinator.answers(self._keeping.members, self.certificates())
+                await EtcdCoordinator.answers(self._location.members, self.certificates())
                 return
             except Unavailable as error:
                 if SYSTEM_CLOCK.boottime_s() > until_s:
@@ -433,8 +390,8 @@ class MapKeeper:
                     await self._be_alone()
                 members, certificates = self._nearest(), self.certificates()
                 pool_map = self.relay.pool_map
-                if self._keeping.kind == "moving":
-                    own = self._keeping.own
+                if self._location.kind == "moving":
+                    own = self._location.own
                     first = changed(pool_map, etcd=(EtcdMember(own.node, own.client, own.peer),))
                     try:
                         found = await EtcdCoordinator.found(members, first, directory.publish, certificates=certificates,
@@ -442,7 +399,7 @@ class MapKeeper:
                     except InvalidRequest:  # an earlier try of ours came so far
                         found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish,
                                                            certificates=certificates, only=only)
-                    self._put(msgspec.structs.replace(self._keeping, kind="etcd"))
+                    self._put(msgspec.structs.replace(self._location, kind="etcd"))
                 else:
                     found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish, certificates=certificates,
                                                        only=only)
@@ -457,9 +414,9 @@ class MapKeeper:
                 log.warning("etcd can not be used yet: %s", error)
                 await asyncio.sleep(AGAIN_S)
 
-    def _put(self, keeping: Keeping) -> None:
-        write_keeping(self._directory, keeping)
-        self._keeping = keeping
+    def _put(self, location: MapLocation) -> None:
+        write_map_location(self._directory, location)
+        self._location = location
 
     # -- the end --------------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from nvpool.cluster.etcd_calls import Certificates
 from nvpool.cluster.manager import change
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import changed
-from nvpool.run.keeping import read_keeping
+from nvpool.run.map_location import read_map_location
 from nvpool.run.served import read_map
 
 async def main():
@@ -43,7 +43,7 @@ async def main():
     etcd = directory.secret / "etcd"
     certificates = Certificates(*((etcd / name).read_bytes() for name in ("authority.crt", "member.crt", "member.key")))
     pool_map = read_map(directory)
-    coordinator = await EtcdCoordinator.open(read_keeping(directory).members, pool_map.pool_id,
+    coordinator = await EtcdCoordinator.open(read_map_location(directory).members, pool_map.pool_id,
                                              certificates=None if sys.argv[2] == "plain" else certificates)
 
     def spread(now):

@@ -10,7 +10,7 @@ from aetcd import rpc
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.programs import Program, command
 from nvpool.cluster.etcd_calls import EtcdCalls
-from nvpool.run.keeping import read_keeping
+from nvpool.run.map_location import read_map_location
 from nvpool.testing import machines, real_etcd
 from nvpool.testing.etcd_nodes import has_keys, token_of, until
 from nvpool.testing.machines import Machines
@@ -40,8 +40,8 @@ class OwnEtcd(RealPool):
 def test_a_pool_of_one_node_in_an_etcd_of_ones_own(tmp_path, secured):
     with real_etcd.RealEtcd(1 if secured else 3, secured=secured) as etcd, OwnEtcd(tmp_path / "pool", etcd) as pool:
         pool.make()
-        keeping = read_keeping(pool.directory)
-        assert keeping.external == ("secured" if secured else "plain") and keeping.members == tuple(etcd.members)
+        location = read_map_location(pool.directory)
+        assert location.external == ("secured" if secured else "plain") and location.members == tuple(etcd.members)
         pool.start()
         assert not pool.status()["problems"] and pool.pool_map.etcd == ()
         files = pool.connect()
@@ -100,7 +100,7 @@ def test_nodes_join_a_pool_in_an_etcd_of_ones_own_and_let_others_in():
             pool.found("--etcd", f"{at}:2379")
             pool.join(second, first.json("node", "token", str(first.path)))
             assert len(second.until_all_serve()["nodes"]) == 2 and second.map().etcd == ()
-            assert read_keeping(second.directory).external == "plain"
+            assert read_map_location(second.directory).external == "plain"
             until(lambda: has_keys(second), "the second node lets others in", second)
             until(lambda: token_of(second).returncode == 0, "a change", second)
         finally:

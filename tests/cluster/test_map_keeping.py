@@ -14,7 +14,8 @@ from nvpool.base.programs import Program, command_line, program_of
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.logic.poolmap import EtcdMember, changed, decode_map, encode_map
 from nvpool.run import keeping
-from nvpool.run.keeping import MapKeeper, read_keeping
+from nvpool.run.keeping import MapKeeper
+from nvpool.run.map_location import read_map_location
 from nvpool.testing import real_etcd
 from nvpool.testing.real_pool import TCP, RealPool, end_process
 
@@ -101,7 +102,7 @@ STEPS = ["own", "moving", "found", "etcd"]
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, step, written):
-    put, found = keeping.write_keeping, EtcdCoordinator.found
+    put, found = keeping.write_map_location, EtcdCoordinator.found
 
     def dying_put(directory, what):
         here = step == (what.kind if what.kind != "embedded" else "own")
@@ -123,7 +124,7 @@ def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, ste
     async def die():
         keeper = await _opened(made)
         await _rename(keeper, "before")
-        monkeypatch.setattr(keeping, "write_keeping", dying_put)
+        monkeypatch.setattr(keeping, "write_map_location", dying_put)
         monkeypatch.setattr(EtcdCoordinator, "found", dying_found)
         try:
             await keeper.move()
@@ -132,7 +133,7 @@ def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, ste
             pass
         monkeypatch.undo()
         epoch = keeper.relay.pool_map.epoch
-        if read_keeping(made.directory).kind == "embedded" and step != "moving":
+        if read_map_location(made.directory).kind == "embedded" and step != "moving":
             await _rename(keeper, "still embedded")
             epoch += 1
         name = keeper.relay.pool_map.name
@@ -154,7 +155,7 @@ def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, ste
         return new
 
     new = asyncio.run(go_on())
-    assert new.etcd and read_keeping(made.directory).kind == "etcd"
+    assert new.etcd and read_map_location(made.directory).kind == "etcd"
 
 
 def test_without_etcd_the_map_at_hand_is_served_and_changes_wait(made):
@@ -265,7 +266,7 @@ def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(ma
             monkeypatch.setattr(keeping, "newest_elsewhere", elsewhere)
             with pytest.raises(Refused, match=told):
                 await keeper.recover()
-            assert not _etcd_pids(made) and not read_keeping(made.directory).own.alone
+            assert not _etcd_pids(made) and not read_map_location(made.directory).own.alone
         await keeper.close(10.0, asyncio.Event(), stop=True)
 
     asyncio.run(main())
@@ -274,7 +275,7 @@ def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(ma
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", ["begun", "done"])
 def test_a_recovery_goes_on_after_a_death_at_each_step(made, monkeypatch, step, written):
-    put = keeping.write_keeping
+    put = keeping.write_map_location
 
     def dying(directory, what):
         here = (step == "begun") == what.own.alone
@@ -291,7 +292,7 @@ def test_a_recovery_goes_on_after_a_death_at_each_step(made, monkeypatch, step, 
         await keeper.close(10.0, asyncio.Event(), stop=True)
         _lose_etcd(made)
         keeper = await _opened(made)
-        monkeypatch.setattr(keeping, "write_keeping", dying)
+        monkeypatch.setattr(keeping, "write_map_location", dying)
         with pytest.raises(Died):
             await keeper.recover()
         monkeypatch.undo()
@@ -306,7 +307,7 @@ def test_a_recovery_goes_on_after_a_death_at_each_step(made, monkeypatch, step, 
         if step == "begun" and not written:
             await keeper.recover()
         await _rename(keeper, "after")
-        assert keeper.relay.pool_map.etcd and not read_keeping(made.directory).own.alone
+        assert keeper.relay.pool_map.etcd and not read_map_location(made.directory).own.alone
         await keeper.close(10.0, asyncio.Event(), stop=True)
 
     asyncio.run(go_on())

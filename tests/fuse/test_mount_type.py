@@ -2,7 +2,6 @@
 mount name space of its own."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
