@@ -1,20 +1,29 @@
 """Only what pyproject.toml can not say: the compiled modules, each left out where it does not compile."""
 
-from glob import glob
+from pathlib import Path, PurePath
 
 from setuptools import Extension, setup
 
-SHARED = sorted(glob("nvpool/*/*.h") + glob("nvpool/*/*.pxd"))
+LIBRARIES = {"liburing.h": "uring"}
+"""Header -> library. A module is linked with the libraries of the headers that it or a .pxd it uses includes."""
+SOURCES = sorted(Path("nvpool").rglob("*.pyx"))
+SHARED = sorted([*Path("nvpool").rglob("*.h"), *Path("nvpool").rglob("*.pxd")])
 
 
-def module(name: str, *libraries: str) -> Extension:
-    return Extension(f"nvpool.{name}", [f"nvpool/{name.replace('.', '/')}.pyx"], depends=SHARED, libraries=list(libraries),
-                     include_dirs=["nvpool/base", "nvpool/drive", "nvpool/fuse", "nvpool/wire"], extra_compile_args=["-O2"],
-                     optional=True)
+def libraries(source: Path) -> list[str]:
+    text = source.read_text()
+    used = [text, *(path.read_text() for path in SHARED if path.suffix == ".pxd" and f"{_module(path)} cimport" in text)]
+    return [library for header, library in LIBRARIES.items() if any(f'"{header}"' in one for one in used)]
 
 
-setup(ext_modules=[module("base._blocks"), module("base._xts"), module("client._plainwrites"), module("drive._uring", "uring"),
-                   module("fuse._creates"), module("fuse._farreads"), module("fuse._known"),
-                   module("fuse._plainreads", "uring"), module("fuse._smallreads"), module("fuse._writes"),
-                   module("kv._record"), module("meta._atonce"), module("store._atonce", "uring"),
-                   module("store._newwrites"), module("store._reads"), module("wire._frame"), module("wire._ucx")])
+def _module(source: PurePath) -> str:
+    return ".".join(source.with_suffix("").parts)
+
+
+def extension(source: Path) -> Extension:
+    return Extension(_module(source), [str(source)], depends=[str(path) for path in SHARED], libraries=libraries(source),
+                     include_dirs=sorted({str(path.parent) for path in SHARED if path.suffix == ".h"}),
+                     extra_compile_args=["-O2"], optional=True)
+
+
+setup(ext_modules=[extension(source) for source in SOURCES])
