@@ -28,7 +28,7 @@ import uvloop
 from nvpool.base.units import KIB, MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.poolmap import decode_map, encode_map
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.pool import LocalPool

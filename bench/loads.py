@@ -73,7 +73,7 @@ def create(directory: Path, seconds: float) -> dict:
 async def read_many(pool: str, path: bytes, seconds: float, transport: str | None) -> dict:
     """Random 4 KiB pieces of one file by read_many; a latency is that of a whole call of 64 pieces."""
     from nvpool.client.session import Client
-    from nvpool.client.vfs import Caller
+    from nvpool.client.vfs.contract import Caller
     from nvpool.logic.poolmap import decode_map
 
     where = pool if transport is None else narrowed(decode_map(Path(pool, "poolmap.json").read_bytes()), transport)  # noqa: ASYNC240

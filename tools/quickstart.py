@@ -31,7 +31,7 @@ from nvpool.cli.main import main as run_command
 from nvpool.cli.place import find, session
 from nvpool.cli.progress import Look, shown
 from nvpool.cli.render import print_table, show_error
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.sdk.probe import Measured, read_local, read_pool
 
 CHECKOUT = Path(__file__).resolve().parent.parent

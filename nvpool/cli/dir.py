@@ -104,7 +104,7 @@ def set_(place: Place, replicas: int | None, chunk_size: int, wide: bool, as_jso
 
 async def _set(place: Place, replicas: int, chunk_bytes: int, wide: bool) -> dict[str, Any]:
     from nvpool.cli.place import session
-    from nvpool.client.vfs import Caller
+    from nvpool.client.vfs.contract import Caller
     from nvpool.logic.layout import layout_of
     if chunk_bytes:
         layout_of(chunk_bytes)

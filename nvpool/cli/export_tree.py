@@ -31,5 +31,5 @@ def export_tree(place: Place, destination: str, as_json: bool, **wishes) -> int:
 
     What is in the folder /path comes to lie in DST, which is made where it is missing. Kept is what `nvpool import` keeps.
     """
-    from nvpool.sdk.transfer import export_tree
+    from nvpool.sdk.transfer.outbound import export_tree
     return transfer("export", place, as_json, wishes, lambda vfs, **more: export_tree(vfs, place.path, destination, **more))

@@ -43,7 +43,7 @@ def import_tree(source: str, place: Place, as_json: bool, **wishes) -> int:
     What is in the folder SRC comes to lie in /path, which is made where it is missing. Kept are modes, owners (as root), times,
     symbolic and hard links, holes, extended attributes and special files.
     """
-    from nvpool.sdk.transfer import import_tree
+    from nvpool.sdk.transfer.inbound import import_tree
     return transfer("import", place, as_json, wishes, lambda vfs, **more: import_tree(vfs, source, place.path, **more))
 
 
@@ -54,7 +54,7 @@ def transfer(verb: str, place: Place, as_json: bool, wishes: dict, move) -> int:
     from nvpool.cli.place import session
     from nvpool.cli.progress import Look, shown
     from nvpool.cli.render import print_json, say
-    from nvpool.sdk.transfer import Tally, TransferOptions
+    from nvpool.sdk.transfer.tally import Tally, TransferOptions
     tally = Tally()
     options = TransferOptions()._replace(**wishes)
 

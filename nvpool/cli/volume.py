@@ -75,7 +75,7 @@ def carry_out(pool: str, doing: str, work: Callable[[AsyncVolumes], Awaitable[An
     """Do `work` with the volumes of the pool."""
     async def run() -> Any:
         from nvpool.cli.place import session
-        from nvpool.client.vfs import Caller
+        from nvpool.client.vfs.contract import Caller
         from nvpool.sdk.asynchronous import AsyncFileSystem
         async with session(pool, doing) as client:
             return await work(AsyncFileSystem(client, Caller(0, 0)).volumes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvpool.base import metrics
 from nvpool.base.metrics_page import Page
-from nvpool.client.vfs import Vfs
+from nvpool.client.vfs.filesystem import Vfs
 
 
 def measure_client(vfs: Vfs, page: Page) -> None:

@@ -23,7 +23,7 @@ from nvpool.base.kept import KeptMemory
 from nvpool.client.options import ClientOptions, configured
 from nvpool.client.poolview import PoolView, fetch_map, read_map_file
 from nvpool.client.renewing import keep_renewed, renew_once
-from nvpool.client.vfs import Vfs
+from nvpool.client.vfs.filesystem import Vfs
 from nvpool.logic.poolmap import PoolMap, encode_map
 from nvpool.wire import registry
 from nvpool.wire.dial import Dialer

@@ -24,7 +24,7 @@ from nvpool.client.cache import OpenInode
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.lanes import Lane, reads_struct, results_struct
 from nvpool.client.shortcut import NOW_BYTES_MAX
-from nvpool.client.vfs import FileHandle
+from nvpool.client.vfs.contract import FileHandle
 from nvpool.wire.blocking import BlockingConnection
 from nvpool.wire.codec import decode_read_reply, encode_read_request
 from nvpool.wire.v1.wire_pb2 import DATA_READ

@@ -15,7 +15,7 @@ from typing import Any
 
 from nvpool.base.errors import NameTooLong
 from nvpool.base.units import NAME_BYTES_MAX
-from nvpool.client.vfs import NOW, XATTR_CREATE, XATTR_REPLACE
+from nvpool.client.vfs.contract import NOW, XATTR_CREATE, XATTR_REPLACE
 from nvpool.sdk.paths import Path, name_bytes, names_of
 
 OFFSET_MAX = (1 << 63) - 1

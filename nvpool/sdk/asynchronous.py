@@ -27,7 +27,7 @@ from nvpool.base.errors import (
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, Caller, FileHandle, StatFs
+from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, Caller, FileHandle, StatFs
 from nvpool.sdk.arguments import (
     attribute_flags,
     attribute_name,

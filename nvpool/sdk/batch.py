@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nvpool.base.errors import InvalidRequest, IsADirectory, NotFound, NvpoolError, Unavailable
-from nvpool.client.vfs import Caller, FileHandle, Vfs
+from nvpool.client.vfs.contract import Caller, FileHandle
+from nvpool.client.vfs.filesystem import Vfs
 from nvpool.sdk.paths import Path, as_os_error, names_of, os_error
 from nvpool.sdk.reads import Read, name_of
 from nvpool.sdk.ways import Way, read_links, walk_together

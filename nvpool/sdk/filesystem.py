@@ -27,7 +27,7 @@ from typing import Any
 
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
+from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
 from nvpool.sdk.arguments import bytes_of, check_opening, contiguous, flags_of, integer, mode_of, size_of, timeout
 from nvpool.sdk.asynchronous import Entry, HandedDown
 from nvpool.sdk.loop import Runtime

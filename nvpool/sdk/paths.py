@@ -24,7 +24,8 @@ from nvpool.base.errors import (
     Unreachable,
 )
 from nvpool.base.ids import ROOT_INODE
-from nvpool.client.vfs import FileHandle, Vfs
+from nvpool.client.vfs.contract import FileHandle
+from nvpool.client.vfs.filesystem import Vfs
 from nvpool.wire.v1.meta_pb2 import Attr
 
 SYMLINKS_MAX = 40

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nvpool.client.vfs import FileHandle
+from nvpool.client.vfs.contract import FileHandle
 from nvpool.sdk.arguments import OFFSET_MAX, integer
 from nvpool.sdk.paths import Path, name_bytes
 

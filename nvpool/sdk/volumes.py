@@ -18,7 +18,7 @@ from nvpool.base.errors import AlreadyExists, InvalidRequest, NotADirectory, Not
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import GIB, KIB, MIB, TIB
 from nvpool.client.pathfinder import PathFinder
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.layout import layout_of
 from nvpool.logic.volumenames import VOLUMES, check_holder, check_volume_name, member_named, path_of
 from nvpool.sdk.arguments import integer, text

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from nvpool.base.errors import NotADirectory, NvpoolError, TooManySymlinks
 from nvpool.base.ids import ROOT_INODE
-from nvpool.client.vfs import Vfs
+from nvpool.client.vfs.filesystem import Vfs
 from nvpool.sdk.paths import SYMLINKS_MAX, names_of
 
 _LINKS_AT_ONCE = 64

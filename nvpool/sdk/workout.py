@@ -17,7 +17,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import InvalidRequest, NvpoolError
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import BLOCK_BYTES, KIB, MIB
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.sdk.probe import Measured, Places, read_local, read_pool, time_each, time_each_async
 
 WRITE, READ = "sequential 1 MiB write and fsync", "sequential 1 MiB read"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.faults.powerloss import PowerLoss
 from nvpool.testing.faults.preload import ALLOCATE, FAIL, LIE, READ, SHORT, SYNC, WRITE, Faults

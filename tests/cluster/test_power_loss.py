@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from nvpool.base.units import MIB
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.faults.powerloss import PowerLoss
 from nvpool.testing.faults.preload import Faults

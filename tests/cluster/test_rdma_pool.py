@@ -10,7 +10,7 @@ from nvpool.base.host import host_id
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.testing.real_pool import PLAIN_TCP, RealPool, end_process
 from nvpool.wire import ucx
 from nvpool.wire.dial import Dialer

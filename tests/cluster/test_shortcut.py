@@ -13,7 +13,7 @@ from nvpool.base.programs import Program, command
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.store.chunkstore import LEND_S
 from nvpool.testing.real_pool import RealPool, end_process
 

@@ -10,7 +10,7 @@ import pytest
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import SimPool
 from nvpool.testing.sim.scenario import _few_chains

@@ -23,7 +23,7 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client.cache import WIDE_FLAG
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import RENAME_NOREPLACE, Caller
+from nvpool.client.vfs.contract import RENAME_NOREPLACE, Caller
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.sdk.checkup import Checkup, check_metadata
 from nvpool.testing.plain_store import PlainStore

@@ -16,7 +16,7 @@ from nvpool.base import errors
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
+from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.testing.pool import LocalPool
 from nvpool.testing.real_pool import problems_of
 

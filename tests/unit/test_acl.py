@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from nvpool.base import errors
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic import acl
 from nvpool.logic.acl import GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry
 from nvpool.meta import records
 from nvpool.sdk.checkup import Checkup, check_metadata
 from nvpool.sdk.dumpfile import dump, load
-from nvpool.sdk.transfer import Tally, TransferOptions, export_tree, import_tree
+from nvpool.sdk.transfer.inbound import import_tree
+from nvpool.sdk.transfer.outbound import export_tree
+from nvpool.sdk.transfer.tally import Tally, TransferOptions
 from nvpool.testing.pool import LocalPool
 
 ME = Caller(1000, 100)

@@ -16,7 +16,7 @@ from nvpool.base.ids import ROOT_INODE, version, version_parts
 from nvpool.base.units import KIB, MIB
 from nvpool.client import hedging as hedging_module
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap, changed
 from nvpool.store.allocator import Transaction

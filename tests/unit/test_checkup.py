@@ -11,7 +11,7 @@ from nvpool.base import grants
 from nvpool.base.checksum import piece_checksums
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import Busy, WrongTarget
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.sdk.checkup import Checkup, check
 from nvpool.sdk.dumpfile import dump, load

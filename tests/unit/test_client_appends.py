@@ -12,7 +12,7 @@ from nvpool.base.errors import NoSpace, NvpoolError, WritesLost
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.testing.plain_store import PlainStore
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.v1 import wire_pb2

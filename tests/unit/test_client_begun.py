@@ -17,7 +17,7 @@ from nvpool.base.kept import KeptMemory, Word
 from nvpool.client import plainwrites
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import FOLLOW_S
-from nvpool.client.vfs import Caller, DirHandle
+from nvpool.client.vfs.contract import Caller, DirHandle
 from nvpool.client.written import Turn
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.v1 import meta_pb2, wire_pb2

@@ -9,7 +9,7 @@ import pytest
 from nvpool.base.errors import Disconnected, InvalidRequest
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.meta.leases import HELD_ALL_MAX, HELD_MAX, Session, Sessions, handles_of, inodes_of
 from nvpool.meta.service import MetaOptions
 from nvpool.meta.session_records import SessionRecord

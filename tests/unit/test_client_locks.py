@@ -22,7 +22,7 @@ from nvpool.base.errors import (
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
 from nvpool.meta import service as meta_service
 from nvpool.meta.service import MetaOptions

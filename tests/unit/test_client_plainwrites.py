@@ -21,7 +21,7 @@ from nvpool.base.kept import KeptMemory, Word
 from nvpool.client import plainwrites
 from nvpool.client.keeping import Keeping
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.testing.pool import LocalPool
 from nvpool.wire import atonce

@@ -25,7 +25,8 @@ from nvpool.base.units import KIB, MIB
 from nvpool.client.answers import at_the_deadline, reason_of
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
-from nvpool.client.vfs import Caller, attributes
+from nvpool.client.vfs import attributes
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.poolmap import changed, encode_map
 from nvpool.meta.service import MetaOptions
 from nvpool.testing.plain_store import PlainStore

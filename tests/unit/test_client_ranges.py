@@ -14,7 +14,7 @@ from nvpool.base import errors
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
+from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.fuse.ops import FuseOps, errno_of
 from nvpool.testing.plain_store import PlainStore
 from nvpool.testing.pool import LocalPool

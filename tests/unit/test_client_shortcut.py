@@ -18,7 +18,7 @@ from nvpool.base.errors import AccessDenied, ChecksumMismatch, NotSupported, Unr
 from nvpool.base.units import KIB, MIB
 from nvpool.client import shortcut
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
+from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.drive.reading import cached_pages
 from nvpool.store import chunkstore
 from nvpool.testing.pool import LocalPool

@@ -8,7 +8,7 @@ import msgspec
 
 from nvpool.base.checksum import crc32c
 from nvpool.base.ids import ROOT_INODE
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.sdk import dumpfile
 from nvpool.sdk.checkup import Checkup, check
 from nvpool.sdk.dumpfile import SAMPLE_MAX, _Sample, dump, load

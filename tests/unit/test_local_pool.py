@@ -8,7 +8,7 @@ import os
 import pytest
 
 from nvpool.base.ids import ROOT_INODE
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.testing.pool import SHARD, LocalPool
 
 ME = Caller(0, 0)

@@ -11,7 +11,7 @@ from nvpool.base.errors import BadHandle, Disconnected, NotFound, NvpoolError, S
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.meta import queries, records
 from nvpool.meta.service import MetaOptions
 from nvpool.testing.pool import LocalPool

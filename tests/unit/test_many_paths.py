@@ -12,7 +12,7 @@ import pytest
 from nvpool.base.errors import AccessDenied, Disconnected, NameTooLong, NotADirectory, NotFound, NvpoolError
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller, FileHandle
+from nvpool.client.vfs.contract import Caller, FileHandle
 from nvpool.logic import moves
 from nvpool.meta.service import MetaOptions
 from nvpool.sdk.asynchronous import AsyncFileSystem

@@ -13,7 +13,7 @@ from nvpool.base.errors import Busy
 from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic import moves
 from nvpool.logic.lockranges import EXCLUSIVE, RECORD, SHARED, UNLOCKED

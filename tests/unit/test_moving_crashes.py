@@ -10,7 +10,7 @@ import pytest
 
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic import moves
 from nvpool.logic.partition import partition_of_directory
 from nvpool.meta.service import MetaOptions

@@ -13,7 +13,7 @@ from nvpool.base.ids import partition_of
 from nvpool.client import pathfinder
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import KnownPaths, PathFinder, printable
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta import queries, records
 from nvpool.meta.service import MetaOptions, MetaService

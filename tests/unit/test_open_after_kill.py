@@ -10,7 +10,7 @@ from nvpool.base.kept import KeptMemory
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.testing.pool import run
 
 ME = Caller(0, 0)

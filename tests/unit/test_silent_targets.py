@@ -18,7 +18,7 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client import ranges
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.logic.transitions import died, returned
 from nvpool.meta import targets as meta_targets

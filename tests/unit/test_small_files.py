@@ -16,7 +16,7 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.meta.service import MetaOptions
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.plain_store import PlainStore

@@ -13,7 +13,7 @@ from nvpool.base.errors import AlreadyExists, Busy, DirectoryNotEmpty, IsADirect
 from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import PathFinder
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.meta import records
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.spanning import coordinator, participant

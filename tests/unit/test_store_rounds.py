@@ -12,7 +12,7 @@ from nvpool.base.errors import InvalidRequest, NoSpace
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.rounds import Rounds

@@ -11,7 +11,10 @@ import pytest
 
 from nvpool.base.errors import AlreadyExists, ChecksumMismatch, NotFound, Unreachable, from_os_error
 from nvpool.base.units import clamp_time_ns
-from nvpool.sdk.transfer import Tally, TransferOptions, export_tree, import_tree, inbound
+from nvpool.sdk.transfer import inbound
+from nvpool.sdk.transfer.inbound import import_tree
+from nvpool.sdk.transfer.outbound import export_tree
+from nvpool.sdk.transfer.tally import Tally, TransferOptions
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from nvpool.base.errors import AccessDenied, InvalidRequest, StaleSession, Unava
 from nvpool.base.grants import READ, WRITE
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.lockranges import EXCLUSIVE
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.service import MetaService

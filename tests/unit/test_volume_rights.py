@@ -8,7 +8,7 @@ from nvpool.base.errors import AccessDenied
 from nvpool.base.grants import GRANT_BYTES
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.meta_shard import PEER, DirectCall
 from nvpool.testing.pool import LocalPool

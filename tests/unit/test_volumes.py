@@ -13,7 +13,7 @@ from nvpool.base.errors import CrossesVolumes, InUse, InvalidRequest, NoSpace, N
 from nvpool.base.ids import partition_of
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.pool import LocalPool
 

@@ -10,7 +10,7 @@ from test_moving import OPTIONS, Moving, run
 
 from nvpool.base.errors import QuotaExceeded, ReadOnly
 from nvpool.base.ids import partition_of
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.sdk.checkup import check_metadata
 from nvpool.sdk.found import Checkup

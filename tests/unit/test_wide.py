@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from nvpool.base.errors import AlreadyExists, CorruptRecord, DirectoryNotEmpty, NotFound, Unavailable, WouldLoop
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import RENAME_EXCHANGE, Caller
+from nvpool.client.vfs.contract import RENAME_EXCHANGE, Caller
 from nvpool.logic import moves
 from nvpool.logic.partition import partition_of_name
 from nvpool.logic.poolmap import changed

@@ -14,7 +14,7 @@ from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, InvalidRequest, NotSupported, StaleGrant
 from nvpool.base.grants import READ, WRITE, Grant, sign
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.memory import MemoryKv
 from nvpool.kv.options import LmdbOptions

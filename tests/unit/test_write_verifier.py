@@ -16,7 +16,7 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client import unflushed
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import changed

@@ -8,9 +8,3 @@ after a loss of power, and a file that was cut short is never taken for a whole 
 Called by `nvpool import`, `nvpool export` and the quickstart. Removes nothing from the destination but the tail of a file that
 is longer than its source, and never follows a symbolic link below the source or the destination.
 """
-
-from nvpool.sdk.transfer.inbound import import_tree
-from nvpool.sdk.transfer.outbound import export_tree
-from nvpool.sdk.transfer.tally import Failure, Tally, TransferOptions
-
-__all__ = ["Failure", "Tally", "TransferOptions", "export_tree", "import_tree"]

@@ -24,7 +24,7 @@ from nvpool.base.errors import (
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import clamp_time_ns
 from nvpool.client.cache import ACL_FLAG
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic import acl
 from nvpool.sdk.paths import write_all
 from nvpool.sdk.transfer.crew import Crew, Folder

@@ -20,7 +20,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs.contract import Caller
 from nvpool.sdk.transfer.crew import Crew, Folder
 from nvpool.sdk.transfer.tally import PIECE_BYTES, Tally, TransferOptions
 

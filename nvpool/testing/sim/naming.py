@@ -12,7 +12,7 @@ from math import inf
 
 from nvpool.base.errors import AlreadyExists, InvariantBroken, NotFound, NvpoolError, Refused
 from nvpool.client.session import Client
-from nvpool.client.vfs import RENAME_NOREPLACE
+from nvpool.client.vfs.contract import RENAME_NOREPLACE
 from nvpool.testing.sim.linear import NOT_LOOKED_AT, NameCall, Names, names_problems, without_what_was_seen_too_early
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.works import CALLER, ROOT, Act, Work, Worker

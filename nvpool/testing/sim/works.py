@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from nvpool.base.errors import InvariantBroken, LockLost, NoSpace
 from nvpool.client.session import Client
-from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, Caller
+from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, Caller
 from nvpool.logic.lockranges import EXCLUSIVE, UNLOCKED
 from nvpool.meta.appends import APPEND_S
 from nvpool.testing.sim.linear import (
