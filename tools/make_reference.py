@@ -4,7 +4,8 @@
     .venv/bin/python tools/make_reference.py --check    write nothing; exit code 1 and the names of pages that are not current
 
 The pages are docs/reference/cli.md, cli/*.md, config.md and metrics.md, and the tables between markers in README.md and
-docs/internals/performance.md. Sources: the click commands, `Config`, `METRICS` and bench/results/peers.json. tests/house/test_docs.py runs the check.
+docs/internals/performance.md. Sources: the click commands, `Config`, `METRICS` and bench/results/peers.json.
+tests/house/test_docs.py runs the check.
 """
 
 from __future__ import annotations
@@ -97,14 +98,15 @@ def prose(text: str) -> list[str]:
 
 def config_page() -> str:
     out = [NOTE + "# Configuration\n", "One file, `node.toml`, in the pool directory of each node. Sizes may be written like "
-           "`64MiB`; times are in seconds. `nvpool config sample` prints it, `nvpool config check FILE` checks it. How to use it: "
-           "[Configure](../operate/configure.md).\n"]
+           "`64MiB`; times are in seconds. `nvpool config sample` prints it, `nvpool config check FILE` checks it. How to "
+           "use it: [Configure](../operate/configure.md).\n"]
     for section in msgspec.structs.fields(Config):
         out += [f"## [{section.name}]\n", re.sub(r"\s+", " ", section.type.__doc__ or "") + "\n",
                 "| key | default | allowed | meaning |", "|---|---|---|---|"]
         for field in msgspec.structs.fields(section.type):
             base, meta = get_args(field.type)
-            out.append(f"| `{field.name}` | {value(field.default, meta)} | {cell(allowed(base, meta))} | {cell(meta.description)} |")
+            out.append(f"| `{field.name}` | {value(field.default, meta)} | {cell(allowed(base, meta))} | "
+                       f"{cell(meta.description)} |")
         out.append("")
     return "\n".join(out).rstrip() + "\n"
 
