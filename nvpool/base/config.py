@@ -73,7 +73,7 @@ class Supervisor(msgspec.Struct, frozen=True):
 
 
 class Metrics(msgspec.Struct, frozen=True):
-    """What this node tells Prometheus: METRICS.md has the names."""
+    """Metrics for Prometheus; docs/reference/metrics.md has the names."""
 
     listen: Annotated[str, Meta(
         description="PORT at which http://127.0.0.1:PORT/metrics tells of all processes of this node to programs of this "

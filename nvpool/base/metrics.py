@@ -4,7 +4,7 @@ A name is nvpool_WHAT_UNIT by the conventions of Prometheus (prometheus.io/docs/
 what only grows. Labels have few values: operations, transports, states, numbers of targets and shards; never a path, a name of
 a file, an inode, or a client. Values are plain numbers in the objects that own them; whoever is asked puts them on a
 `base/metrics_page` then. tests/house reads this file: each name must be declared by the conventions, told by somebody and
-stand in METRICS.md.
+stand in docs/reference/metrics.md.
 """
 
 from __future__ import annotations

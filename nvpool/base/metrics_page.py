@@ -145,7 +145,7 @@ def _number(value: float) -> str:
 
 
 def table() -> str:
-    """All metrics as a table of Markdown: METRICS.md holds it."""
+    """All metrics as a table of Markdown: docs/reference/metrics.md holds it."""
     rows = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
     rows += [f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels) or '–'} | {metric.help} |"
              for metric in METRICS.values()]

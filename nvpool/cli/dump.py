@@ -11,7 +11,7 @@ from nvpool.cli.render import json_option, pool_argument, print_json
 
 
 @click.command(epilog="""
-The format is in ARCHITECTURE.md. A dump holds names, attributes and layouts, no contents.
+The format is in docs/internals/formats/dump.md. A dump holds names, attributes and layouts, no contents.
 
 example: nvpool dump /srv/pool /backup/pool-metadata.dump
 """)

@@ -14,7 +14,7 @@ The page is of the node that POOL names: its supervisor and all processes that t
 where node.toml has, in [metrics], listen = "9477", to programs of this machine, and with "unix:/PATH" at a socket of root and
 the operator group. There is no password: listen = "HOST:PORT" opens it to whoever reaches HOST. A mount gives its own with
 `nvpool mount --metrics`, which takes the same.
-METRICS.md beside the sources tells what each name means, and how Prometheus is told where to look.
+docs/reference/metrics.md has the meaning of each name, docs/operate/monitor.md the configuration of Prometheus.
 
 \b
 examples:

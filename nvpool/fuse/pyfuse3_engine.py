@@ -8,7 +8,8 @@ replaced is the handful of names that it takes from trio (`_Loop`), as pyfuse3.a
 registers and removes the descriptor with epoll for each request and hands a lock from task to task. Measured from memory, 4 KiB
 O_DIRECT reads: 28 k/s alone and 35 k/s from 8 threads with theirs, 51 and 95 k/s with ours.
 
-What pyfuse3 3.5 can not do, and SEMANTICS.md therefore says openly: locks and flock beyond this node, fallocate, SEEK_HOLE,
+What pyfuse3 3.5 can not do, and docs/reference/semantics.md therefore says
+openly: locks and flock beyond this node, fallocate, SEEK_HOLE,
 copy_file_range, XATTR_CREATE and XATTR_REPLACE in one step, telling "now" from a time in utimensat, O_TMPFILE, the time of
 birth, and leaving the umask out where a directory has a default access control list.
 """

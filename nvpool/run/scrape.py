@@ -3,7 +3,8 @@
 The standard library's streams are enough for that: one method, one path, no body, a connection for each request. So neither
 daemons nor mounts pay for a web server. Bounds: CONNECTIONS_MAX at once, HEAD_BYTES_MAX of request, REQUEST_S to send it,
 TAKE_S to take the answer; what is beyond is hung up on. There is no encryption and no password: it listens on the loopback
-address or a unix socket unless the operator says otherwise; METRICS.md tells what to put before it. Called by run/supervisor,
+address or a unix socket unless the operator says otherwise; docs/operate/monitor.md tells what to put
+before it. Called by run/supervisor,
 run/mount_daemon and run/bridge_daemon.
 """
 

@@ -2,7 +2,7 @@
 
     line 1     "nvpool dump 1\\n"
     line 2     one JSON object: pool, name, settings, shards, partitions, software, made_ms
-    frames     shard u32 · length u32 · CRC32C of the records u32, little-endian · records (as in ARCHITECTURE.md)
+    frames     shard u32 · length u32 · CRC32C of the records u32, little-endian · records (docs/internals/formats/dump.md)
     end        0xFFFFFFFF u32 · 8 u32 · CRC32C u32 · count of all records u64
 
 Written whole or not at all; checked whole before the first record of it is loaded. A dump holds no file contents: those are on

@@ -178,7 +178,7 @@ def test_default_acl_is_handed_down_without_the_umask(here, engine):
         os.symlink("f", here / "l")
         os.close(os.open(here / "private", os.O_CREAT | os.O_WRONLY, 0o600))
         (here / "d" / "deeper").touch()
-    if engine == "pyfuse3":  # the kernel has applied the umask before (SEMANTICS.md)
+    if engine == "pyfuse3":  # the kernel has applied the umask before (docs/reference/semantics.md)
         assert (mode(here / "f"), mode(here / "d")) == (0o600, 0o700) and os.listxattr(here / "f") == [ACCESS]
         return
     assert os.getxattr(here / "f", ACCESS) == of((USER_OBJ, 6), (USER, 7, BOB), (GROUP_OBJ, 5), (MASK, 6), (OTHER, 0))
@@ -269,7 +269,7 @@ def test_acl_set_on_one_node_counts_on_another(here, second, file):
 def has_unnamed(engine, here):
     if engine == "pyfuse3":
         assert number_of(lambda: unnamed(here)) == errno.EOPNOTSUPP
-        pytest.skip("no O_TMPFILE with this engine (SEMANTICS.md)")
+        pytest.skip("no O_TMPFILE with this engine (docs/reference/semantics.md)")
 
 
 def test_unnamed_file_is_private_until_it_is_linked(here, has_unnamed):

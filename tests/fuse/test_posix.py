@@ -395,7 +395,7 @@ def test_set_id_bits_do_not_survive_a_change_by_somebody_else(here, call):
 @pytest.mark.parametrize("call", ["write", "ftruncate", "fallocate", "chown"])
 def test_set_gid_without_group_execution_needs_the_group(here, engine, call):
     if engine == "pyfuse3":
-        pytest.skip("the kernel decides there, and keeps the bit (SEMANTICS.md)")
+        pytest.skip("the kernel decides there, and keeps the bit (docs/reference/semantics.md)")
 
     def change():
         fd = os.open(file, os.O_RDWR)

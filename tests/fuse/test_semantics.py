@@ -1,4 +1,4 @@
-"""Every example of SEMANTICS.md, run as it is printed there; and what its tables say is refused."""
+"""Every example of docs/reference/semantics.md, run as it is printed there; and what its tables say is refused."""
 
 import ctypes
 import errno
@@ -15,7 +15,8 @@ from conftest import ROOT, wait_until
 pytestmark = pytest.mark.mount
 ENGINES = ("kernel", "pyfuse3")
 
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "SEMANTICS.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGE = ROOT / "docs" / "reference" / "semantics.md"
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 WEAKER_ON_PYFUSE3 = ("posix_fallocate", "SEEK_HOLE", "lockf(other", "flock(other", "O_TMPFILE")
@@ -35,7 +36,7 @@ def test_the_example_says_the_truth(here, there, engine, example):
     if engine == "pyfuse3" and any(word in example for word in WEAKER_ON_PYFUSE3):
         pytest.skip("the tables say that this is weaker with --engine pyfuse3")
     known = {"errno": errno, "os": os, "time": time, "fcntl": fcntl, "sqlite3": sqlite3, "here": here, "there": there}
-    exec(compile(example, "SEMANTICS.md", "exec"), known)
+    exec(compile(example, PAGE.name, "exec"), known)
 
 
 def refused(call):

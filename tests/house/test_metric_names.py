@@ -10,7 +10,7 @@ import pytest
 
 from nvpool.base import metrics
 from nvpool.base.metrics import METRICS
-from nvpool.base.metrics_page import Page, table
+from nvpool.base.metrics_page import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = {name: value for name, value in vars(metrics).items() if isinstance(value, metrics.Metric)}
@@ -44,13 +44,8 @@ def test_a_metric_is_told_by_somebody(name):
     assert any(re.search(rf"\bmetrics\.{name}\b", path.read_text()) for path in users), f"nobody tells {name}"
 
 
-def test_the_document_has_the_table_of_the_declarations():
-    text = (ROOT / "METRICS.md").read_text()
-    assert text[text.index("| name | kind"):].strip() == table(), "make it anew: nvpool metrics --describe"
-
-
 def test_alerts_and_documents_name_no_metric_that_is_not_declared():
-    for path in (ROOT / "METRICS.md", *(ROOT / "deploy" / "prometheus").iterdir()):
+    for path in (ROOT / "docs" / "operate" / "monitor.md", *(ROOT / "deploy" / "prometheus").iterdir()):
         for name in re.findall(r"\bnvpool_[a-z_0-9]+", path.read_text()):
             assert re.sub(r"_(bucket|sum|count)$", "", name) in METRICS or name in METRICS, f"{path.name} names {name}"
 

@@ -156,7 +156,7 @@ async def test_whole_blocks_that_are_known_and_in_memory_are_answered_with_the_b
 
 @with_bench
 async def test_what_is_answered_is_the_golden_frame(bench):
-    """Head and message byte by byte, as the formats in ARCHITECTURE say; the checksums are the library's."""
+    """Head and message byte by byte, as docs/internals/formats say; the checksums are the library's."""
     taken, [reply] = bench.at_once(bench.frame(1, number=0x01020304))
     version = bench.service.store.held(1, 0).version
     block = reply[-4096:]

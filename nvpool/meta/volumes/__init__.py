@@ -1,1 +1,1 @@
-"""Volumes: directories with a policy, each within one partition (ARCHITECTURE, "Volumes")."""
+"""Volumes: directories with a policy, each within one partition (docs/internals/volumes.md)."""
