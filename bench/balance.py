@@ -13,10 +13,10 @@ from pathlib import Path
 from subjects.contract import Failed, run
 from workspace import say
 
-from nvpool.base.programs import Program, command
-from nvpool.base.units import MIB
-from nvpool.logic.layout import chain_of
-from nvpool.testing.real_pool import RealPool
+from nvpool.core.programs import Program, command
+from nvpool.core.units import MIB
+from nvpool.poolmap.layout import chain_of
+from nvpool.testing.env.pool import RealPool
 
 CASES = {"three drives of 1 GiB, one of 1 GiB added": ((1024,) * 3, 1024),
          "drives of 512, 1024 and 2048 MiB, one of 1024 MiB added": ((512, 1024, 2048), 1024)}

@@ -25,16 +25,16 @@ import time
 
 import uvloop
 
-from nvpool.base.units import KIB, MIB
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.poolmap import decode_map, encode_map
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.dial import Dialer
-from nvpool.wire.registry import listen
-from nvpool.wire.transport import Greeting
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.units import KIB, MIB
+from nvpool.poolmap.model import decode_map, encode_map
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.registry import listen
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(os.getuid(), os.getgid())
 FILE_BYTES = 64 * MIB

@@ -23,11 +23,11 @@ from report import machine
 from subjects.contract import OWNER
 from subjects.local import FuseFromMemory
 
-from nvpool.base.units import MIB
-from nvpool.testing.containers import IMAGE
-from nvpool.testing.real_bridge import RealBridge
-from nvpool.testing.real_docker import RealDocker, why_no_docker
-from nvpool.testing.real_pool import RealPool
+from nvpool.core.units import MIB
+from nvpool.testing.env.bridge import RealBridge
+from nvpool.testing.env.containers import IMAGE
+from nvpool.testing.env.docker import RealDocker, why_no_docker
+from nvpool.testing.env.pool import RealPool
 
 HERE = Path(__file__).resolve().parent
 FILE_BYTES = 256 * MIB

@@ -7,8 +7,8 @@
 Three nodes in network namespaces with TLS between them, two drives each, two replicas of each chunk, a standby of the
 metadata; a client with a mount on a fourth. A checking load writes, truncates, renames and reads on the mount all the time, and
 compares. A round kills processes, or has for some seconds a link cut, one way only, slow or late or a process stopped, or both;
-every tenth round does so in the middle of the drain of a drive. nvpool/testing/node_faults.py lists the faults. The seed and
-the number of a round decide all choices. A daemon that was killed is restarted as systemd does it.
+every tenth round does so in the middle of the drain of a drive. nvpool/testing/faults/node_faults.py lists the faults. The seed
+and the number of a round decide all choices. A daemon that was killed is restarted as systemd does it.
 
 Measured of each round, and its bound:
 
@@ -52,15 +52,16 @@ from report import commit, machine, put_into_readme  # noqa: E402
 from subjects.contract import MARK, Failed  # noqa: E402
 from workspace import PREFIX, minutes, say, workspace  # noqa: E402
 
-from nvpool.base.directory import SOCKET_PATH_BYTES_MAX, PoolDirectory  # noqa: E402
-from nvpool.base.errors import NvpoolError  # noqa: E402
-from nvpool.testing import machines, real_etcd  # noqa: E402
-from nvpool.testing.load import CheckingLoad, Pauses  # noqa: E402
-from nvpool.testing.machines import Machines  # noqa: E402
-from nvpool.testing.node_faults import CONDITIONS, VICTIMS, Faults, NotNow, is_settled, missing_copies, newest_map  # noqa: E402
-from nvpool.testing.nodes_in_use import PoolInUse  # noqa: E402
-from nvpool.testing.real_nodes import NVPOOL, Node  # noqa: E402
-from nvpool.testing.service_manager import ServiceManager  # noqa: E402
+from nvpool.core.errors import NvpoolError  # noqa: E402
+from nvpool.host.pool_directory import SOCKET_PATH_BYTES_MAX, PoolDirectory  # noqa: E402
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces  # noqa: E402
+from nvpool.testing.env.namespaces import Machines  # noqa: E402
+from nvpool.testing.env.nodes import NVPOOL, Node  # noqa: E402
+from nvpool.testing.env.service_manager import ServiceManager  # noqa: E402
+from nvpool.testing.faults.node_faults import CONDITIONS, VICTIMS, Faults, NotNow, is_settled, missing_copies, newest_map  # noqa: E402
+from nvpool.testing.loads.checking import CheckingLoad, Pauses  # noqa: E402
+from nvpool.testing.loads.mounted_nodes import PoolInUse  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 PLACES = HERE.parent / "build", Path("/var/tmp")
@@ -641,7 +642,7 @@ def shared(words: list[str], pools: int, directory: Path) -> Iterator[dict]:
 def short_enough(parent: Path, pools: int) -> bool:
     """Whether unix sockets of pools below `parent` have paths that the system takes, in the directories of the pools."""
     workspaces = [PREFIX + 8 * "x"] * (2 if pools > 1 else 1)
-    pool = PoolDirectory(parent.resolve().joinpath(*workspaces, machines.PREFIX + 8 * "x", "m1", "pool"))
+    pool = PoolDirectory(parent.resolve().joinpath(*workspaces, namespaces.PREFIX + 8 * "x", "m1", "pool"))
     return pool.socket_directory() == pool.run
 
 
@@ -681,7 +682,7 @@ def main(words: list[str] | None = None) -> int:
         return 0
     if options.share is None:
         options.directory = place_of_pools(options.directory, options.pools)
-    if missing := machines.missing() or real_etcd.missing():
+    if missing := namespaces.missing() or real_etcd.missing():
         raise SystemExit(f"this can not run here: {missing}")
     options.results.mkdir(parents=True, exist_ok=True)
     results: dict = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "seed": options.seed,

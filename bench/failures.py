@@ -37,11 +37,12 @@ from report import commit, judged, machine, put_into_readme  # noqa: E402
 from subjects.contract import MARK, Failed  # noqa: E402
 from workspace import can_keep_awake, not_final, processors_awake, say, warn_of_others, workspace  # noqa: E402
 
-from nvpool.logic.shards import process_name  # noqa: E402
-from nvpool.testing import machines, real_etcd  # noqa: E402
-from nvpool.testing.load import Pauses  # noqa: E402
-from nvpool.testing.real_nodes import Node  # noqa: E402
-from nvpool.testing.real_pool import end_process  # noqa: E402
+from nvpool.poolmap.shards.members import process_name  # noqa: E402
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces  # noqa: E402
+from nvpool.testing.env.nodes import Node  # noqa: E402
+from nvpool.testing.env.pool import end_process  # noqa: E402
+from nvpool.testing.loads.checking import Pauses  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("read", "write", "create")
@@ -273,7 +274,7 @@ def main(words: list[str] | None = None) -> int:
     if options.watch:
         watch(options.watch)
         return 0
-    missing = machines.missing() or real_etcd.missing()
+    missing = namespaces.missing() or real_etcd.missing()
     if missing:
         raise SystemExit(f"this can not run here: {missing}")
     if options.quick:

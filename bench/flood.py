@@ -34,16 +34,16 @@ from pathlib import Path
 from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nvpool.base.units import KIB, MIB  # noqa: E402
-from nvpool.client.options import ClientOptions  # noqa: E402
-from nvpool.logic.poolmap import decode_map  # noqa: E402
-from nvpool.sdk.asynchronous import AsyncFileSystem  # noqa: E402
-from nvpool.testing.real_pool import RealPool  # noqa: E402
-from nvpool.wire.endpoint import parse_endpoint  # noqa: E402
-from nvpool.wire.frame import HELLO, REQUEST, pack_head  # noqa: E402
-from nvpool.wire.greeting import encode_hello  # noqa: E402
-from nvpool.wire.transport import Greeting  # noqa: E402
-from nvpool.wire.v1.wire_pb2 import DATA_READ, META_STATFS  # noqa: E402
+from nvpool.client.state.options import ClientOptions  # noqa: E402
+from nvpool.core.endpoint import parse_endpoint  # noqa: E402
+from nvpool.core.units import KIB, MIB  # noqa: E402
+from nvpool.poolmap.model import decode_map  # noqa: E402
+from nvpool.rpc.api import Greeting  # noqa: E402
+from nvpool.rpc.handshake import encode_hello  # noqa: E402
+from nvpool.rpc.transports.frame import HELLO, REQUEST, pack_head  # noqa: E402
+from nvpool.rpc.v1.wire_pb2 import DATA_READ, META_STATFS  # noqa: E402
+from nvpool.sdk.aio import AsyncFileSystem  # noqa: E402
+from nvpool.testing.env.pool import RealPool  # noqa: E402
 
 KINDS = ("requests", "connections", "slow", "unread")
 GREETING = pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("flood")), 0)

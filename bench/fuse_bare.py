@@ -15,12 +15,12 @@ import stat
 import sys
 from pathlib import Path
 
-from nvpool.fuse.attach import attach
-from nvpool.fuse.engine import MountOptions
-from nvpool.fuse.kernel_engine import SPIN_LOOKS
+from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.kernel.attach import attach
+from nvpool.fuse.kernel.connection import SPIN_LOOKS
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.numbers import MINOR, PAGE, UNANSWERED, Init, Op
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.fuse.protocol.constants import MINOR, PAGE, UNANSWERED, Init, Op
+from nvpool.rpc.v1.meta_pb2 import Attr
 
 NAME, FILE_BYTES, REQUEST_BYTES = b"large", 1 << 30, 1 << 20
 NODES = {1: Attr(inode=1, mode=stat.S_IFDIR | 0o755, links=2),

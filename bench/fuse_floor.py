@@ -12,10 +12,10 @@ from pathlib import Path
 
 import uvloop
 
-from nvpool.fuse.engine import ENGINES, MountOptions, make_engine
-from nvpool.fuse.ops import FuseOps
-from nvpool.run.awake import Awake
-from nvpool.testing.memory_vfs import MemoryVfs
+from nvpool.fuse.engines import ENGINES, MountOptions, make_engine
+from nvpool.fuse.ops.operations import FuseOps
+from nvpool.runtime.cpu_latency import Awake
+from nvpool.testing.fakes.vfs import MemoryVfs
 
 
 async def serve(name: str, mount_point: Path) -> None:

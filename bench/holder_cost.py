@@ -22,7 +22,7 @@ from pathlib import Path
 
 from subjects.contract import wait_until
 
-from nvpool.base.programs import OF_A_MOUNT, Program, command, processes
+from nvpool.core.programs import OF_A_MOUNT, Program, command, processes
 
 KIND = {"with": "--holder", "without": "--no-holder"}
 CONTENT = os.urandom(4096)

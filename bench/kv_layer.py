@@ -17,8 +17,8 @@ from pathlib import Path
 
 import lmdb
 
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.journal import encode
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 
 SIZES = (24, 40, 100, 60)
 

@@ -73,8 +73,8 @@ def create(directory: Path, seconds: float) -> dict:
 async def read_many(pool: str, path: bytes, seconds: float, transport: str | None) -> dict:
     """Random 4 KiB pieces of one file by read_many; a latency is that of a whole call of 64 pieces."""
     from nvpool.client.session import Client
-    from nvpool.client.vfs.contract import Caller
-    from nvpool.logic.poolmap import decode_map
+    from nvpool.client.state.types import Caller
+    from nvpool.poolmap.model import decode_map
 
     where = pool if transport is None else narrowed(decode_map(Path(pool, "poolmap.json").read_bytes()), transport)  # noqa: ASYNC240
     client = await Client.open(where, name="bench")
@@ -113,8 +113,8 @@ async def echo(scheme: str, seconds: float) -> dict:
 
     import transport_echo
 
-    from nvpool.wire import registry
-    from nvpool.wire.transport import Greeting
+    from nvpool.rpc import registry
+    from nvpool.rpc.api import Greeting
 
     with tempfile.TemporaryDirectory(prefix="nvpool-echo-") as directory:
         child, endpoint = transport_echo.server_process(

@@ -3,7 +3,7 @@
     python -m bench.meta_layer [--files 20000] [--dir DIR]
 
 Floors: `kv.apply` of what a create writes, and a handler that decodes the message and answers without deciding anything.
-`At once`: the same from the frame of a request to the frame of its answer (meta/atonce), in a directory of its own.
+`At once`: the same from the frame of a request to the frame of its answer (meta/server/fast_path), in a directory of its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import stat
 import tempfile
 import time
 
-from nvpool.base.ids import ROOT_INODE
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.meta import records
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import PEER, DirectCall, ShardClient
-from nvpool.wire.frame import HEADER_BYTES, REQUEST, pack_head
-from nvpool.wire.tally import Answers
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.core.ids import ROOT_INODE
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.state import records
+from nvpool.rpc.stats import Answers
+from nvpool.rpc.transports.frame import HEADER_BYTES, REQUEST, pack_head
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import PEER, DirectCall, ShardClient
 
 
 async def spend(calls: list[DirectCall], handle) -> float:

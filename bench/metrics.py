@@ -27,22 +27,22 @@ import threading
 import urllib.request
 from pathlib import Path
 
-from nvpool.base.metrics_page import Page
-from nvpool.base.programs import Program, command, processes
-from nvpool.cli.reach import ask
-from nvpool.testing.real_pool import PLAIN_TCP
-from nvpool.wire.v1.pool_pb2 import MetricsReply, MetricsRequest
-from nvpool.wire.v1.wire_pb2 import PROCESS_METRICS
+from nvpool.cli.pool_connection import ask
+from nvpool.core.programs import Program, command, processes
+from nvpool.metrics.exposition import Page
+from nvpool.rpc.v1.pool_pb2 import MetricsReply, MetricsRequest
+from nvpool.rpc.v1.wire_pb2 import PROCESS_METRICS
+from nvpool.testing.env.pool import PLAIN_TCP
 
 ROOT = Path(__file__).resolve().parents[1]
 UNCOUNTED = {
-    "wire/exchange.py": {"_tally", "_calls"},
-    "fuse/kernel_engine.py": {"spent", "_begin_run", "_end_run", "_kept", "run", "now_s"},
-    "fuse/kernel_requests.py": {"read_bytes", "written_bytes"},
-    "fuse/reader_engine.py": {"_kept"},
-    "client/shortcut.py": {"past", "figures", "_note_reads", "read_bytes"},
-    "store/reads.py": {"read_bytes"},
-    "store/service.py": {"use"},
+    "rpc/multiplexer.py": {"_tally", "_calls"},
+    "fuse/kernel/connection.py": {"spent", "_begin_run", "_end_run", "_kept", "run", "now_s"},
+    "fuse/kernel/dispatch.py": {"read_bytes", "written_bytes"},
+    "fuse/kernel/worker.py": {"_kept"},
+    "client/data/short_circuit.py": {"past", "figures", "_note_reads", "read_bytes"},
+    "store/chunks/read_batch.py": {"read_bytes"},
+    "store/server/service.py": {"use"},
 }
 """File -> names: statements that use one of them count, and nothing else."""
 MOUNTS = {"short cut": (), "stream": ("--no-short-cut", "--transport", "stream")}

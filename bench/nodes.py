@@ -4,7 +4,8 @@
     python bench/nodes.py --rounds 1 --quick            a first look, some four minutes
     python bench/nodes.py --only scaling                one of: scaling, tls, replicas, balance, growth
 
-A node is a network namespace with an address, a machine-id and mounts of its own (nvpool/testing/machines.py); so is a client.
+A node is a network namespace with an address, a machine-id and mounts of its own (nvpool/testing/env/namespaces.py); so is a
+client.
 
 * scaling: 1, 2 and 4 nodes with as many clients, each node's cable limited to the same rate in both directions (`tc tbf`), so
   that the cables are what is measured and not the processors, which all share (the table says how busy they were). Each client
@@ -35,7 +36,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from nvpool.base.programs import Program, command
+from nvpool.core.programs import Program, command
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import loads  # noqa: E402
@@ -54,11 +55,12 @@ from workspace import (  # noqa: E402
     workspace,
 )
 
-from nvpool.base.units import KIB, MIB  # noqa: E402
-from nvpool.testing import machines, real_etcd  # noqa: E402
-from nvpool.testing.machines import Machine, Machines  # noqa: E402
-from nvpool.testing.real_nodes import Node, Pool  # noqa: E402
-from nvpool.testing.real_pool import RealPool  # noqa: E402
+from nvpool.core.units import KIB, MIB  # noqa: E402
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces  # noqa: E402
+from nvpool.testing.env.namespaces import Machine, Machines  # noqa: E402
+from nvpool.testing.env.nodes import Node, Pool  # noqa: E402
+from nvpool.testing.env.pool import RealPool  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("scaling", "tls", "replicas", "balance", "growth")
@@ -426,7 +428,7 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     options.seconds = options.seconds or (2.0 if options.quick else 6.0)
     options.file_mib = options.file_mib or (160 if options.quick else 512)
-    missing = machines.missing() or real_etcd.missing()
+    missing = namespaces.missing() or real_etcd.missing()
     if missing:
         raise SystemExit(f"this can not run here: {missing}")
     wanted = [name for name in PARTS if not options.only or name in options.only]

@@ -26,13 +26,13 @@ from time import perf_counter, process_time
 
 import uvloop
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.client.options import ClientOptions
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.wire import ucx
-from nvpool.wire.rdma_transport import RdmaUnixTransport, Settings
-from nvpool.wire.stream_transport import UnixStreamTransport
-from nvpool.wire.transport import Greeting
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.transports import ucx
+from nvpool.rpc.transports.rdma import RdmaUnixTransport, Settings
+from nvpool.rpc.transports.stream import UnixStreamTransport
+from nvpool.sdk.aio import AsyncFileSystem
 
 MIB = 1 << 20
 REGION = 64 * MIB

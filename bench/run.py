@@ -29,13 +29,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from nvpool.base.programs import Program, command
+from nvpool.core.programs import Program, command
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import loads  # noqa: E402
 from report import machine, put_into_readme  # noqa: E402
 
-from nvpool.testing.real_pool import PLAIN_TCP  # noqa: E402
+from nvpool.testing.env.pool import PLAIN_TCP  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 KIB, MIB = 1 << 10, 1 << 20

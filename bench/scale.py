@@ -37,7 +37,7 @@ from millions.tree import PER_DIRECTORY  # noqa: E402
 from subjects.contract import MARK  # noqa: E402
 from workspace import say, warn_of_others, workspace  # noqa: E402
 
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions  # noqa: E402
+from nvpool.kv.engine import LmdbKv, LmdbOptions  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 MADE = "made.json"

@@ -28,13 +28,13 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 import nvpool
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.units import parse_bytes
-from nvpool.client.chunkclient import reads_struct
-from nvpool.client.options import ClientOptions
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.wire.v1.data_pb2 import ReadRequest
-from nvpool.wire.v1.wire_pb2 import DATA_READ
+from nvpool.client.data.chunk_client import reads_struct
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.units import parse_bytes
+from nvpool.rpc.v1.data_pb2 import ReadRequest
+from nvpool.rpc.v1.wire_pb2 import DATA_READ
+from nvpool.sdk.aio import AsyncFileSystem
 
 MIB = 1 << 20
 PLANS = 64

@@ -19,15 +19,15 @@ import shutil
 import tempfile
 import time
 
-from nvpool.base import grants
-from nvpool.base.checksum import block_checksums
-from nvpool.base.ids import RequestId
-from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
-from nvpool.store.reads import READ
-from nvpool.store.service import WRITE, StoreService
-from nvpool.testing.meta_shard import PEER
-from nvpool.wire.v1 import data_pb2 as pb
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.core import grants
+from nvpool.core.checksum import block_checksums
+from nvpool.core.ids import RequestId
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.read_batch import READ
+from nvpool.store.server.service import WRITE, StoreService
+from nvpool.testing.fakes.meta_shard import PEER
 
 MIB = 1 << 20
 SECRET = b"s" * 32

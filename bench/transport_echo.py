@@ -20,9 +20,9 @@ import time
 
 import uvloop
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.wire import registry
-from nvpool.wire.transport import Greeting
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.rpc import registry
+from nvpool.rpc.api import Greeting
 
 READ, WRITE, MANY = 1, 2, 64
 READ_BYTES, LARGE_BYTES = 4096, 1 << 20

@@ -8,10 +8,10 @@ Importing this package loads nothing but the version: the client comes with the 
 the command line and every daemon import it too.
 """
 
-from nvpool.base.version import VERSION as __version__
+from nvpool.core.version import VERSION as __version__
 
-_LAZY = {"connect": "nvpool.sdk.filesystem", "connect_async": "nvpool.sdk.asynchronous", "FileSystem": "nvpool.sdk.filesystem",
-         "AsyncFileSystem": "nvpool.sdk.asynchronous"}
+_LAZY = {"connect": "nvpool.sdk.filesystem", "connect_async": "nvpool.sdk.aio", "FileSystem": "nvpool.sdk.filesystem",
+         "AsyncFileSystem": "nvpool.sdk.aio"}
 
 __all__ = ["AsyncFileSystem", "FileSystem", "__version__", "connect", "connect_async"]
 

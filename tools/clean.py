@@ -19,7 +19,7 @@ import time
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from nvpool.base import programs  # noqa: E402 (needs the path above; programs imports the standard library alone)
+from nvpool.core import programs  # noqa: E402 (needs the path above; programs imports the standard library alone)
 
 MOUNT_POINT = "pool"
 POOL = ".quickstart"

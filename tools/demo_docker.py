@@ -13,11 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from nvpool.base.units import MIB
-from nvpool.testing.containers import IMAGE
-from nvpool.testing.real_bridge import HOLDING, RealBridge
-from nvpool.testing.real_docker import RealDocker, why_no_docker
-from nvpool.testing.real_pool import RealPool
+from nvpool.core.units import MIB
+from nvpool.testing.env.bridge import HOLDING, RealBridge
+from nvpool.testing.env.containers import IMAGE
+from nvpool.testing.env.docker import RealDocker, why_no_docker
+from nvpool.testing.env.pool import RealPool
 
 KILLS = 3
 WORK = ("n=0; while [ ! -e /data/stop ]; do n=$((n+1)); echo $n > /data/number && [ \"$(cat /data/number)\" = $n ] "

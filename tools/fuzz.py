@@ -17,7 +17,7 @@ import threading
 import time
 
 CASES = 2000
-"""Of one place: nvpool/testing/fuzz/run."""
+"""Of one place: nvpool/testing/fuzz/runner."""
 DONE = re.compile(r"done (\d+) (\d+)")
 
 
@@ -28,7 +28,7 @@ class Worker:
                  "--cases", str(share), "--seconds", str(options.seconds), "--only", options.only, "--kind", options.kind]
         self.done = self.bytes = 0
         self.said: list[str] = []
-        self.process = subprocess.Popen([sys.executable, "-m", "nvpool.testing.fuzz.run", *words,
+        self.process = subprocess.Popen([sys.executable, "-m", "nvpool.testing.fuzz.runner", *words,
                                          *(["--stats"] if options.stats else [])],
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -21,10 +21,10 @@ from typing import Any, Literal, get_args, get_origin
 import click
 import msgspec
 
-from nvpool.base.config import Config
-from nvpool.base.metrics_page import table
-from nvpool.base.units import format_bytes
 from nvpool.cli.main import COMMANDS, cli
+from nvpool.core.config import Config
+from nvpool.core.units import format_bytes
+from nvpool.metrics.exposition import table
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"

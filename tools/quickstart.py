@@ -24,15 +24,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nvpool.base.checksum import crc32c
-from nvpool.base.errors import DriveFailed, Refused
-from nvpool.base.units import MIB, format_bytes
 from nvpool.cli.main import main as run_command
-from nvpool.cli.place import find, session
+from nvpool.cli.output import print_table, show_error
+from nvpool.cli.pool_path import find, session
 from nvpool.cli.progress import Look, shown
-from nvpool.cli.render import print_table, show_error
-from nvpool.client.vfs.contract import Caller
-from nvpool.sdk.probe import Measured, read_local, read_pool
+from nvpool.client.state.types import Caller
+from nvpool.core.checksum import crc32c
+from nvpool.core.errors import DriveFailed, Refused
+from nvpool.core.units import MIB, format_bytes
+from nvpool.sdk.bench.random_reads import Measured, read_local, read_pool
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 FILES_MEASURED = 256

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 
-from nvpool.base.ids import ROOT_INODE
-from nvpool.logic.layout import Layout
-from nvpool.meta import records
+from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.state import records
+from nvpool.poolmap.layout import Layout
 
 from .tree import Records, Tree
 

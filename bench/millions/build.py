@@ -1,7 +1,7 @@
 """Making a shard's database offline: the records of a Tree put by the code of a checkpoint, without journal and service.
 
 What is left out is what the service does before a checkpoint (decisions, the journal, the layer); what is written is written
-by `kv/lmdb_tree` in its own slices, checked and marked, so a daemon opens it as its own. `compared` says whether a database
+by `kv/lmdb_env` in its own slices, checked and marked, so a daemon opens it as its own. `compared` says whether a database
 that a running service has made holds the same.
 """
 
@@ -23,13 +23,13 @@ from typing import BinaryIO
 
 import lmdb
 
-from nvpool.base.ids import ROOT_INODE, partition_of
-from nvpool.kv.contract import Kv
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.kv.lmdb_tree import LmdbTree
-from nvpool.logic.layout import Layout
-from nvpool.meta import records
-from nvpool.meta.identity import take_identity
+from nvpool.core.ids import ROOT_INODE, partition_of
+from nvpool.kv.api import Kv
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.kv.lmdb_env import LmdbTree
+from nvpool.meta.state import records
+from nvpool.meta.state.shard_identity import take_identity
+from nvpool.poolmap.layout import Layout
 
 from . import beside
 from .tree import BATCH_KEYS, Records, Tree

@@ -10,13 +10,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.ids import ROOT_INODE
-from nvpool.kv.lmdb_engine import LmdbKv
-from nvpool.meta import records
-from nvpool.wire.transport import Connection
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.ids import ROOT_INODE
+from nvpool.kv.engine import LmdbKv
+from nvpool.meta.state import records
+from nvpool.rpc.api import Connection
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
 
 from .tree import DIRECTORY_MODE, FILE_MODE, HOME, OWNER, Tree, directory_name, file_name, size_of
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from itertools import count, islice
 from pathlib import Path
 
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.logic.layout import Layout
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.poolmap.layout import Layout
 
 from .build import pages
 from .loads import Client, at_random, engine_creates, engine_look_ups, until

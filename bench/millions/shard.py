@@ -16,17 +16,17 @@ import subprocess
 import time
 from pathlib import Path
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.directory import Flock
-from nvpool.base.errors import NvpoolError
-from nvpool.base.host import host_id
-from nvpool.base.programs import Program, command
-from nvpool.run.served import listen_on
-from nvpool.testing.real_pool import RealPool
-from nvpool.wire.dial import Dialer
-from nvpool.wire.transport import Call, Connection, Greeting, Listener
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import NvpoolError
+from nvpool.core.programs import Program, command
+from nvpool.host.pool_directory import Flock
+from nvpool.host.processes import host_id
+from nvpool.rpc.api import Call, Connection, Greeting, Listener
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.runtime.service import listen_on
+from nvpool.testing.env.pool import RealPool
 
 CONFIGURATION = "[meta]\nsession_lease_s = 3600\ngrant_s = 3600\n"
 """A session that nobody renews lives as long as any measurement; all else as a daemon has it by itself."""

@@ -13,12 +13,12 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from nvpool.base.ids import COUNTER_BITS, ROOT_INODE, inode_number, partition_of
-from nvpool.logic.layout import Layout
-from nvpool.logic.partition import HASH_BITS, name_hasher, partition_of_directory
-from nvpool.meta import records
-from nvpool.meta.numbers import RESERVED
-from nvpool.meta.records import HASH_AT, NAME_AT
+from nvpool.core.ids import COUNTER_BITS, ROOT_INODE, inode_number, partition_of
+from nvpool.meta.state import records
+from nvpool.meta.state.ids import RESERVED
+from nvpool.meta.state.records import HASH_AT, NAME_AT
+from nvpool.poolmap.layout import Layout
+from nvpool.poolmap.shards.partitions import HASH_BITS, name_hasher, partition_of_directory
 
 HOME = b"data"
 OWNER = 1000

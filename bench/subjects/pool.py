@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from nvpool.base.programs import Program, command
-from nvpool.testing.real_pool import PLAIN_TCP
+from nvpool.core.programs import Program, command
+from nvpool.testing.env.pool import PLAIN_TCP
 from subjects.contract import Subject, answers, mounts, run, unmount
 from subjects.local import BENCH, no_fuse
 

@@ -1,0 +1,1 @@
+"""Volumes for containers: Docker plugin and CSI."""

@@ -6,7 +6,7 @@ speaks the same. Every request ends within DEADLINE_S, which is less than what D
 than REQUESTS_MAX ask at a time is refused. A request that was cut off may be repeated, as all of bridge/volumes. Docker asks
 again by itself while nobody answers at the socket, so that a bridge that starts anew is a pause.
 
-aiohttp has its door here. Started by run/bridge_daemon.
+aiohttp has its door here. Started by daemons/bridge.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import (
+from nvpool.bridge.metrics import Counts
+from nvpool.bridge.options import SOCKET_BYTES_MAX, shown
+from nvpool.bridge.volumes import BridgeVolumes
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.errors import (
     AccessDenied,
     AlreadyExists,
     BadConfiguration,
@@ -43,10 +46,7 @@ from nvpool.base.errors import (
     Unavailable,
     from_os_error,
 )
-from nvpool.base.units import format_bytes
-from nvpool.bridge.counting import Counts
-from nvpool.bridge.volumes import BridgeVolumes
-from nvpool.bridge.wishes import SOCKET_BYTES_MAX, shown
+from nvpool.core.units import format_bytes
 
 FACE = "docker/"
 """Before Docker's id of a mount in what bridge/volumes knows as a holder."""

@@ -1,10 +1,10 @@
 """Volumes for containers: what Docker, Podman and Kubernetes ask for, each operation repeatable.
 
 Two faces call this, in one process and on one event loop: bridge/docker and bridge/csi. It keeps the pool's record of who
-uses a volume (attach, detach), this host's references (bridge/references) and the bind mounts that containers see
-(bridge/binds) in step, in an order in which a death between any two steps leaves a reference too many, never one too few:
+uses a volume (attach, detach), this host's references (bridge/usage_state) and the bind mounts that containers see
+(bridge/bind_mounts) in step, in an order in which a death between any two steps leaves a reference too many, never one too few:
 `settle` and `reconcile` take those away. A volume is seen through a bind of its own directory, so that nothing outside of it
-can be reached. Names, holders and paths are looked at here (bridge/wishes) and nowhere else. Errors are nvpool's.
+can be reached. Names, holders and paths are looked at here (bridge/options) and nowhere else. Errors are nvpool's.
 
 The pool is mounted once on this host, by a process that is not the bridge: binds live on when the bridge ends, and when that
 process is killed its holder goes on.
@@ -22,8 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import (
+from nvpool.bridge.bind_mounts import Binds
+from nvpool.bridge.container_mounts import volumes_in_containers
+from nvpool.bridge.options import Options, checked_holder, checked_name, checked_subpath, parse_options, shown
+from nvpool.bridge.usage_state import Publication, Reference, References
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.errors import (
     AlreadyExists,
     InUse,
     InvalidRequest,
@@ -33,17 +37,13 @@ from nvpool.base.errors import (
     Refused,
     from_os_error,
 )
-from nvpool.base.host import boot_id
-from nvpool.base.mounts import look_at, mount_at
-from nvpool.base.units import format_bytes
-from nvpool.bridge.binds import Binds
-from nvpool.bridge.inuse import volumes_in_containers
-from nvpool.bridge.references import Publication, Reference, References
-from nvpool.bridge.wishes import Options, checked_holder, checked_name, checked_subpath, parse_options, shown
-from nvpool.logic.volumenames import VOLUMES, path_of
+from nvpool.core.names import VOLUMES, path_of
+from nvpool.core.units import format_bytes
+from nvpool.host.mountinfo import look_at, mount_at
+from nvpool.host.processes import boot_id
 
 if TYPE_CHECKING:
-    from nvpool.sdk.asynchronous import AsyncFileSystem
+    from nvpool.sdk.aio import AsyncFileSystem
     from nvpool.sdk.volumes import Volume
 
 SUBPATH_ATTRIBUTE = "trusted.nvpool.subpath"

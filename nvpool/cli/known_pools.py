@@ -10,9 +10,9 @@ import contextlib
 import os
 from difflib import get_close_matches
 
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.mounts import mount_over, place_of, pool_of
-from nvpool.base.programs import Program, processes, program_of
+from nvpool.core.programs import Program, processes, program_of
+from nvpool.host.mountinfo import mount_over, place_of, pool_of
+from nvpool.host.pool_directory import PoolDirectory
 
 _SHOWN_MAX = 8
 _BESIDE_MAX = 1000

@@ -14,38 +14,44 @@ from importlib import import_module
 import click
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "pool": ("nvpool.cli.pool:pool", "Make and destroy pools, and have their chunks moved."),
-    "status": ("nvpool.cli.status:status", "Show a pool: its processes, drives and problems."),
-    "top": ("nvpool.cli.top:top", "Show, live, who reads and writes what at which latency."),
-    "metrics": ("nvpool.cli.metrics:metrics", "Print what Prometheus is told of a node."),
-    "serve": ("nvpool.cli.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
-    "mount": ("nvpool.cli.mount:mount", "Mount a pool."),
-    "umount": ("nvpool.cli.mount:umount", "Unmount a pool."),
-    "bridge": ("nvpool.cli.bridge:bridge", "Give containers volumes of a pool: Docker's plugin."),
-    "node": ("nvpool.cli.node:node", "List the nodes of a pool, let them in, drain and remove them."),
-    "client": ("nvpool.cli.client:client", "Let clients that are no nodes into a pool."),
-    "cert": ("nvpool.cli.cert:cert", "List, renew and revoke the certificates of a pool."),
-    "drive": ("nvpool.cli.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
-    "shard": ("nvpool.cli.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
-    "dir": ("nvpool.cli.dir:directory", "Say how many replicas new files of a directory have, and how large their chunks are."),
-    "volume": ("nvpool.cli.volume:volume", "Make volumes: directories with quotas, rights and other policies."),
-    "encryption": ("nvpool.cli.encryption:encryption", "Make the pool key, which protects encrypted volumes, and replace it."),
-    "trash": ("nvpool.cli.trash:trash", "See what was removed in a volume, put it back, or remove it for good."),
-    "file": ("nvpool.cli.file:file", "Show where the bytes of a file lie."),
-    "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
-    "export": ("nvpool.cli.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),
-    "fsck": ("nvpool.cli.fsck:fsck", "Check a pool, and repair it."),
-    "scrub": ("nvpool.cli.scrub:scrub", "Have everything that is stored read and compared."),
-    "dump": ("nvpool.cli.dump:dump", "Write all metadata of one moment to a file."),
-    "load": ("nvpool.cli.load:load", "Load dumped metadata into an empty pool."),
-    "doctor": ("nvpool.cli.doctor:doctor", "Say what makes a pool slow or unsafe here, and the remedy."),
-    "audit": ("nvpool.cli.audit:audit", "Show who changed a pool, and who was refused."),
-    "bench": ("nvpool.cli.bench:bench", "Measure a pool."),
-    "config": ("nvpool.cli.config:config", "Show, check and explain the configuration of a node."),
-    "dev": ("nvpool.cli.dev:dev", "A throw-away pool on this machine, all of it under one directory."),
-    "completion": ("nvpool.cli.completion:completion", "Print the completion script of a shell."),
-    "version": ("nvpool.cli.version:version", "Print the version."),
-    "help": ("nvpool.cli.help:help_", "Show the help of a command."),
+    "pool": ("nvpool.cli.commands.pool:pool", "Make and destroy pools, and have their chunks moved."),
+    "status": ("nvpool.cli.commands.status:status", "Show a pool: its processes, drives and problems."),
+    "top": ("nvpool.cli.commands.top:top", "Show, live, who reads and writes what at which latency."),
+    "metrics": ("nvpool.cli.commands.metrics:metrics", "Print what Prometheus is told of a node."),
+    "serve": ("nvpool.cli.commands.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
+    "mount": ("nvpool.cli.mount.command:mount", "Mount a pool."),
+    "umount": ("nvpool.cli.mount.command:umount", "Unmount a pool."),
+    "bridge": ("nvpool.cli.commands.bridge:bridge", "Give containers volumes of a pool: Docker's plugin."),
+    "node": ("nvpool.cli.commands.node:node", "List the nodes of a pool, let them in, drain and remove them."),
+    "client": ("nvpool.cli.commands.client:client", "Let clients that are no nodes into a pool."),
+    "cert": ("nvpool.cli.commands.cert:cert", "List, renew and revoke the certificates of a pool."),
+    "drive": ("nvpool.cli.commands.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
+    "shard": ("nvpool.cli.commands.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
+    "dir": (
+        "nvpool.cli.commands.dir:directory",
+        "Say how many replicas new files of a directory have, and how large their chunks are.",
+    ),
+    "volume": ("nvpool.cli.commands.volume:volume", "Make volumes: directories with quotas, rights and other policies."),
+    "encryption": (
+        "nvpool.cli.commands.encryption:encryption",
+        "Make the pool key, which protects encrypted volumes, and replace it.",
+    ),
+    "trash": ("nvpool.cli.commands.trash:trash", "See what was removed in a volume, put it back, or remove it for good."),
+    "file": ("nvpool.cli.commands.file:file", "Show where the bytes of a file lie."),
+    "import": ("nvpool.cli.commands.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
+    "export": ("nvpool.cli.commands.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),
+    "fsck": ("nvpool.cli.commands.fsck:fsck", "Check a pool, and repair it."),
+    "scrub": ("nvpool.cli.commands.scrub:scrub", "Have everything that is stored read and compared."),
+    "dump": ("nvpool.cli.commands.dump:dump", "Write all metadata of one moment to a file."),
+    "load": ("nvpool.cli.commands.load:load", "Load dumped metadata into an empty pool."),
+    "doctor": ("nvpool.cli.doctor.command:doctor", "Say what makes a pool slow or unsafe here, and the remedy."),
+    "audit": ("nvpool.cli.commands.audit:audit", "Show who changed a pool, and who was refused."),
+    "bench": ("nvpool.cli.commands.bench:bench", "Measure a pool."),
+    "config": ("nvpool.cli.commands.config:config", "Show, check and explain the configuration of a node."),
+    "dev": ("nvpool.cli.commands.dev:dev", "A throw-away pool on this machine, all of it under one directory."),
+    "completion": ("nvpool.cli.commands.completion:completion", "Print the completion script of a shell."),
+    "version": ("nvpool.cli.commands.version:version", "Print the version."),
+    "help": ("nvpool.cli.commands.help:help_", "Show the help of a command."),
 }
 """Name of the command -> where it is, and its line in `nvpool --help`."""
 
@@ -97,7 +103,7 @@ class Nouns(click.Group):
 
 def _print_version(context: click.Context, _: click.Parameter, asked_for: bool) -> None:
     if asked_for and not context.resilient_parsing:
-        from nvpool.base.version import VERSION
+        from nvpool.core.version import VERSION
         click.echo(f"nvpool {VERSION}")
         context.exit()
 
@@ -123,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     if any(word.startswith("--token") for word in words):
-        from nvpool.cli.token import hide_tokens
+        from nvpool.cli.token_input import hide_tokens
         hide_tokens(words)  # before anything is loaded: others look at arguments now
     as_json = "--json" in words[:words.index("--")] if "--" in words else "--json" in words
     called: dict[str, str] = {}
@@ -147,12 +153,12 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python flushes at its end has nowhere to go
         return 1
     except Exception as error:
-        from nvpool.cli.render import show_error
+        from nvpool.cli.output import show_error
         return show_error(error, as_json, called.get("pool", ""))
 
 
 def _print_error(message: str, code: str, exit_code: int, remedy: str = "") -> None:
-    from nvpool.cli.render import error_object, print_json
+    from nvpool.cli.output import error_object, print_json
     print_json(error_object(message, code, exit_code, remedy))
 
 

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.units import format_bytes
-from nvpool.cli.render import say
+from nvpool.cli.output import say
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.units import format_bytes
 
 LOOK_S = 0.1
 FIRST_S = 0.5

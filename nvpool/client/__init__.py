@@ -1,0 +1,1 @@
+"""Client of a pool: what a mount and the SDK use."""

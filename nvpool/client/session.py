@@ -13,22 +13,22 @@ from collections.abc import Awaitable
 from functools import partial
 from urllib.parse import quote
 
-from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.config import Config, load
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import AccessDenied, BadConfiguration, InvalidRequest, NotFound, NvpoolError
-from nvpool.base.host import host_id, host_name
-from nvpool.base.identities import squashes_root
-from nvpool.base.kept import KeptMemory
-from nvpool.client.options import ClientOptions, configured
-from nvpool.client.poolview import PoolView, fetch_map, read_map_file
-from nvpool.client.renewing import keep_renewed, renew_once
+from nvpool.client.certificate_renewal import keep_renewed, renew_once
+from nvpool.client.state.options import ClientOptions, configured
+from nvpool.client.state.pool_view import PoolView, fetch_map, read_map_file
 from nvpool.client.vfs.filesystem import Vfs
-from nvpool.logic.poolmap import PoolMap, encode_map
-from nvpool.wire import registry
-from nvpool.wire.dial import Dialer
-from nvpool.wire.identity import Identity, identity_in
-from nvpool.wire.transport import Greeting, Transport
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.config import Config, load
+from nvpool.core.errors import AccessDenied, BadConfiguration, InvalidRequest, NotFound, NvpoolError
+from nvpool.core.member_names import squashes_root
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.host.processes import host_id, host_name
+from nvpool.poolmap.model import PoolMap, encode_map
+from nvpool.rpc import registry
+from nvpool.rpc.api import Greeting, Transport
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.security.tls import Identity, identity_in
+from nvpool.shm.mount_state import KeptMemory
 
 __all__ = ["Client", "ClientOptions"]
 

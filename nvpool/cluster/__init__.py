@@ -1,0 +1,1 @@
+"""Coordinator of a pool: holds the pool map and decides its changes."""

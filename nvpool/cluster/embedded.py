@@ -4,7 +4,7 @@ Called by the supervisor, which alone has DIR/lock. Guarantees the order: a map 
 poolmap.json, then watchers are told. A crash between leaves a copy that is older by one, which `open` mends. Leases here hold
 until they are given up: whoever has one lives in this process.
 
-Keys: b"map" (JSON of logic/poolmap), b"map/" + epoch as u64 big-endian (the last KEPT_MAPS maps, for an operator's eyes).
+Keys: b"map" (JSON of poolmap/model), b"map/" + epoch as u64 big-endian (the last KEPT_MAPS maps, for an operator's eyes).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import struct
 from collections.abc import Callable, Mapping
 from math import inf
 
-from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, from_os_error
-from nvpool.cluster.coordinator import Lease
-from nvpool.cluster.told import Told
-from nvpool.kv.contract import Kv
-from nvpool.logic.poolmap import PoolMap, check_map, decode_map, encode_map, problems_of
+from nvpool.cluster.api import Lease
+from nvpool.cluster.watchers import Told
+from nvpool.core.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, from_os_error
+from nvpool.kv.api import Kv
+from nvpool.poolmap.model import PoolMap, check_map, decode_map, encode_map, problems_of
 
 KEPT_MAPS = 64
 _NEWEST = b"map"

@@ -1,8 +1,8 @@
 """The manager: turns signs of life, deaths and the operator's wishes into new pool maps.
 
-What follows from what is decided by pure functions (logic/transitions, logic/rebalance); here is when. There is one in a pool:
-who leads makes it, and the signs of life of all nodes come to it (run/leading): `alive` with each, `died` when a process has
-ended; `run` is its task.
+What follows from what is decided by pure functions (poolmap/chains/transitions, poolmap/chains/rebalance); here is when. There
+is one in a pool: who leads makes it, and the signs of life of all nodes come to it (node/coordination/leadership): `alive` with
+each, `died` when a process has ended; `run` is its task.
 Guarantees: each map is made from the newest one and decided again when somebody else was first; what comes together becomes
 one map; but for deaths at most a few maps a second; a target that serves under a lease is replaced only when its whole lease
 has gone by without a sign, or when its process is known to be dead, and from the decision on it gets no lease before it knows
@@ -21,16 +21,16 @@ import struct
 from collections.abc import Callable, Mapping
 from math import inf
 
-from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import Busy, Fenced, InvalidRequest, NvpoolError, StaleEpoch, Unavailable, WrongTarget
-from nvpool.cluster.coordinator import Coordinator, Lease
-from nvpool.logic import transitions
-from nvpool.logic.links import BROKEN, cut_off, is_replaceable
-from nvpool.logic.poolmap import PoolMap
-from nvpool.logic.rebalance import given_up, next_steps, taken_back
-from nvpool.logic.rights import without_ended
-from nvpool.logic.transitions import ChainName
-from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest
+from nvpool.cluster.api import Coordinator, Lease
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.errors import Busy, Fenced, InvalidRequest, NvpoolError, StaleEpoch, Unavailable, WrongTarget
+from nvpool.poolmap.chains import transitions
+from nvpool.poolmap.chains.rebalance import given_up, next_steps, taken_back
+from nvpool.poolmap.chains.transitions import ChainName
+from nvpool.poolmap.grant_revocation import without_ended
+from nvpool.poolmap.model import PoolMap
+from nvpool.poolmap.nodes.broken_links import BROKEN, cut_off, is_replaceable
+from nvpool.rpc.v1.pool_pb2 import AliveReply, AliveRequest
 
 LEASE_S = 2.7
 """Of a target. One that falls silent is out of its chains within 3 s; one that busy processors keep waiting for 2 s is not."""
@@ -278,7 +278,7 @@ class Manager:
         return transitions.shared(pool_map) & set(late) if late else set()
 
     def _look_at_links(self, now: PoolMap) -> None:
-        """Choose who is to leave where two nodes do not reach one another: see logic/links."""
+        """Choose who is to leave where two nodes do not reach one another: see poolmap/nodes/broken_links."""
         known = now.target_by_id
         reports = {target: [other for other in heard.unreachable & known.keys() if self.answering(other)]
                    for target, heard in self._heard.items() if heard.unreachable and self.answering(target) and target in known

@@ -1,0 +1,1 @@
+"""Mount adapter: requests of the kernel become operations of the client."""

@@ -1,7 +1,7 @@
 """The portable engine: libfuse through pyfuse3 3.5, one event loop, one mount per process. The only importer of pyfuse3.
 
-It unpacks pyfuse3's arguments, calls `fuse/ops`, packs what comes back and turns errors into errnos. Called by
-run/mount_daemon and bench/fuse_floor. What it never does: decide what a request means.
+It unpacks pyfuse3's arguments, calls `fuse/ops/operations`, packs what comes back and turns errors into errnos. Called by
+mountd/server and bench/fuse_floor. What it never does: decide what a request means.
 
 pyfuse3's own worker loop stays as it is: a worker reads one request, awaits its handler, answers, waits for the next. What is
 replaced is the handful of names that it takes from trio (`_Loop`), as pyfuse3.asyncio.enable() does, because that stand-in
@@ -30,13 +30,13 @@ from typing import NamedTuple
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, StatvfsData, readdir_reply
 
-from nvpool.base.errors import InUse, NvpoolError, Unavailable
-from nvpool.base.metrics_page import Page
-from nvpool.client.vfs.contract import Caller
-from nvpool.fuse.engine import MountOptions
-from nvpool.fuse.mount import Mount, mount_at, unmount
-from nvpool.fuse.ops import ASK, FuseOps, errno_of
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import InUse, NvpoolError, Unavailable
+from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.mount_point import Mount, mount_at, unmount
+from nvpool.fuse.ops.operations import ASK, FuseOps, errno_of
 from nvpool.fuse.protocol.replies import BLOCK_BYTES
+from nvpool.metrics.exposition import Page
 
 log = logging.getLogger(__name__)
 

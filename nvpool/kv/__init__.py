@@ -1,0 +1,1 @@
+"""Key-value engine of the metadata service: journal, memory tables and LMDB."""

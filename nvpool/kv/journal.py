@@ -30,13 +30,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from nvpool.base.checksum import crc32c
-from nvpool.base.errors import Fenced, NvpoolError, from_os_error
+from nvpool.core.checksum import crc32c
+from nvpool.core.errors import Fenced, NvpoolError, from_os_error
 
 try:
-    from nvpool.kv import _record
+    from nvpool.kv import _journal_record
 except ImportError:  # not compiled
-    _record = None
+    _journal_record = None
 
 _HEAD = struct.Struct("<IQQQII")  # without the CRC
 _HEAD_BYTES = 4 + _HEAD.size
@@ -64,7 +64,7 @@ def encode_plain(term: int, generation: int, sequence: int, effects: dict[bytes,
     return crc32c(body, crc32c(head)).to_bytes(4, "little") + head + body
 
 
-encode = encode_plain if _record is None else _record.encode
+encode = encode_plain if _journal_record is None else _journal_record.encode
 
 
 def decode(buffer: memoryview, offset: int) -> Record | None:

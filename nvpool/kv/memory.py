@@ -1,6 +1,6 @@
 """The twin of the LMDB engine that lives in memory and can forget what was not synced.
 
-Keeps every promise of `kv/contract` but durability over a restart of the process. `crash` is a loss of power: the
+Keeps every promise of `kv/api` but durability over a restart of the process. `crash` is a loss of power: the
 changes that were not synced are gone, from the last one backwards. Used by tests and by simulations of a whole pool;
 never waits, has no thread and no clock.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from nvpool.base.errors import Fenced, InvalidRequest
-from nvpool.kv.contract import Effect, checked_effects
-from nvpool.kv.ordered import OrderedKeys
+from nvpool.core.errors import Fenced, InvalidRequest
+from nvpool.kv.api import Effect, checked_effects
+from nvpool.kv.memtable import OrderedKeys
 from nvpool.kv.snapshot import Snapshot, SnapshotSet
 
 

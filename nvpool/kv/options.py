@@ -1,12 +1,12 @@
-"""What can be set of an engine. Read by kv/lmdb_engine; the daemons fill it from their configuration."""
+"""What can be set of an engine. Read by kv/engine; the daemons fill it from their configuration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nvpool.base.errors import InvalidRequest
-from nvpool.base.units import MIB
-from nvpool.kv.floor import FLOOR, Floor
+from nvpool.core.errors import InvalidRequest
+from nvpool.core.units import MIB
+from nvpool.kv.engine_runtime import FLOOR, Floor
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 A snapshot holds no reader of the store below, which could not reuse a page while one lives. Instead each change, before
 it is made, leaves the old values of the keys that the walk has not reached with the snapshot, and the walk prefers
 those to what it reads. Old values are kept in memory and, where they are many, those that are needed last in a file
-(kv/scratch); a snapshot that would need more than either may hold ends with Busy rather than holding changes up. Used by
+(kv/snapshot_spill); a snapshot that would need more than either may hold ends with Busy rather than holding changes up. Used by
 dump, fsck and the copying of partitions, through `Kv.snapshot`. One thread owns all of it; nothing here waits but the
 pause between two steps.
 """
@@ -19,10 +19,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
-from nvpool.base.errors import Busy, CorruptRecord, NvpoolError
-from nvpool.kv.contract import KEY_END
-from nvpool.kv.ordered import OrderedKeys
-from nvpool.kv.scratch import Scratch
+from nvpool.core.errors import Busy, CorruptRecord, NvpoolError
+from nvpool.kv.api import KEY_END
+from nvpool.kv.memtable import OrderedKeys
+from nvpool.kv.snapshot_spill import Scratch
 
 OLD_VALUES_MAX = 100_000
 """In memory: about 30 MB with records of usual size."""

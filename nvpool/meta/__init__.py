@@ -1,0 +1,1 @@
+"""Metadata service: names, attributes, locks, leases and volumes of one shard."""

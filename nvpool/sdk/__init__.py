@@ -1,0 +1,1 @@
+"""Python API of a pool, synchronous and for asyncio."""

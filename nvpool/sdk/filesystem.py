@@ -1,7 +1,7 @@
 """The SDK for ordinary programs: a pool as a file system of paths, from any thread.
 
 The client runs on an event loop in a thread of its own; each call here hands work to it and waits, but for reads that the
-calling thread can do by itself (client/threadreads). So:
+calling thread can do by itself (client/read/threads). So:
 
 * threads: one FileSystem may be used by any number of threads at once. One File's position is not guarded, as that of io.FileIO
   is not; `pread`, `pwrite` and `read_many` need none.
@@ -25,15 +25,15 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from nvpool.base.units import KIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
-from nvpool.sdk.arguments import bytes_of, check_opening, contiguous, flags_of, integer, mode_of, size_of, timeout
-from nvpool.sdk.asynchronous import Entry, HandedDown
-from nvpool.sdk.loop import Runtime
-from nvpool.sdk.origin import Origin, origin_of
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
+from nvpool.core.units import KIB
+from nvpool.sdk.aio import Entry, HandedDown
+from nvpool.sdk.argument_checks import bytes_of, check_opening, contiguous, flags_of, integer, mode_of, size_of, timeout
+from nvpool.sdk.loop_thread import Runtime
 from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
-from nvpool.sdk.reads import check_on_error, reads_of
+from nvpool.sdk.pool_origin import Origin, origin_of
+from nvpool.sdk.read_requests import check_on_error, reads_of
 from nvpool.sdk.volumes import Volumes
 
 BUFFER_BYTES = 128 * KIB

@@ -11,7 +11,9 @@ import os
 import stat
 from typing import NamedTuple
 
-from nvpool.base.errors import (
+from nvpool.client.state.types import FileHandle
+from nvpool.client.vfs.filesystem import Vfs
+from nvpool.core.errors import (
     AlreadyExists,
     DirectoryNotEmpty,
     Disconnected,
@@ -23,10 +25,8 @@ from nvpool.base.errors import (
     TooManySymlinks,
     Unreachable,
 )
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.vfs.contract import FileHandle
-from nvpool.client.vfs.filesystem import Vfs
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.core.ids import ROOT_INODE
+from nvpool.rpc.v1.meta_pb2 import Attr
 
 SYMLINKS_MAX = 40
 """As Linux: who follows more is in a circle."""

@@ -14,20 +14,20 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nvpool.base.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import GIB, KIB, MIB, TIB
-from nvpool.client.pathfinder import PathFinder
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.layout import layout_of
-from nvpool.logic.volumenames import VOLUMES, check_holder, check_volume_name, member_named, path_of
-from nvpool.sdk.arguments import integer, text
+from nvpool.client.reverse_paths import PathFinder
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.names import VOLUMES, check_holder, check_volume_name, member_named, path_of
+from nvpool.core.units import GIB, KIB, MIB, TIB
+from nvpool.poolmap.layout import layout_of
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.sdk.argument_checks import integer, text
 from nvpool.sdk.paths import as_told, locate, name_bytes, names_of
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2
 
 if TYPE_CHECKING:
-    from nvpool.sdk.asynchronous import AsyncFileSystem
+    from nvpool.sdk.aio import AsyncFileSystem
     from nvpool.sdk.filesystem import FileSystem
 
 OPEN, LISTED = "open", "listed"

@@ -1,0 +1,1 @@
+"""Chunk store: one target, its drive and its part in replication chains."""

@@ -1,6 +1,6 @@
 """How fast background work may go: so many bytes a second over all of it, and not more than half the time while others wait.
 
-Called by store/resync, store/repair and store/strays.
+Called by store/replication/resync, store/maintenance/repair and store/maintenance/orphan_chunks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from nvpool.base.clock import Clock
+from nvpool.core.clock import Clock
 
 BURST_S = 0.1
 """What was not used for longer is lost: a pause is not followed by a flood."""

@@ -10,9 +10,9 @@ import subprocess
 import pytest
 from test_docker_face import scene
 
-from nvpool.base.programs import Program, command
-from nvpool.cli.mount import mount
-from nvpool.run.bridge_daemon import mount_words, parse_words
+from nvpool.cli.mount.command import mount
+from nvpool.core.programs import Program, command
+from nvpool.daemons.bridge import mount_words, parse_words
 
 
 def bridge(*words):

@@ -14,8 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from volumes_twin import TwinPool, WrittenBinds
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import (
+from nvpool.bridge import volumes as bridge_volumes
+from nvpool.bridge.container_mounts import volumes_in_containers
+from nvpool.bridge.options import checked_name, checked_subpath, parse_options
+from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import (
     AlreadyExists,
     CorruptRecord,
     InUse,
@@ -26,10 +30,6 @@ from nvpool.base.errors import (
     Unavailable,
     WrongFormat,
 )
-from nvpool.bridge import volumes as bridge_volumes
-from nvpool.bridge.inuse import volumes_in_containers
-from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes
-from nvpool.bridge.wishes import checked_name, checked_subpath, parse_options
 
 BAD_NAMES = ["", ".", "..", "../x", "a/b", "/etc", "a\0b", "x" * 10_000, "ä", unicodedata.normalize("NFD", "é"), "-rf", " a",
              "a\n", "a b", "\ud800", "a\\b", "٣"]

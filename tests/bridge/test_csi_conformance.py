@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import pytest
 from csi_caller import POOL, Caller, block, places, plugin, size, use
 
-from nvpool.base.mounts import mounts_below
-from nvpool.base.units import GIB, MIB
-from nvpool.bridge.binding import unbind
-from nvpool.bridge.poolmount import PoolMount
+from nvpool.bridge.bind_helper import unbind
+from nvpool.bridge.pool_mount import PoolMount
 from nvpool.bridge.v1 import csi_pb2 as pb
 from nvpool.bridge.volumes import BridgeVolumes
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.testing.memory_volumes import MemoryVolumes
-from nvpool.testing.real_bridge import RealBridge
-from nvpool.testing.real_pool import RealPool
+from nvpool.core.units import GIB, MIB
+from nvpool.host.mountinfo import mounts_below
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.env.bridge import RealBridge
+from nvpool.testing.env.pool import RealPool
+from nvpool.testing.fakes.volumes import MemoryVolumes
 
 SIZE = 64 * MIB
 

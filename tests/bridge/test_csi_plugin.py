@@ -14,19 +14,19 @@ import pytest
 from csi_caller import POOL, block, caller_at, places, plugin, size, use
 from grpc import StatusCode
 
-from nvpool.base.errors import BadConfiguration, Busy, InUse, InvariantBroken, NvpoolError, Unreachable, every_error
-from nvpool.base.mounts import mounts_below
-from nvpool.base.programs import Program, command
-from nvpool.base.units import MIB
-from nvpool.bridge.binding import unbind
+from nvpool.bridge.bind_helper import unbind
 from nvpool.bridge.csi import controller, identity
-from nvpool.bridge.csi.refusals import CODES, CsiRefusal, status_of
+from nvpool.bridge.csi.errors import CODES, CsiRefusal, status_of
 from nvpool.bridge.csi.server import serve_csi, socket_path
 from nvpool.bridge.v1 import csi_pb2 as pb
-from nvpool.testing.memory_volumes import MemoryVolumes
-from nvpool.testing.real_bridge import RealBridge
-from nvpool.testing.real_etcd import free_ports
-from nvpool.testing.real_pool import RealPool
+from nvpool.core.errors import BadConfiguration, Busy, InUse, InvariantBroken, NvpoolError, Unreachable, every_error
+from nvpool.core.programs import Program, command
+from nvpool.core.units import MIB
+from nvpool.host.mountinfo import mounts_below
+from nvpool.testing.env.bridge import RealBridge
+from nvpool.testing.env.etcd import free_ports
+from nvpool.testing.env.pool import RealPool
+from nvpool.testing.fakes.volumes import MemoryVolumes
 
 WHY_NOT = "only root can mount" if os.geteuid() else "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
 needs_mount = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from nvpool.base.mounts import mounts_below
-from nvpool.base.units import MIB
-from nvpool.testing.real_bridge import HOLDING, RealBridge
-from nvpool.testing.real_docker import RealDocker, why_no_docker
-from nvpool.testing.real_pool import RealPool
+from nvpool.core.units import MIB
+from nvpool.host.mountinfo import mounts_below
+from nvpool.testing.env.bridge import HOLDING, RealBridge
+from nvpool.testing.env.docker import RealDocker, why_no_docker
+from nvpool.testing.env.pool import RealPool
 
 WHY_NOT = why_no_docker() or ("" if os.path.exists("/dev/fuse") else "there is no /dev/fuse")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")

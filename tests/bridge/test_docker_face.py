@@ -12,13 +12,13 @@ import stat
 import pytest
 from volumes_twin import TwinPool, WrittenBinds
 
-from nvpool.base import metrics
-from nvpool.base.errors import AlreadyExists, Bug, Damaged, InUse, NotFound, Refused, Stale, Unavailable, every_error
-from nvpool.base.metrics_page import Page
 from nvpool.bridge import docker
-from nvpool.bridge.counting import Counts
 from nvpool.bridge.docker import BODY_BYTES_MAX, CONTENT_TYPE, DockerFace, status_of
+from nvpool.bridge.metrics import Counts
 from nvpool.bridge.volumes import BridgeVolumes
+from nvpool.core.errors import AlreadyExists, Bug, Damaged, InUse, NotFound, Refused, Stale, Unavailable, every_error
+from nvpool.metrics import registry as metrics
+from nvpool.metrics.exposition import Page
 
 
 class Asked:

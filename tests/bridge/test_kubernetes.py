@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from csi_caller import plugin
 from kubernetes_validate.utils import all_versions
 
-from nvpool.base.version import VERSION
 from nvpool.bridge.csi.identity import DRIVER
-from nvpool.bridge.csi.reading import TOPOLOGY_KEY, read_context, read_parameters
-from nvpool.cli.bridge import bridge
-from nvpool.run.bridge_daemon import parse_words
-from nvpool.testing.memory_volumes import MemoryVolumes
+from nvpool.bridge.csi.requests import TOPOLOGY_KEY, read_context, read_parameters
+from nvpool.cli.commands.bridge import bridge
+from nvpool.core.version import VERSION
+from nvpool.daemons.bridge import parse_words
+from nvpool.testing.fakes.volumes import MemoryVolumes
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "deploy" / "kubernetes"

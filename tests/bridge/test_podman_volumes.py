@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from nvpool.base.mounts import mounts_below
-from nvpool.base.units import MIB
-from nvpool.testing.real_bridge import RealBridge
-from nvpool.testing.real_podman import PROGRAMS, RealPodman, why_no_podman
-from nvpool.testing.real_pool import RealPool
+from nvpool.core.units import MIB
+from nvpool.host.mountinfo import mounts_below
+from nvpool.testing.env.bridge import RealBridge
+from nvpool.testing.env.podman import PROGRAMS, RealPodman, why_no_podman
+from nvpool.testing.env.pool import RealPool
 
 WHY_NOT = why_no_podman() or ("" if os.path.exists("/dev/fuse") else "there is no /dev/fuse")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from nvpool.base.errors import AlreadyExists, InUse, NoAttribute, NotFound, ReadOnly
+from nvpool.core.errors import AlreadyExists, InUse, NoAttribute, NotFound, ReadOnly
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class TwinPool:
 
 
 class WrittenBinds:
-    """In place of bridge/binds: what is bound where."""
+    """In place of bridge/bind_mounts: what is bound where."""
 
     def __init__(self, binds) -> None:
         self.places, self.place = binds.places, binds.place

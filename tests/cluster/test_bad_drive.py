@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import pytest
 
-from nvpool.client.vfs.contract import Caller
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.testing.faults.powerloss import PowerLoss
+from nvpool.client.state.types import Caller
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.env.pool import RealPool, opened, problems_of
+from nvpool.testing.faults.power_loss import PowerLoss
 from nvpool.testing.faults.preload import ALLOCATE, FAIL, LIE, READ, SHORT, SYNC, WRITE, Faults
-from nvpool.testing.history import content
-from nvpool.testing.real_pool import RealPool, opened, problems_of
+from nvpool.testing.loads.crash_history import content
 
 CONFIG = """
 [journal]

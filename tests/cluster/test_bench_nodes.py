@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.testing import machines, real_etcd
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 contract, failures, nodes = (importlib.import_module(name) for name in ("subjects.contract", "failures", "nodes"))
 sys.path.remove(str(ROOT / "bench"))
 
-needs_machines = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+needs_machines = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
                   pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")]
 HEAD = {"date": "today", "machine": "one", "commit": "c", "rounds": 3, "seconds": 6.0, "busy_before": 0.01}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.testing.booted import BootedMachine, missing, unified
+from nvpool.testing.env.systemd_machine import BootedMachine, missing, unified
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CAUSED = re.compile("Failed with result '(signal|watchdog)'|Watchdog timeout")

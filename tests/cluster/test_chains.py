@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import nvpool
-from nvpool.base.units import MIB
-from nvpool.client.options import ClientOptions
-from nvpool.testing.history import content
-from nvpool.testing.load import CheckingLoad, ClientLoad
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.units import MIB
+from nvpool.testing.env.pool import RealPool, end_process
+from nvpool.testing.loads.checking import CheckingLoad, ClientLoad
+from nvpool.testing.loads.crash_history import content
 
 CONFIG = """
 [supervisor]

@@ -11,13 +11,13 @@ import pytest
 from test_supervisor import SIZES, all_serve, clean_up, kill, kill_all, nvpool, pids, processes_of, status
 
 import nvpool as nvpool_sdk
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import AccessDenied
-from nvpool.base.programs import Program, command
-from nvpool.cli.reach import ask
-from nvpool.client.options import ClientOptions
-from nvpool.logic.poolmap import decode_map
-from nvpool.wire.v1 import pool_pb2, wire_pb2
+from nvpool.cli.pool_connection import ask
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.errors import AccessDenied
+from nvpool.core.programs import Program, command
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.poolmap.model import decode_map
+from nvpool.rpc.v1 import pool_pb2, wire_pb2
 
 ROOT = os.geteuid() == 0
 MOUNTS = ROOT and os.path.exists("/dev/fuse")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nvpool import connect
-from nvpool.base.programs import Program, command
+from nvpool.core.programs import Program, command
 
 MIB = 1 << 20
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.programs import Program, command
-from nvpool.testing.history import content
-from nvpool.testing.real_pool import RealPool
+from nvpool.core.programs import Program, command
+from nvpool.testing.env.pool import RealPool
+from nvpool.testing.loads.crash_history import content
 
 CONFIG = """
 [journal]

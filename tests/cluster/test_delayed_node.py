@@ -7,16 +7,17 @@ import sys
 
 import pytest
 
-from nvpool.base.units import KIB, MIB
-from nvpool.testing import machines, real_etcd
-from nvpool.testing.machines import Machines
-from nvpool.testing.real_nodes import Node, Pool
+from nvpool.core.units import KIB, MIB
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.namespaces import Machines
+from nvpool.testing.env.nodes import Node, Pool
 
 DELAY_S = 0.05
 """In each direction."""
 FILE_BYTES, READS, BLOCK = 16 * MIB, 400, 64 * KIB
 
-pytestmark = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
               pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="delays need /dev/net/tun")]
 

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from nvpool.base.units import KIB, MIB
-from nvpool.logic.layout import chain_of
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.core.units import KIB, MIB
+from nvpool.poolmap.layout import chain_of
+from nvpool.testing.env.pool import RealPool, end_process
 
 NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from nvpool.cli.checks import BAD, OK, WARN
-from nvpool.testing.machines import Machines, missing
+from nvpool.cli.doctor.check import BAD, OK, WARN
+from nvpool.testing.env.namespaces import Machines, missing
 
 WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
@@ -23,7 +23,7 @@ signal.pause()
 """
 LOOK = """
 import json, sys
-from nvpool.cli.doctor_path import paths
+from nvpool.cli.doctor.network_mtu import paths
 print(json.dumps(list(paths(sys.argv[1:]))))
 """
 

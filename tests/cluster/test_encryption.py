@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.units import MIB
-from nvpool.testing.command import nvpool
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.core.units import MIB
+from nvpool.testing.env.command import nvpool
+from nvpool.testing.env.pool import RealPool, end_process
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
                                                     reason="a mount needs /dev/fuse and root")]

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
-from nvpool.testing import machines, real_etcd
-from nvpool.testing.etcd_nodes import has_keys, members, of_three, token_of, told, until
-from nvpool.testing.machines import Machines
-from nvpool.testing.real_nodes import Node, Pool
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.etcd_pool import has_keys, members, of_three, token_of, told, until
+from nvpool.testing.env.namespaces import Machines
+from nvpool.testing.env.nodes import Node, Pool
 
-pytestmark = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
               pytest.mark.timeout(1500)]
 

@@ -7,15 +7,16 @@ import subprocess
 import pytest
 from aetcd import rpc
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.programs import Program, command
-from nvpool.cluster.etcd_calls import EtcdCalls
-from nvpool.run.map_location import read_map_location
-from nvpool.testing import machines, real_etcd
-from nvpool.testing.etcd_nodes import has_keys, token_of, until
-from nvpool.testing.machines import Machines
-from nvpool.testing.real_nodes import Pool
-from nvpool.testing.real_pool import TCP, RealPool
+from nvpool.cluster.etcd.client import EtcdCalls
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.programs import Program, command
+from nvpool.provision.map_location import read_map_location
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.etcd_pool import has_keys, token_of, until
+from nvpool.testing.env.namespaces import Machines
+from nvpool.testing.env.nodes import Pool
+from nvpool.testing.env.pool import TCP, RealPool
 
 pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")
 
@@ -85,7 +86,7 @@ def test_an_etcd_that_is_not_there_or_not_well_named_is_refused_before_anything_
         assert not directory.exists() and not list(drive.iterdir())
 
 
-@pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or "")
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or "")
 def test_nodes_join_a_pool_in_an_etcd_of_ones_own_and_let_others_in():
     with Machines(2) as hosts:
         pool = Pool(hosts, plain=False)

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.logic.poolmap import Chain, ChainTable, PoolMap, Settings, Shard, Standby
-from nvpool.testing import machines, real_etcd
-from nvpool.testing.node_faults import CONDITIONS, VICTIMS, is_settled, missing_copies
+from nvpool.poolmap.model import Chain, ChainTable, PoolMap, Settings, Shard, Standby
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces
+from nvpool.testing.faults.node_faults import CONDITIONS, VICTIMS, is_settled, missing_copies
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 contract, soak = (importlib.import_module(name) for name in ("subjects.contract", "failure_soak"))
 sys.path.remove(str(ROOT / "bench"))
 
-needs_nodes = [pytest.mark.mount, pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+needs_nodes = [pytest.mark.mount, pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
                pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
                pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
 ROUNDS = int(os.environ.get("NVPOOL_FAILURES", "1000"))

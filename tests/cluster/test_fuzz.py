@@ -11,19 +11,19 @@ import time
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Bug, NvpoolError
-from nvpool.base.host import host_id
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.sdk.checkup_copies import service_right
-from nvpool.testing.history import History, now_ns, read_tree
-from nvpool.testing.real_pool import RealPool, end_process
-from nvpool.wire.dial import Dialer
-from nvpool.wire.endpoint import parse_endpoint
-from nvpool.wire.frame import CANCEL, HELLO, REQUEST, pack_head
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.errors import Bug, NvpoolError
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.host.processes import host_id
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.transports.frame import CANCEL, HELLO, REQUEST, pack_head
+from nvpool.rpc.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.fsck.replicas import service_right
+from nvpool.testing.env.pool import RealPool, end_process
+from nvpool.testing.loads.crash_history import History, now_ns, read_tree
 
 META = {wire_pb2.META_OPEN_SESSION: meta_pb2.OpenSessionRequest, wire_pb2.META_RENEW_SESSION: meta_pb2.RenewSessionRequest,
         wire_pb2.META_CLOSE_SESSION: meta_pb2.CloseSessionRequest, wire_pb2.META_LOOKUP: meta_pb2.LookupRequest,
@@ -206,8 +206,12 @@ def fuzz(tmp_path, seed, seconds):
         pool.make()
         pool.start()
         pids = {name: pool.pid(name) for name in ("supervisor", "meta-1", "target-1", "target-2")}
-        load = subprocess.Popen([sys.executable, "-m", "nvpool.testing.history", str(pool.path), str(seed), str(seconds), "2"],
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        load = subprocess.Popen(
+            [sys.executable, "-m", "nvpool.testing.loads.crash_history", str(pool.path), str(seed), str(seconds), "2"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         fuzzer = Fuzzer(pool, seed)
 
         async def both():

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from nvpool.base.programs import Program, command
-from nvpool.testing.history import content
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.core.programs import Program, command
+from nvpool.testing.env.pool import RealPool, end_process
+from nvpool.testing.loads.crash_history import content
 
 pytestmark = [pytest.mark.mount,
               pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.testing.command import NVPOOL, nvpool
-from nvpool.testing.load import CheckingLoad
+from nvpool.testing.env.command import NVPOOL, nvpool
+from nvpool.testing.loads.checking import CheckingLoad
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
                                                     reason="a mount needs /dev/fuse and root")]

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 import nvpool
-from nvpool.base.units import MIB
-from nvpool.client.options import ClientOptions
-from nvpool.testing.real_pool import PLAIN_TCP, RealPool, end_process
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.units import MIB
+from nvpool.testing.env.pool import PLAIN_TCP, RealPool, end_process
 
 KILLS = 4
 

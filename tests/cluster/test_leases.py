@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.testing.env.pool import RealPool, end_process
 
 HOLDER = """
 import json, sys, nvpool

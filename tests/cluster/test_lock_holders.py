@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from nvpool.base.programs import Program, command
-from nvpool.testing.real_pool import RealPool
+from nvpool.core.programs import Program, command
+from nvpool.testing.env.pool import RealPool
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
                                                     reason="a mount needs /dev/fuse and root")]

@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.kv.lmdb_engine import LmdbKv
-from nvpool.store import verifier
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.kv.engine import LmdbKv
+from nvpool.store.disk import write_verifier
+from nvpool.testing.env.pool import RealPool, end_process
 
 
 def boot_in_between(pool: RealPool) -> None:
@@ -19,7 +19,7 @@ def boot_in_between(pool: RealPool) -> None:
     async def forget() -> None:
         for target in pool.pool_map.targets:
             kv = await LmdbKv.open(pool.directory.target(target.id) / "index")
-            verifier.opened(kv, SYSTEM_CLOCK, "another boot", lost=False)
+            write_verifier.opened(kv, SYSTEM_CLOCK, "another boot", lost=False)
             await kv.sync(kv.sequence)
             await kv.close()
     asyncio.run(forget())

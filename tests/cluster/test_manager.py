@@ -11,11 +11,11 @@ import threading
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.programs import Program, command
-from nvpool.base.units import MIB
 from nvpool.cluster.manager import LEASE_S
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.programs import Program, command
+from nvpool.core.units import MIB
+from nvpool.testing.env.pool import RealPool, end_process
 
 
 @pytest.fixture

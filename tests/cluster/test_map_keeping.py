@@ -7,17 +7,17 @@ import signal
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import load
-from nvpool.base.errors import Refused, StaleEpoch, StaleIdentity, Unavailable
-from nvpool.base.programs import Program, command_line, program_of
-from nvpool.cluster.etcd import EtcdCoordinator
-from nvpool.logic.poolmap import EtcdMember, changed, decode_map, encode_map
-from nvpool.run import keeping
-from nvpool.run.keeping import MapKeeper
-from nvpool.run.map_location import read_map_location
-from nvpool.testing import real_etcd
-from nvpool.testing.real_pool import TCP, RealPool, end_process
+from nvpool.cluster.etcd.coordinator import EtcdCoordinator
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.config import load
+from nvpool.core.errors import Refused, StaleEpoch, StaleIdentity, Unavailable
+from nvpool.core.programs import Program, command_line, program_of
+from nvpool.node.coordination import map_backend
+from nvpool.node.coordination.map_backend import MapKeeper
+from nvpool.poolmap.model import EtcdMember, changed, decode_map, encode_map
+from nvpool.provision.map_location import read_map_location
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env.pool import TCP, RealPool, end_process
 
 pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")
 
@@ -102,7 +102,7 @@ STEPS = ["own", "moving", "found", "etcd"]
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, step, written):
-    put, found = keeping.write_map_location, EtcdCoordinator.found
+    put, found = map_backend.write_map_location, EtcdCoordinator.found
 
     def dying_put(directory, what):
         here = step == (what.kind if what.kind != "embedded" else "own")
@@ -124,7 +124,7 @@ def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, ste
     async def die():
         keeper = await _opened(made)
         await _rename(keeper, "before")
-        monkeypatch.setattr(keeping, "write_map_location", dying_put)
+        monkeypatch.setattr(map_backend, "write_map_location", dying_put)
         monkeypatch.setattr(EtcdCoordinator, "found", dying_found)
         try:
             await keeper.move()
@@ -263,7 +263,7 @@ def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(ma
 
         for elsewhere, told in ((others_say_that_it_was_removed, "this node was removed from the pool"),
                                 (others_have_another_member, "taken out while it was away; nodes that keep the map since: 7")):
-            monkeypatch.setattr(keeping, "newest_elsewhere", elsewhere)
+            monkeypatch.setattr(map_backend, "newest_elsewhere", elsewhere)
             with pytest.raises(Refused, match=told):
                 await keeper.recover()
             assert not _etcd_pids(made) and not read_map_location(made.directory).own.alone
@@ -275,7 +275,7 @@ def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(ma
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", ["begun", "done"])
 def test_a_recovery_goes_on_after_a_death_at_each_step(made, monkeypatch, step, written):
-    put = keeping.write_map_location
+    put = map_backend.write_map_location
 
     def dying(directory, what):
         here = (step == "begun") == what.own.alone
@@ -292,7 +292,7 @@ def test_a_recovery_goes_on_after_a_death_at_each_step(made, monkeypatch, step, 
         await keeper.close(10.0, asyncio.Event(), stop=True)
         _lose_etcd(made)
         keeper = await _opened(made)
-        monkeypatch.setattr(keeping, "write_map_location", dying)
+        monkeypatch.setattr(map_backend, "write_map_location", dying)
         with pytest.raises(Died):
             await keeper.recover()
         monkeypatch.undo()

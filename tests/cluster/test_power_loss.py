@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from nvpool.base.units import MIB
-from nvpool.client.vfs.contract import Caller
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.testing.faults.powerloss import PowerLoss
+from nvpool.client.state.types import Caller
+from nvpool.core.units import MIB
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.env.pool import RealPool, opened, problems_of
+from nvpool.testing.faults.power_loss import PowerLoss
 from nvpool.testing.faults.preload import Faults
-from nvpool.testing.history import History, read_tree
-from nvpool.testing.real_pool import RealPool, opened, problems_of
+from nvpool.testing.loads.crash_history import History, read_tree
 
 
 async def look(directory, history):
@@ -50,8 +50,20 @@ def record_a_history(tmp_path, seed, seconds, workers, kills=0):
         faults = Faults.create(pool.path, tmp_path / "work")
         try:
             pool.start(faults.environment())
-            load = subprocess.Popen([sys.executable, "-m", "nvpool.testing.history", str(pool.path), str(seed), str(seconds),
-                                     str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            load = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "nvpool.testing.loads.crash_history",
+                    str(pool.path),
+                    str(seed),
+                    str(seconds),
+                    str(workers),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             try:
                 chance = random.Random(seed)
                 for _ in range(kills):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base import programs
+from nvpool.core import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 CAN_MOUNT = os.path.exists("/dev/fuse") and os.geteuid() == 0

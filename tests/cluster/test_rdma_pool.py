@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from nvpool.base.host import host_id
-from nvpool.base.units import MIB
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs.contract import Caller
-from nvpool.testing.real_pool import PLAIN_TCP, RealPool, end_process
-from nvpool.wire import ucx
-from nvpool.wire.dial import Dialer
-from nvpool.wire.rdma_transport import RdmaTransport
-from nvpool.wire.transport import Greeting
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.units import MIB
+from nvpool.host.processes import host_id
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.transports import ucx
+from nvpool.rpc.transports.rdma import RdmaTransport
+from nvpool.testing.env.pool import PLAIN_TCP, RealPool, end_process
 
 pytestmark = pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
 ME = Caller(0, 0)

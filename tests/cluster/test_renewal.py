@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.authority import ends_s
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.testing import machines, real_etcd
-from nvpool.testing.etcd_nodes import members, of_three, token_of, until
-from nvpool.testing.machines import Machines
-from nvpool.testing.real_nodes import Node, Pool
-from nvpool.testing.real_pool import end_process
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.security.ca import ends_s
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.etcd_pool import members, of_three, token_of, until
+from nvpool.testing.env.namespaces import Machines
+from nvpool.testing.env.nodes import Node, Pool
+from nvpool.testing.env.pool import end_process
 
-pytestmark = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
               pytest.mark.timeout(1500)]
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from nvpool.testing.machines import Machines, missing
-from nvpool.testing.real_nodes import Node, Pool
+from nvpool.testing.env.namespaces import Machines, missing
+from nvpool.testing.env.nodes import Node, Pool
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 WRITER = """

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.units import KIB, MIB
-from nvpool.testing.real_etcd import free_ports
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.units import KIB, MIB
+from nvpool.testing.env.etcd import free_ports
+from nvpool.testing.env.pool import RealPool, end_process
 
 NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")
 ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "nvpool-alerts.yml"

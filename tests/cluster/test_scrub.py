@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 
-from nvpool.base.units import MIB
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.core.units import MIB
+from nvpool.testing.env.pool import RealPool, end_process
 
 NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")
 

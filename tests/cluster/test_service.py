@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.testing.real_pool import RealPool
+from nvpool.testing.env.pool import RealPool
 
 UNIT = Path(__file__).resolve().parents[2] / "systemd" / "nvpoold.service"
 JSON_LOG = '[log]\nformat = "json"\n'

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.errors import NvpoolError
-from nvpool.logic.shards import process_name
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.core.errors import NvpoolError
+from nvpool.poolmap.shards.members import process_name
+from nvpool.testing.env.pool import RealPool, end_process
 
 NVPOOL = str(Path(sys.executable).with_name("nvpool"))
 mounted = pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root")

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from nvpool.base.directory import holder_of
-from nvpool.logic.shards import process_name
-from nvpool.testing.command import NVPOOL, CommandPool, nvpool
-from nvpool.testing.load import CheckingLoad, Pauses
+from nvpool.host.pool_directory import holder_of
+from nvpool.poolmap.shards.members import process_name
+from nvpool.testing.env.command import NVPOOL, CommandPool, nvpool
+from nvpool.testing.loads.checking import CheckingLoad, Pauses
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
                                                     reason="a mount needs /dev/fuse and root")]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from nvpool.testing import machines
-from nvpool.testing.etcd_nodes import until
-from nvpool.testing.machines import Machines
-from nvpool.testing.real_nodes import Pool
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.etcd_pool import until
+from nvpool.testing.env.namespaces import Machines
+from nvpool.testing.env.nodes import Pool
 
-pytestmark = pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or "")
+pytestmark = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or "")
 
 
 def test_a_shard_is_added_on_the_node_that_has_none_and_on_the_one_that_is_named():

@@ -9,13 +9,13 @@ import subprocess
 
 import pytest
 
-from nvpool.base.programs import Program, command
-from nvpool.base.units import MIB
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs.contract import Caller
-from nvpool.store.chunkstore import LEND_S
-from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.programs import Program, command
+from nvpool.core.units import MIB
+from nvpool.store.chunks.api import LEND_S
+from nvpool.testing.env.pool import RealPool, end_process
 
 ME = Caller(0, 0)
 BLOCK = 4096

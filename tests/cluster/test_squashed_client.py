@@ -12,7 +12,7 @@ import pytest
 from test_supervisor import clean_up, nvpool
 
 import nvpool as nvpool_sdk
-from nvpool.client.options import ClientOptions
+from nvpool.client.state.options import ClientOptions
 
 ALICE = 1234
 pytestmark = pytest.mark.skipif(bool(os.geteuid()), reason="only root is squashed")

@@ -16,12 +16,12 @@ from statistics import median
 
 import pytest
 
-from nvpool.base.directory import holder_of
-from nvpool.logic.shards import node_and_path, process_name
+from nvpool.host.pool_directory import holder_of
+from nvpool.poolmap.shards.members import node_and_path, process_name
 from nvpool.sdk.filesystem import FileSystem
-from nvpool.testing.command import CommandPool, nvpool
-from nvpool.testing.load import CheckingLoad, ClientLoad, Pauses
-from nvpool.testing.real_pool import end_process
+from nvpool.testing.env.command import CommandPool, nvpool
+from nvpool.testing.env.pool import end_process
+from nvpool.testing.loads.checking import CheckingLoad, ClientLoad, Pauses
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
                                                     reason="a mount needs /dev/fuse and root")]

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.directory import PoolDirectory, holder_of
-from nvpool.base.errors import Unavailable
-from nvpool.base.host import identity_of
-from nvpool.base.programs import Program, command, command_line, processes, program_of
-from nvpool.cli.reach import status_of
-from nvpool.logic.poolmap import decode_map
-from nvpool.testing.real_pool import PLAIN_TCP
+from nvpool.cli.pool_connection import status_of
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import Unavailable
+from nvpool.core.programs import Program, command, command_line, processes, program_of
+from nvpool.host.pool_directory import PoolDirectory, holder_of
+from nvpool.host.processes import identity_of
+from nvpool.poolmap.model import decode_map
+from nvpool.testing.env.pool import PLAIN_TCP
 
 SIZES = ("--size", "128M", "--size", "192M")
 

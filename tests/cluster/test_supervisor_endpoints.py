@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.host import identity_of
-from nvpool.logic.shards import process_name
-from nvpool.testing import machines, real_etcd
-from nvpool.testing.machines import Machines
-from nvpool.testing.nodes_in_use import PoolInUse, until
-from nvpool.testing.real_pool import end_process
+from nvpool.host.processes import identity_of
+from nvpool.poolmap.shards.members import process_name
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.namespaces import Machines
+from nvpool.testing.env.pool import end_process
+from nvpool.testing.loads.mounted_nodes import PoolInUse, until
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
               pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
 

@@ -15,13 +15,13 @@ import threading
 import pytest
 
 import nvpool
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.host import host_name
-from nvpool.base.units import KIB, MIB
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.sdk.use import UseWatch
-from nvpool.testing.real_pool import RealPool
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.units import KIB, MIB
+from nvpool.host.processes import host_name
+from nvpool.sdk.admin.io_stats import UseWatch
+from nvpool.testing.env.pool import RealPool
 
 NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")
 READ_BYTES, WRITE_BYTES = 64 * KIB, 128 * KIB

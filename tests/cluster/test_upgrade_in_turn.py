@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 import nvpool
-from nvpool.base.host import identity_of
-from nvpool.base.programs import Program, command
-from nvpool.testing import machines, real_etcd
-from nvpool.testing.machines import Machines
-from nvpool.testing.nodes_in_use import PoolInUse, Under, until
+from nvpool.core.programs import Program, command
+from nvpool.host.processes import identity_of
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.namespaces import Machines
+from nvpool.testing.loads.mounted_nodes import PoolInUse, Under, until
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
               pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
 

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from nvpool.base import programs
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.testing.real_pool import RealPool
+from nvpool.core import programs
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.testing.env.pool import RealPool
 
 DIRECTORIES = 4000
 """Each is a step or two of the removal, which takes some seconds for them."""

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import DriveFailed
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.store.block_chunkstore import BlockChunkStore
-from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
-from nvpool.store.device import MemoryDevice
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.store.recovery import ReplayCheck
-from nvpool.testing.contracts.chunkranges import CHECKS as RANGE_CHECKS
-from nvpool.testing.contracts.chunkstore import CAPACITY_BYTES, CHECKS
-from nvpool.testing.contracts.wholechunks import CHECKS as WHOLE_CHECKS
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import DriveFailed
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.block_store import BlockChunkStore
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.chunks.recovery import ReplayCheck
+from nvpool.store.disk.device import MemoryDevice
+from nvpool.testing.contracts.chunk_ranges import CHECKS as RANGE_CHECKS
+from nvpool.testing.contracts.chunk_store import CAPACITY_BYTES, CHECKS
+from nvpool.testing.contracts.chunk_transfer import CHECKS as WHOLE_CHECKS
 
 
 class TwinSubject:

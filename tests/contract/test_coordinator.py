@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from nvpool.base.errors import CorruptRecord, InvalidRequest, NoSpace
 from nvpool.cluster.embedded import KEPT_MAPS, EmbeddedCoordinator
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.core.errors import CorruptRecord, InvalidRequest, NoSpace
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.poolmap import changed, decode_map, encode_map
+from nvpool.poolmap.model import changed, decode_map, encode_map
 from nvpool.testing.contracts.coordinator import CHECKS, first_map
 
 

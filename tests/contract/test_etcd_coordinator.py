@@ -7,17 +7,17 @@ from itertools import count
 import msgspec
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, Unavailable
-from nvpool.cluster import etcd as etcd_module
-from nvpool.cluster import etcd_calls
-from nvpool.cluster.etcd import EtcdCoordinator
-from nvpool.cluster.etcd_leases import EtcdLease
-from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import Drive, Node, Target, changed, encode_map
-from nvpool.testing import real_etcd
+from nvpool.cluster.etcd import client as etcd_client
+from nvpool.cluster.etcd import coordinator as etcd_module
+from nvpool.cluster.etcd.coordinator import EtcdCoordinator
+from nvpool.cluster.etcd.leases import EtcdLease
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, Unavailable
+from nvpool.poolmap.chains.placement import build_table
+from nvpool.poolmap.model import Drive, Node, Target, changed, encode_map
 from nvpool.testing.contracts.coordinator import CHECKS, LEASE_S, first_map, until
-from nvpool.testing.handshake import agreed_version
+from nvpool.testing.env import etcd as real_etcd
+from nvpool.testing.env.tls_probe import agreed_version
 
 pytestmark = pytest.mark.skipif(real_etcd.missing() is not None, reason=str(real_etcd.missing()))
 
@@ -415,14 +415,14 @@ def test_the_lead_passes_on_while_members_of_etcd_die_and_never_to_a_second_one(
 
 
 def test_a_member_that_says_nothing_is_not_waited_for(three, monkeypatch):
-    monkeypatch.setattr(etcd_calls, "CALL_S", 600.0)
+    monkeypatch.setattr(etcd_client, "CALL_S", 600.0)
 
     async def run():
         three.stop(0)
         try:
             for _ in range(2):
                 await EtcdCoordinator.answers(three.members, wait_s=120.0)
-            calls = etcd_calls.EtcdCalls(three.members, SYSTEM_CLOCK)
+            calls = etcd_client.EtcdCalls(three.members, SYSTEM_CLOCK)
             await calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 120.0)
             assert calls._at != 0, "who has answered is asked first from then on"
             assert len(await calls.list_members(120.0)) == 3
@@ -556,7 +556,7 @@ def test_the_keys_of_a_pool_go_with_the_last_of_its_nodes(one):
 def test_who_asks_when_the_connections_are_closed_hears_that_etcd_can_not_be_asked():
     """A coordinator is closed under those who ask it when the map moves to another one."""
     async def run():
-        calls = etcd_calls.EtcdCalls(("127.0.0.1:9",), SYSTEM_CLOCK)
+        calls = etcd_client.EtcdCalls(("127.0.0.1:9",), SYSTEM_CLOCK)
         await calls.close()
         with pytest.raises(Unavailable, match="closed"):
             await calls.range(etcd_module.rpc.RangeRequest(key=b"a"), 30.0)

@@ -7,34 +7,34 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from nvpool.base.config import Config
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import StaleIdentity, Unavailable
-from nvpool.cluster.etcd import EtcdCoordinator
-from nvpool.cluster.relay import HeldMap, Relay
-from nvpool.logic.poolmap import EtcdMember, Revoked
-from nvpool.run import etcd_keeper
-from nvpool.testing import real_etcd
+from nvpool.cluster.etcd.coordinator import EtcdCoordinator
+from nvpool.cluster.switchable import HeldMap, Relay
+from nvpool.core.config import Config
+from nvpool.core.errors import StaleIdentity, Unavailable
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.node.coordination import etcd_members
+from nvpool.poolmap.model import EtcdMember, Revoked
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.registry import listen
 from nvpool.testing.contracts.coordinator import first_map
-from nvpool.wire.dial import Dialer
-from nvpool.wire.registry import listen
-from nvpool.wire.transport import Greeting
+from nvpool.testing.env import etcd as real_etcd
 
 pytestmark = pytest.mark.skipif(real_etcd.missing() is not None, reason=str(real_etcd.missing()))
 
 
 def test_a_node_that_tells_something_new_keeps_one_lease_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(etcd_keeper, "_LOOK_S", 0.01)
+    monkeypatch.setattr(etcd_members, "_LOOK_S", 0.01)
 
     async def run(members) -> None:
         coordinator = await EtcdCoordinator.found(members, msgspec.structs.replace(first_map(), pool_id="pool-of-the-keeper"))
         maps = SimpleNamespace(relay=Relay(coordinator), own=None, certificates=lambda: None, show_certificates=lambda: None)
-        keeper = etcd_keeper.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, None)
+        keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, None)
         telling = asyncio.ensure_future(keeper._announce())
         try:
             async with asyncio.timeout(60):
                 for able in (True, False, True):
-                    monkeypatch.setattr(etcd_keeper.shutil, "which", lambda name, able=able: "/etcd" if able else None)
+                    monkeypatch.setattr(etcd_members.shutil, "which", lambda name, able=able: "/etcd" if able else None)
                     while not any(json.loads(says)["able"] == able for says in coordinator.present().values()):  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
                 while len(coordinator._leases) > 1:  # noqa: ASYNC110
@@ -50,7 +50,7 @@ def test_a_node_that_tells_something_new_keeps_one_lease_for_it(tmp_path, monkey
 
 @pytest.mark.parametrize("in_map", [True, False])
 def test_a_removed_node_says_so_whether_its_own_map_knows_it_or_not(tmp_path, monkeypatch, in_map):
-    monkeypatch.setattr(etcd_keeper, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(etcd_members, "_AGAIN_S", 0.01)
 
     async def run() -> None:
         listener = await listen(f"inproc://removed-{in_map}", Greeting("node 2"),
@@ -61,7 +61,7 @@ def test_a_removed_node_says_so_whether_its_own_map_knows_it_or_not(tmp_path, mo
         maps = SimpleNamespace(relay=Relay(held), is_in_etcd=True, own_data_is_lost=False, external="", members=(), own=None,
                                learn=None)
         dialer = Dialer(Greeting("node 1"))
-        keeper = etcd_keeper.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, dialer)
+        keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, dialer)
         keeper._node = one.id
         learning = asyncio.ensure_future(keeper._learn())
         try:
@@ -94,7 +94,7 @@ def test_a_member_is_started_again_once_for_a_node_that_was_removed_though_the_m
 
         maps = SimpleNamespace(relay=SimpleNamespace(present=dict), certificates=lambda: None, write_revoked=lambda: None,
                                start_again=start_again)
-        keeper = etcd_keeper.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None)
+        keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None)
         for _ in range(2):
             with pytest.raises(Unavailable):
                 await keeper._hang_up(pool_map, pool_map.etcd[0])
@@ -122,7 +122,7 @@ def test_no_member_is_started_again_while_a_lost_node_is_counted_on(tmp_path):
         written = []
         maps = SimpleNamespace(relay=SimpleNamespace(present=dict), certificates=lambda: None,
                                write_revoked=lambda: written.append(client), start_again=start_again)
-        keeper = etcd_keeper.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None)
+        keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None)
         await keeper._hang_up(pool_map, own)
         assert not started and written, "who comes anew is not let in"
         await keeper._hang_up(msgspec.structs.replace(pool_map, etcd=(own,)), own)
@@ -137,9 +137,9 @@ def test_member_that_starts_again_is_a_problem_only_once_it_is_silent_for_second
     first = first_map()
     pool_map = msgspec.structs.replace(first, etcd=(EtcdMember(first.nodes[0].id, "h:1", "h:2"),))
     relay = SimpleNamespace(pool_map=pool_map, present=lambda: {name: json.dumps(told) for name, told in says.items()})
-    monkeypatch.setattr(etcd_keeper, "SYSTEM_CLOCK", SimpleNamespace(boottime_s=lambda: now_s[0]))
-    monkeypatch.setattr(etcd_keeper.EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))
-    keeper = etcd_keeper.EtcdKeeper(
+    monkeypatch.setattr(etcd_members, "SYSTEM_CLOCK", SimpleNamespace(boottime_s=lambda: now_s[0]))
+    monkeypatch.setattr(etcd_members.EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))
+    keeper = etcd_members.EtcdKeeper(
         PoolDirectory(tmp_path), Config(), SimpleNamespace(relay=relay, own_data_is_lost=False, is_in_etcd=True), None, None)
     keeper._node = first.nodes[0].id
 
@@ -151,7 +151,7 @@ def test_member_that_starts_again_is_a_problem_only_once_it_is_silent_for_second
 
     assert problems_after(0, True) == []
     assert problems_after(2, False) == []
-    assert problems_after(etcd_keeper.SILENT_S - 1, False) == []
+    assert problems_after(etcd_members.SILENT_S - 1, False) == []
     assert problems_after(1, False) == ["etcd on node 1 does not answer"]
     assert problems_after(0, True) == []
     assert problems_after(9, False) == [], "the silence before does not count"

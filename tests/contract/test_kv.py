@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from nvpool.kv.contract import KEY_END
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.kv.api import KEY_END
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
 from nvpool.testing.contracts.kv import CHECKS, everything
 

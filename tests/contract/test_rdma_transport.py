@@ -7,10 +7,10 @@ from ipaddress import ip_network
 import pytest
 import uvloop
 
+from nvpool.rpc.stats import TALLY
+from nvpool.rpc.transports import ucx
+from nvpool.rpc.transports.rdma import RdmaConnection, RdmaTransport, RdmaUnixTransport, Settings
 from nvpool.testing.contracts.transport import CHECKS, CLIENT, SERVER, Subject, echo, soon
-from nvpool.wire import ucx
-from nvpool.wire.rdma_transport import RdmaConnection, RdmaTransport, RdmaUnixTransport, Settings
-from nvpool.wire.tally import TALLY
 
 pytestmark = pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
 LOOPBACK = (ip_network("127.0.0.0/8"),)

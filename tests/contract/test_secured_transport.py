@@ -8,14 +8,14 @@ import ssl
 import pytest
 import uvloop
 
-from nvpool.base.authority import Authority, request_certificate
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import AccessDenied, BadConfiguration, Disconnected, InvalidRequest, StaleIdentity, Unreachable
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.errors import AccessDenied, BadConfiguration, Disconnected, InvalidRequest, StaleIdentity, Unreachable
+from nvpool.rpc import registry
+from nvpool.security.ca import Authority, request_certificate
+from nvpool.security.tls import PLAIN_TEXT, Identity, Shown, authority_known, leaves_host
 from nvpool.testing.contracts.transport import CHECKS, CLIENT, PATIENCE_S, SERVER, Kept, Subject, echo, refused, soon, until
-from nvpool.testing.handshake import agreed_version
-from nvpool.wire import registry
-from nvpool.wire.endpoint import parse_endpoint
-from nvpool.wire.identity import PLAIN_TEXT, Identity, Shown, authority_known, leaves_host
+from nvpool.testing.env.tls_probe import agreed_version
 
 POOL, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 AUTHORITY, STRANGE = Authority.make(POOL), Authority.make(POOL)

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import uvloop
 
+from nvpool.rpc import registry
 from nvpool.testing.contracts.transport import CHECKS, Subject
-from nvpool.wire import registry
 
 _number = itertools.count(1)
 ENDPOINTS = {

@@ -11,11 +11,11 @@ import sys
 import pytest
 import uvloop
 
-from nvpool.base.errors import Busy, Unreachable
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.errors import Busy, Unreachable
+from nvpool.rpc import registry
+from nvpool.rpc.limits import Bounds, Limits
 from nvpool.testing.contracts.transport import CLIENT, SERVER, Kept, echo, refused, soon, until
-from nvpool.wire import registry
-from nvpool.wire.endpoint import parse_endpoint
-from nvpool.wire.limits import Bounds, Limits
 from tests.contract.test_secured_transport import CLIENT_ID, NODE, identity
 
 MIB = 1 << 20
@@ -130,9 +130,9 @@ def test_large_messages_are_carried_and_given_back(scheme, tmp_path):
 
 NEVER_READS = """
 import asyncio, sys, uvloop
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.wire import registry
-from nvpool.wire.transport import Greeting
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.rpc import registry
+from nvpool.rpc.api import Greeting
 async def main():
     connection = await registry.transport(sys.argv[1]).connect(sys.argv[2], Greeting("frozen"),
                                                                deadline_s=SYSTEM_CLOCK.boottime_s() + 20)

@@ -30,12 +30,12 @@ def use(place):
 
 
 async def main(place):
-    from nvpool.base.errors import AccessDenied
-    from nvpool.fuse.engine import MountOptions
-    from nvpool.fuse.kernel_engine import KernelEngine
-    from nvpool.fuse.mount import mount_at
-    from nvpool.fuse.ops import FuseOps
-    from nvpool.testing.memory_vfs import MemoryVfs
+    from nvpool.core.errors import AccessDenied
+    from nvpool.fuse.engines import MountOptions
+    from nvpool.fuse.kernel.connection import KernelEngine
+    from nvpool.fuse.mount_point import mount_at
+    from nvpool.fuse.ops.operations import FuseOps
+    from nvpool.testing.fakes.vfs import MemoryVfs
     vfs = MemoryVfs()
     vfs._nodes[1].attr.mode |= 0o777
 
@@ -70,6 +70,6 @@ if __name__ == "__main__":
     import array  # noqa: F401 what is imported later may lie where nobody may not look
     import concurrent.futures.thread  # noqa: F401
 
-    import nvpool.fuse.kernel_engine  # noqa: F401
-    import nvpool.testing.memory_vfs  # noqa: F401
+    import nvpool.fuse.kernel.connection  # noqa: F401
+    import nvpool.testing.fakes.vfs  # noqa: F401
     asyncio.run(main(directory / "m"))

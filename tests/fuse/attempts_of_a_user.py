@@ -129,7 +129,7 @@ class Do:
 def main(way, tree, pool=""):
     import nvpool
     import nvpool.client.session  # noqa: F401 what is imported later may lie where nobody may not look
-    import nvpool.wire.stream_transport  # noqa: F401
+    import nvpool.rpc.transports.stream  # noqa: F401
     os.umask(0o022)  # which the SDK does not look at: it has this one in its defaults
     os.setgroups([GROUP])
     os.setresgid(NOBODY, NOBODY, NOBODY)

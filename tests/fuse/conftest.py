@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.programs import Program, command
+from nvpool.core.programs import Program, command
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR = bool(os.environ.get("NVPOOL_TEST_FLOOR"))
@@ -122,7 +122,7 @@ class Pool:
         self.mounts = []
         self.by_engine = {}
         if not FLOOR:
-            from nvpool.testing.real_pool import PLAIN_TCP
+            from nvpool.testing.env.pool import PLAIN_TCP
             config = self.directory.with_suffix(".toml")
             config.write_text(PLAIN_TCP)  # for mounts that are asked for a transport other than the pool's own choice
             nvpool("dev", "up", self.directory, "--size", "4G", "--size", "2G", "--config", config)

@@ -9,16 +9,16 @@ from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 
-from nvpool.client.options import ClientOptions
-from nvpool.fuse.engine import MountOptions
-from nvpool.fuse.kernel_engine import KernelEngine
-from nvpool.fuse.mount import unmount
-from nvpool.fuse.ops import FuseOps, FuseOptions
-from nvpool.fuse.protocol.numbers import Op
-from nvpool.meta.service import MetaOptions
-from nvpool.testing.plain_store import PlainStore
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.client.state.options import ClientOptions
+from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.kernel.connection import KernelEngine
+from nvpool.fuse.mount_point import unmount
+from nvpool.fuse.ops.operations import FuseOps, FuseOptions
+from nvpool.fuse.protocol.constants import Op
+from nvpool.meta.server.service import MetaOptions
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.store import PlainStore
 
 BESIDE = {"META_WATCH", "META_OPEN_SESSION", "META_RENEW_SESSION", "META_RELEASE"}
 """Messages that nobody waits for and that are not sent for each file."""

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 from conftest import needs, nvpool, wait_until
 
-from nvpool.base import programs
-from nvpool.base.programs import Program
+from nvpool.core import programs
+from nvpool.core.programs import Program
 
 GAP_S = 0.5
 PROBE_S = 0.005

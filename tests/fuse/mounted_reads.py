@@ -7,8 +7,8 @@ import random
 import pytest
 from test_kernel_engine import Kernel
 
-from nvpool.base.units import KIB, MIB
-from nvpool.fuse.protocol.numbers import Op
+from nvpool.core.units import KIB, MIB
+from nvpool.fuse.protocol.constants import Op
 from tests.unit.test_client_shortcut import BLOCK, run_whole, some
 
 CONTENT = some(5 * MIB + 1234)

@@ -13,10 +13,10 @@ import pytest
 from conftest import as_user, needs, wait_until
 from counted_mounts import CountedMounts
 
-from nvpool.client.options import ClientOptions
-from nvpool.fuse.engine import MountOptions
-from nvpool.fuse.ops import FuseOptions
-from nvpool.meta.service import MetaOptions
+from nvpool.client.state.options import ClientOptions
+from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.ops.operations import FuseOptions
+from nvpool.meta.server.service import MetaOptions
 
 pytestmark = pytest.mark.mount
 

@@ -12,21 +12,21 @@ from contextlib import asynccontextmanager
 import pytest
 from mounted_reads import Reading, both_ways
 
-from nvpool.base import errors, grants
-from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.base.kept import HANDLES_MAX, KeptMemory
-from nvpool.client.cache import OpenInode
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.fuse import creates
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.options import ClientOptions
+from nvpool.core import errors, grants
+from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.fuse.fast_path import creates as fast_creates
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.numbers import Op, Opening
+from nvpool.fuse.protocol.constants import Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, Request
-from nvpool.wire import atonce
-from nvpool.wire.entries import attr_of
-from nvpool.wire.tally import TALLY
-from nvpool.wire.v1.meta_pb2 import Attr, CreateReply, CreateRequest
-from nvpool.wire.v1.wire_pb2 import META_CREATE
+from nvpool.rpc.messages.direntries import attr_of
+from nvpool.rpc.stats import TALLY
+from nvpool.rpc.transports import fast_replies
+from nvpool.rpc.v1.meta_pb2 import Attr, CreateReply, CreateRequest
+from nvpool.rpc.v1.wire_pb2 import META_CREATE
+from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
 from tests.unit.test_client_shortcut import Host, run_whole
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -250,7 +250,7 @@ async def mounted(way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, at_once=F
 
 
 Mounted.expects_some = True
-WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(creates._creates, mounted)
+WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(fast_creates._creates, mounted)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_the_request_is_the_bytes_that_protobuf_writes():
         change = request.change
         change.session, change.slot, change.sequence = some_number(chance, 64), chance.randrange(64), some_number(chance, 62)
         change.map_epoch, change.uid, change.gid = some_number(chance, 40), some_number(chance, 32), some_number(chance, 32)
-        packed = creates._creates.request_of(
+        packed = fast_creates._creates.request_of(
             change.session, change.slot, change.sequence, change.map_epoch, change.uid, change.gid, request.parent,
             request.name, request.mode, request.rights, request.exclusive, request.truncate, request.masked)
         assert packed == request.SerializeToString()
@@ -310,7 +310,7 @@ KEEP = (1, 5), (2, 999)
 
 
 def answered(message):
-    return creates._creates.answer_of(message, 77, *KEEP, 0x1234567890, 5)
+    return fast_creates._creates.answer_of(message, 77, *KEEP, 0x1234567890, 5)
 
 
 @compiled_only
@@ -817,7 +817,7 @@ async def test_a_mount_ends_after_a_bug_in_the_books_of_an_answer_told_alone(ker
     kernel.engine._stopped = True
     kernel.vfs._made_in = lambda *_: 1 // 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atonce, "_frame", None)
+        patch.setattr(fast_replies, "_frame", None)
         kernel.door.service.handle(call)
         assert (await kernel.hear())[:2] == (unique, 0)
     async with asyncio.timeout(60):

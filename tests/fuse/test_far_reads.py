@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager
 import pytest
 from mounted_reads import CONTENT, Pieces, Reading, both_ways, places, stores_say
 
-from nvpool.base import errors
-from nvpool.base.units import KIB, MIB
-from nvpool.client.options import ClientOptions
-from nvpool.fuse import farreads
+from nvpool.client.state.options import ClientOptions
+from nvpool.core import errors
+from nvpool.core.units import KIB, MIB
+from nvpool.fuse.fast_path import remote_reads
 from nvpool.fuse.protocol import requests
-from nvpool.fuse.protocol.numbers import Op
-from nvpool.wire.tally import TALLY
-from nvpool.wire.v1.wire_pb2 import DATA_READ
+from nvpool.fuse.protocol.constants import Op
+from nvpool.rpc.stats import TALLY
+from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole
 
 FAR = ClientOptions(deadline_s=20.0, short_cut=False)
@@ -104,7 +104,7 @@ async def mounted(way="compiled", options=FAR):
         kernel.nothing_is_left()
 
 
-TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(farreads._farreads, mounted)
+TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(remote_reads._remote_reads, mounted)
 
 
 @by_both_ways

@@ -18,8 +18,8 @@ import pytest
 from conftest import FLOOR, is_mounted, nvpool, wait_until
 from kills import end, kill_serving, processes, run_model, serving, together
 
-from nvpool.base.programs import Program, command
-from nvpool.fuse.engine import RESEND_MIN, kernel_version
+from nvpool.core.programs import Program, command
+from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
               pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]

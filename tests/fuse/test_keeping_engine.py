@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 from test_kernel_engine import Kernel, SlowVfs
 
-from nvpool.base.kept import Word
-from nvpool.base.unanswered import Unanswered
-from nvpool.fuse.engine import MountOptions
-from nvpool.fuse.keeping_engine import KeepingEngine
-from nvpool.fuse.kernel_engine import KernelEngine
-from nvpool.fuse.kernel_requests import FIRST
-from nvpool.fuse.ops import FuseOps
+from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.kernel.connection import KernelEngine
+from nvpool.fuse.kernel.dispatch import FIRST
+from nvpool.fuse.kernel.replay_log import KeepingEngine
+from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.numbers import Init, Op
+from nvpool.fuse.protocol.constants import Init, Op
 from nvpool.fuse.protocol.requests import FORMS, Request
+from nvpool.shm.mount_state import Word
+from nvpool.shm.request_log import Unanswered
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_the_kernel_is_asked_whether_it_waits_still(memory, monkeypatch, code, a
         if code:
             raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("nvpool.fuse.keeping_engine.os", SimpleNamespace(write=write))
+    monkeypatch.setattr("nvpool.fuse.kernel.replay_log.os", SimpleNamespace(write=write))
     assert engine._is_awaited(100) is awaited
     assert said == [struct.pack("=IiQ", 16, -errno.EAGAIN, 101)] and replies.HEADER_BYTES == 16
 

@@ -13,16 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.base import errors
-from nvpool.client.once import asking
-from nvpool.fuse import kernel_engine
-from nvpool.fuse.engine import MountOptions, kernel_version, make_engine
-from nvpool.fuse.kernel_engine import FLAGS, IN_WORK_MAX, KernelEngine, is_dying
-from nvpool.fuse.ops import FuseOps, FuseOptions
+from nvpool.client.rpc.exactly_once import asking
+from nvpool.core import errors
+from nvpool.fuse.engines import MountOptions, kernel_version, make_engine
+from nvpool.fuse.kernel import connection as kernel_connection
+from nvpool.fuse.kernel.connection import FLAGS, IN_WORK_MAX, KernelEngine, is_dying
+from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.numbers import Init, Op, Opening
+from nvpool.fuse.protocol.constants import Init, Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, Request
-from nvpool.testing.memory_vfs import MemoryVfs
+from nvpool.testing.fakes.vfs import MemoryVfs
 
 ALL = (1 << 43) - 1
 
@@ -679,8 +679,8 @@ def test_auto_takes_the_direct_engine_where_the_kernel_is_new_enough(monkeypatch
 
 
 def test_the_pages_of_a_request_are_those_of_the_running_kernel():
-    assert 1 <= kernel_engine.max_pages_limit() <= kernel_engine.REQUEST_PAGES_MAX
+    assert 1 <= kernel_connection.max_pages_limit() <= kernel_connection.REQUEST_PAGES_MAX
 
 
 def test_sigkill_is_what_is_looked_for():
-    assert 1 << signal.SIGKILL - 1 == kernel_engine._SIGKILL_BIT
+    assert 1 << signal.SIGKILL - 1 == kernel_connection._SIGKILL_BIT

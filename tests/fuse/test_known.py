@@ -14,23 +14,23 @@ from contextlib import asynccontextmanager
 import pytest
 from mounted_reads import Reading
 
-from nvpool.base import errors
-from nvpool.client.cache import OpenInode, WholeDirectory
-from nvpool.client.leases import NEVER_S, Lease, ShardWatch
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.client.written import WrittenFile
-from nvpool.fuse import known
-from nvpool.fuse.ops import ASK, FuseOptions
+from nvpool.client.state.attr_cache import OpenInode, WholeDirectory
+from nvpool.client.state.dirty_file import WrittenFile
+from nvpool.client.state.leases import NEVER_S, Lease, ShardWatch
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core import errors
+from nvpool.fuse.fast_path import cached_replies
+from nvpool.fuse.ops.operations import ASK, FuseOptions
+from nvpool.fuse.ops.subtree import SubtreeOps
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.numbers import Op, Opening, Valid
+from nvpool.fuse.protocol.constants import Op, Opening, Valid
 from nvpool.fuse.protocol.requests import FORMS, Request
-from nvpool.fuse.view_ops import SubtreeOps
-from nvpool.wire.entries import pack_entry
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.direntries import pack_entry
+from nvpool.rpc.v1.meta_pb2 import Attr
 from tests.unit.test_client_shortcut import ME, Host, run_whole
 
-pytestmark = pytest.mark.skipif(known._known is None, reason="it is not compiled here")
+pytestmark = pytest.mark.skipif(cached_replies._cached_replies is None, reason="it is not compiled here")
 CAPABILITY = b"security.capability"
 NEW = (os.O_WRONLY | os.O_CREAT, 0o100640, 0o22, 0)
 

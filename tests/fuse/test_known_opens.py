@@ -11,21 +11,21 @@ from contextlib import asynccontextmanager
 import pytest
 from test_known import CAPABILITY, Both, answered, state_of, theirs
 
-from nvpool.base import grants
-from nvpool.base.kept import HANDLES_MAX, KeptMemory
-from nvpool.client.cache import OpenInode
-from nvpool.client.reader import Ahead
+from nvpool.client.read.reader import Ahead
 from nvpool.client.session import Client
-from nvpool.client.vfs.contract import FileHandle
-from nvpool.fuse import known
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.types import FileHandle
+from nvpool.core import grants
+from nvpool.fuse.fast_path import cached_replies
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.numbers import Op
+from nvpool.fuse.protocol.constants import Op
 from nvpool.fuse.protocol.requests import FORMS, Request
-from nvpool.wire.entries import pack_entry
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.direntries import pack_entry
+from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
 from tests.unit.test_client_shortcut import QUICK, Host, run_whole
 
-pytestmark = pytest.mark.skipif(known._known is None, reason="it is not compiled here")
+pytestmark = pytest.mark.skipif(cached_replies._cached_replies is None, reason="it is not compiled here")
 
 
 ENDS_MS = int(time.time() * 1000) + 3_600_000
@@ -237,7 +237,7 @@ async def test_service_is_asked_for_each_open_of_squashed_root(kernel, rng):
     meta.change = counted
     for squashes, uid, count in ((False, 0, 0), (True, 1000, 0), (True, 0, 1)):
         kernel.vfs.squashes_root = squashes
-        compiled = known._known.Known(kernel.engine, kernel.ops, kernel.vfs, False, kernel.engine._takers())
+        compiled = cached_replies._cached_replies.Known(kernel.engine, kernel.ops, kernel.vfs, False, kernel.engine._takers())
         for way in (None, compiled):
             kernel.engine._known = way
             asked.clear()

@@ -8,17 +8,17 @@ import os
 import pytest
 from test_kernel_engine import Kernel, SlowVfs, played
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import InvalidRequest
-from nvpool.client.vfs.contract import Caller
-from nvpool.fuse import lock_ops
-from nvpool.fuse.kernel_engine import IN_WORK_MAX
-from nvpool.fuse.ops import FuseOps, FuseOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import InvalidRequest
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD
+from nvpool.fuse.kernel.connection import IN_WORK_MAX
+from nvpool.fuse.ops import locks as lock_operations
+from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.fuse.protocol import replies
-from nvpool.fuse.protocol.numbers import LOCK_FLOCK, Init, Notice, Op
-from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD
-from nvpool.meta.locks import Owner
-from nvpool.testing.memory_vfs import MemoryVfs
+from nvpool.fuse.protocol.constants import LOCK_FLOCK, Init, Notice, Op
+from nvpool.meta.state.lock_table import Owner
+from nvpool.testing.fakes.vfs import MemoryVfs
 
 ME = Caller(0, 0)
 READ, WRITE, NONE = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
@@ -177,7 +177,7 @@ async def test_names_that_were_told_to_be_absent_are_asked_for_again_under_a_loc
 
 
 def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_bounds(monkeypatch):
-    monkeypatch.setattr(lock_ops, "ABSENT_MAX", 3)
+    monkeypatch.setattr(lock_operations, "ABSENT_MAX", 3)
 
     async def main():
         clock = ManualClock()

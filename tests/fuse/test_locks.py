@@ -17,7 +17,7 @@ import time
 import pytest
 from conftest import FLOOR, Mounted, needs, nvpool, wait_until
 
-from nvpool.fuse.engine import KERNEL_MIN, kernel_version
+from nvpool.fuse.engines import KERNEL_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount,
               pytest.mark.skipif(kernel_version() < KERNEL_MIN, reason="this kernel is too old for the direct engine"),

@@ -16,9 +16,9 @@ import pytest
 from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
 from kills import kill_serving
 
-from nvpool.base.mounts import look_at, mount_at
-from nvpool.base.programs import Program, command
-from nvpool.testing.load import CheckingLoad
+from nvpool.core.programs import Program, command
+from nvpool.host.mountinfo import look_at, mount_at
+from nvpool.testing.loads.checking import CheckingLoad
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 
@@ -79,7 +79,7 @@ def test_a_mount_is_made_and_taken_away_through_a_symbolic_link(own, tmp_path):
 
 
 def test_a_look_at_a_mount_whose_shard_does_not_answer_ends(own, mine, monkeypatch):
-    monkeypatch.setattr("nvpool.base.mounts.LOOK_S", 0.3)
+    monkeypatch.setattr("nvpool.host.mountinfo.LOOK_S", 0.3)
     shard, = pids(own, "meta")
     os.kill(shard, signal.SIGSTOP)
     try:

@@ -16,8 +16,8 @@ from conftest import FLOOR, wait_until
 from kills import processes
 from prometheus_client.parser import text_string_to_metric_families
 
-from nvpool.base.programs import Program
-from nvpool.fuse.engine import RESEND_MIN, kernel_version
+from nvpool.core.programs import Program
+from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
               pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]

@@ -8,10 +8,10 @@ import sys
 import pytest
 from conftest import Mounted, is_mounted
 
-from nvpool.base.errors import InUse, InvalidRequest, NotADirectory, NotFound
-from nvpool.base.mounts import look_at, mount_at, place_of
-from nvpool.cli import mounts as cli_mounts
-from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
+from nvpool.cli.mount import control as cli_mounts
+from nvpool.core.errors import InUse, InvalidRequest, NotADirectory, NotFound
+from nvpool.fuse.mount_point import check_mount_point, set_read_ahead, unmount
+from nvpool.host.mountinfo import look_at, mount_at, place_of
 
 pytestmark = pytest.mark.mount
 
@@ -68,7 +68,7 @@ def test_a_dead_mount_is_recognised_and_cleaned_by_force_only(floor):
 
 
 def test_a_hung_mount_is_recognised_without_waiting_for_it(floor, monkeypatch):
-    monkeypatch.setattr("nvpool.base.mounts.LOOK_S", 0.3)
+    monkeypatch.setattr("nvpool.host.mountinfo.LOOK_S", 0.3)
     floor.process.send_signal(signal.SIGSTOP)
     try:
         assert look_at(floor.place) == "hung"
@@ -83,7 +83,7 @@ def test_a_hung_mount_is_recognised_without_waiting_for_it(floor, monkeypatch):
 def test_who_waits_in_a_mount_that_nobody_serves_is_told_when_it_is_unmounted(floor, monkeypatch):
     """No daemon of ours serves the floor; stopped, it stands for what a killed one may leave behind: a process that waits in
     the kernel with a descriptor of the mount, and can not die."""
-    monkeypatch.setattr("nvpool.base.mounts.LOOK_S", 0.3)
+    monkeypatch.setattr("nvpool.host.mountinfo.LOOK_S", 0.3)
     floor.process.send_signal(signal.SIGSTOP)
     waiting = subprocess.Popen(["ls", floor.place], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -98,7 +98,7 @@ def test_who_waits_in_a_mount_that_nobody_serves_is_told_when_it_is_unmounted(fl
 @pytest.mark.parametrize("seen_elsewhere", [False, True])
 def test_nobody_is_told_so_where_it_may_be_served(floor, tmp_path, monkeypatch, seen_elsewhere):
     """By a daemon in a container, whose processes are not seen from here; or at another place of this machine."""
-    monkeypatch.setattr("nvpool.base.mounts.LOOK_S", 0.3)
+    monkeypatch.setattr("nvpool.host.mountinfo.LOOK_S", 0.3)
     (copy := tmp_path / "copy").mkdir()
     if seen_elsewhere:
         subprocess.run(["mount", "--bind", floor.place, copy], check=True)

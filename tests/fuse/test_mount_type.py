@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import FLOOR, NO_MOUNT, needs, nvpool, wait_until
 
-from nvpool.base.programs import OF_A_MOUNT, Program, command, processes
+from nvpool.core.programs import OF_A_MOUNT, Program, command, processes
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no subtrees"), needs("unshare", "nsenter")]
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from conftest import NO_MOUNT, is_mounted, needs, wait_until
 
-from nvpool.base.errors import InvalidRequest
-from nvpool.fuse.attach import attach
-from nvpool.fuse.engine import MountOptions
-from nvpool.fuse.kernel_engine import DYING_LOOK_S, KernelEngine
-from nvpool.fuse.mount import mount_at
-from nvpool.fuse.ops import FuseOps, FuseOptions
-from nvpool.testing.memory_vfs import MemoryVfs
+from nvpool.core.errors import InvalidRequest
+from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.kernel.attach import attach
+from nvpool.fuse.kernel.connection import DYING_LOOK_S, KernelEngine
+from nvpool.fuse.mount_point import mount_at
+from nvpool.fuse.ops.operations import FuseOps, FuseOptions
+from nvpool.testing.fakes.vfs import MemoryVfs
 
 
 class CountingVfs(MemoryVfs):
@@ -147,7 +147,7 @@ def test_who_waits_for_what_never_comes_can_be_killed(served):
 
 def test_who_is_killed_may_store_what_he_has_written_but_not_for_ever(served, monkeypatch):
     """By then he has taken the signal: it is pending for his process only, no longer for him."""
-    monkeypatch.setattr("nvpool.fuse.kernel_engine.EXIT_S", 120)
+    monkeypatch.setattr("nvpool.fuse.kernel.connection.EXIT_S", 120)
     made = served()
     writer = subprocess.Popen([sys.executable, "-c", "import sys, time\nfile = open(sys.argv[1], 'wb', buffering=0)\n"
                                "file.write(b'x')\nsys.stdout.write('.')\nsys.stdout.flush()\ntime.sleep(120)",
@@ -158,7 +158,7 @@ def test_who_is_killed_may_store_what_he_has_written_but_not_for_ever(served, mo
     wait_until(lambda: made.engine._interrupted, "the interrupt of what stores it")
     with pytest.raises(subprocess.TimeoutExpired):
         writer.wait(2 * DYING_LOOK_S)
-    monkeypatch.setattr("nvpool.fuse.kernel_engine.EXIT_S", 0.1)
+    monkeypatch.setattr("nvpool.fuse.kernel.connection.EXIT_S", 0.1)
     assert writer.wait(120) == -signal.SIGKILL
     assert made.vfs.cancelled == 1
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import FLOOR, nvpool, wait_until
 from kills import end, kill_serving, processes, serving, together
 
-from nvpool.base.programs import Program, command
+from nvpool.core.programs import Program, command
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 
@@ -51,7 +51,7 @@ def states(pid):
 
 
 def test_the_memory_that_requests_are_read_into_is_all_there(held):
-    """Else who is killed while the kernel copies a request to it leaves a caller with EIO: see base/faulted."""
+    """Else who is killed while the kernel copies a request to it leaves a caller with EIO: see shm/prefault."""
     with open(f"/proc/{serving(held)}/smaps") as file:
         mapping = file.read().partition("nvpool requests")[2].partition("\n\n")[0]
     assert int(re.search(r"Rss:\s+(\d+) kB", mapping)[1]) << 10 >= MIB

@@ -7,17 +7,17 @@ import stat
 
 import pytest
 
-from nvpool.base import errors
-from nvpool.base.clock import ManualClock
-from nvpool.base.kept import KeptMemory
-from nvpool.base.units import MIB
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs.contract import Caller
-from nvpool.fuse.list_ops import AHEAD_MAX, LIST_BATCH, SEEK_BATCH
-from nvpool.fuse.ops import BY_INODE, FuseOps, FuseOptions, errno_of
-from nvpool.testing.memory_vfs import MemoryVfs
-from nvpool.testing.pool import run
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core import errors
+from nvpool.core.clock import ManualClock
+from nvpool.core.units import MIB
+from nvpool.fuse.ops.listing import AHEAD_MAX, LIST_BATCH, SEEK_BATCH
+from nvpool.fuse.ops.operations import BY_INODE, FuseOps, FuseOptions, errno_of
+from nvpool.shm.mount_state import KeptMemory
+from nvpool.testing.fakes.local_pool import run
+from nvpool.testing.fakes.vfs import MemoryVfs
 
 ME = Caller(0, 0)
 ROOT = 1

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 from mounted_reads import CONTENT, Reading, both_ways, places
 
-from nvpool.base.units import KIB, MIB
-from nvpool.client import shortcut
-from nvpool.drive.reading import cached_pages
-from nvpool.fuse import plainreads
+from nvpool.blockio.reader import cached_pages
+from nvpool.client.data import short_circuit
+from nvpool.core.units import KIB, MIB
+from nvpool.fuse.fast_path import local_reads
 from nvpool.fuse.protocol import requests
-from nvpool.fuse.protocol.numbers import Op
+from nvpool.fuse.protocol.constants import Op
 from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole
 
 
@@ -54,7 +54,7 @@ async def mounted(way="compiled"):
         yield kernel
 
 
-TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(plainreads._plainreads, mounted)
+TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(local_reads._local_reads, mounted)
 
 
 @by_both_ways
@@ -202,7 +202,7 @@ async def test_a_drive_that_takes_too_long_is_asked_for_by_its_store(kernel):
     number = await kernel.open()
     unique = await begun(kernel, number, 8 * BLOCK)
     real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
-    kernel.short._now_s = lambda: real() + shortcut.SLOW_S + 0.1
+    kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
     kernel.short._now_s = real
     assert await kernel.hear() == (unique, 0, CONTENT[8 * BLOCK:9 * BLOCK])
@@ -215,7 +215,7 @@ async def test_who_dies_while_his_read_is_about_to_go_to_the_store_is_answered_a
     number = await kernel.open()
     unique = await begun(kernel, number, 8 * BLOCK)
     real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
-    kernel.short._now_s = lambda: real() + shortcut.SLOW_S + 0.1
+    kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
     kernel.short._now_s = real
     waiting = kernel.engine._work[unique][0]

@@ -12,11 +12,11 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.fuse.protocol import numbers, replies, requests
-from nvpool.fuse.protocol.numbers import Op
+from nvpool.fuse.protocol import constants, replies, requests
+from nvpool.fuse.protocol.constants import Op
 from nvpool.fuse.protocol.requests import FORMS, Malformed, Request
-from nvpool.wire.entries import Listed, pack_entry
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.rpc.messages.direntries import Listed, pack_entry
+from nvpool.rpc.v1.meta_pb2 import Attr
 
 GOLDEN = ROOT / "tests" / "golden"
 BYTES = {name: bytes.fromhex(text) for name, text in json.loads((GOLDEN / "fuse_protocol.json").read_text()).items()}
@@ -357,7 +357,7 @@ def test_an_unknown_operation_is_read_as_far_as_it_can_be():
     raw = headed(4096, b"whatever")
     found = requests.decode(raw, len(raw))
     assert (found.opcode, found.unique, found.body, found.payload) == (4096, 77, None, b"whatever")
-    assert all(opcode in FORMS for opcode in Op) and max(Op) < numbers.OP_COUNT
+    assert all(opcode in FORMS for opcode in Op) and max(Op) < constants.OP_COUNT
 
 
 def test_an_answer_of_another_length_than_its_own_is_none():

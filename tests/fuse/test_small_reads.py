@@ -12,16 +12,16 @@ import pytest
 from mounted_reads import Pieces, both_ways, stores_say
 from test_far_reads import FAR, Far, Mounted
 
-from nvpool.base import errors
-from nvpool.base.units import KIB
-from nvpool.client import leases
-from nvpool.client.options import ClientOptions
-from nvpool.fuse import smallreads
+from nvpool.client.state import leases
+from nvpool.client.state.options import ClientOptions
+from nvpool.core import errors
+from nvpool.core.units import KIB
+from nvpool.fuse.fast_path import small_files
 from nvpool.fuse.protocol import replies
-from nvpool.fuse.protocol.numbers import Op
-from nvpool.logic.layout import chain_of
-from nvpool.wire.tally import TALLY
-from nvpool.wire.v1.wire_pb2 import DATA_READ
+from nvpool.fuse.protocol.constants import Op
+from nvpool.poolmap.layout import chain_of
+from nvpool.rpc.stats import TALLY
+from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.unit.test_client_shortcut import BLOCK, ME, evict, run_whole, some
 
 SHORT = ClientOptions(deadline_s=20.0)
@@ -85,7 +85,7 @@ async def mounted(way="compiled", options=FAR):
         assert not [file for file in kernel.vfs.cache.open.values() if file.fetching is not None]
 
 
-TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(smallreads._smallreads, mounted)
+TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(small_files._small_files, mounted)
 
 
 @by_both_ways

@@ -12,19 +12,19 @@ from contextlib import asynccontextmanager
 import pytest
 from test_kernel_engine import Kernel, sleeping_process
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import NoSpace, StaleSession, TooManyOpen
-from nvpool.base.kept import KeptMemory
-from nvpool.client import plainwrites
-from nvpool.client.options import ClientOptions
-from nvpool.fuse import writes
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.write import fast_writes
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import NoSpace, StaleSession, TooManyOpen
+from nvpool.fuse.fast_path import small_writes
 from nvpool.fuse.protocol import replies
-from nvpool.fuse.protocol.numbers import RESENT, WRITE_KILL_SUIDGID, Op, Valid
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.codec import encode_write_reply
-from nvpool.wire.frame import EMPTY
-from nvpool.wire.status import encode_error
-from nvpool.wire.v1.wire_pb2 import META_REPORT
+from nvpool.fuse.protocol.constants import RESENT, WRITE_KILL_SUIDGID, Op, Valid
+from nvpool.rpc.error_codec import encode_error
+from nvpool.rpc.messages.data_codec import encode_write_reply
+from nvpool.rpc.transports.frame import EMPTY
+from nvpool.rpc.v1.wire_pb2 import META_REPORT
+from nvpool.shm.mount_state import KeptMemory
+from nvpool.testing.fakes.local_pool import LocalPool
 
 OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_cut=False)
 WAYS = ("compiled", "in-the-client", "ordinary")
@@ -126,12 +126,12 @@ def by_all_ways(test):
     """In compiled steps from the kernel's request on, from the client on, and without."""
     @pytest.mark.parametrize("way", WAYS)
     def run(way, monkeypatch):
-        if way != "ordinary" and plainwrites._plainwrites is None or way == "compiled" and writes._writes is None:
+        if way != "ordinary" and fast_writes._fast_writes is None or way == "compiled" and small_writes._small_writes is None:
             pytest.skip("it is not compiled here")
         if way != "compiled":
-            monkeypatch.setattr(writes, "_writes", None)
+            monkeypatch.setattr(small_writes, "_small_writes", None)
         if way == "ordinary":
-            monkeypatch.setattr(plainwrites, "_plainwrites", None)
+            monkeypatch.setattr(fast_writes, "_fast_writes", None)
 
         async def whole() -> None:
             async with mounted() as kernel:

@@ -14,9 +14,9 @@ from conftest import FLOOR, nvpool, wait_until
 from kills import kill_serving, run_model, serving, together
 
 from nvpool import connect
-from nvpool.base.programs import Program, command
-from nvpool.fuse.engine import RESEND_MIN, kernel_version
-from nvpool.fuse.mount import mount_at
+from nvpool.core.programs import Program, command
+from nvpool.fuse.engines import RESEND_MIN, kernel_version
+from nvpool.fuse.mount_point import mount_at
 
 ENGINES = ("kernel", "pyfuse3")
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no subtrees")]

@@ -1,5 +1,5 @@
-"""Answers that compiled reads take from the buffer in which they came (wire/_frame.hear): of several engines and kinds on one
-connection, between answers to others, however they are cut, changed or late."""
+"""Answers that compiled reads take from the buffer in which they came (rpc/transports/_frame.hear): of several engines and
+kinds on one connection, between answers to others, however they are cut, changed or late."""
 
 import asyncio
 import random
@@ -9,17 +9,19 @@ from mounted_reads import CONTENT, stores_say
 from test_far_reads import Far
 from test_small_reads import Small
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import InvalidRequest
-from nvpool.base.units import KIB
-from nvpool.fuse import farreads, smallreads
-from nvpool.wire.frame import HEADER, HEADER_BYTES
-from nvpool.wire.tally import TALLY
-from nvpool.wire.v1.wire_pb2 import DATA_READ
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import InvalidRequest
+from nvpool.core.units import KIB
+from nvpool.fuse.fast_path import remote_reads, small_files
+from nvpool.rpc.stats import TALLY
+from nvpool.rpc.transports.frame import HEADER, HEADER_BYTES
+from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.unit.test_client_shortcut import BLOCK, run_whole, some
 from tests.unit.test_wire_hear import receive
 
-pytestmark = pytest.mark.skipif(farreads._farreads is None or smallreads._smallreads is None, reason="it is not compiled here")
+pytestmark = pytest.mark.skipif(
+    remote_reads._remote_reads is None or small_files._small_files is None, reason="it is not compiled here"
+)
 
 
 class Kept:

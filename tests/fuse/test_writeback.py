@@ -17,8 +17,8 @@ from conftest import FLOOR, as_user, nvpool, wait_until
 from kills import kill_serving, serving
 
 import nvpool as sdk
-from nvpool.base.units import MIB
-from nvpool.fuse.engine import RESEND_MIN, kernel_version
+from nvpool.core.units import MIB
+from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor writes nothing back")]
 OUTLIVES = pytest.param("--holder", marks=pytest.mark.skipif(kernel_version() < RESEND_MIN,

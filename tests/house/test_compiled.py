@@ -32,8 +32,10 @@ def test_what_it_is_compiled_from_is_in_the_package(path):
 
 
 def test_who_needs_a_compiled_module_that_is_not_there_is_left_out_too():
-    code = ("import sys; sys.modules['nvpool.wire._frame'] = None; from nvpool.client import plainwrites; "
-            "from nvpool.fuse import creates, farreads, smallreads; from nvpool.wire import atonce; "
-            "print(plainwrites._plainwrites, creates._creates, farreads._farreads, smallreads._smallreads, atonce._frame)")
+    code = ("import sys; sys.modules['nvpool.rpc.transports._frame'] = None; "
+            "from nvpool.client.write import fast_writes; from nvpool.rpc.transports import fast_replies; "
+            "from nvpool.fuse.fast_path import creates, remote_reads, small_files; "
+            "print(fast_writes._fast_writes, creates._creates, remote_reads._remote_reads, small_files._small_files, "
+            "fast_replies._frame)")
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert said.stdout.split() == ["None"] * 5

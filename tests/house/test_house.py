@@ -8,45 +8,60 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base import errors
+from nvpool.core import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nvpool"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "v1" not in p.parts)
 
+LAYERS = ("core", "metrics shm host security poolmap", "rpc", "kv blockio", "meta store client cluster", "fuse sdk runtime",
+          "provision node mountd bridge", "daemons cli", "testing")
+"""Packages from the lowest layer to the highest. Of one layer, packages import one another only where `BELOW` says so."""
+
 BELOW = {
-    "base": set(),
-    "logic": {"base"},
-    "wire": {"base", "logic"},
-    "kv": {"base", "logic"},
-    "drive": {"base"},
-    "meta": {"base", "logic", "wire", "kv"},
-    "cluster": {"base", "logic", "wire", "kv"},
-    "store": {"base", "logic", "wire", "kv", "drive"},
-    "client": {"base", "logic", "wire", "drive"},
-    "sdk": {"base", "logic", "wire", "client"},
-    "fuse": {"base", "logic", "wire", "client"},
-    "bridge": {"base", "logic", "wire", "client", "sdk"},
-    "cli": {"base", "logic", "wire", "client", "sdk", "fuse"},
-    "run": {"base", "logic", "wire", "kv", "meta", "cluster", "store", "client", "fuse", "sdk", "bridge"},
-    "testing": {"base", "logic", "wire", "kv", "meta", "cluster", "store", "client", "fuse", "sdk", "bridge", "run"},
+    "core": "",
+    "metrics": "core",
+    "shm": "core",
+    "host": "core",
+    "security": "core host",
+    "poolmap": "core",
+    "rpc": "core metrics security poolmap",
+    "kv": "core metrics poolmap",
+    "blockio": "core",
+    "meta": "core metrics security poolmap rpc kv",
+    "store": "core metrics host security poolmap rpc kv blockio",
+    "client": "core metrics shm host security poolmap rpc blockio",
+    "cluster": "core metrics poolmap rpc kv",
+    "fuse": "core metrics shm host security poolmap rpc blockio client",
+    "sdk": "core host poolmap rpc client",
+    "runtime": "core metrics host security poolmap rpc",
+    "provision": "core host security poolmap rpc kv store cluster runtime",
+    "node": "core metrics host security poolmap rpc kv meta store client cluster sdk runtime provision",
+    "mountd": "core metrics shm host poolmap rpc client fuse runtime",
+    "bridge": "core metrics host poolmap rpc client sdk",
+    "daemons": "core metrics host security poolmap rpc kv meta store client cluster sdk runtime provision node bridge",
+    "cli": "core metrics host security poolmap rpc client fuse sdk",
+    "testing": "core metrics shm host security poolmap rpc kv blockio meta store client cluster fuse sdk runtime provision "
+               "node mountd bridge daemons",
 }
-"""Room -> the rooms that it may import beside itself."""
+"""Package -> the packages that it may import beside itself."""
+
+MODULES_MAX = 15
+"""In a folder, without compiled sources. cli/commands has one for each command."""
 
 DOORS = {
-    "uvloop": {"run/daemon.py", "sdk/loop.py"},
-    "grpc": {"wire/grpc_transport.py", "cluster/etcd_calls.py", "bridge/csi/"},
-    "aetcd": {"cluster/etcd_calls.py", "cluster/etcd_reign.py", "cluster/etcd.py"},
+    "uvloop": {"runtime/daemon_process.py", "sdk/loop_thread.py"},
+    "grpc": {"rpc/transports/grpc.py", "cluster/etcd/client.py", "bridge/csi/"},
+    "aetcd": {"cluster/etcd/client.py", "cluster/etcd/election.py", "cluster/etcd/coordinator.py"},
     "lmdb": {"kv/"},
-    "ssl": {"wire/identity.py", "testing/handshake.py"},
-    "cryptography": {"base/authority.py", "base/volume_keys.py", "base/xts.py"},
+    "ssl": {"security/tls.py", "testing/env/tls_probe.py"},
+    "cryptography": {"security/ca.py", "security/volume_keys.py", "security/xts.py"},
     "pyfuse3": {"fuse/pyfuse3_engine.py"},
-    "time": {"base/clock.py", "testing/"},
-    "random": {"base/clock.py", "testing/"},
-    "secrets": {"base/clock.py"},
-    "threading": {"base/xts.py", "store/device.py", "sdk/", "cluster/", "run/", "kv/", "testing/"},
-    "concurrent": {"store/device.py", "drive/reading.py", "fuse/noticing.py", "sdk/", "cluster/", "run/", "kv/",
-                   "testing/"},
+    "time": {"core/clock.py", "testing/"},
+    "random": {"core/clock.py", "testing/"},
+    "secrets": {"core/clock.py"},
+    "threading": {"security/xts.py", "store/disk/device.py", "sdk/", "cluster/", "runtime/", "kv/", "testing/"},
+    "concurrent": {"store/disk/device.py", "blockio/reader.py", "fuse/kernel/notify.py", "sdk/", "cluster/", "kv/", "testing/"},
     "aiohttp": {"bridge/docker.py"},
     "click": {"cli/"},
     "rich": {"cli/"},
@@ -75,7 +90,7 @@ def test_imports_point_downward_and_libraries_come_through_their_door(path):
     for name in imports_of(path):
         parts = name.split(".")
         if parts[0] == "nvpool" and len(parts) > 1 and room:
-            assert parts[1] == room or parts[1] in BELOW[room], f"{here} imports {name}"
+            assert parts[1] == room or parts[1] in BELOW[room].split(), f"{here} imports {name}"
         doors = DOORS.get(parts[0])
         if doors is not None:
             allowed = any(here == door or (door.endswith("/") and here.startswith(door)) for door in doors)
@@ -95,8 +110,27 @@ def test_no_module_is_named_after_nothing(path):
     assert path.stem not in {"util", "utils", "common", "helper", "helpers", "misc", "handler", "data", "info", "process"}
 
 
-def test_logic_and_metadata_changes_decide_without_waiting():
-    for path in [*(PACKAGE / "logic").rglob("*.py"), *(PACKAGE / "meta" / "changes").rglob("*.py")]:
+def test_packages_import_only_lower_layers():
+    layer = {package: number for number, packages in enumerate(LAYERS) for package in packages.split()}
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert set(layer) == set(BELOW) == folders
+    for package, below in BELOW.items():
+        for other in below.split():
+            assert layer[other] <= layer[package] and package not in BELOW[other].split(), f"{package} and {other}"
+    assert not [package for package in LAYERS[4].split() if set(BELOW[package].split()) & set(LAYERS[4].split())]
+
+
+def test_folders_are_small_and_say_what_they_are_for():
+    for folder in {path.parent for path in MODULES} - {PACKAGE, PACKAGE / "cli" / "commands"}:
+        assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= MODULES_MAX, folder
+    for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
+        tree = ast.parse((folder / "__init__.py").read_text())
+        assert ast.get_docstring(tree), f"{folder}/__init__.py has no docstring"
+        assert folder == PACKAGE or len(tree.body) == 1, f"{folder}/__init__.py has code"
+
+
+def test_pool_map_and_metadata_operations_decide_without_waiting():
+    for path in [*(PACKAGE / "poolmap").rglob("*.py"), *(PACKAGE / "meta" / "operations").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             assert not isinstance(node, ast.AsyncFunctionDef | ast.Await), f"{path}:{node.lineno} waits"
 
@@ -132,7 +166,7 @@ def test_the_command_starts_without_what_only_daemons_need():
 
 
 def test_supervisor_starts_without_the_client():
-    program = ("import sys, nvpool.run.keeping, nvpool.run.supervisor; "
+    program = ("import sys, nvpool.node.coordination.map_backend, nvpool.node.supervisor; "
                "print([m for m in sys.modules if m.startswith(('nvpool.client.vfs', 'nvpool.client.session', 'nvpool.sdk'))])")
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
     assert out.strip() == "[]"

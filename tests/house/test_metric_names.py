@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base import metrics
-from nvpool.base.metrics import METRICS
-from nvpool.base.metrics_page import Page
+from nvpool.metrics import registry as metrics
+from nvpool.metrics.exposition import Page
+from nvpool.metrics.registry import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = {name: value for name, value in vars(metrics).items() if isinstance(value, metrics.Metric)}
@@ -40,7 +40,7 @@ def test_a_name_is_declared_once():
 
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_metric_is_told_by_somebody(name):
-    users = [path for path in (ROOT / "nvpool").rglob("*.py") if path.name != "metrics.py" or path.parent.name != "base"]
+    users = [path for path in (ROOT / "nvpool").rglob("*.py") if path.name != "registry.py" or path.parent.name != "metrics"]
     assert any(re.search(rf"\bmetrics\.{name}\b", path.read_text()) for path in users), f"nobody tells {name}"
 
 
@@ -76,4 +76,4 @@ def test_promtool_finds_nothing_wrong_with_a_page_of_every_metric():
 def test_http_is_spoken_at_one_door():
     users = [str(path.relative_to(ROOT / "nvpool")) for path in (ROOT / "nvpool").rglob("*.py")
              if "HTTP/1.1" in path.read_text()]
-    assert users == ["run/scrape.py"], "or where aiohttp has its door"
+    assert users == ["metrics/http.py"], "or where aiohttp has its door"

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "nvpool"
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if not {"v1", "testing"} & set(path.parts)]
 HELP = {"help", "epilog", "short_help"}
 COMMAND = re.compile(r"\bnvpool ([a-z]+)(?: ([a-z-]+))?(?=[ `,;:.)]|$)")
-NO_COMMANDS = {("base/kept.py", "nvpool mount")}
+NO_COMMANDS = {("shm/mount_state.py", "nvpool mount")}
 """The name of a mount's memory."""
 PROSE = re.compile(r"(?!(?:ro|rw)$)[a-z]+")
 """Arguments in messages are values, or words in capitals."""

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import SimPool
 from nvpool.testing.sim.scenario import _few_chains

@@ -1,4 +1,4 @@
-"""A chain of up to four members and one chunk, decided by logic/replication alone: messages as connections bring them,
+"""A chain of up to four members and one chunk, decided by poolmap/chains/protocol alone: messages as connections bring them,
 connections that break, deaths, members that are taken for dead, returns, maps that each learns of in his own time, cuts.
 
 The content of the chunk is the list of writes that made it. So a later read has to begin with what an earlier one returned, and
@@ -15,10 +15,9 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nvpool.base.ids import RequestId, is_done, version_parts
-from nvpool.base.ids import version as make_version
-from nvpool.logic.poolmap import Chain
-from nvpool.logic.replication import (
+from nvpool.core.ids import RequestId, is_done, version_parts
+from nvpool.core.ids import version as make_version
+from nvpool.poolmap.chains.protocol import (
     Answer,
     Held,
     Next,
@@ -35,6 +34,7 @@ from nvpool.logic.replication import (
     taking_part,
     until,
 )
+from nvpool.poolmap.model import Chain
 
 Content = tuple[int, ...]
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.meta import local_users, routes
-from nvpool.meta.leases import Sessions
-from nvpool.meta.service import MetaService
-from nvpool.meta.volumes.access import Access
-from nvpool.testing.fuzz.run import PLACES, fuzz
-from nvpool.wire.transport import BELIEVED_GROUPS, Credentials
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.meta.server import dispatch as meta_dispatch
+from nvpool.meta.server import local_users
+from nvpool.meta.server.service import MetaService
+from nvpool.meta.sessions.table import Sessions
+from nvpool.meta.state.volume_access import Access
+from nvpool.rpc.api import BELIEVED_GROUPS, Credentials
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fuzz.runner import PLACES, fuzz
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = 1500
@@ -54,7 +55,9 @@ def test_session_that_others_may_use_is_found(capsys, monkeypatch):
 
 
 def test_exception_of_a_service_is_found(capsys, monkeypatch):
-    monkeypatch.setitem(routes.QUERIES, wire.META_READLINK, (routes.QUERIES[wire.META_READLINK][0], lambda *_: {}["x"]))
+    monkeypatch.setitem(
+        meta_dispatch.QUERIES, wire.META_READLINK, (meta_dispatch.QUERIES[wire.META_READLINK][0], lambda *_: {}["x"])
+    )
     assert "KeyError" in found(capsys, "shard-client", "META_READLINK")
 
 
@@ -64,19 +67,19 @@ def test_request_without_an_answer_is_found(capsys, monkeypatch):
 
 
 def test_damage_of_the_tree_is_found(capsys, monkeypatch):
-    kind, decide = routes.CHANGES[wire.META_LINK]
+    kind, decide = meta_dispatch.CHANGES[wire.META_LINK]
 
     def miscounted(view, request, now_ns):
         draft = decide(view, request, now_ns)
         draft.inodes[request.inode].links -= 1
         return draft
 
-    monkeypatch.setitem(routes.CHANGES, wire.META_LINK, (kind, miscounted))
+    monkeypatch.setitem(meta_dispatch.CHANGES, wire.META_LINK, (kind, miscounted))
     assert "fsck finds" in found(capsys, "shard-client", "META_LINK")
 
 
 def test_same_seed_asks_the_same(capsys):
-    script = ("from nvpool.testing.fuzz import run\nhistory=[]\nclass Heard(run.Run):\n"
+    script = ("from nvpool.testing.fuzz import runner as run\nhistory=[]\nclass Heard(run.Run):\n"
               "    def _one(self, place, number, count):\n        super()._one(place, number, count)\n"
               "        print(hash(tuple(self._recent)))\nrun.Run = Heard\nrun.fuzz('shard-bound', 2500, '7')")
     said = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT,

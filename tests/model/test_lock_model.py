@@ -10,15 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from nvpool.base import errors
-from nvpool.base.clock import ManualClock
-from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.core import errors
+from nvpool.core.clock import ManualClock
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, SHARED, UNLOCKED
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.lockranges import EXCLUSIVE, RECORD, SHARED, UNLOCKED
-from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
-from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.sessions.lock_waiters import HOLD_BEYOND_GRANTS_S
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
 OPTIONS = MetaOptions(session_lease_s=60, grant_s=20, linger_s=0, tick_s=3600)
 BYTES = 6

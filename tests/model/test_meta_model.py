@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from nvpool.base import errors
-from nvpool.base.clock import ManualClock
-from nvpool.base.ids import ROOT_INODE as ROOT
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.core import errors
+from nvpool.core.clock import ManualClock
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
-from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
 OPTIONS = MetaOptions(session_lease_s=1e6, grant_s=10, linger_s=0, tick_s=3600)
 NAMES = st.sampled_from([b"a", b"b", b"\xff\xfe", b"n" * 255])

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nvpool.base import errors
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
-from nvpool.testing.pool import LocalPool
-from nvpool.testing.real_pool import problems_of
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
+from nvpool.core import errors
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB
+from nvpool.testing.env.pool import problems_of
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(0, 0)
 BLOCK = 4096

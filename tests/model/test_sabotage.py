@@ -6,27 +6,36 @@ import random
 
 import msgspec
 
-from nvpool.base.checksum import crc32c
-from nvpool.base.errors import StaleEpoch
-from nvpool.client import flushing
-from nvpool.client.vfs import wide
+from nvpool.client.data import commit
+from nvpool.client.lookup import striped_dirs as lookup_striped_dirs
 from nvpool.cluster import embedded
-from nvpool.kv import shipping
-from nvpool.logic import replication, transitions
-from nvpool.meta import gate, parts
-from nvpool.meta import service as meta_service
-from nvpool.meta.moving import giver, ranges, taker
-from nvpool.meta.spanning import holds, participant
-from nvpool.run import leading
-from nvpool.store import chain, memory, resync, service, strays, tenure
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.testing.sim import listing, members, naming, works
+from nvpool.core.checksum import crc32c
+from nvpool.core.errors import StaleEpoch
+from nvpool.kv.replication import primary as kv_primary
+from nvpool.meta.migration import destination as migration_destination
+from nvpool.meta.migration import ownership as partition_ownership
+from nvpool.meta.migration import source as migration_source
+from nvpool.meta.server import commit_gate
+from nvpool.meta.server import service as meta_service
+from nvpool.meta.state import record_locks, striped_dirs
+from nvpool.meta.transactions import participant
+from nvpool.node.coordination import leadership
+from nvpool.poolmap.chains import protocol as chain_protocol
+from nvpool.poolmap.chains import transitions
+from nvpool.rpc.v1 import meta_pb2
+from nvpool.store.chunks import memory_store
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.maintenance import orphan_chunks
+from nvpool.store.replication import chain, resync
+from nvpool.store.server import service, serving_lease
+from nvpool.testing.sim import members
 from nvpool.testing.sim import pool as sim_pool
 from nvpool.testing.sim.faults import KINDS
 from nvpool.testing.sim.scenario import simulate
-from nvpool.wire.v1 import meta_pb2
+from nvpool.testing.sim.workloads import file_data, listing
+from nvpool.testing.sim.workloads import names as name_workload
 
-NAMES = (naming.Naming, listing.Listings)
+NAMES = (name_workload.Naming, listing.Listings)
 
 
 def found(seeds, seconds=30.0, **named) -> list[str]:
@@ -63,23 +72,23 @@ def test_a_shard_that_forgets_what_it_acknowledged(monkeypatch):
 
 
 def test_a_primary_that_does_not_look_at_its_lease(monkeypatch):
-    monkeypatch.setattr(gate.Gate, "open", lambda self: not self.closed)
+    monkeypatch.setattr(commit_gate.Gate, "open", lambda self: not self.closed)
     assert found(range(1, 41), standbys=1, kinds={"stop_asked": 1}, of="meta")
 
 
 def test_a_target_that_does_not_look_at_its_lease(monkeypatch):
-    monkeypatch.setattr(tenure.Tenure, "holds", lambda self: True)
+    monkeypatch.setattr(serving_lease.Tenure, "holds", lambda self: True)
     assert found(range(1, 41), replicas=2, standbys=0, shards=1, etcd=False, kinds={"isolate": 1}, of="target",
-                 only=(works.Blocks,), clients=6)
+                 only=(file_data.Blocks,), clients=6)
 
 
 def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
-    def ship(self, peer, group, before=shipping.Shipping._ship):
+    def ship(self, peer, group, before=kv_primary.Shipping._ship):
         before(self, peer, group)
         peer.acked = max(peer.acked, peer.sent)
         self._settle()
 
-    monkeypatch.setattr(shipping.Shipping, "_ship", ship)
+    monkeypatch.setattr(kv_primary.Shipping, "_ship", ship)
     assert found(range(1, 41), standbys=1, kinds={"fade": 1}, of="meta")
 
 
@@ -93,7 +102,7 @@ def test_a_store_that_does_not_compare_epochs(monkeypatch):
     monkeypatch.setattr(service.StoreService, "_check_epoch", lambda self, epoch, chunks: None)
     monkeypatch.setattr(chain, "judge", lambda place, held, offer, before=chain.judge:
                         before(place, held, offer._replace(epoch=place.epoch) if place is not None else offer))
-    assert found(range(1, 41), replicas=2, standbys=0, shards=1, kinds=KINDS, of="target", only=(works.Blocks,), clients=6,
+    assert found(range(1, 41), replicas=2, standbys=0, shards=1, kinds=KINDS, of="target", only=(file_data.Blocks,), clients=6,
                  seconds=60.0)
 
 
@@ -119,8 +128,8 @@ def test_a_map_that_takes_the_place_of_another_than_it_was_made_from(monkeypatch
 
 
 def test_an_fsync_that_does_not_look_at_what_was_lost(monkeypatch):
-    monkeypatch.setattr(flushing.Flushing, "_lost", lambda self, chains, epoch: set())
-    assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(works.Blocks,))
+    monkeypatch.setattr(commit.Flushing, "_lost", lambda self, chains, epoch: set())
+    assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(file_data.Blocks,))
 
 
 def test_a_death_that_counts_as_a_loss(monkeypatch):
@@ -129,12 +138,12 @@ def test_a_death_that_counts_as_a_loss(monkeypatch):
             chain, intact=chain.epoch) if chain.targets == (target,) else chain)
 
     monkeypatch.setattr(sim_pool, "restarted", restarted)
-    assert found(range(1, 41), replicas=2, kinds={"kill": 1, "die": 4}, of="target", only=(works.Blocks,))
+    assert found(range(1, 41), replicas=2, kinds={"kill": 1, "die": 4}, of="target", only=(file_data.Blocks,))
 
 
 def test_an_engine_that_answers_before_it_has_synced(monkeypatch):
     monkeypatch.setattr(members._Journal, "sync_file", lambda self, descriptor: None)
-    assert found(range(1, 41), standbys=0, kinds={"power": 1}, only=(naming.Naming,))
+    assert found(range(1, 41), standbys=0, kinds={"power": 1}, only=(name_workload.Naming,))
 
 
 def test_a_store_that_takes_its_checksums_from_what_it_has_read(monkeypatch):
@@ -143,27 +152,27 @@ def test_a_store_that_takes_its_checksums_from_what_it_has_read(monkeypatch):
         return [(block, crc32c(block)) for block, _ in blocks], version
 
     monkeypatch.setattr(MemoryChunkStore, "_read", read)
-    assert found(range(1, 41), replicas=2, kinds={"rot": 1}, only=(works.Blocks,))
+    assert found(range(1, 41), replicas=2, kinds={"rot": 1}, only=(file_data.Blocks,))
 
 
 def test_a_shard_that_does_not_do_its_part_of_a_change(monkeypatch):
     monkeypatch.setattr(participant.Participant, "end",
                         lambda self, span, effects, before=participant.Participant.end: before(self, span, []))
-    assert found(range(1, 41), shards=2, kinds={"kill": 1}, only=(naming.Naming,))
+    assert found(range(1, 41), shards=2, kinds={"kill": 1}, only=(name_workload.Naming,))
 
 
 def test_a_shard_that_shows_what_a_change_holds(monkeypatch):
-    monkeypatch.setattr(holds.Holds, "of", lambda self, key: None)
-    assert found(range(1, 41), shards=2, kinds={"cut": 1}, only=(naming.Naming,))
+    monkeypatch.setattr(record_locks.Holds, "of", lambda self, key: None)
+    assert found(range(1, 41), shards=2, kinds={"cut": 1}, only=(name_workload.Naming,))
 
 
 def test_a_shard_that_gives_away_what_it_copied_and_not_what_was_changed_meanwhile(monkeypatch):
-    monkeypatch.setattr(giver.Giver, "_note", lambda self, changed: None)
+    monkeypatch.setattr(migration_source.Giver, "_note", lambda self, changed: None)
     assert found(range(1, 41), shards=1, moving=True, kinds={"cut": 1}, only=NAMES)
 
 
 def test_a_shard_that_goes_on_with_what_it_hands_over(monkeypatch):
-    monkeypatch.setattr(ranges.Ranges, "close", lambda self, partitions: None)
+    monkeypatch.setattr(partition_ownership.Ranges, "close", lambda self, partitions: None)
     assert found(range(1, 41), shards=2, moving=True, kinds={"cut": 1}, only=NAMES)
 
 
@@ -171,37 +180,37 @@ def test_a_shard_that_does_not_know_which_numbers_were_given_where_it_has_its_pa
     async def begin_numbers_at(self, bound):
         pass
 
-    monkeypatch.setattr(taker.Taker, "_begin_numbers_at", begin_numbers_at)
+    monkeypatch.setattr(migration_destination.Taker, "_begin_numbers_at", begin_numbers_at)
     assert found(range(1, 41), shards=1, moving=True, kinds={"kill": 1}, of="meta", only=NAMES)
 
 
 def test_a_listing_that_ends_where_the_next_shard_would_go_on(monkeypatch):
-    async def ask_step(self, request, before=wide.Wide._ask_step):
+    async def ask_step(self, request, before=lookup_striped_dirs.Wide._ask_step):
         return await before(self, request) if request.cursor == 0 else meta_pb2.ListDirReply()
 
-    monkeypatch.setattr(wide.Wide, "_ask_step", ask_step)
+    monkeypatch.setattr(lookup_striped_dirs.Wide, "_ask_step", ask_step)
     assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
 
 
 def test_a_part_of_a_wide_directory_that_counts_nothing(monkeypatch):
-    monkeypatch.setattr(parts, "take_in", lambda directory, counts: None)
+    monkeypatch.setattr(striped_dirs, "take_in", lambda directory, counts: None)
     assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
 
 
 def test_supervisor_that_disowns_its_daemons_is_found(monkeypatch):
     """It takes every process that shows the certificate of a node for another node's supervisor."""
-    monkeypatch.setattr(leading.Leading, "_hops", lambda self, call, forwarded: 1 if call.peer.member else forwarded.hops)
+    monkeypatch.setattr(leadership.Leading, "_hops", lambda self, call, forwarded: 1 if call.peer.member else forwarded.hops)
     assert found(range(1, 21), seconds=15.0, etcd=True)
 
 
 def test_version_floor_that_mixes_epochs_is_found(monkeypatch):
     """And a collector that takes such a chunk for one of a newer map, as builds up to 0.1.0 did."""
-    monkeypatch.setattr(memory, "raised", max)
-    monkeypatch.setattr(replication, "is_above", int.__gt__)
-    for module in (memory, chain):
-        monkeypatch.setattr(module, "next_version", lambda held, epoch, above=0: replication.make_version(
+    monkeypatch.setattr(memory_store, "raised", max)
+    monkeypatch.setattr(chain_protocol, "is_above", int.__gt__)
+    for module in (memory_store, chain):
+        monkeypatch.setattr(module, "next_version", lambda held, epoch, above=0: chain_protocol.make_version(
             max(epoch, max(held.version, held.floor) >> 32), (max(held.version, held.floor, above) & 0xFFFFFFFF) + 1))
-    monkeypatch.setattr(strays.Strays, "_goes", lambda self, name, version: self._is_due(name)
+    monkeypatch.setattr(orphan_chunks.Strays, "_goes", lambda self, name, version: self._is_due(name)
                         and version >> 32 <= self._epochs[name])
     assert found(range(1, 41), replicas=2, standbys=0, shards=1, moving=False, etcd=False, kinds={"kill": 1, "cut": 1},
-                 of="target", only=(works.Blocks, works.Sizes), draining=True, clients=4)
+                 of="target", only=(file_data.Blocks, file_data.Sizes), draining=True, clients=4)

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from nvpool.base.errors import Busy, Fenced, Unavailable
+from nvpool.core.errors import Busy, Fenced, Unavailable
 from nvpool.testing.contracts.kv import everything
-from nvpool.testing.members import Members
+from nvpool.testing.fakes.shard_members import Members
 
 COUNT = 3
 NUMBERS = st.integers(0, COUNT - 1)

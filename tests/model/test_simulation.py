@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from nvpool.testing.sim.loop import Stuck, VirtualLoop
-from nvpool.testing.sim.quotas import Quotas
 from nvpool.testing.sim.scenario import simulate
-from nvpool.testing.sim.works import Blocks, Sizes
+from nvpool.testing.sim.workloads.file_data import Blocks, Sizes
+from nvpool.testing.sim.workloads.quotas import Quotas
 
 SEEDS = range(1, 13)
 

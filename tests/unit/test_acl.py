@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.base import errors
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic import acl
-from nvpool.logic.acl import GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry
-from nvpool.meta import records
-from nvpool.sdk.checkup import Checkup, check_metadata
-from nvpool.sdk.dumpfile import dump, load
-from nvpool.sdk.transfer.inbound import import_tree
-from nvpool.sdk.transfer.outbound import export_tree
-from nvpool.sdk.transfer.tally import Tally, TransferOptions
-from nvpool.testing.pool import LocalPool
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core import errors
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.posix import acl
+from nvpool.core.posix.acl import GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry
+from nvpool.meta.state import records
+from nvpool.sdk.admin.dump import dump, load
+from nvpool.sdk.fsck.check import Checkup, check_metadata
+from nvpool.sdk.transfer.export_tree import export_tree
+from nvpool.sdk.transfer.import_tree import import_tree
+from nvpool.sdk.transfer.progress import Tally, TransferOptions
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 100)
 MASKED = Caller(1000, 100, umask=0o077)
@@ -324,7 +324,7 @@ def test_unnamed_file_goes_when_it_is_closed():
 
 def test_unnamed_file_counts_in_its_volume():
     async def main(pool, vfs, top):
-        from nvpool.sdk.asynchronous import AsyncFileSystem
+        from nvpool.sdk.aio import AsyncFileSystem
         fs = AsyncFileSystem(await pool.client("fs", OPTIONS), Caller(0, 0))
         inode = (await fs.volumes.create("v", bytes_max=1 << 20, files_max=1)).inode
         attr, handle = await vfs.create_unnamed(inode, 0o600, os.O_RDWR, ME)

@@ -8,19 +8,19 @@ import stat
 import pytest
 from click.testing import CliRunner
 
-from nvpool.base import audit
-from nvpool.base.audit import read_audit
-from nvpool.base.clock import ManualClock
-from nvpool.base.config import parse
-from nvpool.base.directory import FORMAT_TEXT, PoolDirectory
-from nvpool.base.errors import AccessDenied, AlreadyExists, InUse, WrongShard
-from nvpool.cli import audit as command
-from nvpool.run import audit_log
-from nvpool.run.audit_log import Actor, AuditLog
-from nvpool.run.auditing import MetaAudit, actor_of, audited, settings_of
-from nvpool.wire.transport import Credentials, Peer
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.cli.commands import audit as command
+from nvpool.core.clock import ManualClock
+from nvpool.core.config import parse
+from nvpool.core.errors import AccessDenied, AlreadyExists, InUse, WrongShard
+from nvpool.host.pool_directory import FORMAT_TEXT, PoolDirectory
+from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.runtime import audit_log
+from nvpool.runtime.audit_events import MetaAudit, actor_of, audited, settings_of
+from nvpool.runtime.audit_log import Actor, AuditLog
+from nvpool.security import audit_format
+from nvpool.security.audit_format import read_audit
 
 US = Actor(uid=os.geteuid(), pid=os.getpid())
 STRANGER = Actor(address="10.0.0.9:4711")
@@ -75,7 +75,7 @@ def test_audit_line_is_bounded_and_plain_ascii(log, path):
     log.note("join", STRANGER, {"name": "\x1b[2J\n" + "ü" * 10_000, "more": {str(n): "x" * 300 for n in range(50)}})
     record, = written(log, path)
     raw = path.read_bytes()
-    assert raw.isascii() and raw.count(b"\n") == 1 and len(raw) <= audit.LINE_MAX and b"\x1b" not in raw
+    assert raw.isascii() and raw.count(b"\n") == 1 and len(raw) <= audit_format.LINE_MAX and b"\x1b" not in raw
     assert record["what"] == {"left_out": "too long"}
 
 
@@ -87,7 +87,7 @@ def test_audit_log_is_rotated_and_bounded(path, tmp_path, monkeypatch):
     for one in logs:
         one.close()
     files = sorted(file.name for file in tmp_path.iterdir())
-    assert files == ["audit.lock", "audit.log", *(f"audit.log.{n}" for n in range(1, audit.KEPT + 1))]
+    assert files == ["audit.lock", "audit.log", *(f"audit.log.{n}" for n in range(1, audit_format.KEPT + 1))]
     assert all(file.stat().st_size < 2600 for file in tmp_path.iterdir())
     kept = [record["what"]["number"] for record in read_audit(path)]
     assert {198, 199} & set(kept) and not {0, 1} & set(kept)
@@ -215,7 +215,7 @@ def test_audit_command_prints_the_log(tmp_path):
            "what": {"kind": "node"}}
     new = old | {"time": "2120-01-01T00:00:00.000Z", "event": "drive-add", "who": {"uid": 0, "user": "root", "pid": 7,
                                                                                  "command": "nvpool"}}
-    (directory.log / audit.FILE).write_text(json.dumps(old) + "\n" + json.dumps(new) + "\n")
+    (directory.log / audit_format.FILE).write_text(json.dumps(old) + "\n" + json.dumps(new) + "\n")
     shown = CliRunner().invoke(command.audit, [str(tmp_path)]).output
     assert "token\tdone\tunknown\tx\tkind=node" in shown and "root (nvpool 7)" in shown
     for since in ("7d", "2050-01-01", "2050-01-01T00:00:00Z"):

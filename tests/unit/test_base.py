@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.base import checksum, grants, ids, units
-from nvpool.base.errors import StaleGrant
-from nvpool.base.futures import abandon
+from nvpool.core import checksum, grants, ids, units
+from nvpool.core.errors import StaleGrant
+from nvpool.core.futures import abandon
 
 SECRET = bytes(range(32))
 

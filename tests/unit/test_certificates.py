@@ -8,22 +8,23 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from nvpool.base import metrics
-from nvpool.base.authority import Authority, described, request_certificate
-from nvpool.base.clock import ManualClock
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import CorruptRecord, NotFound, Unavailable
-from nvpool.base.identities import SKEW_S
-from nvpool.base.metrics_page import Page
-from nvpool.cli import cert, reach
-from nvpool.client import renewing as client_renewing
-from nvpool.logic.certificates import DAY_S, problems, state_of
-from nvpool.logic.poolmap import MAP_FORMAT, PoolMap, Settings
-from nvpool.run import renewing
-from nvpool.run.certificates import ISSUED_FILE, Certificates
-from nvpool.run.node_metrics import measure_certificates
-from nvpool.wire import identity as identity_module
-from nvpool.wire.identity import ETCD_SECRET, Identity, is_key_of
+from nvpool.cli import pool_connection
+from nvpool.cli.commands import cert
+from nvpool.client import certificate_renewal as client_renewing
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import CorruptRecord, NotFound, Unavailable
+from nvpool.core.member_names import SKEW_S
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.metrics import registry as metrics
+from nvpool.metrics.exposition import Page
+from nvpool.node.admin import certificate_renewal as node_renewal
+from nvpool.node.admin.certificate_store import ISSUED_FILE, Certificates
+from nvpool.node.metrics import measure_certificates
+from nvpool.poolmap.certificate_checks import DAY_S, problems, state_of
+from nvpool.poolmap.model import MAP_FORMAT, PoolMap, Settings
+from nvpool.security import tls as identity_module
+from nvpool.security.ca import Authority, described, request_certificate
+from nvpool.security.tls import ETCD_SECRET, Identity, is_key_of
 
 POOL = "0123456789abcdef" * 2
 NOW_S = 1_000_000_000.0
@@ -122,11 +123,11 @@ def test_renewal_that_fails_leaves_its_reason(directory, clock, monkeypatch):
         assert certificates.trouble == "nobody signs"
         await renew()
 
-    monkeypatch.setattr(renewing, "renew_once", renew_once)
-    monkeypatch.setattr(renewing.renewing, "keep_renewed", twice)
+    monkeypatch.setattr(node_renewal, "renew_once", renew_once)
+    monkeypatch.setattr(node_renewal.client_renewal, "keep_renewed", twice)
     identity = SimpleNamespace(own_member=lambda: "node/alpha.1")
     audit = SimpleNamespace(note=lambda event, actor, what: noted.append((event, what)))
-    asyncio.run(renewing.keep_renewed(directory, identity, lambda: None, None, audit, certificates))
+    asyncio.run(node_renewal.keep_renewed(directory, identity, lambda: None, None, audit, certificates))
     assert certificates.trouble == "" and noted == [("certificate-renew", {"member": "node/alpha.1"})]
 
 
@@ -163,7 +164,7 @@ def secrets_of(directory):
 def rotated(directory, identity):
     first = PoolMap(format=MAP_FORMAT, pool_id=POOL, name="p", epoch=1, settings=Settings(1 << 20, 1), nodes=(), drives=(),
                     targets=(), tables=(), shards=())
-    return asyncio.run(renewing.renew_once(directory, identity, first, None, new_key=True))
+    return asyncio.run(node_renewal.renew_once(directory, identity, first, None, new_key=True))
 
 
 def test_new_key_takes_the_place_of_the_former_one(rotating):
@@ -204,7 +205,7 @@ def test_interrupted_change_of_a_key_leaves_a_pair_that_fits(rotating, monkeypat
             pass
     found = Identity.load(directory.secret, POOL)
     assert found.own_member() == "node/alpha.1", "before the supervisor has put it in order"
-    renewing.settle_keys(directory)
+    node_renewal.settle_keys(directory)
     certificate, key, etcd_certificate, etcd_key = secrets_of(directory)
     assert is_key_of(certificate, key) and is_key_of(etcd_certificate, etcd_key)
     assert not list(directory.secret.rglob("*.next"))
@@ -250,8 +251,8 @@ def asked(monkeypatch):
     async def status_of(pool):
         return status([])
 
-    monkeypatch.setattr(reach, "change", change)
-    monkeypatch.setattr(reach, "status_of", status_of)
+    monkeypatch.setattr(pool_connection, "change", change)
+    monkeypatch.setattr(pool_connection, "status_of", status_of)
     return changes
 
 

@@ -11,22 +11,22 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from nvpool.base.errors import Busy, ChecksumMismatch, CorruptRecord, NoSpace, StaleEpoch
-from nvpool.base.ids import ROOT_INODE, version, version_parts
-from nvpool.base.units import KIB, MIB
-from nvpool.client import hedging as hedging_module
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.layout import chain_of
-from nvpool.logic.poolmap import PoolMap, changed
-from nvpool.store.allocator import Transaction
-from nvpool.store.chunkstore import ALL_INODES, InodeCut
-from nvpool.store.reads import READ, RESULT
-from nvpool.store.records import encode_segment, segment_key
-from nvpool.testing.holding_pool import HoldingPool
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.codec import encode_read_request
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.client.data import hedging as hedging_module
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import Busy, ChecksumMismatch, CorruptRecord, NoSpace, StaleEpoch
+from nvpool.core.ids import ROOT_INODE, version, version_parts
+from nvpool.core.units import KIB, MIB
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import PoolMap, changed
+from nvpool.rpc.messages.data_codec import encode_read_request
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.chunks.api import ALL_INODES, InodeCut
+from nvpool.store.chunks.read_batch import READ, RESULT
+from nvpool.store.disk.allocator import Transaction
+from nvpool.store.disk.index_records import encode_segment, segment_key
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.stalling_pool import HoldingPool
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_cut=False)

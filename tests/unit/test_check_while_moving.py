@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from test_moving import ME, OPTIONS, Moving, run
 
-from nvpool.base.ids import ROOT_INODE, partition_of
-from nvpool.meta import records
-from nvpool.sdk.checkup import check_metadata
-from nvpool.sdk.found import Checkup
+from nvpool.core.ids import ROOT_INODE, partition_of
+from nvpool.meta.state import records
+from nvpool.sdk.fsck.check import check_metadata
+from nvpool.sdk.fsck.report import Checkup
 
 WAIT_S = 120.0
 
@@ -21,7 +21,7 @@ WAIT_S = 120.0
 @pytest.fixture(autouse=True)
 def many_steps(monkeypatch):
     """A check of a small pool takes as many steps as one of a large one, so that partitions move under it."""
-    monkeypatch.setattr("nvpool.sdk.checkup_names.RECORDS_A_STEP", 15)
+    monkeypatch.setattr("nvpool.sdk.fsck.metadata.RECORDS_A_STEP", 15)
 
 
 async def checked(moving: Moving, repair: bool = False) -> Checkup:

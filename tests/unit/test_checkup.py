@@ -7,16 +7,16 @@ import struct
 import pytest
 from test_store_damage import leak
 
-from nvpool.base import grants
-from nvpool.base.checksum import piece_checksums
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import Busy, WrongTarget
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.layout import chain_of
-from nvpool.sdk.checkup import Checkup, check
-from nvpool.sdk.dumpfile import dump, load
-from nvpool.testing.pool import LocalPool, run
-from nvpool.wire.v1 import data_pb2, wire_pb2
+from nvpool.client.state.types import Caller
+from nvpool.core import grants
+from nvpool.core.checksum import piece_checksums
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import Busy, WrongTarget
+from nvpool.poolmap.layout import chain_of
+from nvpool.rpc.v1 import data_pb2, wire_pb2
+from nvpool.sdk.admin.dump import dump, load
+from nvpool.sdk.fsck.check import Checkup, check
+from nvpool.testing.fakes.local_pool import LocalPool, run
 
 GHOST = 4242
 ROOT = Caller(0, 0)
@@ -59,8 +59,8 @@ def test_a_sound_pool_has_no_problem_and_removed_files_leave_none():
 
 
 def test_records_are_counted_once_however_many_steps_it_takes(monkeypatch, tmp_path):
-    monkeypatch.setattr("nvpool.sdk.checkup_names.RECORDS_A_STEP", 3)
-    monkeypatch.setattr("nvpool.sdk.dumpfile.RECORDS_A_STEP", 3)
+    monkeypatch.setattr("nvpool.sdk.fsck.metadata.RECORDS_A_STEP", 3)
+    monkeypatch.setattr("nvpool.sdk.admin.dump.RECORDS_A_STEP", 3)
     path = str(tmp_path / "dump")
 
     async def made(pool):
@@ -124,7 +124,7 @@ def test_a_chunk_that_knows_a_later_cut_than_its_inode_is_found():
 
 @pytest.fixture
 def quick_looks(monkeypatch):
-    monkeypatch.setattr("nvpool.sdk.checkup_copies.LOOKS_S", (0.01, 0.02, 0.05))
+    monkeypatch.setattr("nvpool.sdk.fsck.replicas.LOOKS_S", (0.01, 0.02, 0.05))
 
 
 def of_two_replicas(test):
@@ -224,6 +224,6 @@ def test_what_a_target_has_of_a_chain_that_moved_is_a_problem_only_when_it_stays
             copy = await pool.stores[members[0]].store.fetch(handle.inode, 0)
             assert await store.install([(copy, store.state(handle.inode, 0))]) == [True]
             assert not (await checked(client)).problems
-            monkeypatch.setattr("nvpool.store.strays.LATE_S", 0.0)
+            monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.LATE_S", 0.0)
             assert [problem.kind for problem in (await checked(client)).problems] == ["misplaced"]
     asyncio.run(main())

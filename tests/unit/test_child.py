@@ -9,17 +9,17 @@ import sys
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.base.config import Supervisor
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.host import identity_of, runs
-from nvpool.run import child as child_module
-from nvpool.run.child import Child
+from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.core.config import Supervisor
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.host.processes import identity_of, runs
+from nvpool.node import child_process as child_module
+from nvpool.node.child_process import Child
 
 SERVES = """if True:
     import os, signal, sys, time
-    from nvpool.base.directory import Flock, PoolDirectory, announcement
-    from nvpool.base.errors import InUse
+    from nvpool.host.pool_directory import Flock, PoolDirectory, announcement
+    from nvpool.core.errors import InUse
     directory = PoolDirectory(sys.argv[1])
     with open(directory.path / "starts", "a") as file:
         file.write(f"{os.getpid()}\\n")
@@ -177,7 +177,7 @@ def test_what_a_process_said_of_its_end_is_known_until_one_serves(directory):
     directory.log.mkdir()
     says = f"""if True:
         import os, sys
-        from nvpool.run.logs import start_log, log
+        from nvpool.runtime.logging_setup import start_log, log
         from pathlib import Path
         start_log("meta-1", "info", Path({str(directory.log)!r}) / "meta-1.log")
         if not os.path.exists(sys.argv[1] + "/mended"):
@@ -204,7 +204,7 @@ def test_a_line_of_the_log_is_kept_whatever_is_in_it(tmp_path):
     path = tmp_path / "meta-1.log"
     code = f"""if True:
         import os, sys
-        from nvpool.run.logs import start_log, log
+        from nvpool.runtime.logging_setup import start_log, log
         from pathlib import Path
         start_log("meta-1", "info", Path({str(path)!r}), form=sys.argv[1])
         log.info("of the drive %s", os.fsdecode(b"/mnt/\\xff\\n"))

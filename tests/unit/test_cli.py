@@ -11,7 +11,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from nvpool.base.errors import (
+from nvpool.cli import main as cli_main
+from nvpool.cli.commands.dev import default_sizes
+from nvpool.cli.commands.pool import drive_of, name_of, rebalance
+from nvpool.cli.commands.volume import Span, create
+from nvpool.cli.output import ago, exit_code, print_table
+from nvpool.cli.pool_connection import endpoints_of
+from nvpool.core.errors import (
     BadConfiguration,
     Bug,
     CorruptRecord,
@@ -25,14 +31,8 @@ from nvpool.base.errors import (
     Unreachable,
     every_error,
 )
-from nvpool.base.programs import Program, command
-from nvpool.base.version import VERSION
-from nvpool.cli import main as cli_main
-from nvpool.cli.dev import default_sizes
-from nvpool.cli.pool import drive_of, name_of, rebalance
-from nvpool.cli.reach import endpoints_of
-from nvpool.cli.render import ago, exit_code, print_table
-from nvpool.cli.volume import Span, create
+from nvpool.core.programs import Program, command
+from nvpool.core.version import VERSION
 from nvpool.sdk.paths import as_os_error
 
 ROOT = Path(cli_main.__file__).parents[2]

@@ -12,13 +12,13 @@ import time
 import click
 import pytest
 
-from nvpool.base.directory import FORMAT_TEXT
-from nvpool.base.errors import AccessDenied, InvalidRequest, NotFound
-from nvpool.base.programs import Program, command
-from nvpool.base.remedies import with_pool
 from nvpool.cli import known_pools
 from nvpool.cli import main as cli_main
-from nvpool.cli.place import PlaceType
+from nvpool.cli.pool_path import PlaceType
+from nvpool.core.errors import AccessDenied, InvalidRequest, NotFound
+from nvpool.core.programs import Program, command
+from nvpool.core.remedies import with_pool
+from nvpool.host.pool_directory import FORMAT_TEXT
 
 
 def leaves(command: click.Command, words: tuple[str, ...] = ()):
@@ -119,8 +119,9 @@ def test_mistyped_pool_is_never_offered_to_be_made(capfd, words, tmp_path):
 
 @pytest.mark.parametrize("words", OF_POOLS)
 def test_stopped_pool_names_the_command_that_starts_it(capfd, words, tmp_path, stopped, monkeypatch):
-    from nvpool.cli import place, reach
-    monkeypatch.setattr(reach, "REACH_S", 0.3)
+    from nvpool.cli import pool_connection
+    from nvpool.cli import pool_path as place
+    monkeypatch.setattr(pool_connection, "REACH_S", 0.3)
     monkeypatch.setattr(place, "REACH_S", 0.3)
     existing = tmp_path / "existing"
     existing.write_text("")
@@ -187,9 +188,9 @@ def test_remedy_names_the_pool_of_the_call(capfd, monkeypatch, words, said):
     async def refuse(*_, **__):
         raise InvalidRequest(said)
     for name in ("ask", "change", "status_of"):
-        monkeypatch.setattr(f"nvpool.cli.reach.{name}", refuse)
-    monkeypatch.setattr("nvpool.cli.place.ask", refuse)
-    monkeypatch.setattr("nvpool.cli.node.ended_drained", lambda *_: None)
+        monkeypatch.setattr(f"nvpool.cli.pool_connection.{name}", refuse)
+    monkeypatch.setattr("nvpool.cli.pool_path.ask", refuse)
+    monkeypatch.setattr("nvpool.cli.commands.node.ended_drained", lambda *_: None)
     for pool, shown in (("/srv/pool", "/srv/pool"), ("/srv/my pool", "'/srv/my pool'"), ("10.0.0.1:17512", "10.0.0.1:17512")):
         code, out, err = run(capfd, *(word.format(pool) for word in words), "--json")
         assert (code, err) == (1, f"nvpool: {said.replace('POOL', shown)}\n")
@@ -223,8 +224,8 @@ def test_rebalance_says_whether_moving_goes_on(capfd, monkeypatch, words, paused
     async def status_of(*_, **__):
         return {"chains": {"full": 1, "total": 4, "fewer": 0, "without": 0, "filling": 0, "to_copy": to_copy, "bytes_left": 1,
                            "seconds_left": None, "paused": paused, "limit_bytes_s": 1 << 20 if "--limit" in words else 0}}
-    monkeypatch.setattr("nvpool.cli.reach.change", change)
-    monkeypatch.setattr("nvpool.cli.reach.status_of", status_of)
+    monkeypatch.setattr("nvpool.cli.pool_connection.change", change)
+    monkeypatch.setattr("nvpool.cli.pool_connection.status_of", status_of)
     code, out, _ = run(capfd, "pool", "rebalance", "/srv/pool", *words)
     assert code == 0 and out.splitlines()[1:] == ([said] if said else [])
     assert "go on with: nvpool pool rebalance /srv/pool --resume" in out if paused else "POOL" not in out
@@ -289,8 +290,8 @@ def _names(pid: str, place: str) -> bool:
 
 
 def test_interrupted_dev_up_keeps_a_pool_that_was_there(tmp_path, capfd):
-    from nvpool.base.directory import PoolDirectory
-    from nvpool.cli.undoing import Undoing
+    from nvpool.cli.dev_rollback import Undoing
+    from nvpool.host.pool_directory import PoolDirectory
     place = tmp_path / "pool"
     place.mkdir()
     (place / "FORMAT").write_text(FORMAT_TEXT)
@@ -301,8 +302,8 @@ def test_interrupted_dev_up_keeps_a_pool_that_was_there(tmp_path, capfd):
 
 def test_interrupted_start_ends_a_supervisor_without_its_lock(tmp_path, monkeypatch):
     """The signal comes while the process is being started: its number is not known to anybody yet."""
-    from nvpool.base.directory import PoolDirectory
-    from nvpool.cli import pool_life
+    from nvpool.cli import pool_lifecycle
+    from nvpool.host.pool_directory import PoolDirectory
     place = PoolDirectory(tmp_path)
     started = []
 
@@ -310,10 +311,10 @@ def test_interrupted_start_ends_a_supervisor_without_its_lock(tmp_path, monkeypa
         os.kill(os.getpid(), signal.SIGINT)
         started.append(subprocess.Popen(["sleep", "60"]))
         return started[0]
-    monkeypatch.setattr(pool_life, "_spawn_supervisor", spawn)
+    monkeypatch.setattr(pool_lifecycle, "_spawn_supervisor", spawn)
     monkeypatch.setattr(PoolDirectory, "check", lambda self: None)
     with pytest.raises(KeyboardInterrupt):
-        pool_life.start(place)
+        pool_lifecycle.start(place)
     assert started[0].poll() == -signal.SIGKILL
 
 
@@ -337,8 +338,8 @@ def test_dev_up_checks_the_mount_point_first(tmp_path, capfd, kind, said):
 
 
 def test_failed_dev_up_says_what_stays(tmp_path, capfd):
-    from nvpool.base.directory import PoolDirectory
-    from nvpool.cli.undoing import Undoing
+    from nvpool.cli.dev_rollback import Undoing
+    from nvpool.host.pool_directory import PoolDirectory
     place = tmp_path / "pool"
     with pytest.raises(InvalidRequest), Undoing(PoolDirectory(place), None):
         raise InvalidRequest("nothing was made")

@@ -6,16 +6,16 @@ import io
 import click
 import pytest
 
-from nvpool.base.checksum import crc32c
-from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.cli import main as cli_main
-from nvpool.cli import progress, reach
-from nvpool.cli.drive import moving_on
-from nvpool.cli.drive import wait_until_moved as wait_until_drained
-from nvpool.cli.place import Place, PlaceType
-from nvpool.cli.shard import wait_until_moved
-from nvpool.sdk import dumpfile
-from nvpool.sdk.probe import Latencies, Places, read_local
+from nvpool.cli import pool_connection, progress
+from nvpool.cli.commands.drive import moving_on
+from nvpool.cli.commands.drive import wait_until_moved as wait_until_drained
+from nvpool.cli.commands.shard import wait_until_moved
+from nvpool.cli.pool_path import Place, PlaceType
+from nvpool.core.checksum import crc32c
+from nvpool.core.errors import CorruptRecord, InvalidRequest, WrongFormat
+from nvpool.sdk.admin import dump as sdk_dump
+from nvpool.sdk.bench.random_reads import Latencies, Places, read_local
 
 
 @pytest.mark.parametrize("text, place", [
@@ -36,31 +36,31 @@ def test_what_is_no_place_is_refused_with_an_example(text):
 
 
 def dump_file(*frames):
-    content = b"".join(dumpfile._FRAME.pack(shard, len(records), crc32c(records)) + records for shard, records in frames)
-    end = dumpfile._COUNT.pack(len(frames))
-    return content + dumpfile._FRAME.pack(dumpfile.END_OF_FRAMES, len(end), crc32c(end)) + end
+    content = b"".join(sdk_dump._FRAME.pack(shard, len(records), crc32c(records)) + records for shard, records in frames)
+    end = sdk_dump._COUNT.pack(len(frames))
+    return content + sdk_dump._FRAME.pack(sdk_dump.END_OF_FRAMES, len(end), crc32c(end)) + end
 
 
 def test_the_frames_of_a_dump_come_back_and_none_that_is_not_as_it_was_written():
     whole = dump_file((1, b"abc"), (1, b"d" * 1000), (2, b""))
-    assert list(dumpfile.frames(io.BytesIO(whole))) == [(1, b"abc"), (1, b"d" * 1000), (2, b"")]
+    assert list(sdk_dump.frames(io.BytesIO(whole))) == [(1, b"abc"), (1, b"d" * 1000), (2, b"")]
     for cut in range(len(whole)):
         with pytest.raises(CorruptRecord):
-            list(dumpfile.frames(io.BytesIO(whole[:cut])))
+            list(sdk_dump.frames(io.BytesIO(whole[:cut])))
     with pytest.raises(CorruptRecord):
-        list(dumpfile.frames(io.BytesIO(whole + b"x")))
+        list(sdk_dump.frames(io.BytesIO(whole + b"x")))
     for at in (5, 13, 100, len(whole) - 1):
         with pytest.raises(CorruptRecord):
-            list(dumpfile.frames(io.BytesIO(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1:])))
+            list(sdk_dump.frames(io.BytesIO(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1:])))
 
 
 def test_a_file_that_is_no_dump_is_refused_by_its_first_bytes():
-    for content, error in ((b"", WrongFormat), (b"nvpool dump 2\n{}\n", WrongFormat), (dumpfile.MAGIC + b"{", CorruptRecord),
-                           (dumpfile.MAGIC + b"[]\n", CorruptRecord)):
+    for content, error in ((b"", WrongFormat), (b"nvpool dump 2\n{}\n", WrongFormat), (sdk_dump.MAGIC + b"{", CorruptRecord),
+                           (sdk_dump.MAGIC + b"[]\n", CorruptRecord)):
         file = io.BytesIO(content)
         file.name = "x"
         with pytest.raises(error):
-            dumpfile.read_header(file)
+            sdk_dump.read_header(file)
 
 
 def test_percentiles_are_those_of_all_that_was_counted():
@@ -137,8 +137,8 @@ def test_a_command_that_waits_reports_a_stall(monkeypatch, capsys, quiet):
                    "chains": {"paused": False, "filling": 0, "to_copy": 0, "bytes_left": 0, "seconds_left": None}}
             await asyncio.sleep(0.05)
 
-    monkeypatch.setattr(reach, "statuses", statuses)
-    monkeypatch.setattr("nvpool.cli.drive.STALL_S", 0.01)
+    monkeypatch.setattr(pool_connection, "statuses", statuses)
+    monkeypatch.setattr("nvpool.cli.commands.drive.STALL_S", 0.01)
     monkeypatch.setattr(progress, "LINE_S", 0.02)
     asyncio.run(wait_until_drained("p", "draining drive 1", quiet, 1))
     said = capsys.readouterr().err
@@ -155,9 +155,9 @@ def test_an_interrupted_wait_says_that_the_drain_goes_on(monkeypatch, capsys, no
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(reach, "change", change)
-    monkeypatch.setattr(reach, "statuses", statuses)
-    monkeypatch.setattr("nvpool.cli.node.ended_drained", lambda pool, number: None)
+    monkeypatch.setattr(pool_connection, "change", change)
+    monkeypatch.setattr(pool_connection, "statuses", statuses)
+    monkeypatch.setattr("nvpool.cli.commands.node.ended_drained", lambda pool, number: None)
     assert cli_main.main([noun, "drain", "/nowhere", "2", "--wait"]) == 130
     told = capsys.readouterr().err
     assert f"draining {noun} 2 goes on; look with: nvpool {noun} ls /nowhere" in told
@@ -181,7 +181,7 @@ def test_who_waits_for_partitions_is_told_that_moving_is_paused(monkeypatch, pau
         gate.set()
         return await waits
 
-    monkeypatch.setattr(reach, "statuses", statuses)
+    monkeypatch.setattr(pool_connection, "statuses", statuses)
     monkeypatch.setattr(progress, "shown", shown)
     asyncio.run(wait_until_moved("p", "filling", True, None))
     assert told == [expected]

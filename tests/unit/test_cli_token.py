@@ -7,16 +7,16 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from nvpool.base.config import Config
-from nvpool.base.errors import NotFound
-from nvpool.cli import client, node
-from nvpool.cli.token import VARIABLE, token_from
+from nvpool.cli.commands import client, node
+from nvpool.cli.token_input import VARIABLE, token_from
+from nvpool.core.config import Config
+from nvpool.core.errors import NotFound
 
 TOKEN = "nvp1." + "A" * 64
 HIDES = """
 import sys
 from pathlib import Path
-from nvpool.cli import client, main
+from nvpool.cli.commands import client; from nvpool.cli import main
 seen = []
 client.entered = lambda *arguments: seen.append((arguments[3], Path("/proc/self/cmdline").read_bytes())) or sys.exit(0)
 try:
@@ -65,7 +65,7 @@ def test_token_comes_from_the_environment(joined):
 
 def test_token_is_asked_for_without_echo(joined, monkeypatch):
     asked = []
-    monkeypatch.setattr("nvpool.cli.token.sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)}))
+    monkeypatch.setattr("nvpool.cli.token_input.sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)}))
     monkeypatch.setattr(click, "prompt", lambda text, **how: asked.append((text, how)) or TOKEN)
     assert token_from(None, None) == TOKEN
     assert asked == [("token", {"hide_input": True, "err": True})]
@@ -100,9 +100,18 @@ def test_token_as_an_argument_leaves_the_process_list(words, shown):
 
 
 def test_token_is_not_handed_on_to_programs(joined):
-    done = subprocess.run([sys.executable, "-c", "import os; from nvpool.cli.token import token_from; token_from(None, None); "
-                           f"print({VARIABLE!r} in os.environ)"], env={VARIABLE: TOKEN}, capture_output=True, text=True,
-                          check=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os; from nvpool.cli.token_input import token_from; token_from(None, None); "
+            f"print({VARIABLE!r} in os.environ)",
+        ],
+        env={VARIABLE: TOKEN},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "False\n"
 
 

@@ -8,14 +8,14 @@ import os
 
 import pytest
 
-from nvpool.base.errors import NoSpace, NvpoolError, WritesLost
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB, MIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.testing.plain_store import PlainStore
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1 import wire_pb2
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import NoSpace, NvpoolError, WritesLost
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB, MIB
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=20.0, fresh_s=0.0, attr_s=0.0, release_s=0.01)

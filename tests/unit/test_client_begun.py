@@ -9,18 +9,18 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base import errors
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import AlreadyExists, Disconnected, NoSpace, NotFound, NvpoolError, StaleCut, StaleEpoch, StaleSession
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.kept import KeptMemory, Word
-from nvpool.client import plainwrites
-from nvpool.client.options import ClientOptions
-from nvpool.client.poolview import FOLLOW_S
-from nvpool.client.vfs.contract import Caller, DirHandle
-from nvpool.client.written import Turn
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.client.state.dirty_file import Turn
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.pool_view import FOLLOW_S
+from nvpool.client.state.types import Caller, DirHandle
+from nvpool.client.write import fast_writes
+from nvpool.core import errors
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import AlreadyExists, Disconnected, NoSpace, NotFound, NvpoolError, StaleCut, StaleEpoch, StaleSession
+from nvpool.core.ids import ROOT_INODE
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.shm.mount_state import KeptMemory, Word
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(5, 6)
 MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -29,10 +29,10 @@ UNIQUE = 1000
 
 @pytest.fixture(params=("compiled", "ordinary"), autouse=True)
 def way(request, monkeypatch):
-    """First writes and closes of small files by client/plainwrites, where that is compiled, and without it."""
+    """First writes and closes of small files by client/write/fast_writes, where that is compiled, and without it."""
     if request.param == "ordinary":
-        monkeypatch.setattr(plainwrites, "_plainwrites", None)
-    elif plainwrites._plainwrites is None:
+        monkeypatch.setattr(fast_writes, "_fast_writes", None)
+    elif fast_writes._fast_writes is None:
         pytest.skip("it is not compiled here")
     return request.param
 

@@ -6,16 +6,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nvpool.base.errors import Disconnected, InvalidRequest
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.meta.leases import HELD_ALL_MAX, HELD_MAX, Session, Sessions, handles_of, inodes_of
-from nvpool.meta.service import MetaOptions
-from nvpool.meta.session_records import SessionRecord
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1 import wire_pb2
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import Disconnected, InvalidRequest
+from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.server.service import MetaOptions
+from nvpool.meta.sessions.table import HELD_ALL_MAX, HELD_MAX, Session, Sessions, handles_of, inodes_of
+from nvpool.meta.state.session_records import SessionRecord
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(0, 0)
 LEASE_S = 1.5

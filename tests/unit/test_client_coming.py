@@ -2,7 +2,7 @@
 
 import asyncio
 
-from nvpool.client.coming import Coming
+from nvpool.core.completion import Coming
 
 
 def test_the_listener_is_told_once_and_at_once():

@@ -8,7 +8,9 @@ import random
 
 import pytest
 
-from nvpool.base.errors import (
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import (
     BadHandle,
     BeyondData,
     Disconnected,
@@ -19,15 +21,13 @@ from nvpool.base.errors import (
     WouldBlock,
     WouldDeadlock,
 )
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
-from nvpool.meta import service as meta_service
-from nvpool.meta.service import MetaOptions
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1 import wire_pb2
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
+from nvpool.core.units import KIB
+from nvpool.meta.server import service as meta_service
+from nvpool.meta.server.service import MetaOptions
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(0, 0)
 OPTIONS = ClientOptions(deadline_s=5.0, release_s=0.01)
@@ -97,7 +97,7 @@ def case(**pool_options):
 
 
 async def _fsck(made):
-    from nvpool.testing.meta_shard import ShardClient
+    from nvpool.testing.fakes.meta_shard import ShardClient
     return await ShardClient(made.pool.meta).fsck()
 
 

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from nvpool.base.config import ClientSection
-from nvpool.base.errors import BadConfiguration
-from nvpool.client.options import ClientOptions, configured
 from nvpool.client.session import Client
-from nvpool.logic.poolmap import encode_map
-from nvpool.testing.pool import LocalPool
+from nvpool.client.state.options import ClientOptions, configured
+from nvpool.core.config import ClientSection
+from nvpool.core.errors import BadConfiguration
+from nvpool.poolmap.model import encode_map
+from nvpool.testing.fakes.local_pool import LocalPool
 
 OF_THE_MOUNT = {"attr_timeout_s", "entry_timeout_s", "engine", "workers"}
 CHANGED = {"deadline_s": 7.0, "write_buffer_bytes": 5 << 20, "read_ahead_bytes": 3 << 20, "read_ahead_bytes_max": 9 << 20,

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from nvpool.base.errors import AccessDenied, StaleIdentity
-from nvpool.client import pauses
-from nvpool.client.pauses import IDENTITY_TRIES, until_known
+from nvpool.client.rpc import backoff
+from nvpool.client.rpc.backoff import IDENTITY_TRIES, until_known
+from nvpool.core.errors import AccessDenied, StaleIdentity
 
 
 def test_client_that_is_not_let_in_gives_up_with_the_reason(monkeypatch):
-    monkeypatch.setattr(pauses, "IDENTITY_S", 0.0)
+    monkeypatch.setattr(backoff, "IDENTITY_S", 0.0)
 
     async def main():
         error = StaleIdentity("client/one is not in the pool any more")

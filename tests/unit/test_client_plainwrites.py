@@ -13,25 +13,25 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nvpool.base.checksum import piece_checksums
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import LockLost, NoSpace
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.kept import KeptMemory, Word
-from nvpool.client import plainwrites
-from nvpool.client.keeping import Keeping
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.layout import chain_of
-from nvpool.testing.pool import LocalPool
-from nvpool.wire import atonce
-from nvpool.wire.codec import WRITE_ENTRY, encode_write_reply, encode_write_request
-from nvpool.wire.frame import EMPTY, REQUEST, pack_head, read_head
-from nvpool.wire.v1 import meta_pb2
-from nvpool.wire.v1.wire_pb2 import DATA_WRITE, META_REPORT
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.client.write import fast_writes
+from nvpool.client.write.crash_journal import Keeping
+from nvpool.core.checksum import piece_checksums
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import LockLost, NoSpace
+from nvpool.core.ids import ROOT_INODE
+from nvpool.poolmap.layout import chain_of
+from nvpool.rpc.messages.data_codec import WRITE_ENTRY, encode_write_reply, encode_write_request
+from nvpool.rpc.transports import fast_replies
+from nvpool.rpc.transports.frame import EMPTY, REQUEST, pack_head, read_head
+from nvpool.rpc.v1 import meta_pb2
+from nvpool.rpc.v1.wire_pb2 import DATA_WRITE, META_REPORT
+from nvpool.shm.mount_state import KeptMemory, Word
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(5, 6)
-packing = plainwrites._plainwrites
+packing = fast_writes._fast_writes
 compiled = pytest.mark.skipif(packing is None, reason="it is not compiled here")
 
 
@@ -80,9 +80,9 @@ def test_a_report_is_packed_as_protobuf_has_it():
 @pytest.fixture(params=("compiled", "ordinary"), autouse=True)
 def way(request, monkeypatch):
     if request.param == "ordinary":
-        monkeypatch.setattr(plainwrites, "_plainwrites", None)
-        monkeypatch.setattr(atonce, "_frame", None)
-    elif plainwrites._plainwrites is None:
+        monkeypatch.setattr(fast_writes, "_fast_writes", None)
+        monkeypatch.setattr(fast_replies, "_frame", None)
+    elif fast_writes._fast_writes is None:
         pytest.skip("it is not compiled here")
     return request.param
 

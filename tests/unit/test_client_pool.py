@@ -8,7 +8,12 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.errors import (
+from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.pool_view import PoolView
+from nvpool.client.state.types import Caller
+from nvpool.client.vfs import attributes
+from nvpool.core.errors import (
     Busy,
     ChecksumMismatch,
     DeadlineExceeded,
@@ -20,19 +25,14 @@ from nvpool.base.errors import (
     StaleSession,
     Unavailable,
 )
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB, MIB
-from nvpool.client.answers import at_the_deadline, reason_of
-from nvpool.client.options import ClientOptions
-from nvpool.client.poolview import PoolView
-from nvpool.client.vfs import attributes
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.poolmap import changed, encode_map
-from nvpool.meta.service import MetaOptions
-from nvpool.testing.plain_store import PlainStore
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.transport import Reply
-from nvpool.wire.v1 import meta_pb2, pool_pb2, wire_pb2
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB, MIB
+from nvpool.meta.server.service import MetaOptions
+from nvpool.poolmap.model import changed, encode_map
+from nvpool.rpc.api import Reply
+from nvpool.rpc.v1 import meta_pb2, pool_pb2, wire_pb2
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=5.0, fresh_s=0.0, attr_s=0.0, release_s=0.01)

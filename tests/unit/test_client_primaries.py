@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import Disconnected
-from nvpool.client import primaries
-from nvpool.client.primaries import Primaries
-from nvpool.logic.poolmap import Shard, changed
-from nvpool.sdk.asking import Asking
+from nvpool.client.rpc import primary_connections
+from nvpool.client.rpc.primary_connections import Primaries
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import Disconnected
+from nvpool.poolmap.model import Shard, changed
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.transports.inproc import InprocTransport
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.sdk.admin.calls import Asking
 from nvpool.testing.contracts.transport import Kept, refused, soon, until
-from nvpool.wire.dial import Dialer
-from nvpool.wire.inproc_transport import InprocTransport
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1 import meta_pb2, wire_pb2
 from tests.unit.test_placement import a_pool
 
 
@@ -54,8 +54,8 @@ def with_silent_primary(check):
 
 
 def test_silence_on_a_replaced_connection_is_noticed(monkeypatch):
-    monkeypatch.setattr(primaries, "SILENT_S", 0.1)
-    monkeypatch.setattr(primaries, "LOOK_S", 0.02)
+    monkeypatch.setattr(primary_connections, "SILENT_S", 0.1)
+    monkeypatch.setattr(primary_connections, "LOOK_S", 0.02)
 
     async def check(view, connection, waiting):
         await until(lambda: view.followed)
@@ -76,8 +76,8 @@ def test_replaced_connection_to_a_former_primary_is_closed():
 
 
 def test_question_of_a_check_ends_when_the_primary_is_followed(monkeypatch):
-    monkeypatch.setattr(primaries, "SILENT_S", 0.1)
-    monkeypatch.setattr(primaries, "LOOK_S", 0.02)
+    monkeypatch.setattr(primary_connections, "SILENT_S", 0.1)
+    monkeypatch.setattr(primary_connections, "LOOK_S", 0.02)
 
     async def main():
         transport, kept = InprocTransport(), Kept()

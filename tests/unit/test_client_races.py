@@ -8,12 +8,12 @@ import random
 
 import pytest
 
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB, MIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.testing.plain_store import PlainStore
-from nvpool.testing.pool import LocalPool
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB, MIB
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(0, 0)
 WRITERS = 6

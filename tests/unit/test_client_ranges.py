@@ -10,15 +10,15 @@ import random
 
 import pytest
 
-from nvpool.base import errors
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB, MIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
-from nvpool.fuse.ops import FuseOps, errno_of
-from nvpool.testing.plain_store import PlainStore
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
+from nvpool.core import errors
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB, MIB
+from nvpool.fuse.ops.operations import FuseOps, errno_of
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(0, 0)
 OPTIONS = ClientOptions(deadline_s=20.0, fresh_s=0.0, attr_s=0.0, write_age_s=60.0)

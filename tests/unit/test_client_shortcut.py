@@ -14,17 +14,17 @@ from collections import deque
 
 import pytest
 
-from nvpool.base.errors import AccessDenied, ChecksumMismatch, NotSupported, Unreachable
-from nvpool.base.units import KIB, MIB
-from nvpool.client import shortcut
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
-from nvpool.drive.reading import cached_pages
-from nvpool.store import chunkstore
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.handover import Handover, path_beside, take
-from nvpool.wire.roles import credentials_of
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.blockio.reader import cached_pages
+from nvpool.client.data import short_circuit
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
+from nvpool.core.errors import AccessDenied, ChecksumMismatch, NotSupported, Unreachable
+from nvpool.core.units import KIB, MIB
+from nvpool.rpc.fd_passing import Handover, path_beside, take
+from nvpool.rpc.peer_roles import credentials_of
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.chunks import api as store_api
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(0, 0)
 BLOCK = 4096
@@ -186,11 +186,13 @@ async def test_while_cold_reads_wait_memory_is_looked_at_for_some_only_and_all_b
     await host.located(handle, 2)
     short = host.short
     assert await host.at_once(handle, 0, 4096) == content[:4096]
-    short._cold_reads = shortcut.COLD
+    short._cold_reads = short_circuit.COLD
     short.waiting[0] = float("inf"), lambda found: None  # somebody waits for the drive
-    found = [host.vfs.read_now(handle, 0, 4096) for _ in range(shortcut.PROBE)]
+    found = [host.vfs.read_now(handle, 0, 4096) for _ in range(short_circuit.PROBE)]
     del short.waiting[0]
-    assert found.count(None) == shortcut.PROBE - shortcut.COLD - 1, "then one looked, and found it: so did all behind it"
+    assert found.count(None) == short_circuit.PROBE - short_circuit.COLD - 1, (
+        "then one looked, and found it: so did all behind it"
+    )
     places = random.Random(5).sample(range(4096, 2 * MIB - 4096, 8192), 40)
     ended = asyncio.Event()
     reads = [(at, host.vfs.begin_read(handle, at, 4000)) for at in places]
@@ -367,7 +369,7 @@ async def test_what_is_read_when_the_lifetime_has_ended_is_thrown_away(host):
     host.short._now_s = real
     assert not handle.file.located
     assert bytes(await host.vfs.read(handle, 0, BLOCK)) == content[:BLOCK]
-    assert located.until == 0.0 and ended <= real() + chunkstore.LEND_S
+    assert located.until == 0.0 and ended <= real() + store_api.LEND_S
 
 
 @hosted()
@@ -375,7 +377,7 @@ async def test_what_is_used_is_renewed_in_time_and_what_is_not_is_forgotten(host
     content = some(2 * MIB)
     handle = await host.file(content)
     await host.located(handle, 2)
-    deadline = host.short._now_s() + chunkstore.LEND_S + 1.5
+    deadline = host.short._now_s() + store_api.LEND_S + 1.5
     while host.short._now_s() < deadline or 1 in handle.file.located:
         assert await host.at_once(handle, 0, BLOCK) == content[:BLOCK]
         await asyncio.sleep(0.1)
@@ -574,9 +576,9 @@ async def test_holes_and_what_is_behind_what_was_known_are_asked_for(host):
 def test_each_side_can_switch_it_off(how, monkeypatch):
     options = {"store": {"lend_s": 0.0}, "direct": {"direct": True}}.get(how, {})
     if options:
-        opened = chunkstore.open_chunk_store
-        monkeypatch.setattr(chunkstore, "open_chunk_store",
-                            lambda path, target, clock: opened(path, target, chunkstore.StoreOptions(**options), clock=clock))
+        opened = store_api.open_chunk_store
+        monkeypatch.setattr(store_api, "open_chunk_store",
+                            lambda path, target, clock: opened(path, target, store_api.StoreOptions(**options), clock=clock))
 
     async def main():
         async with Host() as host:
@@ -649,7 +651,7 @@ def test_a_checking_load_of_two_clients_never_sees_the_past_or_a_mixture():
 
 def asker(path: str, uid: int = 0, gid: int = 0, groups: tuple[int, ...] = ()) -> str:
     """What a process of another user gets at `path`."""
-    program = ("import asyncio, os, sys; from nvpool.wire.handover import take\n"
+    program = ("import asyncio, os, sys; from nvpool.rpc.fd_passing import take\n"
                f"asyncio; os.setgroups({list(groups)}); os.setgid({gid}); os.setuid({uid})\n"
                "try:\n  said, fds = asyncio.run(take(sys.argv[1], 5)); print('given', said.decode(), len(fds))\n"
                "except Exception as error: print(type(error).__name__)")
@@ -712,7 +714,7 @@ def test_nobody_there_somebody_who_says_nothing_and_somebody_else_are_told_apart
             with pytest.raises(NotSupported):
                 read, _ = os.pipe()
                 os.close(_)
-                shortcut.Source(1, b"nonsense", [read], asked_s=0.0)
+                short_circuit.Source(1, b"nonsense", [read], asked_s=0.0)
 
     asyncio.run(asyncio.wait_for(main(), 120))
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import Unreachable
-from nvpool.client.primaries import SILENT_S, TOLD_S, Primaries
-from nvpool.logic.poolmap import MAP_FORMAT, PoolMap, Settings, Shard
+from nvpool.client.rpc.primary_connections import SILENT_S, TOLD_S, Primaries
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import Unreachable
+from nvpool.poolmap.model import MAP_FORMAT, PoolMap, Settings, Shard
 
 
 class Bench:

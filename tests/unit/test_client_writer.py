@@ -8,14 +8,14 @@ import random
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import DeadlineExceeded, NoSpace, StaleCut
-from nvpool.base.units import KIB, MIB
-from nvpool.client.cache import OpenInode
-from nvpool.client.flushing import Stored
-from nvpool.client.options import ClientOptions
-from nvpool.client.writer import Writer
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.client.data.commit import Stored
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.write.writeback import Writer
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import DeadlineExceeded, NoSpace, StaleCut
+from nvpool.core.units import KIB, MIB
+from nvpool.rpc.v1.meta_pb2 import Attr
 
 CHUNK_BITS = 16
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from nvpool.kv.commitmark import CommitMark, Marked, read_mark, remove_mark
-from nvpool.kv.history import History, Position
+from nvpool.kv.replication.commit_mark import CommitMark, Marked, read_mark, remove_mark
+from nvpool.kv.replication_log import History, Position
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.base import config
-from nvpool.base.errors import BadConfiguration
-from nvpool.base.units import MIB
+from nvpool.core import config
+from nvpool.core.errors import BadConfiguration
+from nvpool.core.units import MIB
 
 
 def told(text: str) -> str:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.authority import Authority, Described
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.mounts import Mount
-from nvpool.base.programs import Program, command
-from nvpool.cli import doctor_drive, doctor_machine, doctor_path, doctor_pool
-from nvpool.cli.checks import BAD, OK, WARN, all_of
+from nvpool.cli.doctor import drive as doctor_drive
+from nvpool.cli.doctor import machine as doctor_machine
+from nvpool.cli.doctor import network_mtu
+from nvpool.cli.doctor import pool as doctor_pool
+from nvpool.cli.doctor.check import BAD, OK, WARN, all_of
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.programs import Program, command
+from nvpool.host.mountinfo import Mount
+from nvpool.security.ca import Authority, Described
 
 
 @pytest.fixture
@@ -321,7 +324,7 @@ def test_ports_that_are_closed_and_ports_of_strangers():
     (9000, 1500, True, False, BAD),
     (9000, 1500, False, False, WARN), (1500, 1500, False, False, OK)])
 def test_packets_that_do_not_arrive(interface, agreed, answers, arrives, wanted):
-    found = doctor_path.judge(doctor_path.Path("h", interface, agreed, answers, arrives))
+    found = network_mtu.judge(network_mtu.Path("h", interface, agreed, answers, arrives))
     assert state(found, ["MTU"] if wanted != OK else []) == wanted
     assert ("not known" in found.seen) == (wanted == OK and not answers)
 

@@ -5,10 +5,10 @@ import resource
 
 from click.testing import CliRunner
 
-from nvpool.cli import doctor_rdma
-from nvpool.cli.checks import BAD, OK, WARN, Check
-from nvpool.cli.doctor import doctor
-from nvpool.wire import ucx
+from nvpool.cli.doctor import rdma as doctor_rdma
+from nvpool.cli.doctor.check import BAD, OK, WARN, Check
+from nvpool.cli.doctor.command import doctor
+from nvpool.rpc.transports import ucx
 
 
 def machine(root, *, state="4: ACTIVE", layer="Ethernet", gids=("RoCE v2",), modules=("ib_core", "ib_uverbs", "mlx5_ib"),

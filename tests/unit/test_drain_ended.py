@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Unreachable
-from nvpool.base.host import identity_of
-from nvpool.cli import reach
-from nvpool.cli.node import node
-from nvpool.logic.poolmap import Drive, Node, Target, encode_map
+from nvpool.cli import pool_connection
+from nvpool.cli.commands.node import node
+from nvpool.core.errors import Unreachable
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.host.processes import identity_of
+from nvpool.poolmap.model import Drive, Node, Target, encode_map
 from nvpool.testing.contracts.coordinator import first_map
 
 
@@ -46,8 +46,8 @@ def directory(tmp_path, monkeypatch):
         return {"node": 2, "wish": "draining", "chains": 3, "primaries": [], "standbys": [], "etcd": False, "leads": False,
                 "waits_for": []}
 
-    monkeypatch.setattr(reach, "status_of", status_of)
-    monkeypatch.setattr(reach, "change", change)
+    monkeypatch.setattr(pool_connection, "status_of", status_of)
+    monkeypatch.setattr(pool_connection, "change", change)
     return one
 
 

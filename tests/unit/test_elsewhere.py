@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from nvpool.base.errors import StaleIdentity
-from nvpool.logic.poolmap import encode_map
-from nvpool.run import elsewhere
+from nvpool.core.errors import StaleIdentity
+from nvpool.node.coordination import peer_maps
+from nvpool.poolmap.model import encode_map
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.registry import listen
+from nvpool.rpc.v1 import pool_pb2
 from nvpool.testing.contracts.coordinator import first_map
-from nvpool.wire.dial import Dialer
-from nvpool.wire.registry import listen
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1 import pool_pb2
 
 OWN = 1
 
@@ -21,8 +21,8 @@ OWN = 1
 @pytest.fixture
 def ask(monkeypatch, request):
     """Result of `newest_elsewhere` where the other nodes answer: a map, None (nothing newer), an error; or are "silent"."""
-    monkeypatch.setattr(elsewhere, "ASK_S", 3600.0)
-    monkeypatch.setattr(elsewhere, "MORE_S", 0.01)
+    monkeypatch.setattr(peer_maps, "ASK_S", 3600.0)
+    monkeypatch.setattr(peer_maps, "MORE_S", 0.01)
 
     async def asked(answers):
         kept = []
@@ -46,7 +46,7 @@ def ask(monkeypatch, request):
                       enumerate(names))
         try:
             async with asyncio.timeout(30):
-                return await elsewhere.newest_elsewhere(SimpleNamespace(etcd=(), nodes=nodes, epoch=first.epoch), OWN, dialer)
+                return await peer_maps.newest_elsewhere(SimpleNamespace(etcd=(), nodes=nodes, epoch=first.epoch), OWN, dialer)
         finally:
             await dialer.close()
             for listener in listeners:

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from nvpool.base import xts
-from nvpool.base.checksum import piece_checksums
-from nvpool.base.errors import BadConfiguration, CorruptRecord, InvalidRequest, KeyMissing
-from nvpool.base.grants import ENCRYPTED, WRITE
-from nvpool.base.units import BLOCK_BYTES, KIB, MIB
-from nvpool.base.volume_keys import WRAPPED_BYTES, PoolKeys, identity_of, wrapped_by
-from nvpool.base.xts import BlockCipher
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
-from nvpool.meta.volumes.records import ENCRYPTED as ENCRYPTED_FLAG
-from nvpool.meta.volumes.records import VolumeRecord, decode_volume, encode_volume
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.store.chunkstore import create_chunk_store, open_chunk_store
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.testing.pool import LocalPool
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.checksum import piece_checksums
+from nvpool.core.errors import BadConfiguration, CorruptRecord, InvalidRequest, KeyMissing
+from nvpool.core.grants import ENCRYPTED, WRITE
+from nvpool.core.units import BLOCK_BYTES, KIB, MIB
+from nvpool.meta.state.volume_records import ENCRYPTED as ENCRYPTED_FLAG
+from nvpool.meta.state.volume_records import VolumeRecord, decode_volume, encode_volume
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.security import xts
+from nvpool.security.volume_keys import WRAPPED_BYTES, PoolKeys, identity_of, wrapped_by
+from nvpool.security.xts import BlockCipher
+from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ROOT = Caller(0, 0)
 MARK = b"nobody may find this on a drive "

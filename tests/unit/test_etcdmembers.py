@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from nvpool.base.config import Config
-from nvpool.base.directory import PoolDirectory
-from nvpool.logic.etcdmembers import (
+from nvpool.core.config import Config
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.node.coordination.etcd_members import EtcdKeeper
+from nvpool.poolmap.model import MAP_FORMAT, EtcdMember, Node, PoolMap, Settings, changed, decode_map, encode_map
+from nvpool.poolmap.nodes.etcd_membership import (
     Add,
     Change,
     Found,
@@ -24,8 +26,6 @@ from nvpool.logic.etcdmembers import (
     wanted,
     without,
 )
-from nvpool.logic.poolmap import MAP_FORMAT, EtcdMember, Node, PoolMap, Settings, changed, decode_map, encode_map
-from nvpool.run.etcd_keeper import EtcdKeeper
 
 
 def a_map(nodes: int, *entries: EtcdMember, racks: dict[int, str] | None = None) -> PoolMap:

@@ -4,8 +4,8 @@ import mmap
 import os
 import re
 
-from nvpool.base.faulted import fault_in
-from nvpool.base.sealed import make_sealed
+from nvpool.shm.memfd import make_sealed
+from nvpool.shm.prefault import fault_in
 
 PAGE = mmap.PAGESIZE
 SIZE = 40 * PAGE

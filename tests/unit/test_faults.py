@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from nvpool.testing.faults.powerloss import PowerLoss
+from nvpool.testing.faults.power_loss import PowerLoss
 from nvpool.testing.faults.preload import FAIL, LIE, SHORT, SYNC, WRITE, Faults
 
 

@@ -6,12 +6,14 @@ A golden file is never made anew to please this test: a different byte is a new 
 import json
 from pathlib import Path
 
-from nvpool.base import grants, ids
-from nvpool.base.ids import RequestId
-from nvpool.logic.chainset import ChainSet, encode_chains
-from nvpool.logic.layout import Layout
-from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import (
+from nvpool.core import grants, ids
+from nvpool.core.ids import RequestId
+from nvpool.poolmap.chains.chain_set import ChainSet, encode_chains
+from nvpool.poolmap.chains.placement import build_table
+from nvpool.poolmap.chains.protocol import of_old_floor
+from nvpool.poolmap.grant_revocation import taken
+from nvpool.poolmap.layout import Layout
+from nvpool.poolmap.model import (
     MAP_FORMAT,
     Drive,
     Node,
@@ -23,14 +25,12 @@ from nvpool.logic.poolmap import (
     decode_map,
     encode_map,
 )
-from nvpool.logic.replication import of_old_floor
-from nvpool.logic.rights import taken
-from nvpool.store.chunkstore import ChunkCopy, InodeCut
-from nvpool.store.fetching import CHUNK_VERSION, INODE_CUT, WANTED, decode_copy, encode_copy
-from nvpool.store.service import EXTENT
-from nvpool.wire import codec
-from nvpool.wire.entries import pack_entry
-from nvpool.wire.v1 import data_pb2, meta_pb2
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages.direntries import pack_entry
+from nvpool.rpc.v1 import data_pb2, meta_pb2
+from nvpool.store.chunks.api import ChunkCopy, InodeCut
+from nvpool.store.replication.transfer_server import CHUNK_VERSION, INODE_CUT, WANTED, decode_copy, encode_copy
+from nvpool.store.server.service import EXTENT
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 INODE = ids.inode_number(0x123, 0x4_5678_9ABC_DEF0)
@@ -66,15 +66,15 @@ def a_grant_in_a_volume() -> bytes:
 
 def messages() -> dict[str, str]:
     epoch = 0x1122_3344
-    reads = codec.pack_reads([(INODE, 7, 4096, 8192, 0, 0), (1, 0, 0, 4096, 0, 0)])
-    writes = codec.pack_writes([(INODE, 5, 77, 7, 100, 5000, 0, 0)])
+    reads = data_codec.pack_reads([(INODE, 7, 4096, 8192, 0, 0), (1, 0, 0, 4096, 0, 0)])
+    writes = data_codec.pack_writes([(INODE, 5, 77, 7, 100, 5000, 0, 0)])
     change = meta_pb2.Change(session=SESSION, slot=63, sequence=1 << 40, map_epoch=epoch, uid=1000, gid=100)
     made = {
         "grant": a_grant(), "grant of table 2": a_grant_of_table_2(), "grant in a volume": a_grant_in_a_volume(),
         "read entries": reads, "write entries": writes,
-        "read results": codec.pack_read_results([(0, 1, 8192, ids.version(7, 9)), (404, 0, 0, 0)]),
-        "write results": codec.pack_write_results([(0, 0, 0, ids.version(7, 10))]),
-        "inodes": codec.pack_inodes([1, INODE]),
+        "read results": data_codec.pack_read_results([(0, 1, 8192, ids.version(7, 9)), (404, 0, 0, 0)]),
+        "write results": data_codec.pack_write_results([(0, 0, 0, ids.version(7, 10))]),
+        "inodes": data_codec.pack_inodes([1, INODE]),
         "ReadRequest": data_pb2.ReadRequest(map_epoch=epoch, target=2, grants=[a_grant()], reads=reads, verify=True),
         "ReadReply": data_pb2.ReadReply(map_epoch=epoch, results=b"r", checksums=b"cccc"),
         "WriteRequest": data_pb2.WriteRequest(map_epoch=epoch, target=2, grants=[a_grant()], writes=writes, checksums=b"cccc",

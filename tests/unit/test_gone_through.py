@@ -8,17 +8,17 @@ import random
 
 import pytest
 
-from nvpool.base.errors import CorruptFrame, NotFound
-from nvpool.base.grants import GRANT_BYTES
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import siblings
-from nvpool.client.vfs.siblings import SHARE, Siblings
-from nvpool.meta.service import MetaOptions
-from nvpool.meta.volumes.records import LISTED, VolumeRecord
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.entries import Listed, pack_entry
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.client.lookup import prefetch_policy
+from nvpool.client.lookup.prefetch_policy import SHARE, Siblings
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.errors import CorruptFrame, NotFound
+from nvpool.core.grants import GRANT_BYTES
+from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.server.service import MetaOptions
+from nvpool.meta.state.volume_records import LISTED, VolumeRecord
+from nvpool.rpc.messages.direntries import Listed, pack_entry
+from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.testing.fakes.local_pool import LocalPool
 from tests.unit.test_looked_up_together import outcome_of
 from tests.unit.test_small_files import EXACT, ME, Case, get, put, run
 
@@ -28,7 +28,7 @@ META = MetaOptions(watch_s=30.0)
 @pytest.fixture(autouse=True)
 def only_by_name(monkeypatch):
     """Nothing is asked for because names follow one another: what is looked at here is what no order tells."""
-    monkeypatch.setattr(siblings, "MISSES_MIN", 1 << 30)
+    monkeypatch.setattr(prefetch_policy, "MISSES_MIN", 1 << 30)
 
 
 async def filled(vfs, count: int, parent: int = ROOT_INODE, **named) -> tuple[int, list[bytes]]:

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.clock import ManualClock
-from nvpool.logic.health import Health, Problem, exit_code, with_since
-from nvpool.logic.poolmap import Chain, ChainTable, Drive, Moving, Node, PoolMap, Settings, Shard, Standby, Target
-from nvpool.run.health import STALLED_S, HealthWatch
+from nvpool.core.clock import ManualClock
+from nvpool.node.health_watch import STALLED_S, HealthWatch
+from nvpool.poolmap.health_checks import Health, Problem, exit_code, with_since
+from nvpool.poolmap.model import Chain, ChainTable, Drive, Moving, Node, PoolMap, Settings, Shard, Standby, Target
 
 
 def a_map(nodes=2, replicas=2, **fields) -> PoolMap:

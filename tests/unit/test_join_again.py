@@ -7,13 +7,13 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import InvalidRequest, StaleIdentity, Unreachable
-from nvpool.cli import reach
-from nvpool.cli.node import _check_member, join
-from nvpool.logic.poolmap import Node, encode_map
+from nvpool.cli import pool_connection
+from nvpool.cli.commands.node import _check_member, join
+from nvpool.core.errors import InvalidRequest, StaleIdentity, Unreachable
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.poolmap.model import Node, encode_map
+from nvpool.rpc.v1.pool_pb2 import MapReply
 from nvpool.testing.contracts.coordinator import first_map
-from nvpool.wire.v1.pool_pb2 import MapReply
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def answers(monkeypatch):
             raise given[0]
         return MapReply(map=encode_map(given[0]))
 
-    monkeypatch.setattr(reach, "ask", ask)
+    monkeypatch.setattr(pool_connection, "ask", ask)
     yield given
     assert asked and set(asked) == {("stream://10.0.0.1:17512",)}
 

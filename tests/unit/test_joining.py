@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from nvpool.base.authority import Authority, ends_s, request_certificate
-from nvpool.base.clock import ManualClock
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import AccessDenied, InvalidRequest, Unavailable
-from nvpool.base.identities import MEMBER_S, new_member
-from nvpool.base.tokens import Token, hash_of, read_token
-from nvpool.logic.joining import REVOKED_S, joined, node_removed, token_for, token_given
-from nvpool.logic.poolmap import EtcdMember, JoinToken, Node, Revoked, decode_map, encode_map
-from nvpool.run.joining import Reception, acts_as_of
-from nvpool.run.renewing import renew_once
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import AccessDenied, InvalidRequest, Unavailable
+from nvpool.core.member_names import MEMBER_S, new_member
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.node.admin.certificate_renewal import renew_once
+from nvpool.node.admin.join_server import Reception, acts_as_of
+from nvpool.poolmap.model import EtcdMember, JoinToken, Node, Revoked, decode_map, encode_map
+from nvpool.poolmap.nodes.membership import REVOKED_S, joined, node_removed, token_for, token_given
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.registry import listen
+from nvpool.security.ca import Authority, ends_s, request_certificate
+from nvpool.security.join_tokens import Token, hash_of, read_token
+from nvpool.security.tls import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
 from nvpool.testing.contracts.coordinator import first_map
-from nvpool.wire.dial import Dialer
-from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
-from nvpool.wire.registry import listen
-from nvpool.wire.transport import Greeting
 
 POOL = "0123456789abcdef" * 2
 

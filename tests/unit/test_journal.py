@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.base.checksum import crc32c
-from nvpool.base.errors import DriveFailed, Fenced, InvalidRequest, NoSpace, TooBig
-from nvpool.kv.contract import KEY_END, VALUE_BYTES_MAX, checked_effects, checked_effects_plain
-from nvpool.kv.journal import Journal, Record, _record, decode, encode, encode_plain
+from nvpool.core.checksum import crc32c
+from nvpool.core.errors import DriveFailed, Fenced, InvalidRequest, NoSpace, TooBig
+from nvpool.kv.api import KEY_END, VALUE_BYTES_MAX, checked_effects, checked_effects_plain
+from nvpool.kv.journal import Journal, Record, decode, encode, encode_plain
+from nvpool.kv.journal import _journal_record as _record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kv-journal-record.hex"
 GOLDEN_RECORD = (7, 3, 42, {b"inode": b"\x01\x02\x03", b"\xff" * 3: None, b"empty": b""})
@@ -99,7 +100,7 @@ def test_a_page_is_begun_whole_so_that_nobody_waits_for_the_drive_to_read_it(tmp
     journal.close()
 
 
-@pytest.mark.skipif(_record is None, reason="nvpool.kv._record is not compiled")
+@pytest.mark.skipif(_record is None, reason="nvpool.kv._journal_record is not compiled")
 @given(st.binary(max_size=300), st.booleans())
 def test_checksums_of_records_are_those_of_the_library(some, by_table):
     assert _record.crc32c(some, by_table) == crc32c(some)

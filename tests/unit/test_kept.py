@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.base import kept
-from nvpool.base.arena import Arena
-from nvpool.base.errors import CorruptRecord, NoSpace, NvpoolError, TooManyOpen, WrongFormat
-from nvpool.base.kept import KeptMemory, Word
-from nvpool.client.keeping import Keeping
+from nvpool.client.write.crash_journal import Keeping
+from nvpool.core.errors import CorruptRecord, NoSpace, NvpoolError, TooManyOpen, WrongFormat
+from nvpool.shm import mount_state
+from nvpool.shm.arena import Arena
+from nvpool.shm.mount_state import KeptMemory, Word
 
 MIB = 1 << 20
 
@@ -42,7 +42,7 @@ def test_its_bytes_are_what_the_format_says(descriptor):
 
     assert at(0, 32) == b"nvpkept\n" + struct.pack("<IIQQ", 1, 0, os.fstat(descriptor).st_size, 16 * MIB)
     assert at(64 + 16, 8) == bytes((8, 7, 6, 5, 4, 3, 2, 1)) and at(1024, 5) == b"\x040:45"
-    shards, handles, locks, files, writes, arena = kept._places(16 * MIB)
+    shards, handles, locks, files, writes, arena = mount_state._places(16 * MIB)
     assert (shards, handles) == (4096, 4096 + (2 << 20))
     assert at(shards, 76) == struct.pack("<IB63sQ", 7, 6, b"secret", 0x1122)
     assert at(shards + 76 + 2 * 24, 24) == struct.pack("<QQQ", 5, 33, 0x99)
@@ -98,7 +98,7 @@ def test_a_write_of_which_only_the_mark_is_missing_is_not_told_as_done(descripto
 def test_it_can_not_be_cut_and_another_version_is_refused(descriptor):
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 4096)
-    os.pwrite(descriptor, struct.pack("<I", kept.VERSION + 1), 8)
+    os.pwrite(descriptor, struct.pack("<I", mount_state.VERSION + 1), 8)
     with pytest.raises(WrongFormat, match="unmount"):
         KeptMemory(descriptor)
     os.pwrite(descriptor, b"something", 0)
@@ -113,7 +113,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_else_is_raised(descriptor):
         memory.keep_write(10, number << 12, bytes(4096), number, True, number + 1)
         memory.handles.put(memory.handles.take(), 10, 0, 0, 0, 0, 0, number + 1)
     whole = os.pread(descriptor, 8192, 0)
-    shards, handles, _, _, writes, _ = kept._places(16 * MIB)
+    shards, handles, _, _, writes, _ = mount_state._places(16 * MIB)
     places = [*range(0, 128), *range(shards, shards + 100), *range(handles, handles + 800), *range(writes, writes + 960)]
     chance = random.Random(3)
     refused = 0
@@ -132,7 +132,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_else_is_raised(descriptor):
 
 def test_a_table_that_is_full_says_so(descriptor, monkeypatch):
     memory = KeptMemory(descriptor)
-    table = kept.Table(memory._memory, kept._places(16 * MIB)[2], kept.LOCK, 3, Word.LOCKS)
+    table = mount_state.Table(memory._memory, mount_state._places(16 * MIB)[2], mount_state.LOCK, 3, Word.LOCKS)
     taken = [table.take() for _ in range(3)]
     assert taken == [0, 1, 2] and not table.free
     with pytest.raises(TooManyOpen):

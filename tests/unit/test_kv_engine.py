@@ -14,7 +14,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from nvpool.base.errors import (
+from nvpool.core.errors import (
     Busy,
     CorruptRecord,
     DriveFailed,
@@ -26,7 +26,7 @@ from nvpool.base.errors import (
     TooManyOpen,
     WrongFormat,
 )
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.testing.contracts.kv import everything
 
 QUIET = {"sync_interval_s": 30.0, "checkpoint_interval_s": 30.0}
@@ -197,7 +197,7 @@ def test_nor_does_it_when_two_generations_were_in_the_journal(path, tmp_path, ho
 
 WRITER = """
 import asyncio, os, sys
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 
 async def main():
     kv = await LmdbKv.open(sys.argv[1], LmdbOptions(journal_bytes=1 << 18, map_bytes=1 << 16, layer_entries_max=100,
@@ -427,7 +427,7 @@ def test_at_its_maximum_what_adds_is_refused_and_what_removes_works(path):
 
 
 def test_a_map_that_proves_too_small_grows_and_no_change_is_lost(path, monkeypatch):
-    monkeypatch.setattr("nvpool.kv.lmdb_tree.LmdbTree.prepare", lambda self, change_bytes: None)
+    monkeypatch.setattr("nvpool.kv.lmdb_env.LmdbTree.prepare", lambda self, change_bytes: None)
 
     async def main():
         async with opened(path, LmdbOptions(journal_bytes=1 << 22, map_bytes=1 << 16, **QUIET)) as kv:

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 
-from nvpool.base.errors import Busy
-from nvpool.kv import lmdb_tree
-from nvpool.kv.history import Position
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.kv.lmdb_tree import LmdbTree, Mark, keys_within
-from nvpool.kv.member import MemberKv
+from nvpool.core.errors import Busy
+from nvpool.kv import lmdb_env
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.kv.lmdb_env import LmdbTree, Mark, keys_within
+from nvpool.kv.replication.member import MemberKv
+from nvpool.kv.replication_log import Position
 from nvpool.testing.contracts.kv import everything
 
 OPTIONS = LmdbOptions(journal_bytes=1 << 22, map_bytes=1 << 20, sync_interval_s=30, checkpoint_interval_s=30)
@@ -76,7 +76,7 @@ def test_how_many_keys_change_so_many_pages(leaves, branches):
 
 @pytest.mark.parametrize("count, pages_max", [(3000, 40), (30_000, 100), (30_000, 400), (30_000, 3000)])
 def test_a_write_of_so_many_keys_changes_no_more_pages_than_it_may(tmp_path, monkeypatch, count, pages_max):
-    monkeypatch.setattr(lmdb_tree, "WRITE_PAGES_MAX", pages_max)
+    monkeypatch.setattr(lmdb_env, "WRITE_PAGES_MAX", pages_max)
     tree = filled(tmp_path / "kv", count)
     try:
         old = list(scattered(count, 1))
@@ -97,7 +97,7 @@ def test_a_write_of_so_many_keys_changes_no_more_pages_than_it_may(tmp_path, mon
 
 def test_a_layer_is_large_by_the_pages_that_it_will_change(tmp_path, monkeypatch):
     """Nothing frozen has more keys than a write may change, however fast changes come; none is lost by that."""
-    monkeypatch.setattr(lmdb_tree, "WRITE_PAGES_MAX", 300)
+    monkeypatch.setattr(lmdb_env, "WRITE_PAGES_MAX", 300)
 
     async def main():
         wanted = scattered(20_000, 1)
@@ -156,7 +156,7 @@ def test_a_tree_that_was_opened_anew_goes_on(tmp_path):
 REPLAYING = """
 import asyncio, re, sys
 from pathlib import Path
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 own = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 async def main():
     before = own()

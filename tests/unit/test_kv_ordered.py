@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.kv import ordered
-from nvpool.kv.ordered import Layer, OrderedKeys
+from nvpool.kv import memtable
+from nvpool.kv.memtable import Layer, OrderedKeys
 
 KEY = st.binary(max_size=2)
 
@@ -13,7 +13,7 @@ KEY = st.binary(max_size=2)
 @pytest.fixture(autouse=True, scope="module")
 def _small_buckets():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ordered, "_BUCKET_KEYS", 3)
+        patch.setattr(memtable, "_BUCKET_KEYS", 3)
         yield
 
 

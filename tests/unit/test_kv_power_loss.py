@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from nvpool.base.errors import NvpoolError
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.core.errors import NvpoolError
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.testing.contracts.kv import everything
-from nvpool.testing.faults.powerloss import PowerLoss
+from nvpool.testing.faults.power_loss import PowerLoss
 from nvpool.testing.faults.preload import FAIL, LIE, SHORT, SYNC, WRITE, Faults
 
 OPTIONS = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, sync_interval_s=30, checkpoint_interval_s=30,
@@ -21,7 +21,7 @@ OPTIONS = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, sync_interval_s=
 
 PROGRAM = """
 import asyncio, sys, time
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 
 def report(kind, sequence):
     print(kind, sequence, time.clock_gettime_ns(time.CLOCK_MONOTONIC), flush=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from nvpool.base.errors import (
+from nvpool.core.errors import (
     Busy,
     CorruptRecord,
     DeadlineExceeded,
@@ -19,13 +19,13 @@ from nvpool.base.errors import (
     Unavailable,
     Unreachable,
 )
-from nvpool.kv.history import History, Position, Run, Tail, runs_of
 from nvpool.kv.journal import encode
-from nvpool.kv.member import MemberKv, peek, records_of
-from nvpool.kv.standby import Group, StandbyKv
-from nvpool.logic import shards
+from nvpool.kv.replication.member import MemberKv, peek, records_of
+from nvpool.kv.replication.standby import Group, StandbyKv
+from nvpool.kv.replication_log import History, Position, Run, Tail, runs_of
+from nvpool.poolmap.shards import members as shard_members
 from nvpool.testing.contracts.kv import everything
-from nvpool.testing.members import OPTIONS, QUICK, Members
+from nvpool.testing.fakes.shard_members import OPTIONS, QUICK, Members
 
 PATIENT = replace(QUICK, silent_s=30.0)
 """For what does not hold when a busy machine makes a standby silent for a moment."""
@@ -423,7 +423,7 @@ def test_a_standby_that_was_away_long_is_filled_while_changes_go_on(tmp_path):
         assert everything(members.members[1].standby.kv) == expected
         await members.kill(0)
         await members.kill(1)                                 # what it was filled with is on its drive
-        members.pool_map = shards.primary_lost(members.pool_map, 1)
+        members.pool_map = shard_members.primary_lost(members.pool_map, 1)
         await members.start(1)
         assert members.primary.number == 1 and everything(members.primary.kv) == expected
 
@@ -497,7 +497,7 @@ def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_ce
     logged = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
-    log = logging.getLogger("nvpool.kv.shipping")
+    log = logging.getLogger("nvpool.kv.replication.primary")
     log.addHandler(handler)
     level = log.level
     log.setLevel(logging.INFO)
@@ -514,7 +514,7 @@ def test_standby_that_others_demoted_is_called_up_again(tmp_path):
         await members.quiet()
         assert members.up == {1}
         shipping = members.primary.shipping
-        members.pool_map = shards.records_lost(members.pool_map, 1, {1})
+        members.pool_map = shard_members.records_lost(members.pool_map, 1, {1})
         assert members.up == set()
         shipping.use({1: (lambda: None, False)})
         async with asyncio.timeout(20):

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from nvpool.base.errors import Busy
+from nvpool.core.errors import Busy
 from nvpool.kv import snapshot as snapshot_module
-from nvpool.kv.contract import KEY_END
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.kv.api import KEY_END
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
 
 OPTIONS = LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 20, layer_entries_max=500, sync_interval_s=30,

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import AccessDenied, DeadlineExceeded, Fenced, NotLeader, StaleEpoch, Unavailable, Unreachable
 from nvpool.cluster.manager import LEASE_S
-from nvpool.logic.poolmap import changed
-from nvpool.run.leading import Leading
-from nvpool.testing.meta_shard import DirectCall
-from nvpool.wire.v1.meta_pb2 import ShardAliveRequest
-from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest, Forwardable, Forwarded
-from nvpool.wire.v1.wire_pb2 import META_ALIVE, POOL_ALIVE
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import AccessDenied, DeadlineExceeded, Fenced, NotLeader, StaleEpoch, Unavailable, Unreachable
+from nvpool.node.coordination.leadership import Leading
+from nvpool.poolmap.model import changed
+from nvpool.rpc.v1.meta_pb2 import ShardAliveRequest
+from nvpool.rpc.v1.pool_pb2 import AliveReply, AliveRequest, Forwardable, Forwarded
+from nvpool.rpc.v1.wire_pb2 import META_ALIVE, POOL_ALIVE
+from nvpool.testing.fakes.meta_shard import DirectCall
 from tests.unit.test_placement import a_pool
 
 
@@ -256,8 +256,8 @@ def test_node_speaks_for_its_own_targets_only():
 
 
 def test_forwarded_requests_share_one_field_number():
-    from nvpool.run.shardkeeper import ShardKeeper
-    from nvpool.wire.v1 import meta_pb2, moving_pb2, wire_pb2
+    from nvpool.node.coordination.shard_failover import ShardKeeper
+    from nvpool.rpc.v1 import meta_pb2, moving_pb2, wire_pb2
     kinds = {wire_pb2.META_ALIVE: meta_pb2.ShardAliveRequest, wire_pb2.META_STANDBY: meta_pb2.StandbyRequest,
              wire_pb2.META_MOVED: moving_pb2.MovedRequest, wire_pb2.META_TAKE_RIGHT: meta_pb2.TakeRightRequest}
     assert set(kinds) == ShardKeeper.METHODS

@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.testing.sim.linear import (
+from nvpool.testing.sim.linearizability import (
     INITIAL,
     Access,
     NameCall,
@@ -19,7 +19,7 @@ from nvpool.testing.sim.linear import (
     without_looks_at_unanswered_cuts,
     without_what_was_seen_too_early,
 )
-from nvpool.testing.sim.works import Record, records_problems
+from nvpool.testing.sim.workloads.file_data import Record, records_problems
 
 
 def explained(accesses: list[Access]) -> bool:

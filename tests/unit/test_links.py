@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from nvpool.logic.links import cut_off, is_replaceable
-from nvpool.logic.transitions import died
+from nvpool.poolmap.chains.transitions import died
+from nvpool.poolmap.nodes.broken_links import cut_off, is_replaceable
 from tests.unit.test_placement import a_pool
 
 POOL = a_pool((4,) * 6, 2)

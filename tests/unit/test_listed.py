@@ -6,18 +6,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import CorruptFrame
-from nvpool.base.ids import ROOT_INODE as ROOT
-from nvpool.client.cache import Cache
-from nvpool.client.leases import Leases, ShardWatch
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.fuse import cached_ops
-from nvpool.fuse.ops import FuseOps
-from nvpool.testing.memory_vfs import MemoryVfs
-from nvpool.wire.entries import Listed, attr_of, change_of, pack_entry, packed
-from nvpool.wire.v1.meta_pb2 import Attr, DirEntry
+from nvpool.client.state.attr_cache import Cache
+from nvpool.client.state.leases import Leases, ShardWatch
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import CorruptFrame
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.fuse.ops import kernel_cache
+from nvpool.fuse.ops.operations import FuseOps
+from nvpool.rpc.messages.direntries import Listed, attr_of, change_of, pack_entry, packed
+from nvpool.rpc.v1.meta_pb2 import Attr, DirEntry
+from nvpool.testing.fakes.vfs import MemoryVfs
 
 ME = Caller(0, 0)
 WORDS, SIGNED = st.integers(0, (1 << 64) - 1), st.integers(-(1 << 63), (1 << 63) - 1)
@@ -210,8 +210,8 @@ def test_names_that_were_listed_are_taken_back_until_the_kernel_has_forgotten_th
 
 def test_names_that_the_kernel_was_told_of_are_remembered_up_to_a_bound(monkeypatch):
     async def run():
-        monkeypatch.setattr(cached_ops, "NAMED_MAX", 100)
-        monkeypatch.setattr(cached_ops, "NAMED_TOGETHER", 10)
+        monkeypatch.setattr(kernel_cache, "NAMED_MAX", 100)
+        monkeypatch.setattr(kernel_cache, "NAMED_TOGETHER", 10)
         vfs, clock = MemoryVfs(), ManualClock()
         ops = FuseOps(vfs, clock=clock)
         taken_back = []

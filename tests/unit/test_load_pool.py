@@ -6,13 +6,13 @@ import struct
 
 import msgspec
 
-from nvpool.base.checksum import crc32c
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.vfs.contract import Caller
-from nvpool.sdk import dumpfile
-from nvpool.sdk.checkup import Checkup, check
-from nvpool.sdk.dumpfile import SAMPLE_MAX, _Sample, dump, load
-from nvpool.testing.pool import LocalPool, run
+from nvpool.client.state.types import Caller
+from nvpool.core.checksum import crc32c
+from nvpool.core.ids import ROOT_INODE
+from nvpool.sdk.admin import dump as sdk_dump
+from nvpool.sdk.admin.dump import SAMPLE_MAX, _Sample, dump, load
+from nvpool.sdk.fsck.check import Checkup, check
+from nvpool.testing.fakes.local_pool import LocalPool, run
 
 ROOT = Caller(0, 0)
 FULL = 5
@@ -66,16 +66,16 @@ def loaded(path, stores=(), look=None):
 def rewritten(path, change):
     """The dump at `path` with its lines as `change` gives them, whole and with right checksums."""
     with open(path, "rb") as file:
-        dumpfile.read_header(file)
+        sdk_dump.read_header(file)
         head = file.tell()
-        rows = [msgspec.json.decode(line) for _, records in dumpfile.frames(file) for line in records.splitlines()]
+        rows = [msgspec.json.decode(line) for _, records in sdk_dump.frames(file) for line in records.splitlines()]
         file.seek(0)
         content = file.read(head)
     records = b"".join(msgspec.json.encode(row) + b"\n" for row in change(rows))
-    content += dumpfile._FRAME.pack(1, len(records), crc32c(records)) + records
+    content += sdk_dump._FRAME.pack(1, len(records), crc32c(records)) + records
     end = struct.pack("<Q", len(rows))
     with open(path, "wb") as file:
-        file.write(content + dumpfile._FRAME.pack(dumpfile.END_OF_FRAMES, len(end), crc32c(end)) + end)
+        file.write(content + sdk_dump._FRAME.pack(sdk_dump.END_OF_FRAMES, len(end), crc32c(end)) + end)
 
 
 def test_files_whose_contents_are_on_no_target_are_counted(tmp_path):

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.vfs.contract import Caller
-from nvpool.testing.pool import SHARD, LocalPool
+from nvpool.client.state.types import Caller
+from nvpool.core.ids import ROOT_INODE
+from nvpool.testing.fakes.local_pool import SHARD, LocalPool
 
 ME = Caller(0, 0)
 

@@ -7,22 +7,22 @@ from collections import Counter
 
 import pytest
 
-from nvpool.base import grants
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import AccessDenied, Bug, NotFound, NotPermitted, NvpoolError, StaleGrant, StaleSession
-from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.core import grants
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import AccessDenied, Bug, NotFound, NotPermitted, NvpoolError, StaleGrant, StaleSession
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.core.posix.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
-from nvpool.meta import local_users
-from nvpool.meta.changes import attributes as valid
-from nvpool.meta.routes import CHANGES, QUERIES
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
-from nvpool.wire.entries import Listed
-from nvpool.wire.rights import RIGHTS, Callers, Who
-from nvpool.wire.transport import Credentials, Peer
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.meta.operations import setattr as valid
+from nvpool.meta.server import local_users
+from nvpool.meta.server.dispatch import CHANGES, QUERIES
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.rpc.access_control import RIGHTS, Callers, Who
+from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
 
 OPTIONS = MetaOptions(session_lease_s=10, grant_s=20, linger_s=2, tick_s=3600)
 US, ANOTHER, OPERATORS = 65_001, 65_002, 64_999

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED, Span, laid, overlapping, pieces, weaker
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED, Span, laid, overlapping, pieces, weaker
 
 BYTES = 24
 RANGES = st.tuples(st.integers(0, BYTES - 1), st.integers(0, BYTES - 1)).map(sorted)

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.base.errors import CorruptRecord, FileTooLarge, InvalidRequest, WrongFormat
-from nvpool.logic import layout, placement, poolmap
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.core.errors import CorruptRecord, FileTooLarge, InvalidRequest, WrongFormat
+from nvpool.poolmap import layout
+from nvpool.poolmap import model as poolmap_model
+from nvpool.poolmap.chains import placement
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -96,7 +98,7 @@ def test_unchanged_chains_keep_their_epoch_and_changed_ones_get_the_next():
 
 def test_a_map_is_the_same_after_its_journey():
     pool_map = a_map()
-    again = poolmap.decode_map(poolmap.encode_map(pool_map))
+    again = poolmap_model.decode_map(poolmap_model.encode_map(pool_map))
     assert again == pool_map
     assert again.fingerprint == pool_map.fingerprint
     assert set(again.shard_of_partition) == {1}
@@ -105,16 +107,16 @@ def test_a_map_is_the_same_after_its_journey():
 def test_a_map_that_contradicts_itself_is_refused():
     pool_map = a_map()
     with pytest.raises(InvalidRequest, match="target"):
-        poolmap.changed(pool_map, targets=pool_map.targets[:1])
+        poolmap_model.changed(pool_map, targets=pool_map.targets[:1])
     with pytest.raises(InvalidRequest, match="partition"):
-        poolmap.changed(pool_map, partitions=(PartitionRange(0, 4095, 1),))
-    raw = poolmap.encode_map(pool_map)
+        poolmap_model.changed(pool_map, partitions=(PartitionRange(0, 4095, 1),))
+    raw = poolmap_model.encode_map(pool_map)
     for wrong, error in ((b"", CorruptRecord), (raw[:-2], CorruptRecord),
                          (raw.replace(b'"format":2', b'"format":9'), WrongFormat),
                          (raw.replace(b'"epoch":1', b'"epoch":"x"'), CorruptRecord)):
         with pytest.raises(error):
-            poolmap.decode_map(wrong)
+            poolmap_model.decode_map(wrong)
 
 
 def test_a_change_gets_the_next_epoch():
-    assert poolmap.changed(a_map(), name="other").epoch == 2
+    assert poolmap_model.changed(a_map(), name="other").epoch == 2

@@ -1,4 +1,4 @@
-"""Which partitions move between shards, and what that does to the map (logic/moves)."""
+"""Which partitions move between shards, and what that does to the map (poolmap/shards/partition_moves)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from nvpool.base.errors import InUse, InvalidRequest, StaleEpoch, StaleTerm
-from nvpool.base.units import PARTITION_COUNT
-from nvpool.logic import moves
-from nvpool.logic.poolmap import (
+from nvpool.core.errors import InUse, InvalidRequest, StaleEpoch, StaleTerm
+from nvpool.core.units import PARTITION_COUNT
+from nvpool.poolmap.chains.transitions import sealed
+from nvpool.poolmap.model import (
     Drive,
     Node,
     PartitionRange,
@@ -25,8 +25,8 @@ from nvpool.logic.poolmap import (
     decode_map,
     encode_map,
 )
-from nvpool.logic.transitions import sealed
-from nvpool.testing.meta_shard import small_map
+from nvpool.poolmap.shards import partition_moves
+from nvpool.testing.fakes.meta_shard import small_map
 
 
 def shard(number: int, **fields) -> Shard:
@@ -36,7 +36,7 @@ def shard(number: int, **fields) -> Shard:
 def pool_of(count: int) -> PoolMap:
     pool_map = small_map()
     for number in range(2, count + 1):
-        pool_map = finished(moves.shard_added(pool_map, shard(number)))
+        pool_map = finished(partition_moves.shard_added(pool_map, shard(number)))
     return pool_map
 
 
@@ -44,11 +44,11 @@ def held(pool_map: PoolMap) -> Counter[int]:
     return Counter(pool_map.shard_of_partition)
 
 
-def step(pool_map: PoolMap, giver: int, count_max: int = moves.BATCH_MAX) -> PoolMap | None:
-    taker, partitions = moves.next_batch(pool_map, giver, count_max=count_max)
+def step(pool_map: PoolMap, giver: int, count_max: int = partition_moves.BATCH_MAX) -> PoolMap | None:
+    taker, partitions = partition_moves.next_batch(pool_map, giver, count_max=count_max)
     if not taker:
         return None
-    return moves.moved(pool_map, giver, pool_map.shard_by_id[giver].term, taker, partitions)
+    return partition_moves.moved(pool_map, giver, pool_map.shard_by_id[giver].term, taker, partitions)
 
 
 def finished(pool_map: PoolMap) -> PoolMap:
@@ -76,15 +76,15 @@ def histories(draw):
         what = draw(st.sampled_from(["add", "add", "remove", "share", "move", "gone"]))
         one = draw(st.sampled_from(ids))
         if what == "add" and len(ids) < 8:
-            pool_map = moves.shard_added(pool_map, shard(moves.shards_given(pool_map) + 1))
+            pool_map = partition_moves.shard_added(pool_map, shard(partition_moves.shards_given(pool_map) + 1))
         elif what in ("remove", "share"):
             try:
-                pool_map = moves.wished(pool_map, one, what)
+                pool_map = partition_moves.wished(pool_map, one, what)
             except InvalidRequest:
                 assert [s.wish for s in pool_map.shards if s.id != one].count("share") == 0
         elif what == "gone":
             try:
-                pool_map = moves.shard_removed(pool_map, one)
+                pool_map = partition_moves.shard_removed(pool_map, one)
             except InUse:
                 pass
         for _ in range(draw(st.integers(0, 6))):
@@ -96,27 +96,27 @@ def histories(draw):
 @settings(max_examples=150, deadline=None)
 @given(histories())
 def test_a_plan_is_even_moves_the_fewest_and_stands_when_it_is_made_again(pool_map):
-    planned = moves.planned(pool_map)
+    planned = partition_moves.planned(pool_map)
     assert check_map(planned) == []
     assert planned.partitions == pool_map.partitions, "a goal alone changes no holder"
-    assert moves.planned(planned) == planned
-    assert moves.left(planned) == least(pool_map)
+    assert partition_moves.planned(planned) == planned
+    assert partition_moves.left(planned) == least(pool_map)
     done = finished(planned)
     counts = held(done)
     staying = [one.id for one in done.shards if one.wish == "share"]
     assert not done.moves and check_map(done) == []
     assert {counts[one] for one in staying} <= {PARTITION_COUNT // len(staying), -(-PARTITION_COUNT // len(staying))}
-    assert all(moves.is_empty(done, one.id) for one in done.shards if one.wish == "remove")
-    assert moves.planned(done) == done
+    assert all(partition_moves.is_empty(done, one.id) for one in done.shards if one.wish == "remove")
+    assert partition_moves.planned(done) == done
 
 
 @settings(max_examples=100, deadline=None)
 @given(histories(), st.data())
 def test_what_is_under_way_goes_on_when_another_wish_comes(pool_map, data):
-    pool_map = moves.planned(pool_map)
-    new = moves.shard_added(pool_map, shard(moves.shards_given(pool_map) + 1))
-    assert moves.left(new) == least(new)
-    before, after = moves.goals(pool_map), moves.goals(new)
+    pool_map = partition_moves.planned(pool_map)
+    new = partition_moves.shard_added(pool_map, shard(partition_moves.shards_given(pool_map) + 1))
+    assert partition_moves.left(new) == least(new)
+    before, after = partition_moves.goals(pool_map), partition_moves.goals(new)
     kept = {p for p in range(PARTITION_COUNT) if before[p] != pool_map.shard_of_partition[p] and before[p] == after[p]}
     quota = Counter(after)
     for p in range(PARTITION_COUNT):
@@ -133,8 +133,8 @@ def test_maps_with_moves_survive_being_stored(pool_map):
 
 
 def test_a_second_shard_gets_half_in_sixteen_changes():
-    pool_map = moves.shard_added(small_map(), shard(2))
-    assert moves.left(pool_map) == moves.left(pool_map, 2) == 2048
+    pool_map = partition_moves.shard_added(small_map(), shard(2))
+    assert partition_moves.left(pool_map) == partition_moves.left(pool_map, 2) == 2048
     changes = 0
     while (new := step(pool_map, 1)) is not None:
         pool_map, changes = new, changes + 1
@@ -145,68 +145,70 @@ def test_a_second_shard_gets_half_in_sixteen_changes():
 def test_the_root_leaves_its_shard_only_when_that_is_removed():
     pool_map = pool_of(5)
     assert pool_map.shard_of_partition[0] == 1
-    gone = finished(moves.wished(pool_map, 1, "remove"))
+    gone = finished(partition_moves.wished(pool_map, 1, "remove"))
     assert gone.shard_of_partition[0] != 1
-    without = moves.shard_removed(gone, 1)
-    assert 1 not in without.shard_by_id and moves.shards_given(without) == 5
+    without = partition_moves.shard_removed(gone, 1)
+    assert 1 not in without.shard_by_id and partition_moves.shards_given(without) == 5
 
 
 def test_a_shard_that_holds_something_is_not_removed_and_the_last_one_never():
     pool_map = pool_of(2)
     with pytest.raises(InUse):
-        moves.shard_removed(pool_map, 2)
-    leaving = moves.wished(pool_map, 2, "remove")
+        partition_moves.shard_removed(pool_map, 2)
+    leaving = partition_moves.wished(pool_map, 2, "remove")
     with pytest.raises(InUse):
-        moves.shard_removed(leaving, 2)
+        partition_moves.shard_removed(leaving, 2)
     with pytest.raises(InvalidRequest):
-        moves.wished(leaving, 1, "remove")
-    assert moves.wished(leaving, 2, "share").moves == ()
-    assert moves.shard_removed(moves.shard_removed(finished(leaving), 2), 2).shard_by_id.keys() == {1}
+        partition_moves.wished(leaving, 1, "remove")
+    assert partition_moves.wished(leaving, 2, "share").moves == ()
+    assert partition_moves.shard_removed(partition_moves.shard_removed(finished(leaving), 2), 2).shard_by_id.keys() == {1}
 
 
 def test_a_number_of_a_removed_shard_is_not_given_again():
-    pool_map = moves.shard_removed(finished(moves.wished(pool_of(3), 3, "remove")), 3)
-    assert moves.shards_given(pool_map) == 3
-    pool_map = moves.shard_added(pool_map, shard(4))
-    assert moves.shards_given(pool_map) == 4
+    pool_map = partition_moves.shard_removed(finished(partition_moves.wished(pool_of(3), 3, "remove")), 3)
+    assert partition_moves.shards_given(pool_map) == 3
+    pool_map = partition_moves.shard_added(pool_map, shard(4))
+    assert partition_moves.shards_given(pool_map) == 4
 
 
 def test_a_hand_over_of_an_older_term_or_an_older_goal_changes_nothing():
-    pool_map = moves.shard_added(small_map(), shard(2))
-    taker, batch = moves.next_batch(pool_map, 1)
+    pool_map = partition_moves.shard_added(small_map(), shard(2))
+    taker, batch = partition_moves.next_batch(pool_map, 1)
     later = replace(pool_map, shards=tuple(replace(one, term=one.term + 1) for one in pool_map.shards))
     with pytest.raises(StaleTerm):
-        moves.moved(later, 1, 1, taker, batch)
+        partition_moves.moved(later, 1, 1, taker, batch)
     with pytest.raises(StaleEpoch):
-        moves.moved(moves.wished(pool_map, 2, "remove"), 1, 1, taker, batch)
+        partition_moves.moved(partition_moves.wished(pool_map, 2, "remove"), 1, 1, taker, batch)
     with pytest.raises(StaleEpoch):
-        moves.moved(pool_map, 1, 1, 3, batch)
+        partition_moves.moved(pool_map, 1, 1, 3, batch)
     with pytest.raises(StaleEpoch):
-        moves.moved(pool_map, 2, 1, taker, batch)
-    done = moves.moved(pool_map, 1, 1, taker, batch)
-    assert moves.moved(done, 1, 1, taker, batch) is done, "the same word may come twice"
+        partition_moves.moved(pool_map, 2, 1, taker, batch)
+    done = partition_moves.moved(pool_map, 1, 1, taker, batch)
+    assert partition_moves.moved(done, 1, 1, taker, batch) is done, "the same word may come twice"
     assert sealed(pool_map, done).epoch == pool_map.epoch + 1
-    back = moves.wished(done, 2, "remove")
+    back = partition_moves.wished(done, 2, "remove")
     with pytest.raises(StaleEpoch):
-        moves.moved(back, 1, 1, taker, batch)
+        partition_moves.moved(back, 1, 1, taker, batch)
 
 
 def test_a_goal_that_went_and_came_back_is_another_one():
-    pool_map = sealed(small_map(), moves.shard_added(small_map(), shard(2)))
-    taker, batch = moves.next_batch(pool_map, 1)
-    gone = sealed(pool_map, moves.wished(pool_map, 2, "remove"))
-    back = sealed(gone, moves.wished(gone, 2, "share"))
-    assert moves.next_batch(back, 1) == (taker, batch)
+    pool_map = sealed(small_map(), partition_moves.shard_added(small_map(), shard(2)))
+    taker, batch = partition_moves.next_batch(pool_map, 1)
+    gone = sealed(pool_map, partition_moves.wished(pool_map, 2, "remove"))
+    back = sealed(gone, partition_moves.wished(gone, 2, "share"))
+    assert partition_moves.next_batch(back, 1) == (taker, batch)
     with pytest.raises(StaleEpoch):  # when it was gone the taker may have removed what had come
-        moves.moved(back, 1, 1, taker, batch, pool_map.epoch)
-    assert moves.moved(back, 1, 1, taker, batch, back.epoch).shard_of_partition[batch[0]] == taker
-    some = sealed(pool_map, moves.moved(pool_map, 1, 1, taker, batch[:1], pool_map.epoch))
-    assert moves.moved(some, 1, 1, taker, batch[1:], pool_map.epoch) is not some, "a batch that has gone changes no goal"
+        partition_moves.moved(back, 1, 1, taker, batch, pool_map.epoch)
+    assert partition_moves.moved(back, 1, 1, taker, batch, back.epoch).shard_of_partition[batch[0]] == taker
+    some = sealed(pool_map, partition_moves.moved(pool_map, 1, 1, taker, batch[:1], pool_map.epoch))
+    assert partition_moves.moved(some, 1, 1, taker, batch[1:], pool_map.epoch) is not some, (
+        "a batch that has gone changes no goal"
+    )
 
 
 def test_what_has_to_wait_is_not_in_the_next_batch():
-    pool_map = moves.shard_added(small_map(), shard(2))
-    _, batch = moves.next_batch(pool_map, 1, not_yet={2048, 2050}, count_max=3)
+    pool_map = partition_moves.shard_added(small_map(), shard(2))
+    _, batch = partition_moves.next_batch(pool_map, 1, not_yet={2048, 2050}, count_max=3)
     assert batch == (2049, 2051, 2052)
 
 
@@ -219,25 +221,32 @@ def nodes_and_shards(*primaries: int, nodes: int = 3) -> PoolMap:
 
 
 def test_a_new_shard_is_best_where_there_are_fewest():
-    assert moves.node_for_shard(nodes_and_shards(1), 1) == 2 and moves.node_for_shard(nodes_and_shards(1), 3) == 3
-    assert moves.node_for_shard(nodes_and_shards(1, 2, 3), 3) == 3, "of equals the one that is asked"
+    assert (
+        partition_moves.node_for_shard(nodes_and_shards(1), 1) == 2
+        and partition_moves.node_for_shard(nodes_and_shards(1), 3) == 3
+    )
+    assert partition_moves.node_for_shard(nodes_and_shards(1, 2, 3), 3) == 3, "of equals the one that is asked"
     busy = nodes_and_shards(1, 1)
     busy = replace(busy, shards=(replace(busy.shards[0], standbys=(Standby(1, 2, ()),)), busy.shards[1]))
-    assert moves.node_for_shard(busy, 1) == 3, "no primary, and no standby either"
+    assert partition_moves.node_for_shard(busy, 1) == 3, "no primary, and no standby either"
     drained = replace(busy, nodes=(*busy.nodes[:2], replace(busy.nodes[2], wish="drain")))
-    assert moves.node_for_shard(drained, 1) == 2
+    assert partition_moves.node_for_shard(drained, 1) == 2
     down = replace(busy, targets=(*busy.targets[:2], replace(busy.targets[2], state="down")))
-    assert moves.node_for_shard(down, 1) == 2
+    assert partition_moves.node_for_shard(down, 1) == 2
 
 
 def test_a_shard_that_another_node_is_to_make_has_its_number_from_the_beginning():
-    pool_map = moves.shard_wanted(nodes_and_shards(1), ShardWanted(2, 2))
-    assert moves.node_for_shard(pool_map, 1) == 3 and moves.shards_given(pool_map) == 2 and not check_map(pool_map)
+    pool_map = partition_moves.shard_wanted(nodes_and_shards(1), ShardWanted(2, 2))
+    assert (
+        partition_moves.node_for_shard(pool_map, 1) == 3
+        and partition_moves.shards_given(pool_map) == 2
+        and not check_map(pool_map)
+    )
     assert decode_map(encode_map(pool_map)) == pool_map
     for wanted, why in ((ShardWanted(2, 3), "was given"), (ShardWanted(3, 9), "not in the pool")):
         with pytest.raises(InvalidRequest, match=why):
-            moves.shard_wanted(pool_map, wanted)
-    made = moves.shard_added(pool_map, replace(shard(2), node=2))
-    assert not made.shards_wanted and moves.left(made, 2) == PARTITION_COUNT // 2
-    without = moves.not_wanted(pool_map, 2)
-    assert not without.shards_wanted and moves.shards_given(without) == 2
+            partition_moves.shard_wanted(pool_map, wanted)
+    made = partition_moves.shard_added(pool_map, replace(shard(2), node=2))
+    assert not made.shards_wanted and partition_moves.left(made, 2) == PARTITION_COUNT // 2
+    without = partition_moves.not_wanted(pool_map, 2)
+    assert not without.shards_wanted and partition_moves.shards_given(without) == 2

@@ -3,10 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.errors import InUse, InvalidRequest
-from nvpool.logic import metaplaces, nodes, shards, transitions
-from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import (
+from nvpool.core.errors import InUse, InvalidRequest
+from nvpool.node.admin.drives import waits_for
+from nvpool.poolmap.chains import transitions
+from nvpool.poolmap.chains.placement import build_table
+from nvpool.poolmap.chains.rebalance import given_up, next_steps, taken_back
+from nvpool.poolmap.model import (
     MAP_FORMAT,
     Drive,
     EtcdMember,
@@ -22,8 +24,9 @@ from nvpool.logic.poolmap import (
     decode_map,
     encode_map,
 )
-from nvpool.logic.rebalance import given_up, next_steps, taken_back
-from nvpool.run.drives import waits_for
+from nvpool.poolmap.nodes import lifecycle as node_lifecycle
+from nvpool.poolmap.shards import members as shard_members
+from nvpool.poolmap.shards import placement as shard_placement
 
 BIG = 1 << 30
 
@@ -65,36 +68,37 @@ def nodes_step(pool_map, serving):
     for shard in pool_map.shards:
         for standby in shard.standbys:
             if not standby.endpoints:
-                pool_map = shards.standby_made(pool_map, 1, standby.member, standby.path.replace("store", f"m{standby.member}"),
-                                               ("x",))
+                pool_map = shard_members.standby_made(
+                    pool_map, 1, standby.member, standby.path.replace("store", f"m{standby.member}"), ("x",)
+                )
             if standby.state != "up" and pool_map.node_by_id[standby.node].wish != "lost":
                 now = pool_map.shards[0]
-                pool_map = shards.standby_up(pool_map, 1, standby.member, now.term, now.epoch)
-        if metaplaces.hands_over(pool_map, pool_map.shards[0]):
-            pool_map = shards.primary_lost(pool_map, 1)
-    return nodes.settled(metaplaces.next_step(pool_map, serving), 1000)
+                pool_map = shard_members.standby_up(pool_map, 1, standby.member, now.term, now.epoch)
+        if shard_placement.hands_over(pool_map, pool_map.shards[0]):
+            pool_map = shard_members.primary_lost(pool_map, 1)
+    return node_lifecycle.settled(shard_placement.next_step(pool_map, serving), 1000)
 
 
 def test_a_drained_node_holds_nothing_and_can_be_removed_and_its_numbers_are_not_given_again():
     there = a_map()
-    wished = nodes.drained(there, 1, {})
+    wished = node_lifecycle.drained(there, 1, {})
     assert [target.wish for target in wished.targets] == ["drain", "share", "share"]
-    assert nodes.drained(wished, 1, {}) == wished
+    assert node_lifecycle.drained(wished, 1, {}) == wished
     with pytest.raises(InUse, match="nvpool node drain POOL 1 --wait"):
-        nodes.removed(wished, 1, 1000)
+        node_lifecycle.removed(wished, 1, 1000)
     done = moved(wished)
-    assert nodes.left_on(done, 1).nothing and {1} == {node.id for node in done.nodes if node.wish == "drain"}
-    gone = nodes.removed(done, 1, 1000)
+    assert node_lifecycle.left_on(done, 1).nothing and {1} == {node.id for node in done.nodes if node.wish == "drain"}
+    gone = node_lifecycle.removed(done, 1, 1000)
     assert check_map(gone) == [] and decode_map(encode_map(gone)) == gone
     assert [node.id for node in gone.nodes] == [2, 3] and gone.members == ("node/2", "node/3")
     assert [(target.id, target.state) for target in gone.targets] == [(1, "gone"), (2, "up"), (3, "up")]
-    assert [nodes.has_left(gone, number) for number in (1, 2, 4)] == [True, False, False]
+    assert [node_lifecycle.has_left(gone, number) for number in (1, 2, 4)] == [True, False, False]
 
 
 def test_draining_can_be_taken_back():
-    wished = nodes.drained(a_map(), 2, {}, stop=True)
+    wished = node_lifecycle.drained(a_map(), 2, {}, stop=True)
     assert wished.node_by_id[2].wish == "stop"
-    again = nodes.shares_again(wished, 2)
+    again = node_lifecycle.shares_again(wished, 2)
     assert [target.wish for target in again.targets] == ["share"] * 3 and again.node_by_id[2].wish == "share"
     assert not any(chain.goal for table in moved(again).tables for chain in table.chains)
 
@@ -102,38 +106,38 @@ def test_draining_can_be_taken_back():
 def test_a_drive_that_is_away_does_not_fill_a_node_that_is_drained_when_it_returns():
     away = given_up(transitions.died(a_map(4), {2}), {2}, {})
     assert away.target_by_id[2].wish == "away"
-    back = taken_back(transitions.returned(nodes.drained(away, 2, {}), {2}), {2})
-    assert back.target_by_id[2].wish == "drain" and not nodes.left_on(moved(back), 2).chains
+    back = taken_back(transitions.returned(node_lifecycle.drained(away, 2, {}), {2}), {2})
+    assert back.target_by_id[2].wish == "drain" and not node_lifecycle.left_on(moved(back), 2).chains
 
 
 def test_a_shard_that_a_removed_node_was_to_begin_is_not_wanted_any_more():
     wanted = replace(a_map(), shards_wanted=(ShardWanted(2, 2), ShardWanted(3, 3)))
-    gone = nodes.removed(moved(nodes.drained(wanted, 2, {})), 2, 1000)
+    gone = node_lifecycle.removed(moved(node_lifecycle.drained(wanted, 2, {})), 2, 1000)
     assert gone.shards_wanted == (ShardWanted(3, 3),) and gone.shards_given == 3 and check_map(gone) == []
 
 
 def test_what_has_no_room_elsewhere_is_refused_with_the_remedy():
     with pytest.raises(InvalidRequest, match="add a drive first"):
-        nodes.drained(a_map(2), 2, {})
+        node_lifecycle.drained(a_map(2), 2, {})
     with pytest.raises(InvalidRequest, match="have room for"):
-        nodes.drained(a_map(3), 2, {1: BIG, 2: BIG, 3: BIG})
+        node_lifecycle.drained(a_map(3), 2, {1: BIG, 2: BIG, 3: BIG})
     with pytest.raises(InvalidRequest, match="no other node"):
-        nodes.drained(a_map(1, 1, ()), 1, {})
+        node_lifecycle.drained(a_map(1, 1, ()), 1, {})
     with pytest.raises(InvalidRequest, match="nvpool shard standbys POOL 1 1"):
-        nodes.drained(a_map(3, standbys=((1, 2), (2, 3))), 1, {})  # one member a drive
+        node_lifecycle.drained(a_map(3, standbys=((1, 2), (2, 3))), 1, {})  # one member a drive
     with pytest.raises(InvalidRequest, match="no node 7"):
-        nodes.drained(a_map(), 7, {})
+        node_lifecycle.drained(a_map(), 7, {})
 
 
 def test_a_drain_that_waits_for_a_drive_that_is_down_says_so():
-    assert waits_for(nodes.drained(a_map(), 3, {})) == []
+    assert waits_for(node_lifecycle.drained(a_map(), 3, {})) == []
     down = transitions.died(a_map(), {2})
-    assert waits_for(nodes.drained(down, 3, {})) == [2]
+    assert waits_for(node_lifecycle.drained(down, 3, {})) == [2]
 
 
 def test_a_lost_node_is_out_when_what_it_held_is_made_again():
     there = a_map()
-    lost = nodes.lost(there, 2, {}, 1000)
+    lost = node_lifecycle.lost(there, 2, {}, 1000)
     assert lost.members == ("node/1", "node/3") and lost.node_by_id[2].wish == "lost"
     done = moved(lost)
     assert [node.id for node in done.nodes] == [1, 3] and done.target_by_id[2].wish == "lost"
@@ -144,45 +148,45 @@ def test_a_lost_node_is_out_when_what_it_held_is_made_again():
 def test_a_lost_node_with_the_only_copy_of_anything_is_refused():
     there = a_map(3, 1)
     with pytest.raises(InvalidRequest, match="--give-up"):
-        nodes.lost(there, 2, {}, 1000)
-    accepted = nodes.lost(there, 2, {}, 1000, give_up=True)
+        node_lifecycle.lost(there, 2, {}, 1000)
+    accepted = node_lifecycle.lost(there, 2, {}, 1000, give_up=True)
     assert accepted.node_by_id[2].wish == 'lost' and accepted.target_by_id[2].wish == "lost"
     with pytest.raises(InvalidRequest, match="try again then"):
-        nodes.lost(a_map(), 1, {}, 1000)
+        node_lifecycle.lost(a_map(), 1, {}, 1000)
     with pytest.raises(InvalidRequest, match="only whole copy of the metadata"):
-        nodes.lost(a_map(standbys=()), 1, {}, 1000)
+        node_lifecycle.lost(a_map(standbys=()), 1, {}, 1000)
 
 
 def test_a_rack_moves_chains_so_that_no_chain_is_on_one_rack_alone():
     there = replace(a_map(4), nodes=tuple(replace(node, rack="a" if node.id < 3 else "b") for node in a_map(4).nodes))
-    there = moved(nodes.in_rack(there, 2, "b"))
+    there = moved(node_lifecycle.in_rack(there, 2, "b"))
     rack = {node.id: node.rack for node in there.nodes}
-    assert rack[2] == "b" and nodes.in_rack(there, 2, "b") is there
+    assert rack[2] == "b" and node_lifecycle.in_rack(there, 2, "b") is there
     assert all(len({rack[there.target_by_id[target].node] for target in chain.targets}) == 2
                for chain in there.table_by_id[2].chains)
     with pytest.raises(InvalidRequest):
-        nodes.in_rack(there, 2, "x" * 65)
+        node_lifecycle.in_rack(there, 2, "x" * 65)
 
 
 def test_a_node_on_another_host_changes_nothing_of_other_nodes():
-    before = nodes.in_rack(a_map(), 2, "left")
-    after = nodes.on_host(before, 1, "there")
+    before = node_lifecycle.in_rack(a_map(), 2, "left")
+    after = node_lifecycle.on_host(before, 1, "there")
     assert [(node.id, node.host_id, node.rack) for node in after.nodes] == [
         (node.id, "there" if node.id == 1 else node.host_id, node.rack) for node in before.nodes]
 
 
 def test_a_lost_node_is_counted_on_until_it_keeps_no_map_and_no_chain_of_others_names_it():
     before = replace(a_map(), etcd=tuple(EtcdMember(n, f"h{n}:1", f"h{n}:2") for n in (1, 2, 3)))
-    assert not nodes.still_counted_on(before)
-    lost = nodes.lost(before, 3, {}, 1000)
-    assert nodes.still_counted_on(lost)
+    assert not node_lifecycle.still_counted_on(before)
+    lost = node_lifecycle.lost(before, 3, {}, 1000)
+    assert node_lifecycle.still_counted_on(lost)
     chains_only = replace(lost, etcd=lost.etcd[:2])
-    assert nodes.still_counted_on(chains_only)
+    assert node_lifecycle.still_counted_on(chains_only)
     died = transitions.died(chains_only, {3})
-    assert not nodes.still_counted_on(died) and nodes.still_counted_on(replace(died, etcd=lost.etcd))
+    assert not node_lifecycle.still_counted_on(died) and node_lifecycle.still_counted_on(replace(died, etcd=lost.etcd))
     assert died.node_by_id[3].wish == "lost", "it is listed still"
-    alone = transitions.died(nodes.lost(a_map(replicas=1), 3, {}, 1000, give_up=True), {3})
-    assert not nodes.still_counted_on(alone), "what nobody else has may wait for ever"
+    alone = transitions.died(node_lifecycle.lost(a_map(replicas=1), 3, {}, 1000, give_up=True), {3})
+    assert not node_lifecycle.still_counted_on(alone), "what nobody else has may wait for ever"
 
 
 def test_endpoints_that_are_left_go_from_one_node():
@@ -194,8 +198,11 @@ def test_endpoints_that_are_left_go_from_one_node():
                      targets=tuple(replace(target, endpoints=at(f"2{target.id}")) for target in before.targets),
                      shards=(replace(before.shards[0], endpoints=at("31"), standbys=(
                          replace(before.shards[0].standbys[0], endpoints=at("32")),)),))
-    after = nodes.listening_at(before, 1, lambda endpoint: "+unix" in endpoint)
+    after = node_lifecycle.listening_at(before, 1, lambda endpoint: "+unix" in endpoint)
     assert [len(one.endpoints) for one in (*after.nodes, *after.targets)] == [1, 2, 2, 1, 2, 2]
     assert after.shards[0].endpoints == at("31")[:1] and after.shards[0].standbys[0].endpoints == at("32")
-    assert nodes.listening_at(before, 2, lambda endpoint: "+unix" in endpoint).shards[0].standbys[0].endpoints == at("32")[:1]
-    assert nodes.listening_at(after, 1, lambda endpoint: "+unix" in endpoint) is after
+    assert (
+        node_lifecycle.listening_at(before, 2, lambda endpoint: "+unix" in endpoint).shards[0].standbys[0].endpoints
+        == at("32")[:1]
+    )
+    assert node_lifecycle.listening_at(after, 1, lambda endpoint: "+unix" in endpoint) is after

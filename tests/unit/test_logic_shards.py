@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.base.errors import InvalidRequest, StaleMember, StaleTerm, Unavailable
-from nvpool.logic import shards
-from nvpool.logic.poolmap import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map, encode_map
+from nvpool.core.errors import InvalidRequest, StaleMember, StaleTerm, Unavailable
+from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map, encode_map
+from nvpool.poolmap.shards import members as shard_members
 
 
 def a_map(*states):
@@ -27,19 +27,19 @@ def test_a_shard_with_standbys_travels_as_json():
 
 
 def test_a_primary_that_is_lost_is_followed_by_the_first_that_is_up():
-    new = shards.primary_lost(a_map("syncing", "up", "up"), 1).shard_by_id[1]
+    new = shard_members.primary_lost(a_map("syncing", "up", "up"), 1).shard_by_id[1]
     assert (new.member, new.endpoints, new.path, new.term, new.epoch) == (2, ("stream://h:2",), "/d2", 8, 21)
     assert [(other.member, other.state) for other in new.standbys] == [(1, "syncing"), (3, "up"), (0, "syncing")]
     assert new.standbys[-1].endpoints == ("stream://h:100",) and new.standbys[-1].path == "/d0"
-    assert shards.primary_lost(a_map("syncing", "syncing"), 1) is None and shards.primary_lost(a_map(), 1) is None
+    assert shard_members.primary_lost(a_map("syncing", "syncing"), 1) is None and shard_members.primary_lost(a_map(), 1) is None
 
 
 def test_a_primary_that_begins_anew_leaves_it_to_one_that_is_up():
-    assert shards.primary_began(a_map("up"), 1, 0).shard_by_id[1].member == 1
-    alone = shards.primary_began(a_map("syncing"), 1, 0).shard_by_id[1]
+    assert shard_members.primary_began(a_map("up"), 1, 0).shard_by_id[1].member == 1
+    alone = shard_members.primary_began(a_map("syncing"), 1, 0).shard_by_id[1]
     assert (alone.member, alone.term, alone.epoch) == (0, 8, 21)
     with pytest.raises(StaleTerm):
-        shards.primary_began(a_map("up"), 1, 1)
+        shard_members.primary_began(a_map("up"), 1, 1)
 
 
 def test_proven_primary_waits_for_no_silent_standby():
@@ -47,36 +47,44 @@ def test_proven_primary_waits_for_no_silent_standby():
     there = a_map("up", "syncing")
     for term in (0, 6, 8):
         with pytest.raises(Unavailable, match="may have changes"):
-            shards.primary_began(there, 1, 0, (), whole_term=term)
-    new = shards.primary_began(there, 1, 0, (), whole_term=7).shard_by_id[1]
-    assert (new.member, new.term, shards.up_standbys(new)) == (0, 8, frozenset())
-    assert shards.primary_began(there, 1, 0, (1,), whole_term=7).shard_by_id[1].member == 1
+            shard_members.primary_began(there, 1, 0, (), whole_term=term)
+    new = shard_members.primary_began(there, 1, 0, (), whole_term=7).shard_by_id[1]
+    assert (new.member, new.term, shard_members.up_standbys(new)) == (0, 8, frozenset())
+    assert shard_members.primary_began(there, 1, 0, (1,), whole_term=7).shard_by_id[1].member == 1
 
 
 def test_a_question_that_a_standby_be_up_comes_too_late_once_it_was_taken_out():
     there = a_map("syncing")
-    out = shards.standby_out(there, 1, 1, 7)
-    assert out.shard_by_id[1].epoch == 21 and shards.standby_up(there, 1, 1, 7, 20).shard_by_id[1].standbys[0].state == "up"
+    out = shard_members.standby_out(there, 1, 1, 7)
+    assert (
+        out.shard_by_id[1].epoch == 21 and shard_members.standby_up(there, 1, 1, 7, 20).shard_by_id[1].standbys[0].state == "up"
+    )
     with pytest.raises(StaleMember):
-        shards.standby_up(out, 1, 1, 7, 20)
+        shard_members.standby_up(out, 1, 1, 7, 20)
     for term, error in ((6, StaleTerm), (8, Unavailable)):
         with pytest.raises(error):
-            shards.standby_up(there, 1, 1, term, 20)
+            shard_members.standby_up(there, 1, 1, term, 20)
         with pytest.raises(error):
-            shards.standby_out(there, 1, 1, term)
-    for make in (lambda: shards.standby_out(there, 1, 5, 7), lambda: shards.standby_out(there, 3, 1, 7),
-                 lambda: shards.standby_removed(there, 1, 0), lambda: shards.standby_added(there, 1, Standby(0, 1, ()))):
+            shard_members.standby_out(there, 1, 1, term)
+    for make in (
+        lambda: shard_members.standby_out(there, 1, 5, 7),
+        lambda: shard_members.standby_out(there, 3, 1, 7),
+        lambda: shard_members.standby_removed(there, 1, 0),
+        lambda: shard_members.standby_added(there, 1, Standby(0, 1, ())),
+    ):
         with pytest.raises(InvalidRequest):
             make()
 
 
 def test_members_come_and_go():
-    there = shards.standby_added(a_map(), 1, Standby(3, 1, ("x",), "up"))
+    there = shard_members.standby_added(a_map(), 1, Standby(3, 1, ("x",), "up"))
     assert there.shard_by_id[1].standbys == (Standby(3, 1, ("x",), "syncing"),) and there.epoch == 2
-    assert shards.members(there.shard_by_id[1]) == (0, 3) and shards.endpoints_of(there.shard_by_id[1], 3) == ("x",)
-    assert shards.standby_removed(there, 1, 3).shard_by_id[1].standbys == ()
+    assert shard_members.members(there.shard_by_id[1]) == (0, 3) and shard_members.endpoints_of(there.shard_by_id[1], 3) == (
+        "x",
+    )
+    assert shard_members.standby_removed(there, 1, 3).shard_by_id[1].standbys == ()
     with pytest.raises(InvalidRequest):
-        shards.standby_added(a_map("up"), 1, Standby(9, 5, ()))  # on a node that does not exist
+        shard_members.standby_added(a_map("up"), 1, Standby(9, 5, ()))  # on a node that does not exist
 
 
 @given(st.lists(st.tuples(st.sampled_from(["up", "late up", "out", "lost", "began"]), st.integers(0, 3)), max_size=30))
@@ -87,17 +95,17 @@ def test_terms_and_epochs_only_grow_and_nobody_is_promoted_who_is_not_up(steps):
         up = {standby.member for standby in was.standbys if standby.state == "up"}
         try:
             if step in ("up", "late up"):
-                there = shards.standby_up(there, 1, member, was.term, was.epoch if step == "up" else before)
+                there = shard_members.standby_up(there, 1, member, was.term, was.epoch if step == "up" else before)
             elif step == "out":
-                there = shards.standby_out(there, 1, member, was.term)
+                there = shard_members.standby_out(there, 1, member, was.term)
             elif step == "lost":
-                there = shards.primary_lost(there, 1) or there
+                there = shard_members.primary_lost(there, 1) or there
             else:
-                there = shards.primary_began(there, 1, member)
+                there = shard_members.primary_began(there, 1, member)
         except (InvalidRequest, StaleMember, StaleTerm):
             continue
         now = there.shard_by_id[1]
-        assert sorted(shards.members(now)) == [0, 1, 2, 3]
+        assert sorted(shard_members.members(now)) == [0, 1, 2, 3]
         if now != was:
             assert now.epoch == was.epoch + 1 and now.term - was.term in (0, 1)
         if now.member != was.member:

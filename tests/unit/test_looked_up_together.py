@@ -7,17 +7,18 @@ import os
 
 import pytest
 
-from nvpool.base.errors import BadHandle, Disconnected, NotFound, NvpoolError, StaleSession
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.meta import queries, records
-from nvpool.meta.service import MetaOptions
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.transport import Call
-from nvpool.wire.v1 import meta_pb2
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import BadHandle, Disconnected, NotFound, NvpoolError, StaleSession
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB
+from nvpool.meta.operations import lookup as lookup_operations
+from nvpool.meta.server.service import MetaOptions
+from nvpool.meta.state import records
+from nvpool.rpc.api import Call
+from nvpool.rpc.v1 import meta_pb2
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.testing.fakes.local_pool import LocalPool
 from tests.unit.test_small_files import EXACT, ME, Case, put, run, state_of
 
 
@@ -242,7 +243,7 @@ def test_a_shard_says_of_many_names_what_it_says_of_each():
             def many(parent: int, some: list[bytes], rights: int) -> list:
                 request = meta_pb2.LookupManyRequest(session=session, rights=rights)
                 request.directories.add(parent=parent, names=some)
-                return list(list(queries.lookup_many(meta._view, request, lambda: 10**18))[-1].found)
+                return list(list(lookup_operations.lookup_many(meta._view, request, lambda: 10**18))[-1].found)
 
             def each(parent: int, some: list[bytes], rights: int) -> list:
                 return [one for name in some for one in many(parent, [name], rights)]
@@ -287,7 +288,7 @@ def test_a_shard_says_of_names_in_many_directories_what_it_says_of_each():
                 request = meta_pb2.LookupManyRequest(session=session, rights=rights)
                 for parent, names in asked:
                     request.directories.add(parent=parent, names=names)
-                return list(list(queries.lookup_many(meta._view, request, lambda: 10**18))[-1].found)
+                return list(list(lookup_operations.lookup_many(meta._view, request, lambda: 10**18))[-1].found)
 
             def same(asked: list[tuple[int, list[bytes]]]) -> None:
                 for rights in (0, 1):

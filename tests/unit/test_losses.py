@@ -6,18 +6,18 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import BytesLost
-from nvpool.base.ids import inode_number
-from nvpool.base.units import MIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.layout import chain_of
-from nvpool.logic.losses import begun_anew, births_of, losing, may_have_lost, ownerless
-from nvpool.logic.poolmap import Births, Loss, PartitionRange, Shard, check_map, decode_map, encode_map
-from nvpool.logic.rebalance import next_steps, with_goals
-from nvpool.logic.transitions import retired, wished
-from nvpool.testing.pool import LocalPool
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import BytesLost
+from nvpool.core.ids import inode_number
+from nvpool.core.units import MIB
+from nvpool.poolmap.chains.data_loss import begun_anew, births_of, losing, may_have_lost, ownerless
+from nvpool.poolmap.chains.rebalance import next_steps, with_goals
+from nvpool.poolmap.chains.transitions import retired, wished
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import Births, Loss, PartitionRange, Shard, check_map, decode_map, encode_map
+from nvpool.testing.fakes.local_pool import LocalPool
 from tests.unit.test_placement import a_pool
 
 ME = Caller(0, 0)

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from nvpool.base.errors import InvalidRequest, NoSpace
-from nvpool.base.programs import Program, command
-from nvpool.run.making import capacity_for, store_path
+from nvpool.core.errors import InvalidRequest, NoSpace
+from nvpool.core.programs import Program, command
+from nvpool.provision.create import capacity_for, store_path
 
 
 @pytest.mark.parametrize(("wanted", "refusal"), [(1 << 62, NoSpace), (4096, InvalidRequest)])

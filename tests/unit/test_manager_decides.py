@@ -6,15 +6,15 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import Fenced, StaleTenure, Unavailable, WrongTarget
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.cluster.manager import EQUAL, LEASE_S, LENT_S, OUTLIVES_S, Manager, change
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import Fenced, StaleTenure, Unavailable, WrongTarget
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.poolmap import Chain, PartitionRange, Shard
-from nvpool.logic.rights import taken
-from nvpool.store.tenure import Tenure
-from nvpool.wire.v1.pool_pb2 import AliveRequest
+from nvpool.poolmap.grant_revocation import taken
+from nvpool.poolmap.model import Chain, PartitionRange, Shard
+from nvpool.rpc.v1.pool_pb2 import AliveRequest
+from nvpool.store.server.serving_lease import Tenure
 from tests.unit.test_placement import a_pool
 
 

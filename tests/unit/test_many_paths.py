@@ -9,15 +9,15 @@ import random
 
 import pytest
 
-from nvpool.base.errors import AccessDenied, Disconnected, NameTooLong, NotADirectory, NotFound, NvpoolError
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller, FileHandle
-from nvpool.logic import moves
-from nvpool.meta.service import MetaOptions
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.wire.v1 import meta_pb2
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller, FileHandle
+from nvpool.core.errors import AccessDenied, Disconnected, NameTooLong, NotADirectory, NotFound, NvpoolError
+from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.server.service import MetaOptions
+from nvpool.poolmap.shards import partition_moves
+from nvpool.rpc.v1 import meta_pb2
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.sdk.aio import AsyncFileSystem
 from tests.unit.test_small_files import ME, Case, Standing, put, run
 
 OPTIONS = ClientOptions(deadline_s=10.0, release_s=0.01)
@@ -415,7 +415,7 @@ def test_partitions_that_move_to_another_shard_meanwhile():
             contents = await planted(case, 2, 40)
             pool = AsyncFileSystem(await case.client(), ME)
             await read(pool, contents)
-            await case.pool.change_map(lambda pool_map: moves.wished(pool_map, 2, "remove"))
+            await case.pool.change_map(lambda pool_map: partition_moves.wished(pool_map, 2, "remove"))
             while case.pool.pool_map.moves:
                 await read(pool, contents)
             assert set(case.pool.pool_map.shard_of_partition) == {1}

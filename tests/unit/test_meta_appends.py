@@ -4,16 +4,16 @@ import asyncio
 
 import pytest
 
-from nvpool.base import errors
-from nvpool.base.clock import ManualClock
-from nvpool.base.ids import ROOT_INODE as ROOT
-from nvpool.base.units import WITHDRAW_ANY
+from nvpool.core import errors
+from nvpool.core.clock import ManualClock
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.core.units import WITHDRAW_ANY
 from nvpool.kv.memory import MemoryKv
-from nvpool.meta import records
-from nvpool.meta.appends import APPEND_S
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
-from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.sessions.append_order import APPEND_S
+from nvpool.meta.state import records
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
 
 class Shard:

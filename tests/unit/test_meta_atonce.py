@@ -11,27 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.base.errors import Bug, Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound, TooManyOpen
-from nvpool.base.grants import EPOCH_MASK, read, volume_tag
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.core.errors import Bug, Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound, TooManyOpen
+from nvpool.core.grants import EPOCH_MASK, read, volume_tag
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
-from nvpool.meta import atonce, records
-from nvpool.meta.member import _AtOnce as member_at_once
-from nvpool.meta.records import Inode
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.meta.view import fill_attr
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
-from nvpool.wire.exchange import IN_FLIGHT_MAX, Answerer
-from nvpool.wire.frame import EMPTY, HELLO, REPLY, REQUEST, pack_head, read_head
-from nvpool.wire.registry import transport
-from nvpool.wire.status import decode_error
-from nvpool.wire.tally import Answers
-from nvpool.wire.transport import Credentials, Greeting, Peer
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.meta.server import fast_path as meta_fast_path
+from nvpool.meta.server.member import _AtOnce as member_at_once
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.state import records
+from nvpool.meta.state.records import Inode
+from nvpool.meta.state.transaction import fill_attr
+from nvpool.rpc.api import Credentials, Greeting, Peer
+from nvpool.rpc.error_codec import decode_error
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, Answerer
+from nvpool.rpc.registry import transport
+from nvpool.rpc.stats import Answers
+from nvpool.rpc.transports.frame import EMPTY, HELLO, REPLY, REQUEST, pack_head, read_head
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
-pytestmark = pytest.mark.skipif(not atonce.IS_COMPILED, reason="nvpool.meta._atonce is not compiled")
+pytestmark = pytest.mark.skipif(not meta_fast_path.IS_COMPILED, reason="nvpool.meta.server._fast_path is not compiled")
 FILE = stat.S_IFREG | 0o644
 CREATE, UNLINK, REPORT, LOOKUP, GETATTR = (wire.META_CREATE, wire.META_UNLINK, wire.META_REPORT, wire.META_LOOKUP,
                                            wire.META_GETATTR)
@@ -750,7 +751,7 @@ def inodes():
 @given(inodes())
 def test_inodes_are_read_and_written_as_records_does(inode):
     raw = records.encode_inode(inode)
-    record, attr = atonce._atonce.recoded(inode.number, raw)
+    record, attr = meta_fast_path._fast_path.recoded(inode.number, raw)
     assert record == raw
     inode.flags &= ~records.TRASHED
     said = pb.Attr()
@@ -761,13 +762,13 @@ def test_inodes_are_read_and_written_as_records_does(inode):
     link = Inode(inode.number, 0o120777, size=len(target), atime_ns=inode.atime_ns, mtime_ns=inode.mtime_ns,
                  ctime_ns=inode.ctime_ns, target=target)
     raw = records.encode_inode(link)
-    assert atonce._atonce.recoded(inode.number, raw)[0] == raw
+    assert meta_fast_path._fast_path.recoded(inode.number, raw)[0] == raw
 
 
 @given(st.one_of(st.binary(max_size=80), st.builds(
     lambda head, rest: (1 | head << 8).to_bytes(4, "little") + rest, st.integers(0, (1 << 22) - 1), st.binary(max_size=90))))
 def test_records_that_make_no_sense_are_not_read(raw):
-    found = atonce._atonce.recoded(5, raw)
+    found = meta_fast_path._fast_path.recoded(5, raw)
     try:
         inode = records.decode_inode(5, raw)
     except CorruptRecord:
@@ -784,7 +785,7 @@ def test_entries_are_read_as_records_does(partition, raw):
             inode, _ = records.decode_dentry(partition, value)
         except CorruptRecord:
             inode = 0
-        assert atonce._atonce.entry_of(partition, value) == inode
+        assert meta_fast_path._fast_path.entry_of(partition, value) == inode
 
 
 def requests():
@@ -816,7 +817,7 @@ def fields_of(method, request):
 @given(requests())
 def test_requests_are_read_as_protobuf_does(asked):
     method, request = asked
-    found = atonce._atonce.request_of(method, request.SerializeToString())
+    found = meta_fast_path._fast_path.request_of(method, request.SerializeToString())
     numbers = [fields_of(method, request)[name] for name in ("sequence", "cut", "end", "blocks_delta")]
     if found is None:
         assert max(numbers) >= 1 << 63
@@ -839,7 +840,7 @@ def test_what_is_read_of_a_broken_request_is_what_protobuf_reads(asked, faults):
             del raw[at:at + byte % 4]
         elif what == "double":
             raw[at:at] = raw[at:at + byte % 12]
-    found = atonce._atonce.request_of(method, bytes(raw))
+    found = meta_fast_path._fast_path.request_of(method, bytes(raw))
     if found is not None:
         read = MESSAGES[method].FromString(bytes(raw))  # raises where it can not be read
         assert found == fields_of(method, read)

@@ -7,20 +7,20 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.units import CHAINS_PER_TABLE
+from nvpool.core.clock import ManualClock
+from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.poolmap import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
-from nvpool.meta.cuts import Cuts
-from nvpool.meta.locks import LockTable
-from nvpool.meta.moving.ranges import Ranges
-from nvpool.meta.records import Identity, Inode, Intent, decode_inode, encode_inode, inode_key
-from nvpool.meta.spanning.holds import Holds
-from nvpool.meta.spanning.records import SpanId
-from nvpool.meta.targets import Targets
-from nvpool.meta.view import View
-from nvpool.meta.volumes.access import Access
-from nvpool.wire.v1 import data_pb2
+from nvpool.meta.gc.truncations import Cuts
+from nvpool.meta.migration.ownership import Ranges
+from nvpool.meta.state.lock_table import LockTable
+from nvpool.meta.state.record_locks import Holds
+from nvpool.meta.state.records import Identity, Inode, Intent, decode_inode, encode_inode, inode_key
+from nvpool.meta.state.transaction import View
+from nvpool.meta.state.transaction_records import SpanId
+from nvpool.meta.state.volume_access import Access
+from nvpool.meta.store_client import Targets
+from nvpool.poolmap.model import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
+from nvpool.rpc.v1 import data_pb2
 
 
 def pool_map(epoch: int, chain: Chain) -> PoolMap:

@@ -6,14 +6,14 @@ import stat
 
 import pytest
 
-from nvpool.base.errors import InUse, InvalidRequest, StaleCursor
-from nvpool.base.ids import ROOT_INODE as ROOT
-from nvpool.base.ids import counter_of, inode_number, partition_of
+from nvpool.core.errors import InUse, InvalidRequest, StaleCursor
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.core.ids import counter_of, inode_number, partition_of
 from nvpool.kv.memory import MemoryKv
-from nvpool.meta import records, session_records
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
-from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.state import records, session_records
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
 OPTIONS = MetaOptions(linger_s=3600, tick_s=3600)
 

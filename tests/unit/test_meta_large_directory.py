@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.logic.partition import name_hasher
-from nvpool.meta import records
-from nvpool.meta.service import MetaService
-from nvpool.testing.meta_shard import ShardClient
-from nvpool.wire.v1 import meta_pb2
+from nvpool.core.ids import ROOT_INODE, inode_number, partition_of
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.meta.server.service import MetaService
+from nvpool.meta.state import records
+from nvpool.poolmap.shards.partitions import name_hasher
+from nvpool.rpc.v1 import meta_pb2
+from nvpool.testing.fakes.meta_shard import ShardClient
 
 BATCH = 500
 FIRST_COUNTER = 1 << 40

@@ -5,17 +5,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import TooManyLocks, TooManyOpen
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import TooManyLocks, TooManyOpen
+from nvpool.core.posix.byte_ranges import EXCLUSIVE
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.lockranges import EXCLUSIVE
-from nvpool.meta.changes.attributes import MODE
+from nvpool.meta.operations.setattr import MODE
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.service import MetaService
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
-from nvpool.wire.tally import TALLY
-from nvpool.wire.transport import Credentials, Peer
-from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.meta.server.service import MetaService
+from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.stats import TALLY
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
 OPTIONS = MetaOptions(tick_s=3600, sessions=20, sessions_per_peer=4, locks_per_peer=6, open_files_per_peer=5)
 ROOT_INODE = 1

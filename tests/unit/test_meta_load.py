@@ -6,13 +6,13 @@ import msgspec
 import pytest
 from test_meta_fsck import OPTIONS, dump_all, load_all, on_a_shard
 
-from nvpool.base.errors import CorruptRecord, InvalidRequest, NvpoolError
-from nvpool.base.ids import ROOT_INODE as ROOT
-from nvpool.base.ids import inode_number
+from nvpool.core.errors import CorruptRecord, InvalidRequest, NvpoolError
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.core.ids import inode_number
 from nvpool.kv.memory import MemoryKv
-from nvpool.meta import records, session_records
-from nvpool.meta.service import MetaService
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
+from nvpool.meta.server.service import MetaService
+from nvpool.meta.state import records, session_records
+from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
 
 class Empty:

@@ -6,18 +6,18 @@ import struct
 
 import pytest
 
-from nvpool.base import errors
-from nvpool.base.clock import ManualClock
-from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.core import errors
+from nvpool.core.clock import ManualClock
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE
-from nvpool.meta import records
-from nvpool.meta.locks import Owner
-from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.sessions.lock_waiters import HOLD_BEYOND_GRANTS_S
+from nvpool.meta.state import records
+from nvpool.meta.state.lock_table import Owner
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
 
 OPTIONS = MetaOptions(session_lease_s=10, grant_s=20, linger_s=0, tick_s=3600)
 HOLD_S = OPTIONS.grant_s + HOLD_BEYOND_GRANTS_S

@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import TooManyLocks, WouldDeadlock
-from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, Span
-from nvpool.meta import locks, records
-from nvpool.meta.locks import FAIR_S, SILENT_S, TURN_S, LockTable, Owner
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import TooManyLocks, WouldDeadlock
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, Span
+from nvpool.meta.state import lock_table, records
+from nvpool.meta.state.lock_table import FAIR_S, SILENT_S, TURN_S, LockTable, Owner
 
 BYTES = 8
 HOLD_S = 30.0
@@ -314,8 +314,8 @@ def test_the_places_of_a_session_go_with_it_and_its_locks_later():
 
 
 def test_locks_and_places_have_bounds(monkeypatch):
-    monkeypatch.setattr(locks, "LOCKS_PER_SESSION_MAX", 5)
-    monkeypatch.setattr(locks, "WAITERS_PER_SESSION_MAX", 2)
+    monkeypatch.setattr(lock_table, "LOCKS_PER_SESSION_MAX", 5)
+    monkeypatch.setattr(lock_table, "WAITERS_PER_SESSION_MAX", 2)
     d = Driven()
     for number in range(5):
         d.lock("a", start=number * 10, end=number * 10)

@@ -5,9 +5,9 @@ import gc
 
 import pytest
 
-from nvpool.base.errors import Unavailable
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.meta.numbers import RESERVED, Numbers
+from nvpool.core.errors import Unavailable
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.meta.state.ids import RESERVED, Numbers
 
 
 def test_all_who_wait_share_one_reservation_and_none_hears_of_it_after_giving_up(tmp_path):

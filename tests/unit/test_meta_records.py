@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.base.errors import CorruptRecord, StaleCursor
-from nvpool.base.ids import inode_number
-from nvpool.logic import partition
-from nvpool.meta import records, session_records
-from nvpool.meta.records import Inode
+from nvpool.core.errors import CorruptRecord, StaleCursor
+from nvpool.core.ids import inode_number
+from nvpool.meta.state import records, session_records
+from nvpool.meta.state.records import Inode
+from nvpool.poolmap.shards import partitions
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 T = 1_700_000_000_123_456_789
@@ -80,10 +80,10 @@ def golden_values() -> dict[str, str]:
 
 
 def golden_partitions() -> dict:
-    name_hash = partition.name_hasher(bytes(range(16)))
-    return {f"{directory}/{name}": [h.hex(), partition.partition_of_name(directory, False, h),
-                                    partition.partition_of_name(directory, True, h), partition.partition_of_directory(h),
-                                    partition.cursor_behind(h, 1)]
+    name_hash = partitions.name_hasher(bytes(range(16)))
+    return {f"{directory}/{name}": [h.hex(), partitions.partition_of_name(directory, False, h),
+                                    partitions.partition_of_name(directory, True, h), partitions.partition_of_directory(h),
+                                    partitions.cursor_behind(h, 1)]
             for directory in (1, FILE) for name in ("a", "file.txt", "é", "x" * 255)
             for h in [name_hash(directory, name.encode())]}
 
@@ -161,10 +161,10 @@ def test_every_key_of_a_partition_lies_in_its_range(owner, counter):
 
 @given(st.binary(min_size=7, max_size=7).filter(any), st.integers(1, 300))
 def test_a_cursor_tells_hash_and_count_and_leaves_small_numbers_free(name_hash, equal):
-    cursor = partition.cursor_behind(name_hash, equal)
+    cursor = partitions.cursor_behind(name_hash, equal)
     assert 4 <= cursor < 1 << 63
-    again, count = partition.cursor_parts(cursor)
-    if equal < partition.EQUAL_MAX:
+    again, count = partitions.cursor_parts(cursor)
+    if equal < partitions.EQUAL_MAX:
         assert (again, count) == (name_hash, equal)
     elif name_hash != b"\xff" * 7:
         assert again > name_hash and count == 0
@@ -173,4 +173,4 @@ def test_a_cursor_tells_hash_and_count_and_leaves_small_numbers_free(name_hash, 
 @pytest.mark.parametrize("cursor", [1, 3, 127, 1 << 63, (1 << 64) - 1])
 def test_a_number_that_is_no_cursor_is_refused(cursor):
     with pytest.raises(StaleCursor):
-        partition.cursor_parts(cursor)
+        partitions.cursor_parts(cursor)

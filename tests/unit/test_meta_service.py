@@ -5,19 +5,19 @@ import stat
 
 import pytest
 
-from nvpool.base import errors, grants, ids
-from nvpool.base.clock import ManualClock
-from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.core import errors, grants, ids
+from nvpool.core.clock import ManualClock
+from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.layout import chain_of
-from nvpool.logic.poolmap import PartitionRange, changed
-from nvpool.logic.poolmap import Shard as MapShard
-from nvpool.meta import records
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
-from nvpool.wire.entries import Listed
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.state import records
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import PartitionRange, changed
+from nvpool.poolmap.model import Shard as MapShard
+from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
 
 SECRET = b"s" * 32
 OPTIONS = MetaOptions(session_lease_s=10, grant_s=20, linger_s=2, tick_s=3600)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import DeadlineExceeded, WrongShard
-from nvpool.meta.spanning.holds import Held
-from nvpool.meta.waits import Waits
-from nvpool.testing.meta_shard import DirectCall
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import DeadlineExceeded, WrongShard
+from nvpool.meta.deferred_replies import Waits
+from nvpool.meta.state.record_locks import Held
+from nvpool.testing.fakes.meta_shard import DirectCall
 
 
 async def waited(then, deadline_s: float = 1e9) -> DirectCall:

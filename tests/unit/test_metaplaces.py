@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from nvpool.base.errors import InvalidRequest
-from nvpool.logic import metaplaces, shards
-from nvpool.logic.metaplaces import Place
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target, check_map
-from nvpool.logic.transitions import retired, wished
+from nvpool.core.errors import InvalidRequest
+from nvpool.poolmap.chains.transitions import retired, wished
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target, check_map
+from nvpool.poolmap.shards import members as shard_members
+from nvpool.poolmap.shards import placement as shard_placement
+from nvpool.poolmap.shards.placement import Place
 
 BIG = 1 << 30
 
@@ -38,16 +39,16 @@ def played(pool_map, serving=None, steps_max=60):
         for one in shard.standbys:
             if not one.endpoints:
                 drive = next(drive for drive in pool_map.drives if drive.path == one.path)
-                pool_map = shards.standby_made(pool_map, 1, one.member, f"/d{drive.id}/nvpool-p-meta-1.{one.member}",
+                pool_map = shard_members.standby_made(pool_map, 1, one.member, f"/d{drive.id}/nvpool-p-meta-1.{one.member}",
                                                (f"stream://h:{10 + one.member}",))
         for one in pool_map.shards[0].standbys:
             if one.state != "up":
                 now = pool_map.shards[0]
-                pool_map = shards.standby_up(pool_map, 1, one.member, now.term, now.epoch)
-        if metaplaces.hands_over(pool_map, pool_map.shards[0]):
-            pool_map = shards.primary_lost(pool_map, 1)
+                pool_map = shard_members.standby_up(pool_map, 1, one.member, now.term, now.epoch)
+        if shard_placement.hands_over(pool_map, pool_map.shards[0]):
+            pool_map = shard_members.primary_lost(pool_map, 1)
             continue
-        new = metaplaces.next_step(pool_map, serving)
+        new = shard_placement.next_step(pool_map, serving)
         if new is pool_map:
             return pool_map
         assert check_map(new) == []
@@ -57,22 +58,22 @@ def played(pool_map, serving=None, steps_max=60):
 
 def where(pool_map):
     shard = pool_map.shards[0]
-    return [tuple(metaplaces.place_of(pool_map, shard, member)) for member in shards.members(shard)]
+    return [tuple(shard_placement.place_of(pool_map, shard, member)) for member in shard_members.members(shard)]
 
 
 def test_a_standby_moves_to_the_second_node_when_that_has_a_drive_that_serves():
     there = a_map(2, 1, standbys=(standby(1, 1, 2),))
-    assert metaplaces.next_step(there, serving={1, 2}) is there
-    step = metaplaces.next_step(there, serving={1, 2, 3}).shards[0]
+    assert shard_placement.next_step(there, serving={1, 2}) is there
+    step = shard_placement.next_step(there, serving={1, 2, 3}).shards[0]
     assert step.standbys[0].state == "up" and step.standbys[1] == Standby(2, 2, (), "syncing", "/d3/store")
     assert where(played(there)) == [(1, 0), (2, 3)]
 
 
 def test_an_old_standby_goes_only_when_the_new_one_is_up():
     there = a_map(2, 1, standbys=(standby(1, 1, 2), standby(2, 2, 3, "syncing")), wanted=1)
-    assert metaplaces.next_step(there) is there
-    up = shards.standby_up(there, 1, 2, 1, 1)
-    assert [one.member for one in metaplaces.next_step(up).shards[0].standbys] == [2]
+    assert shard_placement.next_step(there) is there
+    up = shard_members.standby_up(there, 1, 2, 1, 1)
+    assert [one.member for one in shard_placement.next_step(up).shards[0].standbys] == [2]
 
 
 def test_other_racks_come_before_other_nodes():
@@ -85,14 +86,14 @@ def test_other_racks_come_before_other_nodes():
 def test_nothing_moves_where_nothing_would_be_won():
     spread = a_map(2, 2, 2, standbys=(standby(1, 2, 3), standby(2, 3, 5)))
     for there in (a_map(2), spread, a_map(3, standbys=(standby(1, 1, 2),))):
-        assert metaplaces.next_step(there) is there
+        assert shard_placement.next_step(there) is there
 
 
 def test_a_drained_node_gives_its_primary_and_standbys_away():
-    there = metaplaces.with_node(a_map(1, 1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
+    there = shard_placement.with_node(a_map(1, 1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
     done = played(there)
-    assert metaplaces.moved_off(done, 1) and sorted(node for node, _ in where(done)) == [2, 3]
-    alone = played(metaplaces.with_node(a_map(1, 1), 1, wish="drain"))
+    assert shard_placement.moved_off(done, 1) and sorted(node for node, _ in where(done)) == [2, 3]
+    alone = played(shard_placement.with_node(a_map(1, 1), 1, wish="drain"))
     assert where(alone) == [(2, 2)]
 
 
@@ -105,48 +106,50 @@ def test_a_standby_on_a_drained_or_lost_drive_moves():
 
 def test_a_stuck_standby_is_replaced_on_another_drive():
     there = a_map(1, 1, 1, standbys=(standby(1, 2, 2, "syncing"),))
-    assert metaplaces.next_step(there) is there, "it may be on its way"
-    added = metaplaces.next_step(there, stuck={(1, 1)})
+    assert shard_placement.next_step(there) is there, "it may be on its way"
+    added = shard_placement.next_step(there, stuck={(1, 1)})
     assert where(added)[1:] == [(2, 2), (3, 3)] and added.shards[0].standbys_wanted == 1
-    assert metaplaces.next_step(added, stuck={(1, 1)}) is added, "the old one stays until the new one is up"
-    made = shards.standby_made(added, 1, 2, "/d3/nvpool-p-meta-1.2", ("stream://h:12",))
+    assert shard_placement.next_step(added, stuck={(1, 1)}) is added, "the old one stays until the new one is up"
+    made = shard_members.standby_made(added, 1, 2, "/d3/nvpool-p-meta-1.2", ("stream://h:12",))
     now = made.shards[0]
-    up = shards.standby_up(made, 1, 2, now.term, now.epoch)
-    assert where(metaplaces.next_step(up, stuck={(1, 1)}))[1:] == [(3, 3)]
+    up = shard_members.standby_up(made, 1, 2, now.term, now.epoch)
+    assert where(shard_placement.next_step(up, stuck={(1, 1)}))[1:] == [(3, 3)]
 
 
 def test_a_stuck_standby_stays_where_there_is_no_other_drive():
     there = a_map(1, 1, standbys=(standby(1, 2, 2, "syncing"),))
     full = a_map(0, 1, standbys=(standby(1, 2, 1, "syncing"),))
-    assert metaplaces.next_step(full, stuck={(1, 1)}) is full
-    assert where(metaplaces.next_step(there, stuck={(1, 1)}))[1:] == [(2, 2), (1, 1)]
+    assert shard_placement.next_step(full, stuck={(1, 1)}) is full
+    assert where(shard_placement.next_step(there, stuck={(1, 1)}))[1:] == [(2, 2), (1, 1)]
     up = a_map(1, 1, 1, standbys=(standby(1, 2, 2, "up"),))
-    assert metaplaces.next_step(up, stuck={(1, 1)}) is up, "one that is up is never given up"
+    assert shard_placement.next_step(up, stuck={(1, 1)}) is up, "one that is up is never given up"
 
 
 def test_a_drive_is_gone_when_metadata_beside_it_is_elsewhere_too():
     there = a_map(1, 2, standbys=(standby(1, 2, 2),))
-    there = shards.primary_lost(there, 1)
-    assert where(there)[0] == (2, 2) and metaplaces.beside(there, 2) == [1] and metaplaces.only_beside(there, 2) == [1]
+    there = shard_members.primary_lost(there, 1)
+    assert (
+        where(there)[0] == (2, 2) and shard_placement.beside(there, 2) == [1] and shard_placement.only_beside(there, 2) == [1]
+    )
     removed = wished(there, 2, "remove")
     assert retired(removed) is removed, "who pulls it would pull the only copy"
     done = played(removed)
-    assert metaplaces.beside(done, 2) == [] and retired(done).target_by_id[2].state == "gone"
-    whole = shards.standby_added(there, 1, standby(3, 2, 3))
-    assert metaplaces.only_beside(whole, 2) == [1], "it has not all of it yet"
-    whole = shards.standby_up(whole, 1, 3, whole.shards[0].term, whole.shards[0].epoch)
-    assert metaplaces.only_beside(whole, 2) == []
+    assert shard_placement.beside(done, 2) == [] and retired(done).target_by_id[2].state == "gone"
+    whole = shard_members.standby_added(there, 1, standby(3, 2, 3))
+    assert shard_placement.only_beside(whole, 2) == [1], "it has not all of it yet"
+    whole = shard_members.standby_up(whole, 1, 3, whole.shards[0].term, whole.shards[0].epoch)
+    assert shard_placement.only_beside(whole, 2) == []
     assert retired(wished(whole, 2, "lost")).target_by_id[2].state == "gone", "nobody reads it any more"
 
 
 def test_a_wish_without_room_is_refused_with_the_remedy():
-    there = metaplaces.with_node(a_map(1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
+    there = shard_placement.with_node(a_map(1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
     with pytest.raises(InvalidRequest, match=r"add a drive, or have fewer: nvpool shard standbys POOL 1 0"):
-        metaplaces.check_places(there)
-    fine = metaplaces.with_node(a_map(1, 2, standbys=(standby(1, 2, 2),)), 1, wish="drain")
-    metaplaces.check_places(fine)
+        shard_placement.check_places(there)
+    fine = shard_placement.with_node(a_map(1, 2, standbys=(standby(1, 2, 2),)), 1, wish="drain")
+    shard_placement.check_places(fine)
     with pytest.raises(InvalidRequest, match="3 that can be used"):
-        metaplaces.check_room_for(a_map(1, 1), a_map(1, 1).shards[0], 3)
+        shard_placement.check_room_for(a_map(1, 1), a_map(1, 1).shards[0], 3)
 
 
 @given(drives=st.lists(st.integers(1, 3), min_size=1, max_size=4), wanted=st.integers(0, 4), data=st.data())
@@ -155,17 +158,17 @@ def test_each_shard_ends_with_what_is_wanted_in_places_of_their_own(drives, want
     there = played(a_map(*drives, racks=racks, wanted=wanted))
     for number in data.draw(st.lists(st.integers(1, len(drives)), max_size=3)):
         wish = data.draw(st.sampled_from(["drain", "share"]))
-        wished = metaplaces.with_node(there, number, wish=wish)
+        wished = shard_placement.with_node(there, number, wish=wish)
         if any(node.wish == "share" for node in wished.nodes):
             there = played(wished)
     shard, places = there.shards[0], [Place(*place) for place in where(there)]
-    free = metaplaces.good_places(there)
+    free = shard_placement.good_places(there)
     assert len(set(places)) == len(places)
     assert len(shard.standbys) == min(wanted, len(set(free) | {p for p in places if p.drive == 0}) - 1) or \
-        metaplaces.misplaced(there, shard)
+        shard_placement.misplaced(there, shard)
     stay = {node.id for node in there.nodes if node.wish == "share"}
     assert places[0].node in stay or not free or len(free) <= len(places)
-    if not metaplaces.misplaced(there, shard) and len(places) > 1:
+    if not shard_placement.misplaced(there, shard) and len(places) > 1:
         racks = {there.node_by_id[place.node].rack or place.node for place in {*free, places[0]}}
         assert len({there.node_by_id[place.node].rack or place.node for place in places}) == min(len(places), len(racks))
 
@@ -173,17 +176,17 @@ def test_each_shard_ends_with_what_is_wanted_in_places_of_their_own(drives, want
 def primaries_after(pool_map):
     """How many primaries each node has when all that hand over have, and what was handed over is up again."""
     for _ in range(20):
-        handing = [shard for shard in pool_map.shards if metaplaces.hands_over(pool_map, shard)]
+        handing = [shard for shard in pool_map.shards if shard_placement.hands_over(pool_map, shard)]
         if not handing:
             return Counter(shard.node for shard in pool_map.shards)
         assert len(handing) == 1, "one after the other"
-        pool_map = shards.primary_lost(pool_map, handing[0].id)
-        assert not any(metaplaces.hands_over(pool_map, shard) for shard in pool_map.shards), "not while one catches up"
+        pool_map = shard_members.primary_lost(pool_map, handing[0].id)
+        assert not any(shard_placement.hands_over(pool_map, shard) for shard in pool_map.shards), "not while one catches up"
         for shard in pool_map.shards:
             for one in shard.standbys:
                 if one.state != "up":
                     now = pool_map.shard_by_id[shard.id]
-                    pool_map = shards.standby_up(pool_map, shard.id, one.member, now.term, now.epoch)
+                    pool_map = shard_members.standby_up(pool_map, shard.id, one.member, now.term, now.epoch)
     raise AssertionError("no end")
 
 

@@ -10,20 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from nvpool.base import config, metrics
-from nvpool.base.config import parse_address
-from nvpool.base.errors import CorruptFrame, InvalidRequest, NoSpace
-from nvpool.base.metrics import BOUNDS_S, SLOTS, Times
-from nvpool.base.metrics_page import Page
-from nvpool.run import scrape
-from nvpool.run.node_metrics import Asked, node_page
-from nvpool.testing.real_etcd import free_ports
-from nvpool.wire.dial import Dialer
-from nvpool.wire.registry import listen
-from nvpool.wire.tally import Tally, op_of
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1.pool_pb2 import MetricsReply
-from nvpool.wire.v1.wire_pb2 import DATA_READ, DATA_WRITE
+from nvpool.core import config
+from nvpool.core.config import parse_address
+from nvpool.core.errors import CorruptFrame, InvalidRequest, NoSpace
+from nvpool.metrics import http as metrics_http
+from nvpool.metrics import registry as metrics
+from nvpool.metrics.exposition import Page
+from nvpool.metrics.registry import BOUNDS_S, SLOTS, Times
+from nvpool.node.metrics import Asked, node_page
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.registry import listen
+from nvpool.rpc.stats import Tally, op_of
+from nvpool.rpc.v1.pool_pb2 import MetricsReply
+from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
+from nvpool.testing.env.etcd import free_ports
 
 
 def families(page):
@@ -173,7 +174,7 @@ def test_a_page_of_a_node_is_there_in_time_whoever_is_silent(tmp_path):
 async def asked_by_http(requests, make_page, patience=None):
     """What comes back for each of these byte strings, sent over connections of their own at the same time."""
     port = free_ports(1)[0]
-    serving = asyncio.ensure_future(scrape.serve_metrics(f"127.0.0.1:{port}", make_page))
+    serving = asyncio.ensure_future(metrics_http.serve_metrics(f"127.0.0.1:{port}", make_page))
 
     async def ask(raw):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -211,14 +212,14 @@ def test_metrics_address_is_loopback_unless_a_host_is_named():
 
 async def asked_at_socket(path):
     """The answer at a unix socket and its mode, while a second process wants the same one."""
-    serving = asyncio.ensure_future(scrape.serve_metrics(f"unix:{path}", a_page))
+    serving = asyncio.ensure_future(metrics_http.serve_metrics(f"unix:{path}", a_page))
     for _ in range(1000):
         try:
             reader, writer = await asyncio.open_unix_connection(str(path))
             break
         except OSError:
             await asyncio.sleep(0.01)
-    second = asyncio.ensure_future(scrape.serve_metrics(f"unix:{path}", a_page))
+    second = asyncio.ensure_future(metrics_http.serve_metrics(f"unix:{path}", a_page))
     await asyncio.sleep(0.1)
     mode = path.stat().st_mode & 0o777
     writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -242,7 +243,7 @@ def test_metrics_at_a_unix_socket_are_for_owner_and_group(tmp_path):
 
 def test_metrics_open_to_other_machines_warn(caplog):
     async def begin():
-        serving = asyncio.ensure_future(scrape.serve_metrics("0.0.0.0:1", a_page))
+        serving = asyncio.ensure_future(metrics_http.serve_metrics("0.0.0.0:1", a_page))
         await asyncio.sleep(0.05)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -277,8 +278,8 @@ def test_a_page_is_given_at_one_path_and_nothing_else_anywhere():
 
 
 def test_who_sends_no_whole_request_is_hung_up_on_and_only_so_many_may_wait(monkeypatch):
-    monkeypatch.setattr(scrape, "REQUEST_S", 0.3)
-    monkeypatch.setattr(scrape, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(metrics_http, "REQUEST_S", 0.3)
+    monkeypatch.setattr(metrics_http, "CONNECTIONS_MAX", 3)
     said = asyncio.run(asked_by_http([b"GET /metr"] * 8, a_page, patience=5))
     assert all(isinstance(one, ConnectionError) or one == b"" for one in said), said
 

@@ -1,4 +1,5 @@
-"""One moment of the whole pool: what waits for it, what ends it, and who is told that it was none (meta/moment, sdk/moment)."""
+"""One moment of the whole pool: what waits for it, what ends it, and who is told that it was none (meta/snapshot_barrier,
+sdk/admin/snapshot_barrier)."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ import asyncio
 import pytest
 from test_spanning import ME, Names, run
 
-from nvpool.base.errors import Busy, StaleCursor
-from nvpool.meta import moment as shard_moment
-from nvpool.sdk.asking import Asking
-from nvpool.sdk.checkup import check_metadata
-from nvpool.sdk.dumpfile import dump, frames, read_header
-from nvpool.sdk.found import Checkup
-from nvpool.sdk.moment import begin_at_all
-from nvpool.wire.v1 import wire_pb2
-from nvpool.wire.v1.meta_pb2 import DumpReply, DumpRequest, MomentReply, MomentRequest
+from nvpool.core.errors import Busy, StaleCursor
+from nvpool.meta import snapshot_barrier as shard_moment
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.rpc.v1.meta_pb2 import DumpReply, DumpRequest, MomentReply, MomentRequest
+from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.admin.dump import dump, frames, read_header
+from nvpool.sdk.admin.snapshot_barrier import begin_at_all
+from nvpool.sdk.fsck.check import check_metadata
+from nvpool.sdk.fsck.report import Checkup
 
 QUIET, TAKE, END = MomentRequest.QUIET, MomentRequest.TAKE, MomentRequest.END
 
@@ -132,7 +133,7 @@ def dies_once_at_a_step(monkeypatch, names: Names, shard: int, method: int) -> l
 
 @pytest.mark.parametrize("shard", [1, 3])
 def test_a_check_goes_on_where_a_shard_gets_another_primary_and_says_so(monkeypatch, shard):
-    monkeypatch.setattr("nvpool.sdk.checkup_names.RECORDS_A_STEP", 5)
+    monkeypatch.setattr("nvpool.sdk.fsck.metadata.RECORDS_A_STEP", 5)
 
     async def main(names: Names) -> None:
         for number in range(10):
@@ -153,7 +154,7 @@ def test_a_check_goes_on_where_a_shard_gets_another_primary_and_says_so(monkeypa
 
 
 def test_a_dump_goes_on_where_a_shard_gets_another_primary(monkeypatch, tmp_path):
-    monkeypatch.setattr("nvpool.sdk.dumpfile.RECORDS_A_STEP", 5)
+    monkeypatch.setattr("nvpool.sdk.admin.dump.RECORDS_A_STEP", 5)
 
     async def main(names: Names) -> None:
         for number in range(10):
@@ -170,7 +171,7 @@ def test_a_dump_goes_on_where_a_shard_gets_another_primary(monkeypatch, tmp_path
 
 
 def test_a_check_that_never_gets_to_its_end_says_what_keeps_it(monkeypatch):
-    monkeypatch.setattr("nvpool.sdk.moment.ANEW_MAX", 2)
+    monkeypatch.setattr("nvpool.sdk.admin.snapshot_barrier.ANEW_MAX", 2)
 
     async def main(names: Names) -> None:
         ask = Asking.shard

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from nvpool.base.errors import InvalidRequest
-from nvpool.base.programs import Program, command
-from nvpool.cli import mount_helper
-from nvpool.cli.mount import mount
-from nvpool.cli.mount_helper import main, parse
-from nvpool.fuse import attach
-from nvpool.fuse.engine import MountOptions
-from nvpool.run.mount_words import is_read_only, parse_words
+from nvpool.cli.mount import mount_nvpool
+from nvpool.cli.mount.command import mount
+from nvpool.cli.mount.mount_nvpool import main, parse
+from nvpool.core.errors import InvalidRequest
+from nvpool.core.programs import Program, command
+from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.kernel import attach
+from nvpool.mountd.arguments import is_read_only, parse_words
 
 
 def parsed(source, *options, words=()):
@@ -91,8 +91,8 @@ def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, sai
 
 
 def test_flags_are_those_that_a_mount_knows():
-    assert mount_helper.FLAGS == attach._FLAGS and set(mount_helper.PASSED) == attach._WORDS
-    assert mount_helper.PASSED_VALUES == attach._VALUES
+    assert mount_nvpool.FLAGS == attach._FLAGS and set(mount_nvpool.PASSED) == attach._WORDS
+    assert mount_nvpool.PASSED_VALUES == attach._VALUES
 
 
 def test_commas_in_quotes_stay_up_to_the_mount():
@@ -101,12 +101,12 @@ def test_commas_in_quotes_stay_up_to_the_mount():
     words = parse_words(["/pool", "/mnt/none-here", *found.words])
     flags, passed = attach._parsed(MountOptions("p", allow_other=False, extra=tuple(words.extra)))
     assert passed[1:] == [context] and flags & 8 and not flags & 1
-    assert not is_read_only(words) and not mount_helper._was_read_only(list(found.words))
+    assert not is_read_only(words) and not mount_nvpool._was_read_only(list(found.words))
 
 
 def test_words_about_the_log_and_the_kernel_reach_the_daemon_of_a_mount(monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr("nvpool.cli.mounts.mount_pool", lambda pool, place, log, words, wait_s: given.extend(words) or 7)
+    monkeypatch.setattr("nvpool.cli.mount.control.mount_pool", lambda pool, place, log, words, wait_s: given.extend(words) or 7)
     done = CliRunner().invoke(mount, ["127.0.0.1:9", str(tmp_path), "--log", str(tmp_path / "log"), "--log-format", "json",
                                       "--log-level", "debug", "--attr-timeout-s", "0", "--negative-timeout-s", "2"])
     assert done.exit_code == 0, done.output
@@ -146,6 +146,6 @@ def test_nothing_is_mounted_anew_where_nothing_is_mounted(tmp_path, capsys):
 
 def test_the_helper_is_a_program_that_mount_8_can_find():
     project = tomllib.loads(Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text())["project"]
-    assert project["scripts"]["mount.nvpool"] == "nvpool.cli.mount_helper:main" and callable(mount_helper.main)
+    assert project["scripts"]["mount.nvpool"] == "nvpool.cli.mount.mount_nvpool:main" and callable(mount_nvpool.main)
     done = subprocess.run(command(Program.MOUNT_COMMAND), capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "mount -t nvpool" in done.stderr

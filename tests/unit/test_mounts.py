@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from nvpool.base import mounts
-from nvpool.base.mounts import mount_at, mount_of, mounts_below, place_of
+from nvpool.host import mountinfo
+from nvpool.host.mountinfo import mount_at, mount_of, mounts_below, place_of
 
 LINE = rb"36 35 98:0 / %s rw,noatime master:1 - %s %s rw,errors=continue" + b"\n"
 
@@ -22,7 +22,7 @@ def test_only_mounts_of_nvpool_are_ours():
 
 def test_a_place_is_found_through_links_without_touching_what_is_mounted_there(tmp_path, monkeypatch):
     table = [mount_of(LINE % (str(tmp_path / name).encode(), b"fuse.nvpool", b"nvpool:x")) for name in ("m", "m", "m/below")]
-    monkeypatch.setattr(mounts, "mounts", lambda: table)
+    monkeypatch.setattr(mountinfo, "mounts", lambda: table)
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "link").symlink_to("../m")  # there is nothing at m: whoever touched it would be told
     (tmp_path / "way").symlink_to("real")

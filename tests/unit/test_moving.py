@@ -1,4 +1,4 @@
-"""Partitions move between shards while clients use them, in one process (meta/moving, client/moved)."""
+"""Partitions move between shards while clients use them, in one process (meta/migration, client/rpc/partition_migration)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import Busy
-from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
-from nvpool.base.units import PARTITION_COUNT
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import Busy
+from nvpool.core.ids import ROOT_INODE, inode_number, partition_of
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, SHARED, UNLOCKED
+from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic import moves
-from nvpool.logic.lockranges import EXCLUSIVE, RECORD, SHARED, UNLOCKED
-from nvpool.logic.partition import partition_of_directory
-from nvpool.logic.poolmap import MAP_FORMAT, PartitionRange, PoolMap, Settings
-from nvpool.meta.leases import Sessions
-from nvpool.meta.locks import LockTable, Owner
-from nvpool.meta.lockwaits import LockWaits
-from nvpool.meta.moving.leaving import Leaving
-from nvpool.meta.moving.ranges import Ranges
-from nvpool.meta.moving.sessions import bring_all, sessions_to_move
-from nvpool.meta.records import (
+from nvpool.meta.migration.cleanup import Leaving
+from nvpool.meta.migration.ownership import Ranges
+from nvpool.meta.migration.sessions import bring_all, sessions_to_move
+from nvpool.meta.sessions.lock_waiters import LockWaits
+from nvpool.meta.sessions.table import Sessions
+from nvpool.meta.state.lock_table import LockTable, Owner
+from nvpool.meta.state.records import (
     Identity,
     Inode,
     encode_inode,
@@ -34,9 +31,12 @@ from nvpool.meta.records import (
     partition_of_key,
     prefix,
 )
-from nvpool.meta.session_records import SessionRecord
-from nvpool.meta.view import View
-from nvpool.testing.pool import LocalPool
+from nvpool.meta.state.session_records import SessionRecord
+from nvpool.meta.state.transaction import View
+from nvpool.poolmap.model import MAP_FORMAT, PartitionRange, PoolMap, Settings
+from nvpool.poolmap.shards import partition_moves
+from nvpool.poolmap.shards.partitions import partition_of_directory
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0)
@@ -106,14 +106,14 @@ class Moving:
         await self.check(client.vfs)
 
     async def add(self) -> int:
-        number = moves.shards_given(self.pool.pool_map) + 1
+        number = partition_moves.shards_given(self.pool.pool_map) + 1
         new = self.pool.new_shard(number)
-        await self.pool.change_map(lambda now: moves.shard_added(now, new))
+        await self.pool.change_map(lambda now: partition_moves.shard_added(now, new))
         await self.pool.start_shard(number)
         return number
 
     async def wish(self, shard: int, wish: str) -> None:
-        await self.pool.change_map(lambda now: moves.wished(now, shard, wish))
+        await self.pool.change_map(lambda now: partition_moves.wished(now, shard, wish))
 
     async def settled(self) -> None:
         """Until nothing moves any more, and what was given is removed."""
@@ -133,7 +133,7 @@ class Moving:
         async with asyncio.timeout(WAIT_S):
             while meta._sessions.by_number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        await self.pool.change_map(lambda now: moves.shard_removed(now, shard))
+        await self.pool.change_map(lambda now: partition_moves.shard_removed(now, shard))
         await self.pool.stop_shard(shard=shard)
 
 

@@ -8,14 +8,14 @@ import random
 
 import pytest
 
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic import moves
-from nvpool.logic.partition import partition_of_directory
-from nvpool.meta.service import MetaOptions
-from nvpool.sdk.checkup import Checkup, check_metadata
-from nvpool.testing.pool import LocalPool
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.server.service import MetaOptions
+from nvpool.poolmap.shards import partition_moves
+from nvpool.poolmap.shards.partitions import partition_of_directory
+from nvpool.sdk.fsck.check import Checkup, check_metadata
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=120.0)
@@ -101,20 +101,20 @@ def test_nothing_is_lost_or_doubled_however_often_shards_die_while_partitions_mo
             for load in loads:
                 await load.begin()
             running = [asyncio.create_task(load.run()) for load in loads]
-            number = moves.shards_given(pool.pool_map) + 1
+            number = partition_moves.shards_given(pool.pool_map) + 1
             new = pool.new_shard(number)
-            await pool.change_map(lambda now: moves.shard_added(now, new))
+            await pool.change_map(lambda now: partition_moves.shard_added(now, new))
             await pool.start_shard(number)
             for _ in range(6):
                 await asyncio.sleep(chance.random() * 0.15)
                 await kill(pool, chance.choice(list(pool.metas)))
             await until_at_rest(pool)
-            await pool.change_map(lambda now: moves.wished(now, 1, "remove"))
+            await pool.change_map(lambda now: partition_moves.wished(now, 1, "remove"))
             for _ in range(6):
                 await asyncio.sleep(chance.random() * 0.15)
                 await kill(pool, chance.choice(list(pool.metas)))
             await until_at_rest(pool)
-            assert moves.is_empty(pool.pool_map, 1)
+            assert partition_moves.is_empty(pool.pool_map, 1)
             for load in loads:
                 load.stop = True
             await asyncio.wait_for(asyncio.gather(*running), WAIT_S)
@@ -138,7 +138,7 @@ def test_partitions_that_are_ours_are_taken_up_before_what_comes_next_is_made_ro
             await load.begin()
             pool.deaf.add(2)
             new = pool.new_shard(2)
-            await pool.change_map(lambda now: moves.shard_added(now, new))
+            await pool.change_map(lambda now: partition_moves.shard_added(now, new))
             await pool.start_shard(2)
             async with asyncio.timeout(WAIT_S):
                 while pool.pool_map.moves:  # noqa: ASYNC110
@@ -156,7 +156,7 @@ def test_a_file_without_a_name_that_is_open_stays_where_the_shard_that_takes_it_
         async with LocalPool(tmp_path, tells_map=True, meta_options=MetaOptions(linger_s=0.0)) as pool:
             client = await pool.client("client", OPTIONS)
             vfs, new = client.vfs, pool.new_shard(2)
-            _, going = moves.next_batch(moves.shard_added(pool.pool_map, new), 1)
+            _, going = partition_moves.next_batch(partition_moves.shard_added(pool.pool_map, new), 1)
             name_hash = pool.meta._view.name_hash
             name = next(b"%d" % number for number in range(1_000_000)
                         if partition_of_directory(name_hash(ROOT_INODE, b"%d" % number)) in going)
@@ -167,7 +167,7 @@ def test_a_file_without_a_name_that_is_open_stays_where_the_shard_that_takes_it_
             await vfs.unlink(directory, b"f", ME)
             asked = asyncio.Event()
             pool.loses_moved = lambda: asked.set() or "question"
-            await pool.change_map(lambda now: moves.shard_added(now, new))
+            await pool.change_map(lambda now: partition_moves.shard_added(now, new))
             await pool.start_shard(2)
             await asyncio.wait_for(asked.wait(), WAIT_S)
             await kill(pool, 2)

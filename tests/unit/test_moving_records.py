@@ -7,34 +7,39 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.base.errors import CorruptRecord
-from nvpool.meta import session_records
-from nvpool.meta.moving import records
+from nvpool.core.errors import CorruptRecord
+from nvpool.meta.state import migration_records, session_records
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "moving_records.json"
-COMING = records.Coming(3, 2, 77, 12345, True, (0, 7, 4095))
+COMING = migration_records.Coming(3, 2, 77, 12345, True, (0, 7, 4095))
 SESSION = session_records.SessionRecord(bytes(range(16)), 1_700_000_000_000_000_000, "mount host 4711", True,
                                         0x1122334455667788)
 OWNED = SESSION._replace(owner="client/alice.0a1b2c3d")
 
 
 def test_records_have_their_golden_bytes():
-    made = {"coming key": records.coming_key(3), "coming": records.encode_coming(COMING),
-            "arrived key": records.arrived_key(3, 3 << 48 | 5), "gone key": records.gone_key(4095), "gone": records.GONE_VALUE,
-            "seen key": records.SEEN_KEY, "seen": records.encode_seen(99),
-            "session with identity": session_records.encode_session(SESSION),
-            "session with owner": session_records.encode_session(OWNED)}
+    made = {
+        "coming key": migration_records.coming_key(3),
+        "coming": migration_records.encode_coming(COMING),
+        "arrived key": migration_records.arrived_key(3, 3 << 48 | 5),
+        "gone key": migration_records.gone_key(4095),
+        "gone": migration_records.GONE_VALUE,
+        "seen key": migration_records.SEEN_KEY,
+        "seen": migration_records.encode_seen(99),
+        "session with identity": session_records.encode_session(SESSION),
+        "session with owner": session_records.encode_session(OWNED),
+    }
     assert {name: raw.hex() for name, raw in made.items()} == json.loads(GOLDEN.read_text())
 
 
-@given(st.builds(records.Coming, *[st.integers(0, (1 << 64) - 1)] * 4, st.booleans(),
+@given(st.builds(migration_records.Coming, *[st.integers(0, (1 << 64) - 1)] * 4, st.booleans(),
                  st.lists(st.integers(0, 4095), max_size=300).map(tuple)))
 def test_what_is_written_is_read_again(coming):
-    assert records.decode_coming(records.encode_coming(coming)) == coming
-    assert records.giver_of_key(records.coming_key(9)) == 9
-    assert records.arrived_session_of_key(records.arrived_key(9, coming.term)) == coming.term
-    assert records.partition_of_gone_key(records.gone_key(4095)) == 4095
-    assert records.decode_seen(records.encode_seen(coming.term)) == coming.term
+    assert migration_records.decode_coming(migration_records.encode_coming(coming)) == coming
+    assert migration_records.giver_of_key(migration_records.coming_key(9)) == 9
+    assert migration_records.arrived_session_of_key(migration_records.arrived_key(9, coming.term)) == coming.term
+    assert migration_records.partition_of_gone_key(migration_records.gone_key(4095)) == 4095
+    assert migration_records.decode_seen(migration_records.encode_seen(coming.term)) == coming.term
 
 
 NAMES = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=60)
@@ -48,7 +53,13 @@ def test_session_is_read_again_with_and_without_owner(client, watches, identity,
 
 @given(st.binary(max_size=80))
 def test_what_is_no_such_record_is_damaged_and_nothing_else(raw):
-    for read in (records.decode_coming, records.decode_seen, records.giver_of_key, records.arrived_session_of_key,
-                 records.partition_of_gone_key, session_records.decode_session):
+    for read in (
+        migration_records.decode_coming,
+        migration_records.decode_seen,
+        migration_records.giver_of_key,
+        migration_records.arrived_session_of_key,
+        migration_records.partition_of_gone_key,
+        session_records.decode_session,
+    ):
         with contextlib.suppress(CorruptRecord):
             read(raw)

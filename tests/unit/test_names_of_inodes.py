@@ -6,23 +6,24 @@ import os
 
 import pytest
 
-from nvpool.base import errors
-from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.base.ids import ROOT_INODE as ROOT
-from nvpool.base.ids import partition_of
-from nvpool.client import pathfinder
-from nvpool.client.options import ClientOptions
-from nvpool.client.pathfinder import KnownPaths, PathFinder, printable
-from nvpool.client.vfs.contract import Caller
+from nvpool.client import reverse_paths
+from nvpool.client.reverse_paths import KnownPaths, PathFinder, printable
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core import errors
+from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.core.ids import partition_of
 from nvpool.kv.memory import MemoryKv
-from nvpool.meta import queries, records
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
-from nvpool.testing.plain_store import PlainStore
-from nvpool.testing.pool import LocalPool
-from nvpool.wire import codec
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2
+from nvpool.meta.operations import lookup as lookup_operations
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.state import records
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
+from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(0, 0)
 
@@ -68,10 +69,10 @@ async def names(client, inodes, **fields):
     """(name -> where it is, as told; inodes without a name; steps)."""
     found, gone, cursor, steps = {}, [], b"", 0
     while True:
-        request = pb.NamesRequest(inodes=codec.pack_inodes(inodes), cursor=cursor, **fields)
+        request = pb.NamesRequest(inodes=data_codec.pack_inodes(inodes), cursor=cursor, **fields)
         reply = await client.ask("NAMES", request)
         steps += 1
-        gone += codec.unpack_inodes(reply.gone)
+        gone += data_codec.unpack_inodes(reply.gone)
         for one in reply.names:
             found.setdefault(one.inode, (one.directory, one.name, one.above))
         if reply.done:
@@ -123,15 +124,15 @@ async def test_a_step_is_bounded_in_entries_and_in_partitions(client):
     for number in range(300):
         await client.file(ROOT, b"%d" % number)
     kv = client.service._kv
-    for limit, scans in ((100, 1), (0, queries.NAMES_LIMIT // queries._EMPTY_SCAN)):
+    for limit, scans in ((100, 1), (0, lookup_operations.NAMES_LIMIT // lookup_operations._EMPTY_SCAN)):
         for fields in ({}, {"elsewhere": True}):
             cursor, done = b"", False
             while not done:
                 kv.scanned.clear()
-                request = pb.NamesRequest(inodes=codec.pack_inodes([inode]), cursor=cursor, limit=limit, **fields)
+                request = pb.NamesRequest(inodes=data_codec.pack_inodes([inode]), cursor=cursor, limit=limit, **fields)
                 reply = await client.ask("NAMES", request)
-                assert sum(kv.scanned) <= (limit or queries.NAMES_LIMIT)
-                assert len(kv.scanned) <= max(scans, limit // queries._EMPTY_SCAN)
+                assert sum(kv.scanned) <= (limit or lookup_operations.NAMES_LIMIT)
+                assert len(kv.scanned) <= max(scans, limit // lookup_operations._EMPTY_SCAN)
                 cursor, done = reply.cursor, reply.done
 
 
@@ -149,12 +150,12 @@ async def test_entries_that_can_not_be_read_hide_no_others(client):
 @shard
 async def test_nonsense_is_refused(client):
     for fields in ({"inodes": b""}, {"inodes": b"1234567"}, {"inodes": bytes(8)}, {"inodes": b"\xff" * 8},
-                   {"inodes": codec.pack_inodes(range(1, queries.NAMES_INODES_MAX + 2))},
-                   {"inodes": codec.pack_inodes([7]), "directory": 1 << 63}):
+                   {"inodes": data_codec.pack_inodes(range(1, lookup_operations.NAMES_INODES_MAX + 2))},
+                   {"inodes": data_codec.pack_inodes([7]), "directory": 1 << 63}):
         with pytest.raises(errors.InvalidRequest):
             await client.ask("NAMES", pb.NamesRequest(**fields))
     for cursor in (b"\0", b"\xff" * 600):
-        request = pb.NamesRequest(inodes=codec.pack_inodes([7]), cursor=cursor, directory=99, limit=1 << 31)
+        request = pb.NamesRequest(inodes=data_codec.pack_inodes([7]), cursor=cursor, directory=99, limit=1 << 31)
         assert not (await client.ask("NAMES", request)).names
 
 
@@ -239,7 +240,7 @@ def test_paths_are_shown_on_one_line_whatever_bytes_they_have():
 
 
 def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_damaged_bytes(caplog, monkeypatch):
-    monkeypatch.setattr(pathfinder, "PAUSE_S", 0.01)
+    monkeypatch.setattr(reverse_paths, "PAUSE_S", 0.01)
 
     def spoil(payload):
         payload[-1] ^= 1
@@ -257,8 +258,8 @@ def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_da
             await vfs.write(handle, 0, b"x" * 8192)
             await vfs.flush(handle)
             asked = []
-            search = queries.names
-            monkeypatch.setattr(queries, "names", lambda *arguments: asked.append(1) or search(*arguments))
+            search = lookup_operations.names
+            monkeypatch.setattr(lookup_operations, "names", lambda *arguments: asked.append(1) or search(*arguments))
             with pytest.raises(errors.ChecksumMismatch):
                 await vfs.read(handle, 0, 4096)
             told, = caplog.messages
@@ -289,14 +290,14 @@ def test_what_was_not_found_is_not_looked_for_all_the_time_and_a_path_is_believe
         paths._finder.find = find
         await asyncio.gather(paths.look([5, 6, 5]), paths.look([6]))
         assert paths.path(5) == b"/five" and paths.path(6) is None and searches == [[5, 6]]
-        clock.advance(pathfinder.FAILED_KEPT_S + 1)
+        clock.advance(reverse_paths.FAILED_KEPT_S + 1)
         await paths.look([5, 6])
         assert searches.pop() == [6]
-        clock.advance(pathfinder.KEPT_S)
+        clock.advance(reverse_paths.KEPT_S)
         assert paths.path(5) is None
-        await paths.look(range(pathfinder.FILES_MAX * 2))
-        assert len(searches.pop()) == pathfinder.FILES_MAX
-        for first in range(0, 5 * pathfinder.KEPT_MAX, pathfinder.FILES_MAX):
-            await paths.look(range(first, first + pathfinder.FILES_MAX))
-        assert len(paths._known) <= pathfinder.KEPT_MAX
+        await paths.look(range(reverse_paths.FILES_MAX * 2))
+        assert len(searches.pop()) == reverse_paths.FILES_MAX
+        for first in range(0, 5 * reverse_paths.KEPT_MAX, reverse_paths.FILES_MAX):
+            await paths.look(range(first, first + reverse_paths.FILES_MAX))
+        assert len(paths._known) <= reverse_paths.KEPT_MAX
     asyncio.run(main())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nvpool.base.oldest import too_old
+from nvpool.core.containers.bounded_map import too_old
 
 
 @pytest.mark.parametrize("count_max", [1, 2, 15, 16, 100, 4096])

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from nvpool.base.kept import KeptMemory
-from nvpool.client.once import Held, Once
+from nvpool.client.rpc.exactly_once import Held, Once
+from nvpool.shm.mount_state import KeptMemory
 
 MKDIR, CHMOD = 1, 2
 

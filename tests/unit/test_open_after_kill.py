@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.kept import KeptMemory
-from nvpool.base.units import MIB
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs.contract import Caller
-from nvpool.testing.pool import run
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import MIB
+from nvpool.shm.mount_state import KeptMemory
+from nvpool.testing.fakes.local_pool import run
 
 ME = Caller(0, 0)
 NEVER_S = 1000.0

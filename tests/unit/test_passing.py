@@ -4,12 +4,12 @@ import os
 import random
 import socket
 
-from nvpool.base.kept import PUBLISHED, KeptHandles, KeptMemory
-from nvpool.client.vfs.contract import Caller
-from nvpool.fuse.handles import Handles
-from nvpool.fuse.passing import GO, Channel, word
+from nvpool.client.state.types import Caller
+from nvpool.fuse.kernel.worker_channel import GO, Channel, word
+from nvpool.fuse.ops.handles import Handles
+from nvpool.fuse.ops.shared_handles import Published
 from nvpool.fuse.protocol.requests import HEADER, HEADER_BYTES
-from nvpool.fuse.published import Published
+from nvpool.shm.mount_state import PUBLISHED, KeptHandles, KeptMemory
 
 
 def requests_of(count):

@@ -4,13 +4,13 @@ import stat
 
 import pytest
 
-from nvpool.base.errors import AccessDenied, NoAttribute, NotPermitted
-from nvpool.logic import acl
-from nvpool.logic.acl import Entry
-from nvpool.meta import permissions
-from nvpool.meta.permissions import READ, SEARCH, WRITE
-from nvpool.meta.records import Inode
-from nvpool.wire.transport import Credentials
+from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
+from nvpool.core.posix import acl
+from nvpool.core.posix.acl import Entry
+from nvpool.meta.operations import permissions
+from nvpool.meta.operations.permissions import READ, SEARCH, WRITE
+from nvpool.meta.state.records import Inode
+from nvpool.rpc.api import Credentials
 
 US = Credentials(1000, frozenset({1000, 50}), 1)
 OTHERS = Credentials(2000, frozenset({2000}), 1)

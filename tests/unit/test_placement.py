@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from nvpool.base.errors import InvalidRequest
-from nvpool.logic.layout import chain_of
-from nvpool.logic.placement import Placing, Spread, build_table, usable
-from nvpool.logic.poolmap import MAP_FORMAT, Chain, Drive, Moving, Node, PoolMap, Settings, Target, check_map
-from nvpool.logic.rebalance import check_room, given_up, next_steps, standing, taken_back, with_goals
-from nvpool.logic.transitions import died, returned, wished
-from nvpool.run.drives import _with_one_more
+from nvpool.core.errors import InvalidRequest
+from nvpool.node.admin.drives import _with_one_more
+from nvpool.poolmap.chains.placement import Placing, Spread, build_table, usable
+from nvpool.poolmap.chains.rebalance import check_room, given_up, next_steps, standing, taken_back, with_goals
+from nvpool.poolmap.chains.transitions import died, returned, wished
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import MAP_FORMAT, Chain, Drive, Moving, Node, PoolMap, Settings, Target, check_map
 
 GIB = 1 << 30
 

@@ -2,10 +2,10 @@
 
 from msgspec.structs import replace
 
-from nvpool.base.directory import PoolDirectory
-from nvpool.cli import pool_life
-from nvpool.cli.pool_life import erase_stores
-from nvpool.logic.poolmap import Drive, Standby
+from nvpool.cli import pool_lifecycle
+from nvpool.cli.pool_lifecycle import erase_stores
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.poolmap.model import Drive, Standby
 from nvpool.testing.contracts.coordinator import first_map
 
 
@@ -26,7 +26,7 @@ def test_only_what_this_node_has_is_removed_and_the_records_of_shards_too(tmp_pa
 
 
 def test_commit_marks_of_this_node_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_life, "memory_file", lambda pool_id, process: tmp_path / process)
+    monkeypatch.setattr(pool_lifecycle, "memory_file", lambda pool_id, process: tmp_path / process)
     pool_map = first_map()
     shard, = pool_map.shards
     pool_map = replace(pool_map, shards=(replace(shard, standbys=(Standby(1, 1, ()), Standby(2, 2, ()), Standby(3, 1, ()))),))

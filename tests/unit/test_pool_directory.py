@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, check_name, holder_of, write_whole
-from nvpool.base.errors import InUse, InvalidRequest, NotFound, WrongFormat
-from nvpool.base.host import Identity, boot_id, host_id, identity_of, own_identity, runs
-from nvpool.base.mounts import Mount
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target, encode_map
-from nvpool.run.nvpoold import check_formats
-from nvpool.store.chunkstore import FORMAT_TEXT as STORE_FORMAT
+from nvpool.core.errors import InUse, InvalidRequest, NotFound, WrongFormat
+from nvpool.daemons.nvpoold import check_formats
+from nvpool.host.mountinfo import Mount
+from nvpool.host.pool_directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, check_name, holder_of, write_whole
+from nvpool.host.processes import Identity, boot_id, host_id, identity_of, own_identity, runs
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target, encode_map
+from nvpool.store.chunks.api import FORMAT_TEXT as STORE_FORMAT
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_lock_that_is_passed_on_is_never_free_in_between(directory):
     lock = Flock.take(directory.lock, "the pool")
     heir = subprocess.Popen([sys.executable, "-c", f"""if True:
         from pathlib import Path
-        from nvpool.base.directory import Flock
+        from nvpool.host.pool_directory import Flock
         lock = Flock.inherited({lock.descriptor}, Path({str(directory.lock)!r}))
         print("mine", flush=True)
         input()
@@ -157,7 +157,7 @@ def test_announced_processes_are_listed_while_they_run(directory):
 
 def test_of_dead_processes_of_one_mount_the_last_is_told_of(directory, monkeypatch):
     place = Mount("0:99", Path("/mnt/pool"), "fuse.nvpool", "nvpool:p", "rw")
-    monkeypatch.setattr("nvpool.base.directory.mounts", lambda: [place])
+    monkeypatch.setattr("nvpool.host.pool_directory.mounts", lambda: [place])
     state = announcement("mount", now_ms=0, mountpoint="/mnt/pool", identity=Identity(os.getpid(), 1, boot_id()))
     for number, since_ms in ((3, 300), (1, 500), (2, 400)):
         directory.announce(f"mount-{number}", msgspec.structs.replace(state, since_ms=since_ms))

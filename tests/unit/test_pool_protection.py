@@ -7,11 +7,12 @@ import stat
 
 import pytest
 
-from nvpool.base.directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, make_passed_through
-from nvpool.base.errors import BadConfiguration
-from nvpool.base.logfile import open_log
-from nvpool.base.protection import group_number, protect
-from nvpool.run import logs, nvpoold
+from nvpool.core.errors import BadConfiguration
+from nvpool.daemons import nvpoold
+from nvpool.host.file_modes import group_number, protect
+from nvpool.host.log_files import open_log
+from nvpool.host.pool_directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, make_passed_through
+from nvpool.runtime import logging_setup
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_supervisor_mends_the_pool_when_it_starts(directory, monkeypatch, unchan
     directory.format.write_text(FORMAT_TEXT)
     directory.node_toml.write_text("")
     directory.lock.unlink()
-    monkeypatch.setattr("nvpool.run.daemon.run", lambda main: 0)
+    monkeypatch.setattr("nvpool.runtime.daemon_process.run", lambda main: 0)
     assert nvpoold.main([str(directory.path), "--log", "stderr"]) == 0
     assert mode(directory.path) == 0o751 and mode(directory.log) == 0o750
     assert mode(directory.run / "target-1.lock") == mode(directory.lock) == 0o600
@@ -162,7 +163,7 @@ def test_map_and_announcements_are_not_for_others(directory):
 
 def test_log_is_not_for_others_also_when_opened_anew(directory, unchanged_log):
     path = directory.log / "target-2.log"
-    logs.start_log("target-2", "info", path)
+    logging_setup.start_log("target-2", "info", path)
     assert mode(path) == 0o640
     path.rename(directory.log / "moved.log")
     logging.getLogger("nvpool.x").warning("again")

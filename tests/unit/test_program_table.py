@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.programs import COMMANDS, OF_A_MOUNT, Program, command, command_line, processes, program_of
+from nvpool.core.programs import COMMANDS, OF_A_MOUNT, Program, command, command_line, processes, program_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = "import sys; print(flush=True); sys.stdin.read()"
@@ -67,7 +67,7 @@ def test_commands_are_no_daemons(tmp_path):
 
 @pytest.mark.parametrize("title", [Program.MOUNT, Program.MOUNT_WORKER, Program.MOUNT_NOTIFIER])
 def test_title_is_replaced_in_place(title):
-    code = ("import sys; from nvpool.base.programs import Program, set_title; "
+    code = ("import sys; from nvpool.core.programs import Program, set_title; "
             f"set_title(Program.MOUNT_FORK_SERVER); set_title(Program.{title.name}); " + SLEEP)
     words = [sys.executable, "-P", "-c", code, Program.MOUNT_FORK_SERVER.title, "--workers", "", "/pool", "/place"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -78,7 +78,7 @@ def test_title_is_replaced_in_place(title):
 
 
 def test_title_that_does_not_fit_is_refused():
-    code = ("from nvpool.base.programs import Program, set_title\n"
+    code = ("from nvpool.core.programs import Program, set_title\n"
             "Program.MOUNT.title = 'x' * 200\n"
             "try:\n    set_title(Program.MOUNT)\nexcept ValueError as error:\n    print(error)")
     words = [sys.executable, "-P", "-c", code, Program.MOUNT_HOLDER.title]
@@ -97,7 +97,7 @@ def test_modules_of_programs_are_named_in_the_table_alone():
 
 
 def test_table_needs_the_standard_library_alone():
-    code = "import sys, nvpool.base.programs; print([m for m in sys.modules if m.startswith('nvpool.')])"
+    code = "import sys, nvpool.core.programs; print([m for m in sys.modules if m.startswith('nvpool.')])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert "nvpool.base.version" in done.stdout
+    assert "nvpool.core.version" in done.stdout

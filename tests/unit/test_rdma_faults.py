@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import DeadlineExceeded, Disconnected, Unavailable, Unreachable
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import DeadlineExceeded, Disconnected, Unavailable, Unreachable
+from nvpool.rpc import registry
+from nvpool.rpc.transports import rdma, rdma_buffers, ucx
+from nvpool.rpc.transports.rdma import RdmaTransport, RdmaUnixTransport, Settings
 from nvpool.testing.contracts.transport import CLIENT, SERVER, Kept, echo, refused, soon, until
-from nvpool.wire import rdma_transport, registry, rooms, ucx
-from nvpool.wire.rdma_transport import RdmaTransport, RdmaUnixTransport, Settings
 
 pytestmark = pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
 LOOPBACK = (ip_network("127.0.0.0/8"),)
@@ -28,9 +29,9 @@ WAYS = {"shm": (RdmaUnixTransport, Settings(local=True), "rdma+unix://{}/s"),
 PEER = """
 import asyncio, os, signal, sys
 from ipaddress import ip_network
-from nvpool.wire import rdma_transport
-from nvpool.wire.transport import Greeting
-from nvpool.wire.rdma_transport import *
+from nvpool.rpc.transports import rdma as rdma_transport
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.transports.rdma import *
 
 class Served(RdmaServed):
     def _write(self, key, offset, payload):
@@ -137,7 +138,7 @@ async def test_a_peer_that_dies_in_the_middle_of_a_write_leaves_nothing_that_is_
 @on_a_loop
 async def test_a_write_that_goes_on_after_its_connection_was_given_up_reaches_nobody(way, tmp_path, monkeypatch):
     """The peer is stopped in the middle of a write; we give up, connect to another and use memory there; the peer goes on."""
-    monkeypatch.setattr(rdma_transport, "QUARANTINE_S", 0.2)
+    monkeypatch.setattr(rdma, "QUARANTINE_S", 0.2)
     async with Peer(way, tmp_path / "a" if way == "tcp" else _made(tmp_path / "a")) as peer:
         asked = peer.ask("stop", "x", 8 * MIB, SYSTEM_CLOCK.boottime_s() + 0.3)
         await peer.stopped()
@@ -246,8 +247,8 @@ async def test_memory_of_an_asker_that_takes_its_key_back_or_goes_is_filled_for_
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
 async def test_a_completion_that_never_comes_ends_the_connection_and_not_the_memory_of_others(way, tmp_path, monkeypatch):
-    monkeypatch.setattr(rdma_transport, "QUARANTINE_S", 0.2)
-    monkeypatch.setattr(rdma_transport.RdmaServed, "_written", lambda *_: None)
+    monkeypatch.setattr(rdma, "QUARANTINE_S", 0.2)
+    monkeypatch.setattr(rdma.RdmaServed, "_written", lambda *_: None)
     transport, endpoint, handler = pair(way, tmp_path, lambda call: call.reply(b"", [b"z" * MIB]))
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
@@ -282,25 +283,25 @@ async def test_an_asker_that_goes_while_it_is_written_to_costs_the_others_nothin
 
 @on_a_loop
 async def test_memory_is_bounded_and_answers_without_room_come_as_on_a_stream(tmp_path, monkeypatch):
-    monkeypatch.setattr(rooms, "ROOM_BYTES_MAX", 8 * MIB)
-    monkeypatch.setattr(rooms.Rooms.__init__, "__kwdefaults__", {"bytes_max": 8 * MIB})
+    monkeypatch.setattr(rdma_buffers, "ROOM_BYTES_MAX", 8 * MIB)
+    monkeypatch.setattr(rdma_buffers.Rooms.__init__, "__kwdefaults__", {"bytes_max": 8 * MIB})
     transport, endpoint, handler = pair("shm", tmp_path, lambda call: call.reply(b"", [bytes(call.message) * MIB]))
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
-    before = rooms._in_process[0]
+    before = rdma_buffers._in_process[0]
     held = [await connection.call(1, bytes([n]), deadline_s=soon(), into=memoryview(bytearray(MIB))) for n in range(20)]
     asked = [asyncio.ensure_future(connection.call(1, bytes([n]), deadline_s=soon(), into=memoryview(bytearray(MIB))))
              for n in range(20)]
     for number, answer in enumerate(await asyncio.gather(*asked)):
         assert answer.payload == bytes([number]) * MIB == held[number].payload
-    assert connection._rooms._bytes <= 8 * MIB and rooms._in_process[0] - before <= 8 * MIB
+    assert connection._rooms._bytes <= 8 * MIB and rdma_buffers._in_process[0] - before <= 8 * MIB
     assert 20 * MIB <= connection.placed_bytes < 40 * MIB
     placed = connection.placed_bytes
     larger = await connection.call(1, b"k", deadline_s=soon(), into=memoryview(bytearray(2 * MIB)))
     assert larger.payload == b"k" * MIB and connection.placed_bytes == placed + MIB  # instead of what nobody uses
     assert connection._rooms._bytes <= 8 * MIB
     await connection.close()
-    assert rooms._in_process[0] < before + MIB
+    assert rdma_buffers._in_process[0] < before + MIB
     await listener.close()
 
 
@@ -358,13 +359,13 @@ async def test_who_knows_nothing_of_rdma_is_served_and_serves_as_ever(tmp_path):
 async def test_words_that_make_no_sense_end_the_connection_and_nothing_else(tmp_path, caplog):
     transport, endpoint, handler = pair("shm", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
-    for word, said in ((rdma_transport.KEY, b"short"), (rdma_transport.TRY, b""), (99, b"what"), (rdma_transport.FORGET, b""),
-                       (rdma_transport.BEGIN, b"again")):
+    for word, said in ((rdma.KEY, b"short"), (rdma.TRY, b""), (99, b"what"), (rdma.FORGET, b""),
+                       (rdma.BEGIN, b"again")):
         connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
         connection._say(word, said)
         await until(lambda: connection.closed)  # noqa: B023  awaited at once
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
-    connection._say(rdma_transport.KEY, rdma_transport._KEY.pack(77, 0, 4096, 4096) + bytes(40))
+    connection._say(rdma.KEY, rdma._KEY.pack(77, 0, 4096, 4096) + bytes(40))
     assert (await connection.call(1, b"m", [b"p"], deadline_s=soon())).payload == b"p"
     await connection.close()
     await listener.close()

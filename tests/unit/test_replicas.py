@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.client.hedging import Hedging
-from nvpool.client.lanes import Lane
-from nvpool.client.replicas import BUSIER, ELSEWHERE, HERE, SAME_RACK, SHUN_S, SLOW_S_MIN, Replicas
-from nvpool.logic.poolmap import Node, PoolMap
-from nvpool.testing.pool import LocalPool
+from nvpool.client.data.hedging import Hedging
+from nvpool.client.data.replica_choice import BUSIER, ELSEWHERE, HERE, SAME_RACK, SHUN_S, SLOW_S_MIN, Replicas
+from nvpool.client.data.target_queue import Lane
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.poolmap.model import Node, PoolMap
+from nvpool.testing.fakes.local_pool import LocalPool
 
 RACKS = {1: "a", 2: "a", 3: "b", 4: ""}
 

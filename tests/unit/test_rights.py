@@ -3,10 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.errors import InvalidRequest
-from nvpool.base.grants import EPOCH_MASK, READ, SERVICE, WRITE, Grant, member_tag, read, sign, volume_tag
-from nvpool.logic.poolmap import MAP_FORMAT, PoolMap, Settings
-from nvpool.logic.rights import TAKEN_MAX, RightsTaken, taken, without_ended
+from nvpool.core.errors import InvalidRequest
+from nvpool.core.grants import EPOCH_MASK, READ, SERVICE, WRITE, Grant, member_tag, read, sign, volume_tag
+from nvpool.poolmap.grant_revocation import TAKEN_MAX, RightsTaken, taken, without_ended
+from nvpool.poolmap.model import MAP_FORMAT, PoolMap, Settings
 
 NOW_MS, LIFE_MS = 1_700_000_000_000, 130_000
 ONE, OTHER = "client/one.0a1b2c3d", "client/other.0a1b2c3d"

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from nvpool.run.awake import AUTO_PROCESSORS_MAX, BURST_MIN, LINGER_S, NO_LIMIT_US, SHALLOW_US, Awake
+from nvpool.runtime.cpu_latency import AUTO_PROCESSORS_MAX, BURST_MIN, LINGER_S, NO_LIMIT_US, SHALLOW_US, Awake
 
 
 @pytest.fixture

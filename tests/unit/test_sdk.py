@@ -17,9 +17,9 @@ import threading
 import pytest
 
 import nvpool
-from nvpool.base.units import KIB
-from nvpool.client.options import ClientOptions
-from nvpool.testing.served_pool import Served
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.units import KIB
+from nvpool.testing.fakes.served_pool import Served
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_a_forked_worker_connects_for_itself_and_the_parent_goes_on(pool):
 def test_what_was_written_is_stored_when_the_program_ends(pool, served):
     program = f"""
 import nvpool
-from nvpool.logic.poolmap import decode_map
+from nvpool.poolmap.model import decode_map
 pool = nvpool.connect(decode_map({json.dumps(_map_text(served))}.encode()))
 file = pool.open({pool.top!r} + "/left", "wb", buffering=0)
 file.write(b"not closed")
@@ -263,7 +263,7 @@ file.write(b"not closed")
 
 
 def _map_text(served) -> str:
-    from nvpool.logic.poolmap import encode_map
+    from nvpool.poolmap.model import encode_map
     return encode_map(served.pool.pool_map).decode()
 
 

@@ -13,10 +13,10 @@ import tempfile
 import pytest
 
 import nvpool
-from nvpool.base.errors import ChecksumMismatch, QuotaExceeded
-from nvpool.client.options import ClientOptions
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.testing.served_pool import Served
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.errors import ChecksumMismatch, QuotaExceeded
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.fakes.served_pool import Served
 
 OLD = b"what was there before"
 GAPS = memoryview(bytes(16))[::2]

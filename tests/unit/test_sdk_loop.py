@@ -9,8 +9,8 @@ import threading
 import pytest
 
 import nvpool
-from nvpool.sdk.loop import _Call
-from nvpool.testing.served_pool import Served
+from nvpool.sdk.loop_thread import _Call
+from nvpool.testing.fakes.served_pool import Served
 
 
 @pytest.fixture

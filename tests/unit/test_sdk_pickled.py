@@ -12,11 +12,11 @@ import tempfile
 import pytest
 
 import nvpool
-from nvpool.client.options import ClientOptions
-from nvpool.logic.poolmap import encode_map
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.sdk.origin import origin_of
-from nvpool.testing.served_pool import Served
+from nvpool.client.state.options import ClientOptions
+from nvpool.poolmap.model import encode_map
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.pool_origin import origin_of
+from nvpool.testing.fakes.served_pool import Served
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def pool(served):
 PROGRAM = """
 import multiprocessing, os, sys
 import nvpool
-from nvpool.client.options import ClientOptions
-from nvpool.logic.poolmap import decode_map
+from nvpool.client.state.options import ClientOptions
+from nvpool.poolmap.model import decode_map
 
 def work(pool, path, answers):
     with pool:

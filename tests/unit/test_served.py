@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Network
-from nvpool.base.errors import AccessDenied, BadConfiguration
-from nvpool.logic.poolmap import encode_map
-from nvpool.run import served
-from nvpool.wire.dial import Dialer
-from nvpool.wire.identity import PLAIN_TEXT
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1.pool_pb2 import MapReply
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.config import Network
+from nvpool.core.errors import AccessDenied, BadConfiguration
+from nvpool.poolmap.model import encode_map
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.v1.pool_pb2 import MapReply
+from nvpool.runtime import service as runtime_service
+from nvpool.security.tls import PLAIN_TEXT
 from tests.unit.test_placement import a_pool
 
 
@@ -32,7 +32,7 @@ class Supervisor:
 
 
 def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(served, "_MAP_RETRY_S", 0.01)
+    monkeypatch.setattr(runtime_service, "_MAP_RETRY_S", 0.01)
     first = a_pool((4, 4), 1)
     second = replace(first, epoch=2)
     supervisor = Supervisor(AccessDenied("who are you?"), AccessDenied("who are you?"), b"\xff", MapReply(
@@ -42,7 +42,7 @@ def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, capl
     taken = []
 
     async def run():
-        watching = asyncio.ensure_future(served._watch_map(directory, supervisor, first, SimpleNamespace(
+        watching = asyncio.ensure_future(runtime_service._watch_map(directory, supervisor, first, SimpleNamespace(
             update_map=taken.append), None))
         async with asyncio.timeout(20):
             while not taken:
@@ -59,13 +59,13 @@ def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, capl
     ("stream://127.0.0.1:1", "127.0.0.1", True), ("stream://localhost:1", "127.0.0.1", False),
     ("stream://10.0.0.1:1", "", True)])
 def test_loopback_is_listened_to_where_it_is_named(endpoint, host, wanted):
-    assert served.is_wanted(endpoint, Network(host=host)) is wanted
+    assert runtime_service.is_wanted(endpoint, Network(host=host)) is wanted
 
 
 def test_nothing_listens_on_tcp_without_a_certificate(tmp_path):
     async def listen(identity):
         endpoints = (f"stream+unix://{tmp_path}/s", "stream://127.0.0.1:0")
-        for one in await served.listen_on(endpoints, Greeting("us", identity=identity), lambda call: call.reply()):
+        for one in await runtime_service.listen_on(endpoints, Greeting("us", identity=identity), lambda call: call.reply()):
             await one.close()
 
     with pytest.raises(BadConfiguration, match="plain_text = true"):
@@ -84,7 +84,7 @@ def test_socket_is_open_to_users_where_it_says_so(tmp_path, local_users, mode):
 
     async def look():
         greeting = Greeting("us", local_users=local_users)
-        listener, = await served.listen_on((f"stream+unix://{tmp_path}/s",), greeting, handler)
+        listener, = await runtime_service.listen_on((f"stream+unix://{tmp_path}/s",), greeting, handler)
         dialer = Dialer(Greeting("them"))
         try:
             assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == mode

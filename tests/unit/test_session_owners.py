@@ -7,18 +7,18 @@ import os
 import pytest
 from test_meta_service import Shard, run
 
-from nvpool.base.errors import AccessDenied, AlreadyExists, InvalidRequest, StaleSession
-from nvpool.base.ids import ROOT_INODE as ROOT
-from nvpool.meta import records
-from nvpool.meta.changes.attributes import MODE
-from nvpool.meta.leases import Sessions, mark_of
-from nvpool.meta.routes import CHANGES
-from nvpool.meta.session_records import SessionRecord, decode_session, decode_slot, encode_session
-from nvpool.testing.meta_shard import PEER, DirectCall, ShardClient
-from nvpool.wire.rights import RIGHTS
-from nvpool.wire.transport import Credentials
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.core.errors import AccessDenied, AlreadyExists, InvalidRequest, StaleSession
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.meta.operations.setattr import MODE
+from nvpool.meta.server.dispatch import CHANGES
+from nvpool.meta.sessions.table import Sessions, mark_of
+from nvpool.meta.state import records
+from nvpool.meta.state.session_records import SessionRecord, decode_session, decode_slot, encode_session
+from nvpool.rpc.access_control import RIGHTS
+from nvpool.rpc.api import Credentials
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import PEER, DirectCall, ShardClient
 
 UID = os.geteuid() + 1000
 ALICE, MALLORY = PEER._replace(member="client/alice.1"), PEER._replace(member="client/mallory.1")

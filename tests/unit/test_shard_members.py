@@ -8,25 +8,25 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import AlreadyExists, InvalidRequest, StaleEpoch, StaleGrant, StaleTerm, Unavailable
-from nvpool.base.grants import READ, SERVICE, Grant, read, sign
-from nvpool.kv.commitmark import CommitMark
-from nvpool.kv.history import History, Position
-from nvpool.kv.member import MemberKv
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import AlreadyExists, InvalidRequest, StaleEpoch, StaleGrant, StaleTerm, Unavailable
+from nvpool.core.grants import READ, SERVICE, Grant, read, sign
 from nvpool.kv.options import LmdbOptions
-from nvpool.kv.standby import StandbyKv
-from nvpool.logic import shards
-from nvpool.logic.poolmap import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map
-from nvpool.meta.gate import Gate
-from nvpool.meta.member import MemberOptions, ShardMember
-from nvpool.meta.service_right import AuthorityCheck, ServiceRight
-from nvpool.meta.shipwire import PrimaryDoor, StandbyDoor
-from nvpool.run.leading import Reign
-from nvpool.run.shardkeeper import HEARD_S, LEASE_S, ShardKeeper
-from nvpool.testing.meta_shard import DirectCall
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.kv.replication.commit_mark import CommitMark
+from nvpool.kv.replication.member import MemberKv
+from nvpool.kv.replication.standby import StandbyKv
+from nvpool.kv.replication_log import History, Position
+from nvpool.meta.server.commit_gate import Gate
+from nvpool.meta.server.member import MemberOptions, ShardMember
+from nvpool.meta.server.replication_rpc import PrimaryDoor, StandbyDoor
+from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
+from nvpool.node.coordination.leadership import Reign
+from nvpool.node.coordination.shard_failover import HEARD_S, LEASE_S, ShardKeeper
+from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map
+from nvpool.poolmap.shards import members as shard_members
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import DirectCall
 
 SECRET = bytes(range(32))
 
@@ -231,7 +231,7 @@ async def test_a_primary_of_which_the_map_here_does_not_know_yet_is_told_to_come
     for up in (True, False):
         with pytest.raises(Unavailable):
             await bench.standby(0, up, 2, 1)
-    bench.map = shards.primary_lost(bench.map, 1)
+    bench.map = shard_members.primary_lost(bench.map, 1)
     assert (await bench.alive(1, 2)).lease_ms > 0
     with pytest.raises(StaleTerm):
         await bench.alive(0, 1)

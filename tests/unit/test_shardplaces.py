@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.config import Config, Network
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Busy, NotFound
 from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.core.config import Config, Network
+from nvpool.core.errors import Busy, NotFound
+from nvpool.host.pool_directory import PoolDirectory
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.poolmap import Drive, Shard, Standby
-from nvpool.run import shardplaces
-from nvpool.run.keeping import used_ports
-from nvpool.run.leading import Leading
-from nvpool.run.making import free_ports
-from nvpool.run.metashards import MetaShards
-from nvpool.run.shardplaces import ShardPlaces
+from nvpool.node.admin.shards import MetaShards
+from nvpool.node.coordination import shard_members
+from nvpool.node.coordination.leadership import Leading
+from nvpool.node.coordination.map_backend import used_ports
+from nvpool.node.coordination.shard_members import ShardPlaces
+from nvpool.poolmap.model import Drive, Shard, Standby
+from nvpool.provision.create import free_ports
 from nvpool.testing.contracts.coordinator import first_map
 
 
@@ -50,7 +50,7 @@ def test_a_drive_that_is_not_there_keeps_no_other_member_from_its_place(tmp_path
 
 
 def test_a_removed_directory_of_a_standby_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(shardplaces, "MADE_AGAIN_S", 0.0)
+    monkeypatch.setattr(shard_members, "MADE_AGAIN_S", 0.0)
     store, away = tmp_path / "d1" / "nvpool-pool-target-1", tmp_path / "d2" / "nvpool-pool-target-2"
     store.mkdir(parents=True)
     away.parent.mkdir()

@@ -13,21 +13,21 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.errors import Busy, Unreachable, WrongTarget
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB, MIB
-from nvpool.client import ranges
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.layout import chain_of
-from nvpool.logic.transitions import died, returned
-from nvpool.meta import targets as meta_targets
-from nvpool.store import others
-from nvpool.testing.holding_pool import HoldingPool
-from nvpool.wire import dial
-from nvpool.wire.frame import HELLO
-from nvpool.wire.registry import transport
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.client.data import extents as client_extents
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import Busy, Unreachable, WrongTarget
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB, MIB
+from nvpool.meta import store_client as meta_targets
+from nvpool.poolmap.chains.transitions import died, returned
+from nvpool.poolmap.layout import chain_of
+from nvpool.rpc import connection_pool
+from nvpool.rpc.registry import transport
+from nvpool.rpc.transports.frame import HELLO
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.replication import transfer_client
+from nvpool.testing.fakes.stalling_pool import HoldingPool
 
 ME = Caller(1000, 1000)
 CHUNK = 256 * KIB
@@ -62,7 +62,7 @@ async def content_of(vfs, handle) -> bytes:
 
 @in_loop
 async def test_who_asks_for_places_asks_others_again_when_all_were_silent_for_a_while(monkeypatch):
-    monkeypatch.setattr(ranges, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(client_extents, "_PATIENCE_S", 0.05)
     async with made() as (pool, vfs):
         content = os.urandom(100_000)
         handle, copy = await new_file(vfs, b"file", content), await new_file(vfs, b"copy")
@@ -80,7 +80,7 @@ async def test_who_asks_for_places_asks_others_again_when_all_were_silent_for_a_
 
 @in_loop
 async def test_who_asks_for_places_where_the_lease_has_ended_asks_again(monkeypatch):
-    monkeypatch.setattr(ranges, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(client_extents, "_PATIENCE_S", 0.05)
     async with made() as (pool, vfs):
         content = os.urandom(100_000)
         handle, copy = await new_file(vfs, b"file", content), await new_file(vfs, b"copy")
@@ -98,7 +98,7 @@ async def test_who_asks_for_places_where_the_lease_has_ended_asks_again(monkeypa
 
 @in_loop
 async def test_who_asks_for_places_goes_with_the_map_when_that_has_no_silent_target_any_more(monkeypatch):
-    monkeypatch.setattr(ranges, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(client_extents, "_PATIENCE_S", 600.0)
     async with made() as (pool, vfs):
         handle = await new_file(vfs, b"file", bytes(5000))
         silent = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
@@ -111,7 +111,7 @@ async def test_who_asks_for_places_goes_with_the_map_when_that_has_no_silent_tar
 
 @in_loop
 async def test_superseded_question_leaves_no_unseen_error(monkeypatch):
-    monkeypatch.setattr(ranges, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(client_extents, "_PATIENCE_S", 600.0)
     async with made() as (pool, vfs):
         handle = await new_file(vfs, b"file", bytes(5000))
         silent = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
@@ -182,7 +182,7 @@ async def test_a_truncation_waits_for_no_target_that_the_map_has_taken_out(monke
 
 @in_loop
 async def test_a_store_waits_for_no_other_one_that_the_map_has_taken_out(monkeypatch):
-    monkeypatch.setattr(others, "CALL_S", 600.0)
+    monkeypatch.setattr(transfer_client, "CALL_S", 600.0)
     async with made() as (pool, vfs):
         handle = await new_file(vfs, b"file", os.urandom(100_000))
         asking = pool.stores[1].upkeep.others
@@ -199,7 +199,7 @@ async def test_a_store_waits_for_no_other_one_that_the_map_has_taken_out(monkeyp
 
 @in_loop
 async def test_reads_go_to_another_replica_while_a_host_lets_nobody_connect(monkeypatch):
-    monkeypatch.setattr(dial, "ATTEMPT_S", 600.0)
+    monkeypatch.setattr(connection_pool, "ATTEMPT_S", 600.0)
     async with made() as (pool, vfs):
         content = os.urandom(300_000)
         await new_file(vfs, b"file", content)

@@ -10,18 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.base.clock import SystemClock
-from nvpool.base.errors import Disconnected, NotFound
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs.contract import Caller
-from nvpool.meta.service import MetaOptions
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.testing.plain_store import PlainStore
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.clock import SystemClock
+from nvpool.core.errors import Disconnected, NotFound
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB
+from nvpool.meta.server.service import MetaOptions
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)
 EXACT = ClientOptions(deadline_s=10.0, fresh_s=0.0, attr_s=0.0, release_s=0.01)
@@ -368,7 +368,7 @@ def test_answers_that_are_lost_are_given_again_before_a_change_is_made():
 
 def test_more_than_can_be_told_ends_all_leases(monkeypatch):
     async def main() -> None:
-        monkeypatch.setattr("nvpool.meta.watches.PENDING_MAX", 3)
+        monkeypatch.setattr("nvpool.meta.sessions.lease_table.PENDING_MAX", 3)
         async with Case() as case:
             one, other = case.one, case.other
             inodes = [await put(other, b"%d" % number, b"first") for number in range(12)]

@@ -7,9 +7,9 @@ import os
 import pytest
 from test_small_files import EXACT, ME, Case, get, put, run
 
-from nvpool.base.errors import Disconnected, LockLost, NvpoolError
-from nvpool.base.ids import ROOT_INODE
-from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
+from nvpool.core.errors import Disconnected, LockLost, NvpoolError
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
 
 
 def test_who_takes_a_lock_believes_no_lease_and_no_content_from_before_it():

@@ -9,20 +9,20 @@ import stat
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.errors import AlreadyExists, Busy, DirectoryNotEmpty, IsADirectory, NotFound, Unavailable, WouldLoop
-from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
-from nvpool.client.options import ClientOptions
-from nvpool.client.pathfinder import PathFinder
-from nvpool.client.vfs.contract import Caller
-from nvpool.meta import records
+from nvpool.client.reverse_paths import PathFinder
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import AlreadyExists, Busy, DirectoryNotEmpty, IsADirectory, NotFound, Unavailable, WouldLoop
+from nvpool.core.ids import ROOT_INODE, inode_number, partition_of
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.spanning import coordinator, participant
-from nvpool.meta.spanning.peers import id_message
-from nvpool.meta.spanning.records import NO_TURN, Decision, SpanId, partition_of_held
-from nvpool.meta.view import CutInProgress
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.meta.state import records
+from nvpool.meta.state.transaction import CutInProgress
+from nvpool.meta.state.transaction_records import NO_TURN, Decision, SpanId, partition_of_held
+from nvpool.meta.transactions import coordinator, participant
+from nvpool.meta.transactions.peer_shards import id_message
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)

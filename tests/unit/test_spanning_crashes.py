@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 from test_spanning import ME, SHARDS, Names
 
-from nvpool.base.errors import NotFound, NvpoolError
-from nvpool.client.options import ClientOptions
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.errors import NotFound, NvpoolError
 from nvpool.kv.memory import MemoryKv
-from nvpool.meta.service import MetaOptions
-from nvpool.meta.spanning import participant
-from nvpool.testing.real_pool import problems_of
+from nvpool.meta.server.service import MetaOptions
+from nvpool.meta.transactions import participant
+from nvpool.testing.env.pool import problems_of
 
 PATIENT = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0, retry_first_s=0.01, retry_last_s=0.05, leases=False)
 STEPS_MAX = 12

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import pytest
 from test_spanning import ME, OPTIONS, Names
 
-from nvpool.base.ids import ROOT_INODE
-from nvpool.logic.partition import partition_of_name
-from nvpool.meta import records
-from nvpool.meta.parts import decode_part, encode_part
-from nvpool.sdk.asking import Asking
-from nvpool.sdk.checkup import Checkup, check_metadata
-from nvpool.sdk.checkup_tree import Climbs
-from nvpool.sdk.dumpfile import dump, load
-from nvpool.testing.pool import LocalPool
+from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.state import records
+from nvpool.meta.state.striped_dirs import decode_part, encode_part
+from nvpool.poolmap.shards.partitions import partition_of_name
+from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.admin.dump import dump, load
+from nvpool.sdk.fsck.check import Checkup, check_metadata
+from nvpool.sdk.fsck.tree import Climbs
+from nvpool.testing.fakes.local_pool import LocalPool
 
 
 async def checked(names: Names, repair: bool = False) -> Checkup:

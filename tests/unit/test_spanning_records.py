@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.base.errors import CorruptRecord
-from nvpool.meta.spanning.records import (
+from nvpool.core.errors import CorruptRecord
+from nvpool.meta.state.transaction_records import (
     TURN_HERE,
     TURN_KEY,
     Decision,

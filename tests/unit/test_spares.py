@@ -3,7 +3,7 @@
 import sys
 import threading
 
-from nvpool.base.spares import Spares
+from nvpool.core.containers.buffer_pool import Spares
 
 
 def test_memory_is_used_again_only_when_nobody_refers_to_it():

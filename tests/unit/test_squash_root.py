@@ -8,23 +8,24 @@ import stat
 import pytest
 from test_local_users import OPTIONS, refused
 
-from nvpool.base import grants
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import AccessDenied, NoAttribute, NotPermitted
-from nvpool.base.identities import NOBODY, check_member, new_member, squashes_root, user_in, users_of
-from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.core import grants
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.core.member_names import NOBODY, check_member, new_member, squashes_root, user_in, users_of
+from nvpool.core.posix.acl import ACCESS, GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.acl import ACCESS, GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
-from nvpool.meta import atonce, permissions
-from nvpool.meta.changes import attributes as valid
-from nvpool.meta.records import Inode
-from nvpool.meta.service import MetaService
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
-from nvpool.wire.entries import Listed
-from nvpool.wire.rights import Callers
-from nvpool.wire.roles import acts_as
-from nvpool.wire.transport import BELIEVED_GROUPS, SOMEBODY, Credentials, Peer
-from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.meta.operations import permissions
+from nvpool.meta.operations import setattr as valid
+from nvpool.meta.server import fast_path as meta_fast_path
+from nvpool.meta.server.service import MetaService
+from nvpool.meta.state.records import Inode
+from nvpool.rpc.access_control import Callers
+from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials, Peer
+from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.peer_roles import acts_as
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
 ALICE, CAROL, STAFF = 1000, 1001, 50
 PEER = Peer("gpu-1", "192.0.2.1:1", False, new_member("client", "gpu-1", squash_root=True))
@@ -263,7 +264,7 @@ async def test_refusal_names_who_is_refused(place):
         await place.root.lookup(private, b"f")
 
 
-@pytest.mark.skipif(not atonce.IS_COMPILED, reason="nvpool.meta._atonce is not compiled")
+@pytest.mark.skipif(not meta_fast_path.IS_COMPILED, reason="nvpool.meta.server._fast_path is not compiled")
 def test_nothing_is_answered_at_once(tmp_path):
     """Modes and paths are looked at by the ordinary way alone."""
     from test_meta_atonce import GETATTR, REQUEST, Answers, Ordinary, pack_head

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import DeadlineExceeded
-from nvpool.logic.poolmap import Shard, Standby
-from nvpool.run.leading import PASSED_ON_S
-from nvpool.run.standbys import has_records
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import DeadlineExceeded
+from nvpool.node.coordination.leadership import PASSED_ON_S
+from nvpool.node.coordination.standby_checks import has_records
+from nvpool.poolmap.model import Shard, Standby
 
 
 class Silent:

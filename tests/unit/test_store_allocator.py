@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.base.errors import InvariantBroken, NoSpace
+from nvpool.core.errors import InvariantBroken, NoSpace
 from nvpool.kv.memory import MemoryKv
-from nvpool.store.allocator import DELTAS_MAX, GROUP_BLOCKS, RESERVED_BLOCKS, Allocator, Transaction, Waiting, find_run
+from nvpool.store.disk.allocator import DELTAS_MAX, GROUP_BLOCKS, RESERVED_BLOCKS, Allocator, Transaction, Waiting, find_run
 
 
 def run_of(mask, count, limit=200):

@@ -9,33 +9,33 @@ from mmap import MAP_POPULATE, MAP_SHARED, PROT_READ, mmap
 
 import pytest
 
-from nvpool.base import grants
-from nvpool.base.checksum import block_checksums, crc32c, piece_checksums
-from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target
-from nvpool.logic.rights import taken
-from nvpool.store import atonce
-from nvpool.store.chunkstore import create_chunk_store, open_chunk_store
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.store.reads import READ
-from nvpool.store.service import StoreService
-from nvpool.wire.codec import encode_read_request
-from nvpool.wire.exchange import IN_FLIGHT_MAX, Answerer
-from nvpool.wire.frame import EMPTY, REPLY, REQUEST, pack_head, read_head
-from nvpool.wire.registry import transport
-from nvpool.wire.tally import Answers
-from nvpool.wire.transport import Greeting, Peer
-from nvpool.wire.v1 import data_pb2 as pb
-from nvpool.wire.v1.wire_pb2 import DATA_READ, DATA_WRITE
+from nvpool.core import grants
+from nvpool.core.checksum import block_checksums, crc32c, piece_checksums
+from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.poolmap.chains.placement import build_table
+from nvpool.poolmap.grant_revocation import taken
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target
+from nvpool.rpc.api import Greeting, Peer
+from nvpool.rpc.messages.data_codec import encode_read_request
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, Answerer
+from nvpool.rpc.registry import transport
+from nvpool.rpc.stats import Answers
+from nvpool.rpc.transports.frame import EMPTY, REPLY, REQUEST, pack_head, read_head
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
+from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.chunks.read_batch import READ
+from nvpool.store.server import fast_reads
+from nvpool.store.server.service import StoreService
 
 SECRET = b"k" * 32
 BLOCKS = 200
 """Written of the chunk: three whole segments and a part of one."""
 HOLE = 150
-TWINS = {"plain": atonce.PlainReads}
-if atonce._atonce is not None:
-    TWINS["compiled"] = atonce._atonce.Reads
+TWINS = {"plain": fast_reads.PlainReads}
+if fast_reads._fast_reads is not None:
+    TWINS["compiled"] = fast_reads._fast_reads.Reads
 
 
 class Ordinary(Answerer):
@@ -165,7 +165,7 @@ async def test_what_is_answered_is_the_golden_frame(bench):
     head = (b"NP\3\0\0\0\0\0\4\3\2\1\0\0\0\0" + len(message).to_bytes(4, "little") + (4096).to_bytes(4, "little")
             + crc32c(message).to_bytes(4, "little"))
     assert reply == head + crc32c(head).to_bytes(4, "little") + message + block
-    assert taken == atonce.FRAME_BYTES == len(bench.frame(1))
+    assert taken == fast_reads.FRAME_BYTES == len(bench.frame(1))
 
 
 @with_bench
@@ -405,9 +405,9 @@ def test_only_a_store_on_a_file_is_asked(tmp_path):
 
 
 async def only_a_store_on_a_file(tmp_path):
-    assert atonce.reads_at_once(1, {}, MemoryChunkStore(1 << 22), {}, None, None, SYSTEM_CLOCK) is None
+    assert fast_reads.reads_at_once(1, {}, MemoryChunkStore(1 << 22), {}, None, None, SYSTEM_CLOCK) is None
     create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
     store = await open_chunk_store(tmp_path / "t", 1)
-    assert type(atonce.reads_at_once(1, {}, store, {}, None, None, SYSTEM_CLOCK)) is atonce.Reads
-    assert atonce.reads_at_once(128, {}, store, {}, None, None, SYSTEM_CLOCK) is None
+    assert type(fast_reads.reads_at_once(1, {}, store, {}, None, None, SYSTEM_CLOCK)) is fast_reads.Reads
+    assert fast_reads.reads_at_once(128, {}, store, {}, None, None, SYSTEM_CLOCK) is None
     await store.close()

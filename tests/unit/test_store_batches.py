@@ -5,14 +5,14 @@ import random
 
 import pytest
 
-from nvpool.base.checksum import block_checksums
-from nvpool.base.errors import CorruptRecord, InvalidRequest
-from nvpool.store import reads as reads_module
-from nvpool.store.chunkstore import ALL_INODES, NO_INODE, create_chunk_store, open_chunk_store
-from nvpool.store.reads import READ, RESULT
+from nvpool.core.checksum import block_checksums
+from nvpool.core.errors import CorruptRecord, InvalidRequest
+from nvpool.store.chunks import read_batch as reads_module
+from nvpool.store.chunks.api import ALL_INODES, NO_INODE, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.read_batch import READ, RESULT
 
 BLOCK = 4096
-compiled_only = pytest.mark.skipif(reads_module._reads is None, reason="_reads is not compiled here")
+compiled_only = pytest.mark.skipif(reads_module._read_batch is None, reason="_reads is not compiled here")
 
 
 async def filled(path):
@@ -58,7 +58,7 @@ def told(store, packed, verify, owners=OWNERS):
 def test_a_batch_is_answered_the_same_by_both_ways(tmp_path, monkeypatch, verify):
     async def main():
         store, contents = await filled(tmp_path / "t")
-        chance, whole, refused, found = random.Random(2), 0, 0, reads_module._reads.find
+        chance, whole, refused, found = random.Random(2), 0, 0, reads_module._read_batch.find
 
         def counted(reads, number, *more):
             nonlocal whole
@@ -71,13 +71,13 @@ def test_a_batch_is_answered_the_same_by_both_ways(tmp_path, monkeypatch, verify
             if turn % 20 == 0:  # nothing is known of the index
                 store.index.young.clear()
                 store.index._old.clear()
-            monkeypatch.setattr(reads_module._reads, "find", counted)
+            monkeypatch.setattr(reads_module._read_batch, "find", counted)
             one = told(store, packed, verify)
-            kept, reads_module._reads = reads_module._reads, None
+            kept, reads_module._read_batch = reads_module._read_batch, None
             try:
                 assert told(store, packed, verify) == one
             finally:
-                reads_module._reads = kept
+                reads_module._read_batch = kept
             results, checksums, payload = one
             at = 0
             for (inode, index, offset, _, _, _), (status, _, length, _) in zip(READ.iter_unpack(packed),
@@ -112,15 +112,15 @@ def test_a_batch_that_is_too_large_is_refused_by_both_ways(tmp_path):
         for length, count in ((64 * BLOCK, 130), (BLOCK, 8193)):
             packed = READ.pack(1, 0, 0, length, 0, 0) * count
             outcomes = []
-            kept = reads_module._reads
+            kept = reads_module._read_batch
             for way in (kept, None):
-                reads_module._reads = way
+                reads_module._read_batch = way
                 try:
                     outcomes.append(told(store, packed, False))
                 except Exception as error:
                     outcomes.append((type(error), str(error)))
                 finally:
-                    reads_module._reads = kept
+                    reads_module._read_batch = kept
             assert outcomes[0] == outcomes[1]
         await store.close()
 
@@ -129,7 +129,7 @@ def test_a_batch_that_is_too_large_is_refused_by_both_ways(tmp_path):
 
 @compiled_only
 def test_what_does_not_fit_together_is_an_error_and_no_memory_of_others():
-    find = reads_module._reads.find
+    find = reads_module._read_batch.find
     entry = READ.pack(1, 0, 0, BLOCK, 0, 0)
     for number, results in ((0, bytearray(15)), (-1, bytearray(16))):
         with pytest.raises(ValueError):

@@ -8,20 +8,20 @@ import random
 
 import pytest
 
-from nvpool.base.checksum import piece_checksums
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import Draining, DriveFailed, StaleEpoch, StaleTenure
-from nvpool.drive.reading import cached_pages
-from nvpool.store import atonce
-from nvpool.wire.frame import read_head
-from nvpool.wire.registry import transport
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1 import data_pb2 as pb
-from nvpool.wire.v1.wire_pb2 import DATA_READ
+from nvpool.blockio.reader import cached_pages
+from nvpool.core.checksum import piece_checksums
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import Draining, DriveFailed, StaleEpoch, StaleTenure
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.registry import transport
+from nvpool.rpc.transports.frame import read_head
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import DATA_READ
+from nvpool.store.server import fast_reads
 from tests.unit.test_client_shortcut import evict
 from tests.unit.test_store_atonce import BLOCKS, HOLE, Ordinary, open_bench, pool_map
 
-pytestmark = pytest.mark.skipif(atonce._atonce is None, reason="_atonce is not compiled here")
+pytestmark = pytest.mark.skipif(fast_reads._fast_reads is None, reason="_atonce is not compiled here")
 
 
 class Later(Ordinary):
@@ -95,7 +95,7 @@ def with_cold(test):
     def run(tmp_path):
         async def served(place):
             place.mkdir()
-            async with open_bench(atonce.Reads, place) as bench:
+            async with open_bench(fast_reads.Reads, place) as bench:
                 if bench.service.store.device.read_path != "io_uring":
                     pytest.skip("no io_uring here")
                 await test(Cold(bench))

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 
-from nvpool.base import errors
-from nvpool.store import service as service_module
-from nvpool.store.chunkstore import create_chunk_store, open_chunk_store
-from nvpool.store.reads import READ, RESULT
-from nvpool.wire.v1 import data_pb2 as pb
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.core import errors
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+from nvpool.store.chunks.read_batch import READ, RESULT
+from nvpool.store.server import service as service_module
 from tests.unit.test_store_service import Bench, FakeCall
 
 BLOCK = 4096

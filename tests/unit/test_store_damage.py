@@ -5,15 +5,15 @@ import logging
 
 import pytest
 
-from nvpool.base import errors
-from nvpool.base.clock import ManualClock
+from nvpool.core import errors
+from nvpool.core.clock import ManualClock
 from nvpool.kv.memory import MemoryKv
-from nvpool.store.allocator import Transaction
-from nvpool.store.block_chunkstore import BlockChunkStore
-from nvpool.store.chunkstore import StoreOptions
-from nvpool.store.device import MemoryDevice
-from nvpool.store.records import segment_key
-from nvpool.testing.contracts.chunkstore import content, get, is_sound, put, scrubbed, some_bytes
+from nvpool.store.chunks.api import StoreOptions
+from nvpool.store.chunks.block_store import BlockChunkStore
+from nvpool.store.disk.allocator import Transaction
+from nvpool.store.disk.device import MemoryDevice
+from nvpool.store.disk.index_records import segment_key
+from nvpool.testing.contracts.chunk_store import content, get, is_sound, put, scrubbed, some_bytes
 
 BLOCKS = 4096
 

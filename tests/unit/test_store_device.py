@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from nvpool.drive import uring
-from nvpool.store.device import DIRECT_WRITE_BYTES, FileDevice, begins_at_page
+from nvpool.blockio import uring
+from nvpool.store.disk.device import DIRECT_WRITE_BYTES, FileDevice, begins_at_page
 
 
 def with_device(tmp_path, work) -> None:

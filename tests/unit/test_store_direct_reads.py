@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.units import KIB, MIB
-from nvpool.drive.contract import WaitingReader
-from nvpool.drive.reading import DIRECT_READ_BYTES, cached_pages, cached_pages_plain
-from nvpool.store import direct_reads
-from nvpool.store.device import FileDevice
+from nvpool.blockio.api import WaitingReader
+from nvpool.blockio.reader import DIRECT_READ_BYTES, cached_pages, cached_pages_plain
+from nvpool.core.clock import ManualClock
+from nvpool.core.units import KIB, MIB
+from nvpool.store.disk import direct_reads
+from nvpool.store.disk.device import FileDevice
 
 
 class Place:

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 from test_store_damage import leak, mended, unmark
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import Fenced, NoSpace
-from nvpool.base.ids import RequestId, version
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.store.allocator import Waiting
-from nvpool.store.block_chunkstore import BlockChunkStore
-from nvpool.store.chunkstore import InodeCut, StoreOptions
-from nvpool.store.device import MemoryDevice
-from nvpool.store.reads import READ
-from nvpool.store.records import segment_key
-from nvpool.store.recovery import ReplayCheck
-from nvpool.testing.contracts.chunkstore import content, get, is_sound, put, scrubbed, some_bytes
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import Fenced, NoSpace
+from nvpool.core.ids import RequestId, version
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.store.chunks.api import InodeCut, StoreOptions
+from nvpool.store.chunks.block_store import BlockChunkStore
+from nvpool.store.chunks.read_batch import READ
+from nvpool.store.chunks.recovery import ReplayCheck
+from nvpool.store.disk.allocator import Waiting
+from nvpool.store.disk.device import MemoryDevice
+from nvpool.store.disk.index_records import segment_key
+from nvpool.testing.contracts.chunk_store import content, get, is_sound, put, scrubbed, some_bytes
 
 BLOCK = 4096
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None

@@ -7,12 +7,12 @@ import subprocess
 
 import pytest
 
-from nvpool.base.checksum import block_checksums
-from nvpool.base.errors import NoSpace
-from nvpool.base.units import KIB, MIB
-from nvpool.store import hostroom
-from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
-from nvpool.store.hostroom import HostRoom
+from nvpool.core.checksum import block_checksums
+from nvpool.core.errors import NoSpace
+from nvpool.core.units import KIB, MIB
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.disk import reserve_file
+from nvpool.store.disk.reserve_file import HostRoom
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/loop-control"),
                                 reason="needs root and loop devices")
@@ -53,7 +53,7 @@ async def fill(store, inode):
 
 @pytest.mark.parametrize("direct", (False, True))
 def test_files_are_cut_within_a_block_and_removed_on_a_full_file_system_for_ever(host, monkeypatch, direct):
-    monkeypatch.setattr(hostroom, "RESERVE_BYTES", 64 * KIB)  # less than the cuts below write
+    monkeypatch.setattr(reserve_file, "RESERVE_BYTES", 64 * KIB)  # less than the cuts below write
 
     async def run():
         create_chunk_store(host / "t", 1, "pool", 512 * MIB)
@@ -94,8 +94,8 @@ def test_files_are_cut_within_a_block_and_removed_on_a_full_file_system_for_ever
 
 
 async def read(store, inode):
-    from nvpool.store.chunkstore import ALL_INODES
-    from nvpool.store.reads import READ
+    from nvpool.store.chunks.api import ALL_INODES
+    from nvpool.store.chunks.read_batch import READ
     batch = store.read_now(READ.pack(inode, 0, 0, 2 * 4096, 0, 0), [ALL_INODES])
     if batch.missed:
         await store.finish_read(batch)
@@ -113,9 +113,9 @@ def test_a_spent_reserve_is_an_error_and_no_loop(tmp_path):
 
     with pytest.raises(NoSpace):
         room.with_reserve(write)
-    assert len(tries) == hostroom.RESERVE_BYTES // hostroom.PIECE_BYTES + 1 and "is full" in room.told
+    assert len(tries) == reserve_file.RESERVE_BYTES // reserve_file.PIECE_BYTES + 1 and "is full" in room.told
     room.tend()
-    assert not room.missing and not room.told and (tmp_path / "reserve").stat().st_size == hostroom.RESERVE_BYTES
+    assert not room.missing and not room.told and (tmp_path / "reserve").stat().st_size == reserve_file.RESERVE_BYTES
 
 
 def test_a_write_that_is_refused_while_the_reserve_is_made_whole_is_not_forgotten(tmp_path, monkeypatch):

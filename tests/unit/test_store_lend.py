@@ -13,27 +13,28 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base import errors, grants
-from nvpool.base.checksum import crc32c
-from nvpool.base.clock import ManualClock
-from nvpool.base.host import boot_id
-from nvpool.base.units import MIB
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.logic.poolmap import MAP_FORMAT, PoolMap, Settings
-from nvpool.logic.rights import taken
-from nvpool.store import lend
-from nvpool.store.allocator import Transaction, Waiting
-from nvpool.store.block_chunkstore import BlockChunkStore
-from nvpool.store.chunkstore import LEND_S, Located, StoreOptions
-from nvpool.store.device import MemoryDevice
-from nvpool.store.records import decode_held, encode_held, held_key
-from nvpool.store.recovery import ReplayCheck
-from nvpool.store.service import StoreService
-from nvpool.testing.contracts.chunkstore import content, is_sound, put, some_bytes
-from nvpool.testing.meta_shard import PEER
-from nvpool.wire import codec, handover
-from nvpool.wire.v1 import data_pb2 as pb
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.core import errors, grants
+from nvpool.core.checksum import crc32c
+from nvpool.core.clock import ManualClock
+from nvpool.core.units import MIB
+from nvpool.host.processes import boot_id
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.poolmap.grant_revocation import taken
+from nvpool.poolmap.model import MAP_FORMAT, PoolMap, Settings
+from nvpool.rpc import fd_passing
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.chunks import location_leases as lend
+from nvpool.store.chunks.api import LEND_S, Located, StoreOptions
+from nvpool.store.chunks.block_store import BlockChunkStore
+from nvpool.store.chunks.recovery import ReplayCheck
+from nvpool.store.disk.allocator import Transaction, Waiting
+from nvpool.store.disk.device import MemoryDevice
+from nvpool.store.disk.index_records import decode_held, encode_held, held_key
+from nvpool.store.server.service import StoreService
+from nvpool.testing.contracts.chunk_store import content, is_sound, put, some_bytes
+from nvpool.testing.fakes.meta_shard import PEER
 
 BLOCK = 4096
 GOLDEN = Path(__file__).parents[1] / "golden" / "short-cut.json"
@@ -429,10 +430,10 @@ def ask(one, entries, rights=grants.READ, inode=1, left_s=60.0, token=None):
     ends = one.clock.wall_ns() // 1_000_000 + int(left_s * 1000)
     request = pb.LocateRequest(target=1, token=one.store.lender.token if token is None else token,
                                grants=[grants.sign(grants.Grant(rights, 0, 9, inode, 0, ends), SECRET)],
-                               entries=b"".join(codec.LOCATE_ENTRY.pack(*entry) for entry in entries))
+                               entries=b"".join(data_codec.LOCATE_ENTRY.pack(*entry) for entry in entries))
     call = Asked(request)
     service.handle(call)
-    return list(codec.LOCATE_RESULT.iter_unpack(call.answer.results)), array("Q", call.answer.runs), call.answer.checksums
+    return list(data_codec.LOCATE_RESULT.iter_unpack(call.answer.results)), array("Q", call.answer.runs), call.answer.checksums
 
 
 @lending
@@ -442,7 +443,7 @@ async def test_places_are_told_to_whom_the_descriptors_were_given_under_a_grant_
     results, runs, checksums = ask(one, [(1, 0, 256, 0, 0), (1, 1, 256, 0, version), (1, 2, 256, 0, 0), (2, 0, 1, 0, 0),
                                          (1, 0, 1, 7, 0)])
     assert [(status, flags, run_count, blocks, life) for status, flags, run_count, blocks, life, _, _, _ in results] == [
-        (0, 0, 1, 4, 5000), (0, codec.SAME_VERSION, 0, 0, 5000), (0, 0, 0, 0, 0),
+        (0, 0, 1, 4, 5000), (0, data_codec.SAME_VERSION, 0, 0, 5000), (0, 0, 0, 0, 0),
         (errors.StaleGrant.wire_code, 0, 0, 0, 0), (errors.StaleGrant.wire_code, 0, 0, 0, 0)]
     assert len(runs) == 1 and len(checksums) == 16 and results[1][7] == version
     assert ask(one, [(1, 0, 256, 0, 0)], left_s=-3.0)[0][0][4] == 2000, "the clocks of two machines may differ by five seconds"
@@ -487,14 +488,14 @@ def test_more_inodes_than_can_be_remembered_count_as_lent_altogether(monkeypatch
 
 
 def golden() -> dict[str, str]:
-    entries = codec.LOCATE_ENTRY.pack(7, 1, 256, 0, 9)
+    entries = data_codec.LOCATE_ENTRY.pack(7, 1, 256, 0, 9)
     said = lend.encode_said(3, bytes(range(16)), 1234.5)
     return {
-        "entry": entries.hex(), "result": codec.LOCATE_RESULT.pack(0, 1, 2, 256, 5000, 65535, 0xFFFFFFFF, 9).hex(),
+        "entry": entries.hex(), "result": data_codec.LOCATE_RESULT.pack(0, 1, 2, 256, 5000, 65535, 0xFFFFFFFF, 9).hex(),
         "LocateRequest": pb.LocateRequest(map_epoch=1, target=2, grants=[b"g"], token=b"t" * 16,
                                           entries=entries).SerializeToString().hex(),
         "LocateReply": pb.LocateReply(map_epoch=1, results=b"r", runs=b"p" * 8, checksums=b"cccc").SerializeToString().hex(),
-        "said with the descriptors": (handover._HEAD.pack(handover._MAGIC, handover._VERSION, 0) + said).hex(),
+        "said with the descriptors": (fd_passing._HEAD.pack(fd_passing._MAGIC, fd_passing._VERSION, 0) + said).hex(),
         "slots": json.dumps([lend.slot_of(1, 0), lend.slot_of(1, 1), lend.slot_of((1 << 63) - 1, 0xFFFFFFFF)]),
         "held record": (held_key(5) + encode_held(1234.5678, [((1 << 42) - 1, 1), (16, 65536)])).hex(),
     }

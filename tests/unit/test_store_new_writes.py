@@ -13,25 +13,27 @@ from pathlib import Path
 import pytest
 from test_store_atonce import SECRET, Ordinary, pool_map
 
-from nvpool.base import grants
-from nvpool.base.checksum import piece_checksums
-from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.base.errors import Busy, DriveFailed, Fenced, NoSpace
-from nvpool.logic.layout import chain_of
-from nvpool.logic.rights import taken
-from nvpool.store import atonce, newwrites
-from nvpool.store.allocator import GROUP_BLOCKS, Transaction
-from nvpool.store.chunkstore import InodeCut, StoreOptions, create_chunk_store, open_chunk_store
-from nvpool.store.records import segment_key
-from nvpool.store.service import WRITE, StoreService
-from nvpool.wire.codec import encode_write_request
-from nvpool.wire.exchange import IN_FLIGHT_MAX
-from nvpool.wire.frame import REQUEST, pack_head, read_head
-from nvpool.wire.registry import transport
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1.wire_pb2 import DATA_WRITE
+from nvpool.core import grants
+from nvpool.core.checksum import piece_checksums
+from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.core.errors import Busy, DriveFailed, Fenced, NoSpace
+from nvpool.poolmap.grant_revocation import taken
+from nvpool.poolmap.layout import chain_of
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.messages.data_codec import encode_write_request
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
+from nvpool.rpc.registry import transport
+from nvpool.rpc.transports.frame import REQUEST, pack_head, read_head
+from nvpool.rpc.v1.wire_pb2 import DATA_WRITE
+from nvpool.store.chunks.api import InodeCut, StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.disk.allocator import GROUP_BLOCKS, Transaction
+from nvpool.store.disk.index_records import segment_key
+from nvpool.store.server import fast_first_writes, fast_reads
+from nvpool.store.server.service import WRITE, StoreService
 
-pytestmark = pytest.mark.skipif(newwrites._newwrites is None or atonce._atonce is None, reason="it is not compiled here")
+pytestmark = pytest.mark.skipif(
+    fast_first_writes._fast_first_writes is None or fast_reads._fast_reads is None, reason="it is not compiled here"
+)
 
 BLOCK = bytes(range(256)) * 16
 PARTITION = 1 << 51
@@ -399,7 +401,7 @@ def test_what_the_drive_does_not_take_the_ordinary_way_tells(tmp_path):
             write, one.store.device.fd = one.store.device.fd, os.open(one.store.device.path, os.O_RDONLY)
             one.store.kv.on_apply = None
             one.service.at_once.writes = None
-            newwrites.answer_new_writes(one.service, SECRET)  # by the descriptor that can not be written to
+            fast_first_writes.answer_new_writes(one.service, SECRET)  # by the descriptor that can not be written to
             code = int.from_bytes(one.said()[32 + 11:32 + 13], "little")
             assert code == DriveFailed.wire_code and not one.taken
             os.close(one.store.device.fd)

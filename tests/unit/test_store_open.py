@@ -8,15 +8,16 @@ from array import array
 
 import pytest
 
-from nvpool.base import errors
-from nvpool.base.checksum import block_checksums
-from nvpool.drive import reading, uring
-from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.store.allocator import GROUP_BLOCKS, encode_bitmap, encode_deltas
-from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
-from nvpool.store.device import BufferPool, FileDevice
-from nvpool.store.records import Head, Segment, delta_key, encode_segment, group_key, segment_key
-from nvpool.testing.contracts.chunkstore import content, put, some_bytes
+from nvpool.blockio import reader as blockio_reader
+from nvpool.blockio import uring
+from nvpool.core import errors
+from nvpool.core.checksum import block_checksums
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.disk.allocator import GROUP_BLOCKS, encode_bitmap, encode_deltas
+from nvpool.store.disk.device import BufferPool, FileDevice
+from nvpool.store.disk.index_records import Head, Segment, delta_key, encode_segment, group_key, segment_key
+from nvpool.testing.contracts.chunk_store import content, put, some_bytes
 
 MIB = 1 << 20
 
@@ -239,7 +240,7 @@ def test_the_compiled_loop_and_the_python_one_find_the_same(tmp_path):
         offsets, lengths, positions = [0, 8192, 1 << 30, 4096], [4096, 8192, 4096, 4096], [4096, 8192, 16384, 0]
         one, two = device.buffer(20480), device.buffer(20480)
         assert device.read_now(offsets, lengths, positions, one) == [2]
-        assert reading.read_now_plain(device.fd, offsets, lengths, positions, two) == [2]
+        assert blockio_reader.read_now_plain(device.fd, offsets, lengths, positions, two) == [2]
         assert one[:16384] == two[:16384] == blob[4096:8192] + blob[:4096] + blob[8192:16384]
         if uring._uring is not None:
             with pytest.raises(ValueError):

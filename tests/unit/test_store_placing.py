@@ -6,9 +6,9 @@ import errno
 import pytest
 from test_store_durability import BLOCK, on_a_forgetting_drive
 
-from nvpool.base.errors import NoSpace, StaleCut
-from nvpool.store.device import DIRECT_WRITE_BYTES
-from nvpool.testing.contracts.chunkstore import content, is_sound, put, some_bytes
+from nvpool.core.errors import NoSpace, StaleCut
+from nvpool.store.disk.device import DIRECT_WRITE_BYTES
+from nvpool.testing.contracts.chunk_store import content, is_sound, put, some_bytes
 
 
 class Gate:

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.store.repair import RETRY_S, RETRY_S_MAX, Repair
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.maintenance.repair import RETRY_S, RETRY_S_MAX, Repair
 from nvpool.store.throttle import Throttle
 from nvpool.testing.sim.loop import VirtualLoop
 from tests.unit.test_placement import a_pool

@@ -18,27 +18,27 @@ from pathlib import Path
 import pytest
 from test_store_durability import Forgetful
 
-from nvpool.base import errors, grants
-from nvpool.base.checksum import piece_checksums
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.ids import RequestId, version, version_parts
-from nvpool.base.units import BLOCK_BYTES, CHAINS_PER_TABLE, MIB
-from nvpool.logic.chainset import ChainSet
-from nvpool.logic.layout import chain_of
-from nvpool.logic.poolmap import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
-from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.store.reads import RESULT
-from nvpool.store.records import encode_segment, segment_key
-from nvpool.store.service import StoreService
-from nvpool.store.writes import WRITE
-from nvpool.testing.contracts.chunkstore import content, get, is_sound, put, some_bytes
-from nvpool.testing.contracts.wholechunks import everything
-from nvpool.wire.dial import Dialer
-from nvpool.wire.registry import listen
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1 import data_pb2 as pb
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.core import errors, grants
+from nvpool.core.checksum import piece_checksums
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.ids import RequestId, version, version_parts
+from nvpool.core.units import BLOCK_BYTES, CHAINS_PER_TABLE, MIB
+from nvpool.poolmap.chains.chain_set import ChainSet
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.registry import listen
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.chunks.read_batch import RESULT
+from nvpool.store.disk.index_records import encode_segment, segment_key
+from nvpool.store.server.service import StoreService
+from nvpool.store.server.write_batch import WRITE
+from nvpool.testing.contracts.chunk_store import content, get, is_sound, put, some_bytes
+from nvpool.testing.contracts.chunk_transfer import everything
 
 SECRET = b"k" * 32
 CAPACITY = 64 * MIB
@@ -616,7 +616,7 @@ def test_chunks_of_chains_that_it_left_go_when_nobody_can_look_for_them_any_more
             one.use(chains)
             strays = one.services[JOINER].upkeep.strays
             assert await strays.run_once() == 0, "too early"
-            monkeypatch.setattr("nvpool.store.strays.STAY_S", 0.0)
+            monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
             await strays.run_once()
             left = {inode for inode, _ in await everything(store)}
             ours = {inode for inode in range(1, 200) if chain_of(inode, 0) % 4 != 3}
@@ -635,8 +635,8 @@ def test_chunks_with_another_chains_epoch_go_when_the_map_is_new(monkeypatch):
             store, service = one.stores[JOINER], one.services[JOINER]
             for inode in range(1, 50):
                 await put(store, inode, 0, 0, some_bytes(100), epoch=9)
-            monkeypatch.setattr("nvpool.store.strays.STAY_S", 0.0)
-            monkeypatch.setattr("nvpool.store.strays._RETRY_S", 0.01)
+            monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
+            monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks._RETRY_S", 0.01)
             one.use(lambda table, number: Chain(7, (SOURCE,)))
             strays = service.upkeep.strays
             assert await strays.run_once() == 0 and strays.left_chunks == 49
@@ -656,7 +656,7 @@ def test_chunk_stays_when_its_chain_returns_before_removal(monkeypatch):
             store = one.stores[JOINER]
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
             one.use(lambda table, number: Chain(7, (SOURCE,)))
-            monkeypatch.setattr("nvpool.store.strays.STAY_S", 0.0)
+            monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
             room, strays = store.kv.room, one.services[JOINER].upkeep.strays
 
             async def room_and_return():
@@ -678,8 +678,8 @@ def test_a_drained_target_removes_chunks_that_came_late(monkeypatch):
             store, strays = one.stores[JOINER], one.services[JOINER].upkeep.strays
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
             for name in ("STAY_S", "DRAINED_STAY_S"):
-                monkeypatch.setattr(f"nvpool.store.strays.{name}", 0.0)
-            monkeypatch.setattr("nvpool.store.strays.AGAIN_S", 0.01)
+                monkeypatch.setattr(f"nvpool.store.maintenance.orphan_chunks.{name}", 0.0)
+            monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.AGAIN_S", 0.01)
             one.use(lambda table, number: Chain(7, (SOURCE,)), wish={JOINER: "drain"})
             await until(lambda: not store._chunks)
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
@@ -700,7 +700,7 @@ def test_chunks_of_a_chain_that_it_left_go_although_it_holds_that_number_of_anot
             for inode in range(1, 60):
                 await put(store, inode, 0, 0, some_bytes(100), epoch=5, table=1 + inode % 3)
             one.use(lambda table, number: Chain(7, (SOURCE,) if table == 1 else (JOINER,)), tables=(1, 2))
-            monkeypatch.setattr("nvpool.store.strays.STAY_S", 0.0)
+            monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
             await one.services[JOINER].upkeep.strays.run_once()
             assert {inode for inode, _ in await everything(store)} == {inode for inode in range(1, 60) if inode % 3}
 

@@ -7,17 +7,17 @@ import random
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import InvalidRequest, NoSpace
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB, MIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.logic.layout import chain_of
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.store.rounds import Rounds
-from nvpool.testing.contracts.chunkstore import put, some_bytes
-from nvpool.testing.pool import LocalPool
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import InvalidRequest, NoSpace
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB, MIB
+from nvpool.poolmap.layout import chain_of
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.maintenance.scrub import Rounds
+from nvpool.testing.contracts.chunk_store import put, some_bytes
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=30.0, short_cut=False)
@@ -152,7 +152,7 @@ def test_a_store_that_can_not_keep_where_a_round_is_is_asked_again(monkeypatch):
         await until(lambda: rounds.told().last_ended_ms)
         assert store.note() and not failed
         await rounds.close()
-    monkeypatch.setattr("nvpool.store.rounds._RETRY_S", 0.01)
+    monkeypatch.setattr("nvpool.store.maintenance.scrub._RETRY_S", 0.01)
     run(main())
 
 

@@ -10,25 +10,25 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base import errors, grants
-from nvpool.base.checksum import first_bad_block, piece_checksums
-from nvpool.base.clock import ManualClock
-from nvpool.base.ids import version
-from nvpool.logic.layout import chain_of
-from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target, changed
-from nvpool.logic.rights import taken
-from nvpool.store.chunkstore import MustWait, create_chunk_store, open_chunk_store
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.store.reads import READ, RESULT
-from nvpool.store.replica import Replica
-from nvpool.store.service import EXTENT, WRITE, StoreService
-from nvpool.store.tenure import Tenure
-from nvpool.testing.contracts.chunkstore import is_sound
-from nvpool.testing.meta_shard import PEER
-from nvpool.wire.transport import Peer
-from nvpool.wire.v1 import data_pb2 as pb
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.core import errors, grants
+from nvpool.core.checksum import first_bad_block, piece_checksums
+from nvpool.core.clock import ManualClock
+from nvpool.core.ids import version
+from nvpool.poolmap.chains.placement import build_table
+from nvpool.poolmap.grant_revocation import taken
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target, changed
+from nvpool.rpc.api import Peer
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.chunks.api import MustWait, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.chunks.read_batch import READ, RESULT
+from nvpool.store.replication.role import Replica
+from nvpool.store.server.service import EXTENT, WRITE, StoreService
+from nvpool.store.server.serving_lease import Tenure
+from nvpool.testing.contracts.chunk_store import is_sound
+from nvpool.testing.fakes.meta_shard import PEER
 
 SECRET = b"k" * 32
 DATA = bytes(range(256)) * 64

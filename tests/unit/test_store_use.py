@@ -2,14 +2,14 @@
 
 from types import SimpleNamespace
 
-from nvpool.base import grants
-from nvpool.base.clock import ManualClock
-from nvpool.store import use as module
-from nvpool.store.chunkstore import ReadBatch
-from nvpool.store.reads import READ, RESULT
-from nvpool.store.use import ROW, Use
-from nvpool.wire.codec import PAST_READS, encode_read_request
-from nvpool.wire.v1 import data_pb2 as pb
+from nvpool.core import grants
+from nvpool.core.clock import ManualClock
+from nvpool.rpc.messages.data_codec import PAST_READS, encode_read_request
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.store.chunks.api import ReadBatch
+from nvpool.store.chunks.read_batch import READ, RESULT
+from nvpool.store.server import io_stats as module
+from nvpool.store.server.io_stats import ROW, Use
 
 
 class Case:

@@ -8,16 +8,16 @@ import random
 
 import pytest
 
-from nvpool.base import errors, grants
-from nvpool.base.checksum import piece_checksums
-from nvpool.base.clock import ManualClock
-from nvpool.store.chunkstore import MustWait
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.store.reads import READ
-from nvpool.store.service import WRITE, StoreService
-from nvpool.testing.meta_shard import PEER
-from nvpool.wire.v1 import data_pb2 as pb
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.core import errors, grants
+from nvpool.core.checksum import piece_checksums
+from nvpool.core.clock import ManualClock
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.chunks.api import MustWait
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.chunks.read_batch import READ
+from nvpool.store.server.service import WRITE, StoreService
+from nvpool.testing.fakes.meta_shard import PEER
 
 SECRET = b"k" * 32
 BLOCK = bytes(range(256)) * 16

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.cluster.succession import Sign, Succession
+from nvpool.cluster.etcd.election_timing import Sign, Succession
 
 MINE = Sign("1", 5, 5, 2.0, "token")
 

@@ -13,24 +13,24 @@ from functools import partial
 import msgspec
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Bug, Busy, Draining, Fenced, InvalidRequest, NvpoolError, Refused, Unavailable
-from nvpool.base.host import identity_of
 from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.config import Config
+from nvpool.core.errors import Bug, Busy, Draining, Fenced, InvalidRequest, NvpoolError, Refused, Unavailable
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.host.processes import identity_of
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.poolmap import Drive, Node, Target, decode_map
-from nvpool.run import supervisor as room
-from nvpool.run.daemon import Stop
-from nvpool.run.making import CAPACITY_BYTES_MIN
+from nvpool.node import supervisor as room
+from nvpool.poolmap.model import Drive, Node, Target, decode_map
+from nvpool.provision.create import CAPACITY_BYTES_MIN
+from nvpool.rpc.api import Peer
+from nvpool.rpc.v1 import data_pb2, pool_pb2, wire_pb2
+from nvpool.runtime.daemon_process import Stop
 from nvpool.testing.contracts.coordinator import first_map
-from nvpool.wire.transport import Peer
-from nvpool.wire.v1 import data_pb2, pool_pb2, wire_pb2
 
 SERVES = """if True:
     import signal, sys
-    from nvpool.base.directory import Flock, PoolDirectory, announcement
+    from nvpool.host.pool_directory import Flock, PoolDirectory, announcement
     directory, role, number = PoolDirectory(sys.argv[2]), sys.argv[1].split("_")[0], int(sys.argv[3])
     name = f"{'target' if role == 'store' else role}-{number}"
     lock = Flock.take(directory.run / f"{name}.lock", name)

@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.errors import InvalidRequest
-from nvpool.base.units import GIB
-from nvpool.logic.placement import Spread, build_table
-from nvpool.logic.poolmap import Drive, Node, PoolMap, Settings, Target, check_map
-from nvpool.logic.tables import with_table
-from nvpool.logic.transitions import joined, only_copies, shared
+from nvpool.core.errors import InvalidRequest
+from nvpool.core.units import GIB
+from nvpool.poolmap.chains.placement import Spread, build_table
+from nvpool.poolmap.chains.tables import with_table
+from nvpool.poolmap.chains.transitions import joined, only_copies, shared
+from nvpool.poolmap.model import Drive, Node, PoolMap, Settings, Target, check_map
 
 
 def a_pool(capacities, nodes=1):

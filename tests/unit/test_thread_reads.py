@@ -12,15 +12,15 @@ import time
 import pytest
 
 import nvpool
-from nvpool.base import errors
-from nvpool.base.units import MIB
-from nvpool.client import threadreads
-from nvpool.client.options import ClientOptions
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.blocking import BlockingConnection
-from nvpool.wire.stream_transport import StreamTransport, UnixStreamTransport
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1.wire_pb2 import DATA_READ
+from nvpool.client.read import threads as read_threads
+from nvpool.client.state.options import ClientOptions
+from nvpool.core import errors
+from nvpool.core.units import MIB
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.transports.stream import StreamTransport, UnixStreamTransport
+from nvpool.rpc.transports.sync_stream import BlockingConnection
+from nvpool.rpc.v1.wire_pb2 import DATA_READ
+from nvpool.testing.fakes.local_pool import LocalPool
 
 BLOCK = 4096
 CONTENT = random.Random(7).randbytes(3 * MIB + 5000)
@@ -250,14 +250,14 @@ def test_a_wrong_byte_or_a_senseless_answer_is_never_handed_out(served):
 
 
 def test_a_store_that_does_not_answer_is_left_to_the_loop(served, monkeypatch):
-    monkeypatch.setattr(threadreads, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(read_threads, "PATIENCE_S", 0.2)
     with Case(served, short_cut=False) as case:
         held = []
         patched(served, lambda original, call: original(call) if held else held.append(call))
         one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8)]
         assert case.by("lanes", one_chunk) == 0, "its target is left to the loop for a while"
         assert held
-        monkeypatch.setattr(threadreads, "SHUN_S", 0.0)
+        monkeypatch.setattr(read_threads, "SHUN_S", 0.0)
         for way in case.client._running().reads._ways.values():
             way.not_before_s = 0.0
         assert case.by("lanes", blocks(10)) == 10
@@ -287,16 +287,16 @@ def test_a_store_that_dies_among_reads_of_many_threads_costs_no_error_and_no_byt
         for thread in threads:
             thread.join(30)
         assert not problems and case.counters["lanes"]
-        assert all(len(way.idle) == threadreads.LANES_MAX for way in case.client._running().reads._ways.values())
+        assert all(len(way.idle) == read_threads.LANES_MAX for way in case.client._running().reads._ways.values())
 
 
 def test_one_read_finds_out_that_the_store_is_another_process(served, monkeypatch):
-    monkeypatch.setattr(threadreads, "SHUN_S", 0.0)
+    monkeypatch.setattr(read_threads, "SHUN_S", 0.0)
     with Case(served, short_cut=False) as case:
         one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8, 3, 20, 17)]
         case.by("lanes", one_chunk[:1])
         (way,) = [way for way in case.client._running().reads._ways.values() if any(way.idle)]
-        connections = [way.idle.popleft() for _ in range(threadreads.LANES_MAX)]
+        connections = [way.idle.popleft() for _ in range(read_threads.LANES_MAX)]
         endpoint = case.client._running().pool.client.dialer.live(case.handle.file.lanes[0].endpoints).peer.address
         way.idle.extend(found or BlockingConnection(endpoint, Greeting("me"), 10.0) for found in connections)
         for target in list(served.pool.stores):
@@ -316,7 +316,7 @@ def test_threads_have_so_many_connections_and_leave_none(served):
         for thread in threads:
             thread.join(30)
         listeners = [listener for (role, _), listener in served.pool._listeners.items() if role == "target"]
-        assert all(len(listener.connections) <= threadreads.LANES_MAX + 1 for listener in listeners)
+        assert all(len(listener.connections) <= read_threads.LANES_MAX + 1 for listener in listeners)
     until = time.monotonic() + 120
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:
         time.sleep(0.01)
@@ -324,7 +324,7 @@ def test_threads_have_so_many_connections_and_leave_none(served):
 
 
 def test_a_thread_that_is_interrupted_takes_no_later_answer_for_its_own(here, monkeypatch):
-    monkeypatch.setattr(threadreads, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(read_threads, "PATIENCE_S", 20.0)
     with Case(here, short_cut=False) as case:
         case.by("lanes", blocks(5))
         held = []

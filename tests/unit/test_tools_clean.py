@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.programs import Program
+from nvpool.core.programs import Program
 
 _spec = importlib.util.spec_from_file_location("tools_clean", Path(__file__).parents[2] / "tools" / "clean.py")
 clean = importlib.util.module_from_spec(_spec)

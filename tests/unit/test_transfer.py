@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.base.errors import AlreadyExists, ChecksumMismatch, NotFound, Unreachable, from_os_error
-from nvpool.base.units import clamp_time_ns
-from nvpool.sdk.transfer import inbound
-from nvpool.sdk.transfer.inbound import import_tree
-from nvpool.sdk.transfer.outbound import export_tree
-from nvpool.sdk.transfer.tally import Tally, TransferOptions
+from nvpool.core.errors import AlreadyExists, ChecksumMismatch, NotFound, Unreachable, from_os_error
+from nvpool.core.units import clamp_time_ns
+from nvpool.sdk.transfer import import_tree as tree_import
+from nvpool.sdk.transfer.export_tree import export_tree
+from nvpool.sdk.transfer.import_tree import import_tree
+from nvpool.sdk.transfer.progress import Tally, TransferOptions
 
 MIB = 1 << 20
 
@@ -361,7 +361,7 @@ def test_a_folder_is_not_closed_under_a_thread_that_reads_it(tmp_path):
     (tmp_path / "folder").mkdir()
     for number in range(50):
         (tmp_path / "folder" / str(number)).touch()
-    entries = inbound._Entries(os.fsencode(tmp_path / "folder"))
+    entries = tree_import._Entries(os.fsencode(tmp_path / "folder"))
     reading, go_on = threading.Event(), threading.Event()
 
     class Slow:

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
-from nvpool.base.errors import InvalidRequest
-from nvpool.logic import transitions
-from nvpool.logic.losses import begun_anew, births_of, ownerless
-from nvpool.logic.poolmap import Chain, check_map
-from nvpool.logic.rebalance import next_steps, with_goals
+from nvpool.core.errors import InvalidRequest
+from nvpool.poolmap.chains import transitions
+from nvpool.poolmap.chains.data_loss import begun_anew, births_of, ownerless
+from nvpool.poolmap.chains.rebalance import next_steps, with_goals
+from nvpool.poolmap.model import Chain, check_map
 from tests.unit.test_placement import a_pool, with_target
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import nvpool
-from nvpool.wire import ucx
+from nvpool.rpc.transports import ucx
 
-ABI = Path(nvpool.__file__).parent / "wire/_ucx_abi.h"
+ABI = Path(nvpool.__file__).parent / "rpc/transports/_ucx_abi.h"
 STRUCTS = {
     "nv_params": ("ucp_params_t", "field_mask features request_size request_init request_cleanup tag_sender_mask "
                                   "mt_workers_shared estimated_num_eps estimated_num_ppn name node_local_id"),

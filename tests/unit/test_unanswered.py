@@ -8,9 +8,9 @@ import struct
 
 import pytest
 
-from nvpool.base import unanswered
-from nvpool.base.errors import CorruptRecord, WrongFormat
-from nvpool.base.unanswered import MAGIC, PAGE, SMALL_COUNT, Unanswered
+from nvpool.core.errors import CorruptRecord, WrongFormat
+from nvpool.shm import request_log
+from nvpool.shm.request_log import MAGIC, PAGE, SMALL_COUNT, Unanswered
 
 LARGE = 1 << 20
 MASK = (1 << 63) - 1
@@ -108,7 +108,7 @@ def test_what_is_no_such_memory_is_refused(descriptor, monkeypatch):
     kept.keep(4, read(kept, 4))
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(descriptor, PAGE)
-    monkeypatch.setattr(unanswered, "VERSION", 2)
+    monkeypatch.setattr(request_log, "VERSION", 2)
     with pytest.raises(WrongFormat, match="unmount, and mount again"):
         Unanswered(descriptor)
     monkeypatch.undo()

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.base.ids import RequestId, version, version_parts
-from nvpool.logic.poolmap import Chain
-from nvpool.logic.replication import (
+from nvpool.core.ids import RequestId, version, version_parts
+from nvpool.poolmap.chains.protocol import (
     COUNTER_MAX,
     Answer,
     Held,
@@ -19,9 +18,10 @@ from nvpool.logic.replication import (
     place_in,
     raised,
 )
-from nvpool.store.chunkstore import ChunkCopy, InodeCut
-from nvpool.store.fetching import INODE_CUT, decode_copy, decode_versions, encode_copy
-from nvpool.wire.v1 import data_pb2
+from nvpool.poolmap.model import Chain
+from nvpool.rpc.v1 import data_pb2
+from nvpool.store.chunks.api import ChunkCopy, InodeCut
+from nvpool.store.replication.transfer_server import INODE_CUT, decode_copy, decode_versions, encode_copy
 
 REQUEST = RequestId(1, 0, 1)
 CHUNKS = 3

@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from nvpool.base.errors import InvalidRequest, NotADirectory, NotFound, NotSupported, ReadOnly
-from nvpool.client.vfs.contract import Caller
-from nvpool.fuse.ops import errno_of
-from nvpool.fuse.view_ops import directory_at, parts_of, view_of
-from nvpool.testing.memory_vfs import MemoryVfs
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import InvalidRequest, NotADirectory, NotFound, NotSupported, ReadOnly
+from nvpool.fuse.ops.operations import errno_of
+from nvpool.fuse.ops.subtree import directory_at, parts_of, view_of
+from nvpool.testing.fakes.vfs import MemoryVfs
 
 ME = Caller(0, 0)
 

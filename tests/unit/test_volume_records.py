@@ -9,7 +9,7 @@ import pytest
 from test_meta_fsck import dump_all, load_all, on_a_shard, stored
 from test_meta_load import Empty
 
-from nvpool.base.errors import (
+from nvpool.core.errors import (
     AccessDenied,
     AlreadyExists,
     CorruptRecord,
@@ -20,14 +20,14 @@ from nvpool.base.errors import (
     QuotaExceeded,
     ReadOnly,
 )
-from nvpool.base.ids import ROOT_INODE as ROOT
-from nvpool.meta import records
-from nvpool.meta.records import Inode
-from nvpool.meta.volumes import records as volumes
-from nvpool.meta.volumes.records import ATTACHED, TRASH, USE, VOLUME, Trashed, Use, VolumeRecord, volume_key
-from nvpool.meta.volumes.trash import trash_key
-from nvpool.wire.transport import Peer
-from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.meta.operations.trash import trash_key
+from nvpool.meta.state import records
+from nvpool.meta.state import volume_records as volumes
+from nvpool.meta.state.records import Inode
+from nvpool.meta.state.volume_records import ATTACHED, TRASH, USE, VOLUME, Trashed, Use, VolumeRecord, volume_key
+from nvpool.rpc.api import Peer
+from nvpool.rpc.v1 import meta_pb2 as pb
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NUMBER = 7 << 51 | 0x4_5678_9ABC_DEF0

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
-from nvpool.base.errors import AccessDenied
-from nvpool.base.grants import GRANT_BYTES
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.testing.meta_shard import PEER, DirectCall
-from nvpool.testing.pool import LocalPool
-from nvpool.wire import codec
-from nvpool.wire.entries import ENTRY
-from nvpool.wire.transport import Credentials
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import AccessDenied
+from nvpool.core.grants import GRANT_BYTES
+from nvpool.core.ids import ROOT_INODE
+from nvpool.rpc.api import Credentials
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages.direntries import ENTRY
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.meta_shard import PEER, DirectCall
 
 GRANTED, STRANGER, NODE, NOBODY = "client/reader.0a1b2c3d", "client/other.0a1b2c3d", "node/1", ""
 LOCAL_USER = Credentials(4711, frozenset((4711,)), 1)
@@ -48,7 +48,7 @@ async def session_of(meta, member: str) -> int:
 
 
 async def names_told(meta, member: str, directory: int, inode: int) -> list[bytes]:
-    call = DirectCall(wire.META_NAMES, pb.NamesRequest(inodes=codec.pack_inodes([inode]),
+    call = DirectCall(wire.META_NAMES, pb.NamesRequest(inodes=data_codec.pack_inodes([inode]),
                                                        directory=directory).SerializeToString())
     call.peer = PEER._replace(member=member)
     meta.handle(call)
@@ -58,7 +58,7 @@ async def names_told(meta, member: str, directory: int, inode: int) -> list[byte
 async def attributes_told(meta, member: str, session: int, inodes: list[int]) -> list[int]:
     """Of which of these inodes somebody is told what `stat` shows, who needs to know their numbers only."""
     call = DirectCall(wire.META_GETATTR_MANY, pb.GetAttrManyRequest(
-        session=session, inodes=codec.pack_inodes(inodes)).SerializeToString())
+        session=session, inodes=data_codec.pack_inodes(inodes)).SerializeToString())
     call.peer = PEER._replace(member=member)
     meta.handle(call)
     packed = pb.GetAttrManyReply.FromString(bytes((await call.wait())[0])).packed
@@ -119,7 +119,7 @@ async def grants_told(meta, member: str, session: int, directory: int, names: li
     calls = [DirectCall(wire.META_LIST, pb.ListDirRequest(session=session, inode=directory, attrs=True, packed=True,
                                                           rights=3).SerializeToString()),
              DirectCall(wire.META_LOOKUP_MANY, looked.SerializeToString()),
-             DirectCall(wire.META_GETATTR_MANY, pb.GetAttrManyRequest(session=session, inodes=codec.pack_inodes(inodes),
+             DirectCall(wire.META_GETATTR_MANY, pb.GetAttrManyRequest(session=session, inodes=data_codec.pack_inodes(inodes),
                                                                       rights=3).SerializeToString())]
     told = []
     for call in calls:

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nvpool.base.errors import CrossesVolumes, InUse, InvalidRequest, NoSpace, NotFound, QuotaExceeded
-from nvpool.base.ids import partition_of
-from nvpool.base.units import MIB
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.testing.pool import LocalPool
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import CrossesVolumes, InUse, InvalidRequest, NoSpace, NotFound, QuotaExceeded
+from nvpool.core.ids import partition_of
+from nvpool.core.units import MIB
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ROOT = Caller(0, 0)
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from test_volumes import pool_and_client
 
-from nvpool.base.ids import partition_of
+from nvpool.core.ids import partition_of
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.records import inode_key
-from nvpool.meta.spanning.holds import Held
-from nvpool.meta.spanning.records import SpanId
-from nvpool.meta.volumes.records import ATTACHED, USE, volume_key
+from nvpool.meta.state.record_locks import Held
+from nvpool.meta.state.records import inode_key
+from nvpool.meta.state.transaction_records import SpanId
+from nvpool.meta.state.volume_records import ATTACHED, USE, volume_key
 from nvpool.meta.volumes.removal import Removal
 
 SPAN = SpanId(7, 7, 7)

@@ -8,12 +8,12 @@ import errno
 import pytest
 from test_moving import OPTIONS, Moving, run
 
-from nvpool.base.errors import QuotaExceeded, ReadOnly
-from nvpool.base.ids import partition_of
-from nvpool.client.vfs.contract import Caller
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.sdk.checkup import check_metadata
-from nvpool.sdk.found import Checkup
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import QuotaExceeded, ReadOnly
+from nvpool.core.ids import partition_of
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.sdk.fsck.check import check_metadata
+from nvpool.sdk.fsck.report import Checkup
 
 ROOT = Caller(0, 0)
 QUOTA, PIECE = 2_000_000, 10_000

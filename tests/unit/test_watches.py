@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from nvpool.base.clock import ManualClock
-from nvpool.base.errors import NotFound
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.options import ClientOptions
-from nvpool.meta.service import MetaOptions
-from nvpool.meta.watches import Watches
-from nvpool.wire import codec
-from nvpool.wire.v1 import meta_pb2
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.clock import ManualClock
+from nvpool.core.errors import NotFound
+from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.server.service import MetaOptions
+from nvpool.meta.sessions.lease_table import Watches
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.v1 import meta_pb2
 from tests.unit.test_small_files import ME, Case, Standing, run, state_of
 
 WATCH_S = 3.0
@@ -34,7 +34,7 @@ class Asked:
 
     @property
     def inodes(self) -> list[int]:
-        return list(codec.unpack_inodes(self.answer.inodes))
+        return list(data_codec.unpack_inodes(self.answer.inodes))
 
 
 class Shard:

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from nvpool.base.errors import NameTooLong, NotFound
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.vfs import siblings, wholes
+from nvpool.client.lookup import complete_dirs, prefetch_policy
+from nvpool.core.errors import NameTooLong, NotFound
+from nvpool.core.ids import ROOT_INODE
 from tests.unit.test_gone_through import META, filled, find, settled
 from tests.unit.test_small_files import EXACT, ME, Case, run
 
@@ -32,7 +32,7 @@ async def known(case, count: int = 40) -> tuple[int, list[bytes]]:
     """A directory of another client's, in which this one has made names until it knows all of them."""
     there, names = await filled(case.other, count)
     await case.one.getattr(there)  # with a lease: what several change in turns is lent to nobody for a while
-    for number in range(wholes.MADE_MIN):
+    for number in range(complete_dirs.MADE_MIN):
         await make(case.one, there, b"first %d" % number)
     await settled(case.one)
     return there, names
@@ -81,7 +81,7 @@ def test_what_others_make_and_remove_there_is_seen_at_once():
 
 
 def test_names_that_come_and_go_while_they_are_listed_are_known_as_they_are(monkeypatch):
-    monkeypatch.setattr(wholes, "STEP_NAMES", 3)
+    monkeypatch.setattr(complete_dirs, "STEP_NAMES", 3)
 
     async def main(seed: int) -> None:
         draw = random.Random(seed)
@@ -109,8 +109,8 @@ def test_names_that_come_and_go_while_they_are_listed_are_known_as_they_are(monk
 
 
 def test_a_directory_with_many_names_is_not_listed_for_a_few(monkeypatch):
-    monkeypatch.setattr(siblings, "MISSES_MIN", 1 << 30)  # nor because names follow one another
-    large = wholes.NAMES_FOR_ONE * wholes.MADE_MIN
+    monkeypatch.setattr(prefetch_policy, "MISSES_MIN", 1 << 30)  # nor because names follow one another
+    large = complete_dirs.NAMES_FOR_ONE * complete_dirs.MADE_MIN
 
     async def main() -> None:
         async with Case(EXACT, META) as case:
@@ -124,7 +124,7 @@ def test_a_wide_directory_is_not_listed_for_its_new_names():
         async with Case(EXACT, META) as case:
             vfs = case.one
             there = (await vfs.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
-            for number in range(wholes.MADE_MIN * 2):
+            for number in range(complete_dirs.MADE_MIN * 2):
                 await make(vfs, there, b"%d" % number)
             await settled(vfs)
             assert await is_there(vfs, there, b"3") and not await is_there(vfs, there, b"30")

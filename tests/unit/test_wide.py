@@ -9,20 +9,20 @@ import stat
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.errors import AlreadyExists, CorruptRecord, DirectoryNotEmpty, NotFound, Unavailable, WouldLoop
-from nvpool.base.ids import ROOT_INODE
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import RENAME_EXCHANGE, Caller
-from nvpool.logic import moves
-from nvpool.logic.partition import partition_of_name
-from nvpool.logic.poolmap import changed
-from nvpool.meta import records
-from nvpool.meta.dump import line_of, record_of
-from nvpool.meta.parts import Counts, decode_part, encode_part, part_of
-from nvpool.sdk.checkup import Checkup, check_metadata
-from nvpool.sdk.dumpfile import dump, load
-from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1 import wire_pb2
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import RENAME_EXCHANGE, Caller
+from nvpool.core.errors import AlreadyExists, CorruptRecord, DirectoryNotEmpty, NotFound, Unavailable, WouldLoop
+from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.fsck.dump import line_of, record_of
+from nvpool.meta.state import records
+from nvpool.meta.state.striped_dirs import Counts, decode_part, encode_part, part_of
+from nvpool.poolmap.model import changed
+from nvpool.poolmap.shards import partition_moves
+from nvpool.poolmap.shards.partitions import partition_of_name
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.sdk.admin.dump import dump, load
+from nvpool.sdk.fsck.check import Checkup, check_metadata
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)
@@ -453,7 +453,7 @@ def test_a_shard_that_does_not_know_all_who_may_have_names_in_a_directory_does_n
                 removed = b"wide-%d" % number
                 wide = (await vfs.mkdir(ROOT_INODE, removed, 0o755, ME, wide=True)).inode
             pool.deaf.add(decides)
-            await pool.change_map(lambda now: moves.shard_added(now, pool.new_shard(3)))
+            await pool.change_map(lambda now: partition_moves.shard_added(now, pool.new_shard(3)))
             await pool.start_shard(3)
             async with asyncio.timeout(60):
                 while not pool.metas[3]._moving.taker.taken or pool.metas[3]._moving.counters()["partitions_coming"]:  # noqa: ASYNC110

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.base import errors
-from nvpool.base.checksum import piece_checksums
-from nvpool.wire import codec, greeting, registry
-from nvpool.wire.endpoint import Endpoint, host_port_url, parse_endpoint
-from nvpool.wire.status import decode_error, encode_error
-from nvpool.wire.transport import PAYLOAD_BYTES_MAX, Greeting
-from nvpool.wire.v1 import data_pb2, wire_pb2
+from nvpool.core import errors
+from nvpool.core.checksum import piece_checksums
+from nvpool.core.endpoint import Endpoint, host_port_url, parse_endpoint
+from nvpool.rpc import handshake, registry
+from nvpool.rpc.api import PAYLOAD_BYTES_MAX, Greeting
+from nvpool.rpc.error_codec import decode_error, encode_error
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,22 +69,22 @@ def test_a_text_with_lone_surrogates_travels_too():
 def test_who_has_no_version_in_common_is_refused_with_both_names_and_versions(version_min, version, fits):
     raw = wire_pb2.Hello(version_min=version_min, version=version, name="the other").SerializeToString()
     if fits:
-        assert greeting.check_hello(raw, Greeting("we")).name == "the other"
+        assert handshake.check_hello(raw, Greeting("we")).name == "the other"
         return
     with pytest.raises(errors.ProtocolMismatch) as caught:
-        greeting.check_hello(raw, Greeting("we"))
+        handshake.check_hello(raw, Greeting("we"))
     for word in ("the other", "we", str(version), "1"):
         assert word in str(caught.value)
 
 
 def test_a_greeting_that_can_not_be_read_is_a_corrupt_frame():
     with pytest.raises(errors.CorruptFrame):
-        greeting.check_hello(b"\xff\xff", Greeting("we"))
+        handshake.check_hello(b"\xff\xff", Greeting("we"))
 
 
 def test_the_software_named_in_greetings_is_this_one():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"nvpool {project['version']}" == greeting.SOFTWARE
+    assert f"nvpool {project['version']}" == handshake.SOFTWARE
 
 
 # -- endpoints and the registry
@@ -126,7 +127,7 @@ def test_our_transports_are_the_installed_ones_with_inproc_best_first():
 
 
 def test_speaking_stream_does_not_import_grpc():
-    program = ("import sys; from nvpool.wire import dial, registry; registry.transport('stream'); "
+    program = ("import sys; from nvpool.rpc import connection_pool, registry; registry.transport('stream'); "
                "registry.transport('stream+unix'); registry.transport('inproc'); print('grpc' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240).stdout == "False\n"
 
@@ -142,20 +143,20 @@ writes = st.tuples(u64, u64, u64, u32, st.integers(0, 100_000), st.integers(1, 2
 @settings(max_examples=50, deadline=None)
 @given(st.lists(reads, min_size=1, max_size=70))
 def test_reads_come_out_as_they_went_in(batch):
-    raw = codec.pack_reads(batch)
-    assert len(raw) == 24 * len(batch) and codec.unpack_reads(raw, 10) == batch
+    raw = data_codec.pack_reads(batch)
+    assert len(raw) == 24 * len(batch) and data_codec.unpack_reads(raw, 10) == batch
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(writes, min_size=1, max_size=20))
 def test_writes_come_out_as_they_went_in(batch):
-    raw = codec.pack_writes(batch)
+    raw = data_codec.pack_writes(batch)
     payload = sum(entry[5] for entry in batch)
     checksums = b"".join(piece_checksums(bytes(entry[5]), entry[4]) for entry in batch)
-    assert len(raw) == 40 * len(batch) and codec.unpack_writes(raw, 10, payload, checksums) == batch
+    assert len(raw) == 40 * len(batch) and data_codec.unpack_writes(raw, 10, payload, checksums) == batch
     for wrong in ((10, payload + 1, checksums), (10, payload, checksums[4:]), (max(e[6] for e in batch), payload, checksums)):
         with pytest.raises(errors.InvalidRequest):
-            codec.unpack_writes(raw, *wrong)
+            data_codec.unpack_writes(raw, *wrong)
 
 
 GOOD_READ = (1, 0, 4096, 8192, 0, 0)
@@ -166,60 +167,63 @@ GOOD_READ = (1, 0, 4096, 8192, 0, 0)
     (1, 0, 0, 0xFFFFF000, 0, 0), (1, 0, 4096, 8192, 1, 0)])
 def test_a_read_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(errors.InvalidRequest):
-        codec.unpack_reads(codec.pack_reads([GOOD_READ, wrong]), 1)
+        data_codec.unpack_reads(data_codec.pack_reads([GOOD_READ, wrong]), 1)
 
 
-@pytest.mark.parametrize("raw", [b"", b"x" * 23, b"x" * 25, bytes(24 * (codec.BATCH_ENTRIES_MAX + 1))])
+@pytest.mark.parametrize("raw", [b"", b"x" * 23, b"x" * 25, bytes(24 * (data_codec.BATCH_ENTRIES_MAX + 1))])
 def test_a_batch_of_no_whole_entries_or_too_many_is_refused(raw):
     with pytest.raises(errors.InvalidRequest):
-        codec.unpack_reads(raw, 1)
+        data_codec.unpack_reads(raw, 1)
     with pytest.raises(errors.InvalidRequest):
-        codec.unpack_writes(raw, 1, 0, b"")
+        data_codec.unpack_writes(raw, 1, 0, b"")
     with pytest.raises(errors.CorruptFrame):
-        codec.unpack_read_results(raw, [4096], 0, b"")
+        data_codec.unpack_read_results(raw, [4096], 0, b"")
 
 
 def test_reads_that_no_answer_can_hold_are_too_big():
     many = PAYLOAD_BYTES_MAX // (1 << 20) + 1
     with pytest.raises(errors.TooBig):
-        codec.unpack_reads(codec.pack_reads([(1, n, 0, 1 << 20, 0, 0) for n in range(many)]), 1)
+        data_codec.unpack_reads(data_codec.pack_reads([(1, n, 0, 1 << 20, 0, 0) for n in range(many)]), 1)
 
 
 def test_answers_must_fit_what_was_asked():
     results = [(0, 1, 4096, 7), (101, 0, 0, 0), (0, 0, 0, 8)]
-    raw = codec.pack_read_results(results)
-    assert codec.unpack_read_results(raw, [4096, 8192, 4096], 4096, bytes(4)) == results
+    raw = data_codec.pack_read_results(results)
+    assert data_codec.unpack_read_results(raw, [4096, 8192, 4096], 4096, bytes(4)) == results
     for lengths, payload_bytes, checksums in (([4096, 8192], 4096, bytes(4)), ([4096, 8192, 4096], 8192, bytes(4)),
                                               ([4096, 8192, 4096], 4096, bytes(8)), ([0, 8192, 4096], 4096, bytes(4))):
         with pytest.raises(errors.CorruptFrame):
-            codec.unpack_read_results(raw, lengths, payload_bytes, checksums)
+            data_codec.unpack_read_results(raw, lengths, payload_bytes, checksums)
     with pytest.raises(errors.CorruptFrame):
-        codec.unpack_read_results(codec.pack_read_results([(101, 0, 4096, 0)]), [4096], 4096, bytes(4))
-    raw = codec.pack_write_results([(0, 0, 0, 7)])
-    assert codec.unpack_write_results(raw, 1) == [(0, 0, 0, 7)]
+        data_codec.unpack_read_results(data_codec.pack_read_results([(101, 0, 4096, 0)]), [4096], 4096, bytes(4))
+    raw = data_codec.pack_write_results([(0, 0, 0, 7)])
+    assert data_codec.unpack_write_results(raw, 1) == [(0, 0, 0, 7)]
     with pytest.raises(errors.CorruptFrame):
-        codec.unpack_write_results(raw, 2)
+        data_codec.unpack_write_results(raw, 2)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(u64, max_size=20))
 def test_inodes_come_out_as_they_went_in(inodes):
-    assert codec.unpack_inodes(codec.pack_inodes(inodes)) == inodes
+    assert data_codec.unpack_inodes(data_codec.pack_inodes(inodes)) == inodes
     with pytest.raises(errors.InvalidRequest):
-        codec.unpack_inodes(codec.pack_inodes(inodes) + b"1234")
+        data_codec.unpack_inodes(data_codec.pack_inodes(inodes) + b"1234")
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 5000), st.binary(max_size=16))
 def test_any_bytes_are_a_batch_or_refused(raw, grants, payload_bytes, checksums):
-    for unpack in (lambda: codec.unpack_reads(raw, grants), lambda: codec.unpack_writes(raw, grants, payload_bytes, checksums),
-                   lambda: codec.unpack_inodes(raw)):
+    for unpack in (
+        lambda: data_codec.unpack_reads(raw, grants),
+        lambda: data_codec.unpack_writes(raw, grants, payload_bytes, checksums),
+        lambda: data_codec.unpack_inodes(raw),
+    ):
         try:
             unpack()
         except (errors.InvalidRequest, errors.TooBig):
             pass
-    for unpack in (lambda: codec.unpack_read_results(raw, [4096] * grants, payload_bytes, checksums),
-                   lambda: codec.unpack_write_results(raw, grants)):
+    for unpack in (lambda: data_codec.unpack_read_results(raw, [4096] * grants, payload_bytes, checksums),
+                   lambda: data_codec.unpack_write_results(raw, grants)):
         try:
             unpack()
         except errors.CorruptFrame:
@@ -232,7 +236,7 @@ def test_any_bytes_are_a_batch_or_refused(raw, grants, payload_bytes, checksums)
 def test_the_generated_code_is_that_of_the_proto_files(tmp_path):
     subprocess.run([ROOT / "proto" / "generate.sh", tmp_path], env={**os.environ, "PYTHON": sys.executable}, check=True,
                    timeout=240, capture_output=True)
-    for room in ("wire/v1", "bridge/v1"):
+    for room in ("rpc/v1", "bridge/v1"):
         made = sorted(path.name for path in (tmp_path / room).iterdir())
         assert made == sorted(path.name for path in (ROOT / "nvpool" / room).glob("*_pb2*"))
         for name in made:
@@ -250,11 +254,11 @@ packed_reads = st.one_of(st.binary(min_size=24, max_size=24), st.binary(max_size
 @settings(max_examples=300, deadline=None)
 @given(numbers64, st.one_of(st.integers(0, 300), numbers32), grants_of, packed_reads, st.booleans())
 def test_a_request_to_read_is_what_protobuf_makes_of_it(epoch, target, rights, reads, verify):
-    raw = codec.encode_read_request(epoch, target, rights, reads, verify)
+    raw = data_codec.encode_read_request(epoch, target, rights, reads, verify)
     request = data_pb2.ReadRequest(map_epoch=epoch, target=target, grants=rights, reads=reads, verify=verify)
     assert raw == request.SerializeToString()
     for form in (bytes, bytearray, memoryview):
-        found = codec.decode_read_request(form(raw))
+        found = data_codec.decode_read_request(form(raw))
         assert (*found[:2], list(found[2]), *found[3:]) == (epoch, target, rights, reads, verify)
 
 
@@ -262,9 +266,9 @@ def test_a_request_to_read_is_what_protobuf_makes_of_it(epoch, target, rights, r
 @given(numbers64, st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)),
        st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)))
 def test_an_answer_to_a_read_is_what_protobuf_makes_of_it(epoch, results, checksums):
-    raw = codec.encode_read_reply(epoch, bytearray(results), checksums)
+    raw = data_codec.encode_read_reply(epoch, bytearray(results), checksums)
     assert raw == data_pb2.ReadReply(map_epoch=epoch, results=results, checksums=checksums).SerializeToString()
-    assert codec.decode_read_reply(memoryview(raw)) == (results, checksums)
+    assert data_codec.decode_read_reply(memoryview(raw)) == (results, checksums)
 
 
 @settings(max_examples=300, deadline=None)
@@ -272,23 +276,25 @@ def test_an_answer_to_a_read_is_what_protobuf_makes_of_it(epoch, results, checks
        st.one_of(st.binary(min_size=40, max_size=40), st.binary(max_size=90)),
        st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)), numbers64, small_or_32)
 def test_a_request_to_write_is_what_protobuf_makes_of_it(epoch, target, grant, writes, checksums, session, slot):
-    raw = codec.encode_write_request(epoch, target, grant, writes, checksums, session, slot)
+    raw = data_codec.encode_write_request(epoch, target, grant, writes, checksums, session, slot)
     request = data_pb2.WriteRequest(map_epoch=epoch, target=target, grants=[grant], writes=writes, checksums=checksums,
                                     session=session, slot=slot)
     assert raw == request.SerializeToString()
-    found = codec.decode_write_request(raw)
+    found = data_codec.decode_write_request(raw)
     assert found in (None, (epoch, target, grant, writes, checksums, session, slot))
     one = 0 < target < 128 and 0 < slot < 128 and epoch and session
-    assert (found is not None) >= (one and len(grant) == 60 and len(writes) == codec.WRITE_ENTRY.size and len(checksums) == 4)
+    assert (found is not None) >= (
+        one and len(grant) == 60 and len(writes) == data_codec.WRITE_ENTRY.size and len(checksums) == 4
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(numbers64, st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)))
 def test_an_answer_to_a_write_is_what_protobuf_makes_of_it(epoch, results):
-    raw = codec.encode_write_reply(epoch, bytearray(results))
+    raw = data_codec.encode_write_reply(epoch, bytearray(results))
     assert raw == data_pb2.WriteReply(map_epoch=epoch, results=results).SerializeToString()
     for form in (bytes, bytearray, memoryview):
-        assert codec.decode_write_reply(form(raw)) == results
+        assert data_codec.decode_write_reply(form(raw)) == results
 
 
 def read_by_protobuf(kind, raw, error):
@@ -301,13 +307,13 @@ def read_by_protobuf(kind, raw, error):
 @settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_a_write_that_somebody_changed_is_read_as_protobuf_reads_it_or_left_to_that(data):
-    raw = codec.encode_write_request(7, 3, bytes(range(60)), bytes(40), bytes(4), 9, 5)
-    assert codec.decode_write_request(raw) is not None
+    raw = data_codec.encode_write_request(7, 3, bytes(range(60)), bytes(40), bytes(4), 9, 5)
+    assert data_codec.decode_write_request(raw) is not None
     spoiled = bytearray(raw)
     places = st.sampled_from([0, 9, 10, 11, 12, 73, 74, 115, 116, 121, 130, *range(len(raw))])
     for place in data.draw(st.lists(places, max_size=3)):
         spoiled[place % len(raw)] = data.draw(st.integers(0, 255))
-    found = codec.decode_write_request(bytes(spoiled))
+    found = data_codec.decode_write_request(bytes(spoiled))
     if found is not None:
         read = data_pb2.WriteRequest.FromString(bytes(spoiled))
         assert found == (read.map_epoch, read.target, *read.grants, read.writes, read.checksums, read.session, read.slot)
@@ -317,14 +323,14 @@ def test_a_write_that_somebody_changed_is_read_as_protobuf_reads_it_or_left_to_t
 @settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_bytes_that_somebody_changed_mean_what_they_mean_to_protobuf(data):
-    request = codec.encode_read_request(7, 3, [bytes(range(60))], bytes(24))
-    reply = codec.encode_read_reply(7, bytes(16), bytes(4))
+    request = data_codec.encode_read_request(7, 3, [bytes(range(60))], bytes(24))
+    reply = data_codec.encode_read_reply(7, bytes(16), bytes(4))
     wrote = data_pb2.WriteReply(map_epoch=7, results=bytes(16)).SerializeToString()
-    assert len(wrote) == codec._WRITE_REPLY_BYTES
-    assert len(request) == codec._READ_REQUEST_BYTES and len(reply) == codec._READ_REPLY_BYTES
-    for raw, kind, decode, error in ((request, data_pb2.ReadRequest, codec.decode_read_request, errors.InvalidRequest),
-                                     (reply, data_pb2.ReadReply, codec.decode_read_reply, errors.CorruptFrame),
-                                     (wrote, data_pb2.WriteReply, codec.decode_write_reply, errors.CorruptFrame)):
+    assert len(wrote) == data_codec._WRITE_REPLY_BYTES
+    assert len(request) == data_codec._READ_REQUEST_BYTES and len(reply) == data_codec._READ_REPLY_BYTES
+    for raw, kind, decode, error in ((request, data_pb2.ReadRequest, data_codec.decode_read_request, errors.InvalidRequest),
+                                     (reply, data_pb2.ReadReply, data_codec.decode_read_reply, errors.CorruptFrame),
+                                     (wrote, data_pb2.WriteReply, data_codec.decode_write_reply, errors.CorruptFrame)):
         spoiled = bytearray(raw)
         for place in data.draw(st.lists(st.sampled_from([0, 9, 10, 11, 12, 27, 28, 73, 74, *range(len(raw))]), max_size=3)):
             spoiled[place % len(raw)] = data.draw(st.integers(0, 255))

@@ -6,8 +6,8 @@ import socket
 import pytest
 import uvloop
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import (
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import (
     AccessDenied,
     DeadlineExceeded,
     Disconnected,
@@ -20,13 +20,13 @@ from nvpool.base.errors import (
     Unavailable,
     Unreachable,
 )
+from nvpool.rpc import connection_pool, registry
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.lease_calls import LeaseCalls
+from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST
+from nvpool.rpc.transports.inproc import InprocTransport
 from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
-from nvpool.wire import dial, registry
-from nvpool.wire.dial import Dialer
-from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST
-from nvpool.wire.inproc_transport import InprocTransport
-from nvpool.wire.leasecalls import LeaseCalls
-from nvpool.wire.transport import Greeting
 
 US, SERVER = Greeting("we", "pool-a"), Greeting("the server", "pool-a")
 
@@ -86,7 +86,7 @@ def test_who_shows_a_certificate_uses_no_unix_socket_of_others(tmp_path, monkeyp
         listeners = [await registry.listen(endpoint, SERVER, echo) for endpoint in (
             "stream://127.0.0.1:0", f"stream+unix://{tmp_path}/s")]
         if user is not None:
-            monkeypatch.setattr(dial.os, "geteuid", lambda: user)
+            monkeypatch.setattr(connection_pool.os, "geteuid", lambda: user)
         dialer = Dialer(US, certified=certified)
         connection = await dialer.connect(tuple(listener.endpoint for listener in listeners), soon())
         assert connection.peer.address.startswith(f"{scheme}://")
@@ -148,7 +148,7 @@ def test_a_lost_connection_is_forgotten_at_once_and_made_anew():
 
 def test_what_failed_slowly_is_tried_last_for_a_while_and_what_was_refused_at_once_is_not():
     async def check():
-        slow = Recorder("slow", 3, (Unreachable("slow"), dial.SLOW_FAILURE_S + 0.05))
+        slow = Recorder("slow", 3, (Unreachable("slow"), connection_pool.SLOW_FAILURE_S + 0.05))
         quick = Recorder("quick", 2, (Unreachable("quick"), 0))
         good = Recorder("good", 1)
         listener = await good.listen("inproc://here", SERVER, echo)
@@ -206,7 +206,7 @@ def test_a_caller_waits_no_longer_than_its_deadline_and_others_go_on():
 
 def test_an_address_that_swallows_everything_is_left_for_the_next(monkeypatch):
     async def check():
-        monkeypatch.setattr(dial, "ATTEMPT_S", 1.0)
+        monkeypatch.setattr(connection_pool, "ATTEMPT_S", 1.0)
         hole = socket.create_server(("127.0.0.1", 0), backlog=1)  # accepts into its backlog, never greets
         listener = await registry.listen("grpc://127.0.0.1:0", SERVER, echo)
         dialer = Dialer(US)
@@ -241,9 +241,9 @@ def test_a_grpc_client_that_sends_no_frames_is_hung_up_on_and_nobody_else(raw, c
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(dial, "RETURN_LOCAL_S", (0.05, 0.2))
-    monkeypatch.setattr(dial, "RETURN_S", (0.05, 0.2))
-    monkeypatch.setattr(dial, "RETIRED_LOOK_S", 0.02)
+    monkeypatch.setattr(connection_pool, "RETURN_LOCAL_S", (0.05, 0.2))
+    monkeypatch.setattr(connection_pool, "RETURN_S", (0.05, 0.2))
+    monkeypatch.setattr(connection_pool, "RETIRED_LOOK_S", 0.02)
 
 
 def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
@@ -305,7 +305,7 @@ def test_ended_connection_is_not_used_again(hasty):
 
 def test_unix_socket_is_shunned_for_a_shorter_time(tmp_path, monkeypatch):
     async def check():
-        monkeypatch.setattr(dial, "ATTEMPT_S", 0.6)
+        monkeypatch.setattr(connection_pool, "ATTEMPT_S", 0.6)
         with socket.socket(socket.AF_UNIX) as hole:  # accepts into its backlog, never greets, as a stopped daemon does
             hole.bind(f"{tmp_path}/s")
             hole.listen(8)
@@ -313,7 +313,11 @@ def test_unix_socket_is_shunned_for_a_shorter_time(tmp_path, monkeypatch):
             dialer = Dialer(US)
             await dialer.connect((f"stream+unix://{tmp_path}/s", stream.endpoint), soon())
             shunned, = dialer._shunned.values()
-            assert shunned <= SYSTEM_CLOCK.boottime_s() + dial.SHUN_LOCAL_S < SYSTEM_CLOCK.boottime_s() + dial.SHUN_S / 4
+            assert (
+                shunned
+                <= SYSTEM_CLOCK.boottime_s() + connection_pool.SHUN_LOCAL_S
+                < SYSTEM_CLOCK.boottime_s() + connection_pool.SHUN_S / 4
+            )
         await dialer.close()
         await stream.close()
     run(check())

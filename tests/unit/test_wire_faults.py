@@ -16,8 +16,8 @@ import sys
 import pytest
 import uvloop
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import (
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import (
     BadConfiguration,
     Busy,
     DeadlineExceeded,
@@ -27,16 +27,17 @@ from nvpool.base.errors import (
     ProtocolMismatch,
     Unreachable,
 )
+from nvpool.rpc import handshake, limits, registry
+from nvpool.rpc.api import IN_FLIGHT_MAX, Greeting
+from nvpool.rpc.limits import Bounds, Limits
+from nvpool.rpc.transports import stream as stream_transport
+from nvpool.rpc.transports.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, pack_head
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.security.tls import PLAIN_TEXT
 from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
-from nvpool.wire import greeting, limits, registry, stream_transport
-from nvpool.wire.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, pack_head
-from nvpool.wire.identity import PLAIN_TEXT
-from nvpool.wire.limits import Bounds, Limits
-from nvpool.wire.transport import IN_FLIGHT_MAX, Greeting
-from nvpool.wire.v1 import wire_pb2
 
 US = Greeting("we", "pool-a")
-HELLO_FRAME = pack_head(HELLO, 0, 0, 0, greeting.encode_hello(Greeting("the faulty one")), 0)
+HELLO_FRAME = pack_head(HELLO, 0, 0, 0, handshake.encode_hello(Greeting("the faulty one")), 0)
 
 
 def on_a_loop(test):
@@ -450,8 +451,8 @@ async def test_mutated_frames_harm_nobody_else_for_long(tmp_path, seed):
 
 SERVER_PROGRAM = """
 import asyncio, sys, uvloop
-from nvpool.wire import registry
-from nvpool.wire.transport import Greeting
+from nvpool.rpc import registry
+from nvpool.rpc.api import Greeting
 answer = bytes(32 << 20)
 async def main():
     listener = await registry.listen(sys.argv[1], Greeting("mortal"), lambda call: call.reply(b"", [answer]))

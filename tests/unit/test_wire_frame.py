@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.base.errors import CorruptFrame
-from nvpool.wire import frame as frames_module
-from nvpool.wire.frame import (
+from nvpool.core.errors import CorruptFrame
+from nvpool.rpc.api import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
+from nvpool.rpc.transports import frame as frames_module
+from nvpool.rpc.transports.frame import (
     CANCEL,
     EMPTY,
     HEADER,
@@ -21,7 +22,6 @@ from nvpool.wire.frame import (
     WIDE_BYTES,
     FrameReader,
 )
-from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "frames.json").read_text())
 

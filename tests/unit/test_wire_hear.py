@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import Disconnected, NotFound
-from nvpool.wire import atonce
-from nvpool.wire.frame import HEADER_BYTES, HELLO, REPLY, pack_head
-from nvpool.wire.greeting import encode_hello
-from nvpool.wire.status import encode_error
-from nvpool.wire.stream_transport import StreamConnection
-from nvpool.wire.transport import Greeting
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import Disconnected, NotFound
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.error_codec import encode_error
+from nvpool.rpc.handshake import encode_hello
+from nvpool.rpc.transports import fast_replies
+from nvpool.rpc.transports.frame import HEADER_BYTES, HELLO, REPLY, pack_head
+from nvpool.rpc.transports.stream import StreamConnection
 
 METHOD = 127
 GREETING = Greeting("somebody")
@@ -23,8 +23,8 @@ GREETING = Greeting("somebody")
 @pytest.fixture(params=("compiled", "ordinary"), autouse=True)
 def way(request, monkeypatch):
     if request.param == "ordinary":
-        monkeypatch.setattr(atonce, "_frame", None)
-    elif atonce._frame is None:
+        monkeypatch.setattr(fast_replies, "_frame", None)
+    elif fast_replies._frame is None:
         pytest.skip("it is not compiled here")
 
 

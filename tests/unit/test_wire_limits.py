@@ -2,11 +2,11 @@
 
 import pytest
 
-from nvpool.base import config
-from nvpool.base.errors import Busy
-from nvpool.wire.limits import LOOK_S, Bounds, Limits, identify
-from nvpool.wire.tally import TALLY
-from nvpool.wire.transport import Credentials, Peer
+from nvpool.core import config
+from nvpool.core.errors import Busy
+from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.limits import LOOK_S, Bounds, Limits, identify
+from nvpool.rpc.stats import TALLY
 
 MIB = 1 << 20
 SMALL = Bounds(connections=32, connections_per_peer=6, memory_bytes=64 * MIB, memory_bytes_per_peer=16 * MIB, message_s=5.0,
@@ -25,8 +25,8 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def no_timers(monkeypatch):
-    monkeypatch.setattr("nvpool.wire.limits.asyncio.get_running_loop", Loop)
-    monkeypatch.setattr("nvpool.wire.limits._physical_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("nvpool.rpc.limits.asyncio.get_running_loop", Loop)
+    monkeypatch.setattr("nvpool.rpc.limits._physical_bytes", lambda: 1 << 40)
 
 
 class Ticking:

@@ -8,32 +8,32 @@ import struct
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Access, Config
-from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import AccessDenied, InvalidRequest, NotSupported, StaleGrant
-from nvpool.base.grants import READ, WRITE, Grant, sign
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
 from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.config import Access, Config
+from nvpool.core.errors import AccessDenied, InvalidRequest, NotSupported, StaleGrant
+from nvpool.core.grants import READ, WRITE, Grant, sign
+from nvpool.host.pool_directory import PoolDirectory
 from nvpool.kv.memory import MemoryKv
 from nvpool.kv.options import LmdbOptions
-from nvpool.meta.member import MemberOptions, ShardMember
-from nvpool.run.daemon import Stop
-from nvpool.run.supervisor import Supervisor
-from nvpool.sdk.asynchronous import AsyncFileSystem
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.store.service import StoreService
+from nvpool.meta.server.member import MemberOptions, ShardMember
+from nvpool.node.supervisor import Supervisor
+from nvpool.rpc.access_control import RIGHTS, Callers, Who
+from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.peer_roles import Role
+from nvpool.rpc.v1 import data_pb2, wire_pb2
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.runtime.daemon_process import Stop
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.server.service import StoreService
 from nvpool.testing.contracts.coordinator import first_map
-from nvpool.testing.meta_shard import DirectCall
-from nvpool.testing.pool import LocalPool
-from nvpool.wire import codec
-from nvpool.wire.rights import RIGHTS, Callers, Who
-from nvpool.wire.roles import Role
-from nvpool.wire.transport import Credentials, Peer
-from nvpool.wire.v1 import data_pb2, wire_pb2
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1.wire_pb2 import Method
+from nvpool.testing.fakes.local_pool import LocalPool
+from nvpool.testing.fakes.meta_shard import DirectCall
 
 SECRET = b"s" * 32
 OPERATORS = 4711
@@ -239,7 +239,7 @@ def samples(session: int, slot: int, volume: int, inode: int) -> dict[int, objec
     """A request of each method about what is in a volume, by one who knows its numbers."""
     change = pb.Change(session=session, slot=slot, sequence=1)
     return {
-        wire_pb2.META_NAMES: pb.NamesRequest(inodes=codec.pack_inodes([inode]), directory=volume),
+        wire_pb2.META_NAMES: pb.NamesRequest(inodes=data_codec.pack_inodes([inode]), directory=volume),
         wire_pb2.META_LOOKUP: pb.LookupRequest(session=session, parent=volume, name=b"f", rights=READ),
         wire_pb2.META_GETATTR: pb.GetAttrRequest(session=session, inode=inode, rights=READ),
         wire_pb2.META_SETATTR: pb.SetAttrRequest(change=change, inode=inode, valid=1, mode=0o600),

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from nvpool.base.identities import member_in, new_member, uri_of, user_in
-from nvpool.wire.roles import Role, acts_as, role_of
-from nvpool.wire.transport import Credentials, Peer
+from nvpool.core.member_names import member_in, new_member, uri_of, user_in
+from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.peer_roles import Role, acts_as, role_of
 
 OPERATORS = 4711
 OTHER_UID = os.geteuid() + 1000

@@ -10,22 +10,22 @@ import os
 import msgspec
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.base.errors import NotFound, WritesLost
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB, MIB
-from nvpool.client import unflushed
-from nvpool.client.options import ClientOptions
-from nvpool.client.vfs.contract import Caller
+from nvpool.client.data import unstable_writes
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import Caller
+from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.core.errors import NotFound, WritesLost
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB, MIB
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.layout import chain_of
-from nvpool.logic.poolmap import changed
-from nvpool.logic.transitions import died, joined, restarted, returned, vouched
-from nvpool.store import verifier
-from nvpool.store.block_chunkstore import BlockChunkStore
-from nvpool.store.chunkstore import StoreOptions
-from nvpool.store.device import MemoryDevice
-from nvpool.testing.pool import LocalPool
+from nvpool.poolmap.chains.transitions import died, joined, restarted, returned, vouched
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import changed
+from nvpool.store.chunks.api import StoreOptions
+from nvpool.store.chunks.block_store import BlockChunkStore
+from nvpool.store.disk import write_verifier
+from nvpool.store.disk.device import MemoryDevice
+from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=30.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_cut=False)
@@ -252,7 +252,7 @@ async def test_what_a_target_lost_that_has_left_since_is_told():
 
 @in_loop
 async def test_too_many_files_are_told_of_by_whoever_flushes(monkeypatch):
-    monkeypatch.setattr(unflushed, "INODES_MAX", 2)
+    monkeypatch.setattr(unstable_writes, "INODES_MAX", 2)
     async with Losing(1) as one:
         handles = [await one.file(b"file%d" % number, b"x" * 5000) for number in range(5)]
         await one.restart(1, power=True)
@@ -293,13 +293,13 @@ def test_a_chain_is_intact_as_long_as_its_last_target_loses_nothing():
 @in_loop
 async def test_the_number_changes_when_something_may_be_lost_and_only_then():
     kv = MemoryKv()
-    first = verifier.opened(kv, SYSTEM_CLOCK, "boot 1", lost=False)
-    assert first and verifier.opened(kv, SYSTEM_CLOCK, "boot 1", lost=False) == first  # killed
-    await verifier.closed(kv, first)
-    assert verifier.opened(kv, SYSTEM_CLOCK, "boot 2", lost=False) == first
-    second = verifier.opened(kv, SYSTEM_CLOCK, "boot 3", lost=False)
+    first = write_verifier.opened(kv, SYSTEM_CLOCK, "boot 1", lost=False)
+    assert first and write_verifier.opened(kv, SYSTEM_CLOCK, "boot 1", lost=False) == first  # killed
+    await write_verifier.closed(kv, first)
+    assert write_verifier.opened(kv, SYSTEM_CLOCK, "boot 2", lost=False) == first
+    second = write_verifier.opened(kv, SYSTEM_CLOCK, "boot 3", lost=False)
     assert second != first
-    assert verifier.opened(kv, SYSTEM_CLOCK, "boot 3", lost=True) != second
+    assert write_verifier.opened(kv, SYSTEM_CLOCK, "boot 3", lost=True) != second
 
 
 @in_loop

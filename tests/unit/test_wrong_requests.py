@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from test_meta_service import SECRET, scenario
 
-from nvpool.base.errors import InvalidRequest, NotADirectory
-from nvpool.base.ids import ROOT_INODE as ROOT
-from nvpool.meta.service_right import ServiceRight
-from nvpool.testing.meta_shard import DirectCall
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.core.errors import InvalidRequest, NotADirectory
+from nvpool.core.ids import ROOT_INODE as ROOT
+from nvpool.meta.service_auth import ServiceRight
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import DirectCall
 
 
 @scenario

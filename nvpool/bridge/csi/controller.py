@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from google.protobuf.wrappers_pb2 import Int64Value
 from grpc import StatusCode
 
-from nvpool.base.errors import AlreadyExists, InUse, Refused, StaleCursor
-from nvpool.base.units import format_bytes
-from nvpool.bridge.csi import reading
-from nvpool.bridge.csi.reading import VOLUME_BYTES_MAX, Size
-from nvpool.bridge.csi.refusals import CsiRefusal, invalid, precondition
+from nvpool.bridge.csi import requests as csi_requests
+from nvpool.bridge.csi.errors import CsiRefusal, invalid, precondition
+from nvpool.bridge.csi.requests import VOLUME_BYTES_MAX, Size
+from nvpool.bridge.options import Options, checked_name
 from nvpool.bridge.v1 import csi_pb2 as pb
-from nvpool.bridge.wishes import Options, checked_name
+from nvpool.core.errors import AlreadyExists, InUse, Refused, StaleCursor
+from nvpool.core.units import format_bytes
 
 if TYPE_CHECKING:
     from nvpool.bridge.volumes import BridgeVolumes
@@ -36,21 +36,21 @@ class Controller:
         self._volumes, self._pool = volumes, pool
 
     async def CreateVolume(self, request: pb.CreateVolumeRequest) -> pb.CreateVolumeResponse:
-        reading.required(request, "name")
-        reading.read_uses(request.volume_capabilities)
-        if objection := reading.first_objection(request.volume_capabilities):
+        csi_requests.required(request, "name")
+        csi_requests.read_uses(request.volume_capabilities)
+        if objection := csi_requests.first_objection(request.volume_capabilities):
             raise invalid(objection)
         if request.HasField("volume_content_source"):
             raise invalid("a volume can not be made from another one or from a snapshot; leave the source out")
         if request.mutable_parameters:
             raise invalid("mutable_parameters are not supported; use parameters")
-        size, options = reading.read_size(request.capacity_range), reading.read_parameters(request.parameters)
-        if options.sealed and reading.first_objection(request.volume_capabilities, sealed=True):
+        size, options = csi_requests.read_size(request.capacity_range), csi_requests.read_parameters(request.parameters)
+        if options.sealed and csi_requests.first_objection(request.volume_capabilities, sealed=True):
             raise invalid("a volume that is sealed from the beginning can not be written; leave the parameter sealed out, and "
                           f"seal it when it is filled: nvpool volume seal POOL {request.name}")
         await self._check_places(request)
         volume = await self._made(request.name, size, options)
-        if objection := reading.first_objection(request.volume_capabilities, sealed=volume.sealed):
+        if objection := csi_requests.first_objection(request.volume_capabilities, sealed=volume.sealed):
             raise AlreadyExists(f"the volume {volume.name} is there: {objection}")
         return pb.CreateVolumeResponse(volume=self._volume(volume))
 
@@ -60,9 +60,9 @@ class Controller:
         asked = request.accessibility_requirements
         if not asked.requisite and not asked.preferred:
             raise invalid("accessibility_requirements names no place; leave it out, or name one")
-        if asked.requisite and not reading.reachable(asked.requisite, self._pool):
+        if asked.requisite and not csi_requests.reachable(asked.requisite, self._pool):
             raise CsiRefusal(StatusCode.RESOURCE_EXHAUSTED, "no place of accessibility_requirements is one of this pool's: its "
-                             f"volumes are where {reading.TOPOLOGY_KEY} is {self._pool}")
+                             f"volumes are where {csi_requests.TOPOLOGY_KEY} is {self._pool}")
 
     async def _made(self, name: str, size: Size, options: Options) -> Volume:
         """Sizes are compared here: a volume of another size is as asked for where it lies within the range."""
@@ -76,7 +76,7 @@ class Controller:
 
     async def DeleteVolume(self, request: pb.DeleteVolumeRequest) -> pb.DeleteVolumeResponse:
         """A name that no volume can have is one that is not there."""
-        reading.required(request, "volume_id")
+        csi_requests.required(request, "volume_id")
         try:
             checked_name(request.volume_id)
         except Refused:
@@ -89,14 +89,14 @@ class Controller:
 
     async def ValidateVolumeCapabilities(self, request: pb.ValidateVolumeCapabilitiesRequest
                                          ) -> pb.ValidateVolumeCapabilitiesResponse:
-        reading.required(request, "volume_id")
-        reading.read_uses(request.volume_capabilities)
+        csi_requests.required(request, "volume_id")
+        csi_requests.read_uses(request.volume_capabilities)
         volume = await self._volumes.get(request.volume_id)
-        why = reading.first_objection(request.volume_capabilities, sealed=volume.sealed)
+        why = csi_requests.first_objection(request.volume_capabilities, sealed=volume.sealed)
         why = why or ("mutable_parameters are not supported" if request.mutable_parameters else "")
         try:
-            why = why or _differs(volume, reading.read_parameters(request.parameters))
-            reading.read_context(request.volume_context)
+            why = why or _differs(volume, csi_requests.read_parameters(request.parameters))
+            csi_requests.read_context(request.volume_context)
         except (Refused, CsiRefusal) as error:
             why = why or str(error)
         if why:
@@ -124,10 +124,12 @@ class Controller:
         """0 where no volume can be as asked for. Sizes of volumes are limits and nothing is set aside for them: a claim may be
         larger than what is left."""
         for capability in request.volume_capabilities:
-            reading.read_use(capability, "one of volume_capabilities")
-        options = reading.read_parameters(request.parameters)
-        elsewhere = request.HasField("accessible_topology") and not reading.reachable([request.accessible_topology], self._pool)
-        if elsewhere or reading.first_objection(request.volume_capabilities, sealed=bool(options.sealed)):
+            csi_requests.read_use(capability, "one of volume_capabilities")
+        options = csi_requests.read_parameters(request.parameters)
+        elsewhere = request.HasField("accessible_topology") and not csi_requests.reachable(
+            [request.accessible_topology], self._pool
+        )
+        if elsewhere or csi_requests.first_objection(request.volume_capabilities, sealed=bool(options.sealed)):
             return pb.GetCapacityResponse(available_capacity=0)
         return pb.GetCapacityResponse(available_capacity=await self._volumes.capacity(),
                                       maximum_volume_size=Int64Value(value=VOLUME_BYTES_MAX))
@@ -139,13 +141,13 @@ class Controller:
 
     async def ControllerExpandVolume(self, request: pb.ControllerExpandVolumeRequest) -> pb.ControllerExpandVolumeResponse:
         """At once for all who use the volume; nothing is to be done on their nodes. A volume without a bound stays so."""
-        reading.required(request, "volume_id")
+        csi_requests.required(request, "volume_id")
         if not request.HasField("capacity_range") or request.capacity_range == pb.CapacityRange():
             raise invalid("capacity_range is missing; set required_bytes")
-        size = reading.read_size(request.capacity_range)
+        size = csi_requests.read_size(request.capacity_range)
         if request.HasField("volume_capability"):
-            reading.read_use(request.volume_capability)
-            if objection := reading.objection(request.volume_capability):
+            csi_requests.read_use(request.volume_capability)
+            if objection := csi_requests.objection(request.volume_capability):
                 raise invalid(objection)
         volume = await self._volumes.get(request.volume_id)
         if size.most and (not volume.bytes_max or volume.bytes_max > size.most):
@@ -157,7 +159,7 @@ class Controller:
         return pb.ControllerExpandVolumeResponse(capacity_bytes=volume.bytes_max or size.least, node_expansion_required=False)
 
     async def ControllerGetVolume(self, request: pb.ControllerGetVolumeRequest) -> pb.ControllerGetVolumeResponse:
-        reading.required(request, "volume_id")
+        csi_requests.required(request, "volume_id")
         volume = await self._volumes.get(request.volume_id)
         condition = _condition(volume, await self._volumes.capacity())
         return pb.ControllerGetVolumeResponse(
@@ -165,7 +167,7 @@ class Controller:
 
     def _volume(self, volume: Volume) -> pb.Volume:
         return pb.Volume(volume_id=volume.name, capacity_bytes=volume.bytes_max,
-                         accessible_topology=[reading.topology_of(self._pool)])
+                         accessible_topology=[csi_requests.topology_of(self._pool)])
 
 
 def _after(token: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from google.protobuf.wrappers_pb2 import BoolValue
 
-from nvpool.base.version import VERSION
-from nvpool.bridge.csi.refusals import precondition
+from nvpool.bridge.csi.errors import precondition
 from nvpool.bridge.v1 import csi_pb2 as pb
+from nvpool.core.version import VERSION
 
 DRIVER = "csi.nvpool.io"
 _CAP_SYS_ADMIN = 21

@@ -16,11 +16,11 @@ from weakref import WeakValueDictionary
 
 from grpc import StatusCode
 
-from nvpool.base.errors import InUse, NotFound, Unavailable
-from nvpool.bridge.csi import reading
-from nvpool.bridge.csi.reading import Mode, Use
-from nvpool.bridge.csi.refusals import CsiRefusal, invalid, precondition
+from nvpool.bridge.csi import requests as csi_requests
+from nvpool.bridge.csi.errors import CsiRefusal, invalid, precondition
+from nvpool.bridge.csi.requests import Mode, Use
 from nvpool.bridge.v1 import csi_pb2 as pb
+from nvpool.core.errors import InUse, NotFound, Unavailable
 
 if TYPE_CHECKING:
     from nvpool.bridge.volumes import BridgeVolumes, Stats
@@ -50,10 +50,10 @@ class Node:
 
     async def NodeStageVolume(self, request: pb.NodeStageVolumeRequest) -> pb.NodeStageVolumeResponse:
         """The pool knows from now on that this node uses the volume: nobody can remove it."""
-        reading.required(request, "volume_id", "staging_target_path")
-        staging = reading.place_of(request, "staging_target_path")
+        csi_requests.required(request, "volume_id", "staging_target_path")
+        staging = csi_requests.place_of(request, "staging_target_path")
         use = self._use(request)
-        subpath = reading.read_context(request.volume_context)
+        subpath = csi_requests.read_context(request.volume_context)
         async with self._turn(request.volume_id):
             for holder in await self._staged(request.volume_id, staging):
                 if use_of(holder) != use:
@@ -65,8 +65,8 @@ class Node:
     async def NodeUnstageVolume(self, request: pb.NodeUnstageVolumeRequest) -> pb.NodeUnstageVolumeResponse:
         """A volume that is not there is not staged, and the specification wants OK for that: who asks again after the volume
         was removed would never be done otherwise."""
-        reading.required(request, "volume_id", "staging_target_path")
-        staging = reading.place_of(request, "staging_target_path")
+        csi_requests.required(request, "volume_id", "staging_target_path")
+        staging = csi_requests.place_of(request, "staging_target_path")
         async with self._turn(request.volume_id):
             for holder in await self._staged(request.volume_id, staging):
                 try:
@@ -79,15 +79,15 @@ class Node:
 
     async def NodePublishVolume(self, request: pb.NodePublishVolumeRequest) -> pb.NodePublishVolumeResponse:
         """By the second table of the specification: what may be published twice depends on the access mode."""
-        reading.required(request, "volume_id", "target_path")
-        name, target = request.volume_id, reading.place_of(request, "target_path")
-        if request.volume_context.get(reading.EPHEMERAL) == "true":
+        csi_requests.required(request, "volume_id", "target_path")
+        name, target = request.volume_id, csi_requests.place_of(request, "target_path")
+        if request.volume_context.get(csi_requests.EPHEMERAL) == "true":
             raise invalid("volumes that are written into a pod (csi: in its volumes) are not supported: they would end with "
                           "the pod; use a claim (persistentVolumeClaim, or ephemeral with a volumeClaimTemplate)")
         use = self._use(request)
         if not request.staging_target_path:
             raise precondition("staging_target_path is missing; stage the volume first, and say where")
-        staging, read_only = reading.place_of(request, "staging_target_path"), use.read_only or request.readonly
+        staging, read_only = csi_requests.place_of(request, "staging_target_path"), use.read_only or request.readonly
         async with self._turn(name):
             published = await self._volumes.publications(name)
             if target in published:
@@ -115,8 +115,8 @@ class Node:
     async def NodeUnpublishVolume(self, request: pb.NodeUnpublishVolumeRequest) -> pb.NodeUnpublishVolumeResponse:
         """NOT_FOUND only where there is no such volume and nothing was there to be taken away. A pool that does not answer
         holds up no pod that ends."""
-        reading.required(request, "volume_id", "target_path")
-        target = reading.place_of(request, "target_path")
+        csi_requests.required(request, "volume_id", "target_path")
+        target = csi_requests.place_of(request, "target_path")
         async with self._turn(request.volume_id):
             there = await self._volumes.publication(Path(target))
             if there is not None and there != request.volume_id:
@@ -136,8 +136,8 @@ class Node:
 
     async def NodeGetVolumeStats(self, request: pb.NodeGetVolumeStatsRequest) -> pb.NodeGetVolumeStatsResponse:
         """A pool that does not answer is a condition and no error: that is when somebody wants to know."""
-        reading.required(request, "volume_id", "volume_path")
-        path = reading.place_of(request, "volume_path")
+        csi_requests.required(request, "volume_id", "volume_path")
+        path = csi_requests.place_of(request, "volume_path")
         try:
             usage = _usage(await self._volumes.stats(request.volume_id))
             condition = await self._volumes.condition(request.volume_id)
@@ -154,7 +154,7 @@ class Node:
             capabilities=[pb.NodeServiceCapability(rpc=_Rpc(type=kind)) for kind in CAPABILITIES])
 
     async def NodeGetInfo(self, _request: pb.NodeGetInfoRequest) -> pb.NodeGetInfoResponse:
-        return pb.NodeGetInfoResponse(node_id=self._volumes.node, accessible_topology=reading.topology_of(self._pool))
+        return pb.NodeGetInfoResponse(node_id=self._volumes.node, accessible_topology=csi_requests.topology_of(self._pool))
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
@@ -162,8 +162,8 @@ class Node:
     def _use(request: pb.NodeStageVolumeRequest | pb.NodePublishVolumeRequest) -> Use:
         if not request.HasField("volume_capability"):
             raise invalid("volume_capability is missing; say how the volume is to be used")
-        use = reading.read_use(request.volume_capability)
-        if objection := reading.objection(request.volume_capability):
+        use = csi_requests.read_use(request.volume_capability)
+        if objection := csi_requests.objection(request.volume_capability):
             raise precondition(objection)
         return use
 

@@ -23,15 +23,15 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import BadConfiguration, InUse, from_os_error
-from nvpool.bridge.counting import Counts
 from nvpool.bridge.csi.controller import Controller
+from nvpool.bridge.csi.errors import CsiRefusal, invalid, log, status_of
 from nvpool.bridge.csi.identity import Identity
 from nvpool.bridge.csi.node import Node
-from nvpool.bridge.csi.refusals import CsiRefusal, invalid, log, status_of
+from nvpool.bridge.metrics import Counts
+from nvpool.bridge.options import SOCKET_BYTES_MAX, shown
 from nvpool.bridge.v1 import csi_pb2
-from nvpool.bridge.wishes import SOCKET_BYTES_MAX, shown
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import BadConfiguration, InUse, from_os_error
 
 if TYPE_CHECKING:
     from nvpool.bridge.volumes import BridgeVolumes

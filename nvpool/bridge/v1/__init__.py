@@ -1,0 +1,1 @@
+"""Messages of CSI, generated from proto/csi."""

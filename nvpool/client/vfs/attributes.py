@@ -7,10 +7,13 @@ import os
 import stat
 from collections import Counter
 
-from nvpool.base.errors import AccessDenied, InvalidRequest, LockLost, NoAttribute, RangeTooSmall, TooBig, Unavailable
-from nvpool.base.identities import NOBODY
-from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import (
+from nvpool.client.state.attr_cache import XATTR_FLAG
+from nvpool.client.state.types import NOW, Caller, FileHandle, StatFs
+from nvpool.client.vfs.client import Core
+from nvpool.core.errors import AccessDenied, InvalidRequest, LockLost, NoAttribute, RangeTooSmall, TooBig, Unavailable
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.member_names import NOBODY
+from nvpool.core.units import (
     BLOCK_BYTES,
     CHAINS_PER_TABLE,
     NAME_BYTES_MAX,
@@ -18,14 +21,11 @@ from nvpool.base.units import (
     XATTR_VALUE_BYTES_MAX,
     clamp_time_ns,
 )
-from nvpool.client.cache import XATTR_FLAG
-from nvpool.client.vfs.contract import NOW, Caller, FileHandle, StatFs
-from nvpool.client.vfs.core import Core
-from nvpool.logic.layout import layout_of
-from nvpool.logic.poolmap import Target
-from nvpool.wire.codec import decoded
-from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.poolmap.layout import layout_of
+from nvpool.poolmap.model import Target
+from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
+from nvpool.rpc.v1.meta_pb2 import Attr
 
 STATFS_AGE_S = 1.0
 STATFS_SILENT_S = 1.0

@@ -10,7 +10,19 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Protocol
 
-from nvpool.base.errors import (
+from nvpool.client.lookup.batcher import Together
+from nvpool.client.read.reader import EMPTY
+from nvpool.client.rpc.fast_changes import Begun, OnEnd, Sent
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.dirty_file import WrittenFile
+from nvpool.client.state.small_file_cache import SMALL_BYTES
+from nvpool.client.state.types import Caller, FileHandle
+from nvpool.client.vfs.locks import Locks
+from nvpool.client.vfs.names import check_name, is_name
+from nvpool.client.write.append_reservations import open_end
+from nvpool.client.write.sender import Flush
+from nvpool.core.completion import Later
+from nvpool.core.errors import (
     BadHandle,
     DeadlineExceeded,
     InvalidRequest,
@@ -22,22 +34,10 @@ from nvpool.base.errors import (
     StaleCut,
     WritesLost,
 )
-from nvpool.base.grants import READ, WRITE
-from nvpool.client.appended import open_end
-from nvpool.client.begun import Begun, OnEnd, Sent
-from nvpool.client.cache import OpenInode
-from nvpool.client.coming import Later
-from nvpool.client.contents import SMALL_BYTES
-from nvpool.client.reader import EMPTY
-from nvpool.client.sending import Flush
-from nvpool.client.vfs.contract import Caller, FileHandle
-from nvpool.client.vfs.locks import Locks
-from nvpool.client.vfs.names import check_name, is_name
-from nvpool.client.vfs.together import Together
-from nvpool.client.written import WrittenFile
-from nvpool.logic.layout import check_range
-from nvpool.wire.v1 import meta_pb2, wire_pb2
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.core.grants import READ, WRITE
+from nvpool.poolmap.layout import check_range
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.rpc.v1.meta_pb2 import Attr
 
 _RIGHTS = {os.O_RDONLY: READ, os.O_WRONLY: READ | WRITE, os.O_RDWR: READ | WRITE}
 """Who writes a file may open it again to read it, without a question."""
@@ -403,7 +403,7 @@ class Files(Together, Locks):
                                 "--size SIZE")
 
     async def _reserve(self, file: OpenInode, length: int) -> int:
-        """A place behind the file's end, which is published when stores have the bytes (`client/appended`)."""
+        """A place behind the file's end, which is published when stores have the bytes (`client/write/append_reservations`)."""
         appended = self.writer.appended(file)
         deadline_s = self.clock.boottime_s() + self.options.deadline_s
         ends_before = file.written.end <= max(file.attr.size, appended.end)

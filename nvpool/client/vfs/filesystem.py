@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from nvpool.client.lookup.complete_dirs import Wholes
+from nvpool.client.vfs.bulk import Many
+from nvpool.client.vfs.fallocate import Ranges
 from nvpool.client.vfs.listing import Listing
-from nvpool.client.vfs.many import Many
-from nvpool.client.vfs.ranges import Ranges
 from nvpool.client.vfs.takeover import TakeOver
-from nvpool.client.vfs.wholes import Wholes
 
 
 class Vfs(Many, Ranges, Listing, TakeOver, Wholes):

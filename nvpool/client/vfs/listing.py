@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from nvpool.base.errors import NotADirectory
-from nvpool.client.vfs.contract import DirHandle
+from nvpool.client.state.types import DirHandle
 from nvpool.client.vfs.names import Names
-from nvpool.wire.entries import Listed
-from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.core.errors import NotADirectory
+from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 LIST_MAX = 1024
 """Entries in one answer; the service gives no more."""

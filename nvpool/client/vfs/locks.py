@@ -17,13 +17,13 @@ import logging
 from collections import Counter
 from typing import NamedTuple
 
-from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, WouldBlock
-from nvpool.client.cache import OpenInode
-from nvpool.client.lockturns import LockTurns
-from nvpool.client.vfs.contract import FileHandle
-from nvpool.client.vfs.core import Core
-from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, Span, laid, weaker
-from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.client.rpc.lock_waiters import LockTurns
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.types import FileHandle
+from nvpool.client.vfs.client import Core
+from nvpool.core.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, WouldBlock
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, Span, laid, weaker
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
 

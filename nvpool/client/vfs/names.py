@@ -6,18 +6,18 @@ import asyncio
 import stat
 from functools import partial
 
-from nvpool.base.errors import AccessDenied, Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError, WritesLost
-from nvpool.base.grants import READ
-from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
-from nvpool.client.begun import Begun, OnEnd
-from nvpool.client.cache import DIVIDED_FLAG
-from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
-from nvpool.client.vfs.siblings import Siblings
-from nvpool.client.vfs.wide import Wide
-from nvpool.wire.codec import pack_inodes
-from nvpool.wire.entries import NOTHING_LISTED, Listed, packed
-from nvpool.wire.v1 import meta_pb2, wire_pb2
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.client.lookup.prefetch_policy import Siblings
+from nvpool.client.lookup.striped_dirs import Wide
+from nvpool.client.rpc.fast_changes import Begun, OnEnd
+from nvpool.client.state.attr_cache import DIVIDED_FLAG
+from nvpool.client.state.types import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
+from nvpool.core.errors import AccessDenied, Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError, WritesLost
+from nvpool.core.grants import READ
+from nvpool.core.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.rpc.messages.data_codec import pack_inodes
+from nvpool.rpc.messages.direntries import NOTHING_LISTED, Listed, packed
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.rpc.v1.meta_pb2 import Attr
 
 ELSEWHERE_MAX = 4
 """Times that a name is looked up whose inode another shard has and does not know any more: it comes and goes, or is damaged."""

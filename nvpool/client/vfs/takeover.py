@@ -11,16 +11,16 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nvpool.base.errors import NotFound, NvpoolError, Unavailable
-from nvpool.base.ids import LIFE_BITS
-from nvpool.base.kept import Word
-from nvpool.client.cache import OpenInode
-from nvpool.client.vfs.contract import FileHandle
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.types import FileHandle
 from nvpool.client.vfs.files import Files, rights_of
 from nvpool.client.vfs.locks import Key
-from nvpool.logic.lockranges import laid
-from nvpool.wire.v1 import meta_pb2, wire_pb2
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.core.errors import NotFound, NvpoolError, Unavailable
+from nvpool.core.ids import LIFE_BITS
+from nvpool.core.posix.byte_ranges import laid
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.shm.mount_state import Word
 
 log = logging.getLogger(__name__)
 

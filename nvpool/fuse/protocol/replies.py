@@ -11,8 +11,8 @@ import struct
 from collections import namedtuple
 from collections.abc import Container, Sequence
 
-from nvpool.fuse.protocol.numbers import EXPIRE_ONLY, Notice
-from nvpool.wire.entries import Listed
+from nvpool.fuse.protocol.constants import EXPIRE_ONLY, Notice
+from nvpool.rpc.messages.direntries import Listed
 
 _HEADER = "=IiQ"
 HEADER = struct.Struct(_HEADER)

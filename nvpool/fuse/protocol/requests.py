@@ -12,7 +12,7 @@ import struct
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from nvpool.fuse.protocol.numbers import OP_COUNT, Op
+from nvpool.fuse.protocol.constants import OP_COUNT, Op
 
 _HEADER = "=IIQQIIIHH"
 HEADER = struct.Struct(_HEADER)

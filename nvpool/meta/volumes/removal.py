@@ -1,22 +1,23 @@
 """The end of a volume: it loses its name at once, and what is in it goes in steps.
 
 All of it lies in one partition, so a step is one change of this shard alone. Nothing is kept of how far it has come but the
-tree that is left: after a restart the removal begins again at its root. Owned by `meta/volumes/service`.
+tree that is left: after a restart the removal begins again at its root. Owned by `meta/volumes/handlers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from nvpool.base.clock import Clock
-from nvpool.base.errors import CorruptRecord, NotFound
-from nvpool.base.ids import partition_of
-from nvpool.kv.contract import Kv
-from nvpool.meta import records
-from nvpool.meta.gc import Collector
-from nvpool.meta.records import Inode
-from nvpool.meta.view import Draft, View
-from nvpool.meta.volumes.records import (
+from nvpool.core.clock import Clock
+from nvpool.core.errors import CorruptRecord, NotFound
+from nvpool.core.ids import partition_of
+from nvpool.kv.api import Kv
+from nvpool.meta.gc.collector import Collector
+from nvpool.meta.operations.trash import inode_of_trash_key, purged, trash_range
+from nvpool.meta.state import records
+from nvpool.meta.state.records import Inode
+from nvpool.meta.state.transaction import Draft, View
+from nvpool.meta.state.volume_records import (
     ATTACHMENTS_MAX,
     REMOVING,
     USE,
@@ -26,7 +27,6 @@ from nvpool.meta.volumes.records import (
     encode_volume,
     volume_key,
 )
-from nvpool.meta.volumes.trash import inode_of_trash_key, purged, trash_range
 
 STEP = 128
 """Names in a change: two milliseconds."""
@@ -35,7 +35,7 @@ STEP = 128
 def removed(view: View, number: int, check: Callable[[VolumeRecord], None], now_ns: int) -> Draft:
     """The volume's name goes, and the volume is marked; one in which nothing is goes altogether. Nothing where that is so
     already. `check` may refuse."""
-    from nvpool.meta.volumes.policy import read_volume
+    from nvpool.meta.operations.volume_policy import read_volume
     draft = Draft(view, now_ns)
     record, use = read_volume(view, number)
     if record.flags & REMOVING:

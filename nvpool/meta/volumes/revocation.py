@@ -1,10 +1,10 @@
 """Revocation of rights to volumes, from the shard's side: the pool map is made to say what was taken back.
 
 A right is taken back in two steps. First the volume's record changes, durably: from then on no grant is given by it. Then the
-pool map says so, and stores refuse the grants from before (logic/rights). A step that fails is owed, and done with the next
-wish about that volume; where this process ends in between, grants from before live as long as they say. The locks of clients
-that were removed from the pool are given on when all stores have hung up on them. Used by `meta/volumes/service` and
-`meta/service`.
+pool map says so, and stores refuse the grants from before (poolmap/grant_revocation). A step that fails is owed, and done with
+the next wish about that volume; where this process ends in between, grants from before live as long as they say. The locks of
+clients that were removed from the pool are given on when all stores have hung up on them. Used by `meta/volumes/handlers` and
+`meta/server/service`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from nvpool.base.clock import Clock
-from nvpool.base.errors import InvalidRequest, NvpoolError, Stale, Unavailable
-from nvpool.base.grants import CLOCK_SKEW_S, READ, WRITE
+from nvpool.core.clock import Clock
+from nvpool.core.errors import InvalidRequest, NvpoolError, Stale, Unavailable
+from nvpool.core.grants import CLOCK_SKEW_S, READ, WRITE
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.volumes.records import LISTED, SEALED, VolumeRecord
-from nvpool.wire.v1.meta_pb2 import TakeRightRequest
+from nvpool.meta.state.volume_records import LISTED, SEALED, VolumeRecord
+from nvpool.rpc.v1.meta_pb2 import TakeRightRequest
 
 TakeRight = Callable[[TakeRightRequest], Awaitable[list[int]]]
 ALL = READ | WRITE

@@ -1,0 +1,1 @@
+"""Contracts: tests that every implementation of an interface passes."""

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from nvpool.base.errors import InvalidRequest, StaleEpoch, StaleLease
-from nvpool.cluster.coordinator import Coordinator
-from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, changed
+from nvpool.cluster.api import Coordinator
+from nvpool.core.errors import InvalidRequest, StaleEpoch, StaleLease
+from nvpool.poolmap.chains.placement import build_table
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, changed
 
 Make = Callable[[], Awaitable[Coordinator]]
 

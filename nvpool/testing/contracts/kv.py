@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from nvpool.base.errors import Busy, Fenced, InvalidRequest, NvpoolError, TooBig
-from nvpool.kv.contract import KEY_BYTES_MAX, KEY_END, VALUE_BYTES_MAX, Kv
-from nvpool.kv.numbers import NumberBounds
+from nvpool.core.errors import Busy, Fenced, InvalidRequest, NvpoolError, TooBig
+from nvpool.kv.api import KEY_BYTES_MAX, KEY_END, VALUE_BYTES_MAX, Kv
+from nvpool.kv.id_allocator import NumberBounds
 
 
 class Subject(Protocol):

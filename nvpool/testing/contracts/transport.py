@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import (
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import (
     Bug,
     Busy,
     DeadlineExceeded,
@@ -26,7 +26,7 @@ from nvpool.base.errors import (
     TooBig,
     Unreachable,
 )
-from nvpool.wire.transport import (
+from nvpool.rpc.api import (
     IN_FLIGHT_MAX,
     MESSAGE_BYTES_MAX,
     PAYLOAD_BYTES_MAX,

@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from nvpool.base.errors import NotSupported
+from nvpool.core.errors import NotSupported
 
 WRITE, SYNC, READ, OPEN, ALLOCATE, RENAME = 1, 2, 4, 8, 16, 32
 FAIL, SHORT, LIE = 1, 2, 3

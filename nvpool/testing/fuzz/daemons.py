@@ -11,22 +11,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nvpool.base.config import Access, Config
-from nvpool.base.directory import PoolDirectory
 from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.core.config import Access, Config
+from nvpool.host.pool_directory import PoolDirectory
 from nvpool.kv.memory import MemoryKv
 from nvpool.kv.options import LmdbOptions
-from nvpool.meta.member import MemberOptions, ShardMember
-from nvpool.meta.service_right import ServiceRight
-from nvpool.run.daemon import Stop
-from nvpool.run.supervisor import Supervisor
+from nvpool.meta.server.member import MemberOptions, ShardMember
+from nvpool.meta.service_auth import ServiceRight
+from nvpool.node.supervisor import Supervisor
+from nvpool.rpc.access_control import Callers
+from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.runtime.daemon_process import Stop
 from nvpool.testing.contracts.coordinator import first_map
+from nvpool.testing.fuzz.connections import Trouble
+from nvpool.testing.fuzz.harness import Place
 from nvpool.testing.fuzz.messages import REQUESTS
-from nvpool.testing.fuzz.place import Place
-from nvpool.testing.fuzz.wires import Trouble
-from nvpool.wire.rights import Callers
-from nvpool.wire.transport import Credentials, Peer
-from nvpool.wire.v1 import wire_pb2 as wire
 
 SECRET = b"s" * 32
 OPERATORS = 4711

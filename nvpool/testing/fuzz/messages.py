@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from nvpool.wire.v1 import data_pb2, meta_pb2, moving_pb2, pool_pb2, wire_pb2
+from nvpool.rpc.v1 import data_pb2, meta_pb2, moving_pb2, pool_pb2, wire_pb2
 
 REQUESTS: dict[int, type[Message]] = {}
 """The message of each method."""

@@ -15,26 +15,25 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from nvpool.base import grants
-from nvpool.base.errors import NvpoolError
-from nvpool.base.identities import SQUASH_ROOT
-from nvpool.base.ids import ROOT_INODE
+from nvpool.core import grants
+from nvpool.core.errors import NvpoolError
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.member_names import SQUASH_ROOT
+from nvpool.core.posix.acl import ACCESS, DEFAULT, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.acl import ACCESS, DEFAULT, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
-from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
-from nvpool.meta import records
-from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.meta.service_right import ServiceRight
-from nvpool.meta.volumes import records as volume_records
+from nvpool.meta.server.service import MetaOptions, MetaService
+from nvpool.meta.service_auth import ServiceRight
+from nvpool.meta.state import records, volume_records
+from nvpool.rpc.access_control import Callers
+from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
+from nvpool.testing.fuzz.connections import Trouble, Witness
+from nvpool.testing.fuzz.harness import Place
 from nvpool.testing.fuzz.messages import REQUESTS
-from nvpool.testing.fuzz.place import Place
-from nvpool.testing.fuzz.wires import Trouble, Witness
-from nvpool.testing.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
-from nvpool.wire.rights import Callers
-from nvpool.wire.transport import Credentials, Peer
-from nvpool.wire.v1 import meta_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
 
 SECRET = b"s" * 32
 OPTIONS = MetaOptions(session_lease_s=600, linger_s=2, sessions_per_peer=200)

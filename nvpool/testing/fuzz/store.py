@@ -16,18 +16,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nvpool.base import grants
-from nvpool.base.checksum import piece_checksums
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import NvpoolError
-from nvpool.logic.poolmap import changed
-from nvpool.store.chunkstore import create_chunk_store, open_chunk_store
-from nvpool.store.service import StoreService
-from nvpool.testing.fuzz.messages import REQUESTS
-from nvpool.testing.fuzz.place import Place
-from nvpool.testing.fuzz.wires import Trouble, Witness
-from nvpool.testing.meta_shard import DirectCall, small_map
-from nvpool.wire.codec import (
+from nvpool.core import grants
+from nvpool.core.checksum import piece_checksums
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import NvpoolError
+from nvpool.poolmap.model import changed
+from nvpool.rpc.access_control import Callers
+from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.messages.data_codec import (
     LOCATE_ENTRY,
     READ_ENTRY,
     WRITE_ENTRY,
@@ -35,10 +31,14 @@ from nvpool.wire.codec import (
     encode_read_request,
     encode_write_request,
 )
-from nvpool.wire.rights import Callers
-from nvpool.wire.transport import Credentials, Peer
-from nvpool.wire.v1 import data_pb2 as pb
-from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+from nvpool.store.server.service import StoreService
+from nvpool.testing.fakes.meta_shard import DirectCall, small_map
+from nvpool.testing.fuzz.connections import Trouble, Witness
+from nvpool.testing.fuzz.harness import Place
+from nvpool.testing.fuzz.messages import REQUESTS
 
 SECRET = b"k" * 32
 OURS, SHOWN, CLOSED = 11, 12, 13

@@ -2,7 +2,7 @@
 
 Over TCP a process shows the certificate of its node (`Peer.member`), as under TLS; over a unix socket it shows nothing.
 A daemon reaches its own supervisor over TCP, with the name of its node, while the unix socket is out of the way. Called by
-`sim/pool`, `sim/managing` and `sim/scenario`.
+`sim/pool`, `sim/management` and `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nvpool.base.clock import Clock
-from nvpool.base.errors import Unreachable
+from nvpool.core.clock import Clock
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.errors import Unreachable
+from nvpool.rpc.api import Connection, Greeting, Handler, Listener, Transport
 from nvpool.testing.sim.network import Network, SimTransport
-from nvpool.wire.endpoint import parse_endpoint
-from nvpool.wire.transport import Connection, Greeting, Handler, Listener, Transport
 
 if TYPE_CHECKING:
     from nvpool.testing.sim.pool import SimPool

@@ -3,7 +3,7 @@
 Three processes on simulated nodes, which fail as all others do. One of them leads while it reaches most of them; then another
 is elected, after a while, and all leases begin anew. A member that has lost the others answers nothing, or that it has no
 leader, and ends its watches; a call whose member falls silent may have been carried out. Consensus itself is not simulated:
-what is agreed on is never forgotten. `SimCalls` is the door of `cluster/etcd` to it. Made by `sim/managing`.
+what is agreed on is never forgotten. `SimCalls` is the door of `cluster/etcd/coordinator` to it. Made by `sim/management`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from nvpool.base.clock import Clock
-from nvpool.base.errors import Unavailable
-from nvpool.cluster.etcd_calls import CALL_S, NEXT_S, PAUSE_S
-from nvpool.testing.sim.doors import Killed, Process
+from nvpool.cluster.etcd.client import CALL_S, NEXT_S, PAUSE_S
+from nvpool.core.clock import Clock
+from nvpool.core.errors import Unavailable
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.network import Network
+from nvpool.testing.sim.simulated_process import Killed, Process
 
 MEMBERS = 3
 TICK_S = 0.05
@@ -224,7 +224,7 @@ class SimEtcd:
 
 
 class _Stream:
-    """What `cluster/etcd` uses of a watch."""
+    """What `cluster/etcd/coordinator` uses of a watch."""
 
     def __init__(self, etcd: SimEtcd, process: Process, member: str) -> None:
         self.member = member

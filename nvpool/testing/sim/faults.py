@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from nvpool.logic.shards import process_name
+from nvpool.poolmap.shards.members import process_name
 from nvpool.testing.sim.pool import SimPool
 
 NEVER_BROKEN = ("client", "judge")

@@ -2,8 +2,8 @@
 
 So a minute of a pool takes as long as its work, and two runs of the same program with the same seed do the same in the same
 order. Threads would spoil both and are refused; what a thread would do is done on the loop, some time later (`VirtualThread`).
-What runs on behalf of a simulated process (`sim/doors`) waits while that is stopped. Called by `sim/pool`; for tests and
-simulations only.
+What runs on behalf of a simulated process (`sim/simulated_process`) waits while that is stopped. Called by `sim/pool`; for
+tests and simulations only.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _Jumping(selectors.SelectSelector):
 
 
 class VirtualClock:
-    """base/clock.Clock on a VirtualLoop, with a stream of random numbers of its own for each process."""
+    """core/clock.Clock on a VirtualLoop, with a stream of random numbers of its own for each process."""
 
     def __init__(self, loop: VirtualLoop, seed: str, skew_s: float = 0.0) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""Members of shards in a simulated pool: the real member (meta/member) on the real engine of kv/, whose files lie in a
+"""Members of shards in a simulated pool: the real member (meta/server/member) on the real engine of kv/, whose files lie in a
 directory in memory and whose threads are the loop's.
 
 A member can be killed between any two steps on its drive. A loss of power takes from its journal what was not synced, some of
@@ -13,18 +13,18 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from nvpool.base.errors import Refused
-from nvpool.kv.floor import Floor
+from nvpool.core.errors import Refused
+from nvpool.kv.engine_runtime import Floor
 from nvpool.kv.journal import Journal
-from nvpool.kv.lmdb_tree import LmdbTree, Mark
-from nvpool.kv.member import MemberKv
+from nvpool.kv.lmdb_env import LmdbTree, Mark
 from nvpool.kv.options import LmdbOptions
-from nvpool.meta.member import ShardMember
-from nvpool.testing.sim.doors import Killed, Process
+from nvpool.kv.replication.member import MemberKv
+from nvpool.meta.server.member import ShardMember
+from nvpool.rpc.api import Buffer, Call
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.testing.sim.invariants import Truths
 from nvpool.testing.sim.loop import VirtualLoop, VirtualThread
-from nvpool.testing.sim.truths import Truths
-from nvpool.wire.transport import Buffer, Call
-from nvpool.wire.v1 import wire_pb2
+from nvpool.testing.sim.simulated_process import Killed, Process
 
 SECTOR = 512
 _SPEAKS_OF_NOTHING = frozenset((wire_pb2.META_SHIP, wire_pb2.META_FOLLOW, wire_pb2.META_STATUS))

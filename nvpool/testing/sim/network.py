@@ -11,12 +11,12 @@ import random
 from collections.abc import Callable
 from contextvars import Context
 
-from nvpool.base.clock import Clock
-from nvpool.base.errors import Unreachable
+from nvpool.core.clock import Clock
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.errors import Unreachable
+from nvpool.rpc.api import Connection, Greeting, Handler, Listener
+from nvpool.rpc.transports.inproc import InprocConnection, InprocListener, InprocTransport
 from nvpool.testing.sim.loop import VirtualLoop
-from nvpool.wire.endpoint import parse_endpoint
-from nvpool.wire.inproc_transport import InprocConnection, InprocListener, InprocTransport
-from nvpool.wire.transport import Connection, Greeting, Handler, Listener
 
 KEEPALIVE_S = 10.0
 

@@ -1,7 +1,7 @@
 """SimPool: who manages it, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
 
-What is real: services, clients, what manages (`sim/managing`), members of shards and their engines (on files in a directory in
-memory), transport contract, formats of messages. What is simulated: time, network, etcd, the drives of stores (the twins in
+What is real: services, clients, what manages (`sim/management`), members of shards and their engines (on files in a directory
+in memory), transport contract, formats of messages. What is simulated: time, network, etcd, the drives of stores (the twins in
 memory, behind doors at which a process can die), and who starts processes and tells of deaths. Called by `sim/scenario`.
 """
 
@@ -15,16 +15,19 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from nvpool.base.clock import Clock
-from nvpool.base.errors import Bug, Damaged, Fenced, NvpoolError
-from nvpool.base.units import MIB
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
+from nvpool.client.state.options import ClientOptions
 from nvpool.cluster.manager import BEAT_S, EQUAL
-from nvpool.logic import moves
-from nvpool.logic.layout import chain_of
-from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import (
+from nvpool.core.clock import Clock
+from nvpool.core.errors import Bug, Damaged, Fenced, NvpoolError
+from nvpool.core.units import MIB
+from nvpool.meta.options import MetaOptions
+from nvpool.meta.server.member import MemberOptions, ShardMember
+from nvpool.meta.server.service import MetaService
+from nvpool.poolmap.chains.placement import build_table
+from nvpool.poolmap.chains.transitions import restarted
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import (
     MAP_FORMAT,
     Drive,
     Node,
@@ -35,26 +38,23 @@ from nvpool.logic.poolmap import (
     Target,
     decode_map,
 )
-from nvpool.logic.shards import dealt, node_and_path, process_name
-from nvpool.logic.transitions import restarted
-from nvpool.meta.member import MemberOptions, ShardMember
-from nvpool.meta.options import MetaOptions
-from nvpool.meta.service import MetaService
-from nvpool.store.memory import MemoryChunkStore
-from nvpool.store.reach import Reach
-from nvpool.store.service import StoreService
-from nvpool.store.tenure import Tenure
-from nvpool.testing.sim.doors import STORE_STEPS, Door, Killed, Process, is_death
+from nvpool.poolmap.shards import partition_moves
+from nvpool.poolmap.shards.members import dealt, node_and_path, process_name
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.lease_calls import LeaseCalls
+from nvpool.rpc.v1 import pool_pb2, wire_pb2
+from nvpool.store.chunks.memory_store import MemoryChunkStore
+from nvpool.store.replication.reachability import Reach
+from nvpool.store.server.service import StoreService
+from nvpool.store.server.serving_lease import Tenure
 from nvpool.testing.sim.endpoints import host_of, member_of, transports_of
+from nvpool.testing.sim.invariants import Truths
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
-from nvpool.testing.sim.managing import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
+from nvpool.testing.sim.management import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
 from nvpool.testing.sim.network import Network, SimTransport
-from nvpool.testing.sim.truths import Truths
-from nvpool.wire.dial import Dialer
-from nvpool.wire.leasecalls import LeaseCalls
-from nvpool.wire.transport import Greeting
-from nvpool.wire.v1 import pool_pb2, wire_pb2
+from nvpool.testing.sim.simulated_process import STORE_STEPS, Door, Killed, Process, is_death
 
 CHUNK_BYTES = 64 * 1024
 MANAGING = ("manager", "supervisor", "etcd")
@@ -250,7 +250,7 @@ class SimPool:
 
     async def _beat(self, number: int, service: StoreService, tenure: Tenure, dialer: Dialer, clock: Clock, pid: int,
                     reach: Reach) -> None:
-        """As run/beating does."""
+        """As daemons/heartbeat does."""
         endpoints, calls = self.managing.endpoints(number), LeaseCalls(dialer, clock)
         while True:
             sent_s = clock.boottime_s()
@@ -291,13 +291,15 @@ class SimPool:
 
     async def add_shard(self) -> int:
         """A new shard with as many standbys as the others; its number. Partitions begin to move to it."""
-        number = moves.shards_given(self.pool_map) + 1
+        number = partition_moves.shards_given(self.pool_map) + 1
         new = _shard(number, self._standbys, len(self.stores))
         for member in range(self._standbys + 1):
             self.drives[number, member] = MemberDrive(self._directory / process_name(number, member))
             self._member_of[process_name(number, member)] = number, member
             await self._make_member(number, member)
-        await until_changed(self.managing, lambda now: now if number in now.shard_by_id else moves.shard_added(now, new))
+        await until_changed(
+            self.managing, lambda now: now if number in now.shard_by_id else partition_moves.shard_added(now, new)
+        )
         for member in range(self._standbys + 1):
             await self.start_member(number, member)
         return number
@@ -318,7 +320,7 @@ class SimPool:
         self.own(process, self._run_member(process, shard, member, node))
 
     async def _run_member(self, process: Process, shard: int, member: int, node: int) -> None:
-        """As run/meta_daemon does."""
+        """As daemons/meta does."""
         clock = self.new_clock(process.name)
         dialer = self.new_dialer(process, clock)
         drive = self.drives[shard, member]

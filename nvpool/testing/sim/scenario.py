@@ -3,11 +3,11 @@
     python -m nvpool.testing.sim.scenario 4711            one seed, with what went wrong
     python -m nvpool.testing.sim.scenario --seeds 1000    from 1 on; ends at the first that violates something
 
-Judged: what the clients were told of blocks, names, sizes, appended records, locks (`sim/works`, `sim/naming`, `sim/listing`)
-and volumes (`sim/quotas`); what is there in the end; that fsck finds nothing, replicas are equal, chains whole and partitions
-where they are to be then; that drains end (`sim/drains`); that nobody waits for ever, and no process met an error that is a
-bug;
-what `sim/truths` looks at all the time.
+Judged: what the clients were told of blocks, names, sizes, appended records, locks (`sim/workloads/file_data`,
+`sim/workloads/names`, `sim/workloads/listing`) and volumes (`sim/workloads/quotas`); what is there in the end; that fsck finds
+nothing, replicas are equal, chains whole and partitions where they are to be then; that drains end (`sim/workloads/drains`);
+that nobody waits for ever, and no process met an error that is a bug;
+what `sim/invariants` looks at all the time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from nvpool.base.errors import Bug, InvariantBroken, NvpoolError, WritesLost
-from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.logic import chainset
-from nvpool.sdk.checkup import Checkup, check_metadata
-from nvpool.testing.sim.drains import Drains
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.errors import Bug, InvariantBroken, NvpoolError, WritesLost
+from nvpool.poolmap.chains import chain_set
+from nvpool.sdk.fsck.check import Checkup, check_metadata
 from nvpool.testing.sim.endpoints import EndpointFaults
 from nvpool.testing.sim.faults import (
     KINDS,
@@ -38,13 +37,14 @@ from nvpool.testing.sim.faults import (
     BrokenLinks,
     Faults,
 )
-from nvpool.testing.sim.listing import Listings
 from nvpool.testing.sim.loop import VirtualLoop
-from nvpool.testing.sim.naming import Naming
 from nvpool.testing.sim.pool import SimPool
-from nvpool.testing.sim.quotas import Quotas
-from nvpool.testing.sim.wishes import Wishes
-from nvpool.testing.sim.works import Appends, Blocks, Locks, Sizes, Work, Worker
+from nvpool.testing.sim.workloads.drains import Drains
+from nvpool.testing.sim.workloads.file_data import Appends, Blocks, Locks, Sizes, Work, Worker
+from nvpool.testing.sim.workloads.listing import Listings
+from nvpool.testing.sim.workloads.names import Naming
+from nvpool.testing.sim.workloads.operator import Wishes
+from nvpool.testing.sim.workloads.quotas import Quotas
 
 OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False, fresh_s=0.0, attr_s=0.0)
 CHAINS = 32
@@ -238,14 +238,14 @@ def _few_chains() -> Iterator[None]:
     """Half of a simulation's time went into maps of 1,024 chains, which a handful of chunks needs as little as it shows."""
     having = [module for name, module in sys.modules.items()
               if name.startswith("nvpool.") and hasattr(module, "CHAINS_PER_TABLE")]
-    before, raw_before = having[0].CHAINS_PER_TABLE, chainset._TABLE_BYTES
+    before, raw_before = having[0].CHAINS_PER_TABLE, chain_set._TABLE_BYTES
     try:
-        chainset._TABLE_BYTES = 1 + CHAINS // 8
+        chain_set._TABLE_BYTES = 1 + CHAINS // 8
         for module in having:
             module.CHAINS_PER_TABLE = CHAINS
         yield
     finally:
-        chainset._TABLE_BYTES = raw_before
+        chain_set._TABLE_BYTES = raw_before
         for module in having:
             module.CHAINS_PER_TABLE = before
 

@@ -1,0 +1,141 @@
+"""Reads that wait, through io_uring: a batch is one call in, its completions one wake-up out.
+
+The ring itself is the compiled module `_uring` (Cython over Debian's liburing); where it is not there (no compiler when
+nvpool was installed) or the kernel forbids io_uring (containers, sysctl kernel.io_uring_disabled), `probe` says None and
+the device uses threads. The ring is bounded: what does not fit waits here, in order.
+
+Called by blockio/reader's users on one event loop. A buffer is kept until its reads are done, also when the asker has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+
+from nvpool.blockio.api import Outcome, WaitingReader
+from nvpool.core.errors import Cancelled, DriveFailed, NvpoolError, from_os_error
+
+try:
+    from nvpool.blockio import _uring
+except ImportError:  # not compiled
+    _uring = None
+
+RING_ENTRIES = 512
+AGAIN_S = 0.01
+"""After so long the kernel is told anew what it had no memory for."""
+
+
+class _Batch:
+    __slots__ = ("left", "outcome", "on_done", "into")
+
+    def __init__(self, count: int, on_done: Callable[[Outcome], None], into: memoryview):
+        self.left = count
+        self.outcome: Outcome = [None] * count
+        self.on_done = on_done
+        self.into = into
+
+    def ended(self, at: int, error: NvpoolError | None) -> None:
+        self.outcome[at] = error
+        self.left -= 1
+        if not self.left:
+            self.on_done(self.outcome)
+
+
+def _failure(result: int, offset: int, length: int) -> NvpoolError:
+    if result >= 0:
+        return DriveFailed(f"{result} of {length} bytes read at {offset}")
+    return from_os_error(OSError(-result, os.strerror(-result)), f"reading {length} bytes at {offset}")
+
+
+class UringReader(WaitingReader):
+    name = "io_uring"
+
+    def __init__(self, ring) -> None:
+        self._ring = ring
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inside: dict[int, tuple[_Batch, int, int, int, int, int]] = {}
+        self._outside: deque[tuple[_Batch, int, int, int, int, int]] = deque()
+        self._token = 0
+        self._gathering = False
+
+    @classmethod
+    def probe(cls, fd: int) -> UringReader | None:
+        """A reader that has just read a block through the ring, or None where that does not work here."""
+        if _uring is None:
+            return None
+        try:
+            ring = _uring.Ring(RING_ENTRIES)
+        except OSError:
+            return None
+        try:
+            ring.probe(fd)
+        except OSError:
+            ring.close()
+            return None
+        return cls(ring)
+
+    def begin(self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.add_reader(self._ring.fileno, self._completed)
+        batch = _Batch(len(offsets), on_done, into)
+        waiting = self._outside
+        for at, offset in enumerate(offsets):
+            waiting.append((batch, at, fd, offset, lengths[at], positions[at]))
+        if not self._inside:
+            self._submit()
+        elif not self._gathering:  # with others under way more come in this turn of the loop: one call for all of them
+            self._gathering = True
+            loop.call_soon(self._gathered)
+
+    def _gathered(self) -> None:
+        self._gathering = False
+        if self._ring is not None:
+            self._submit()
+
+    def _submit(self) -> None:
+        waiting, inside, ring = self._outside, self._inside, self._ring
+        prepared = 0
+        while waiting and len(inside) < RING_ENTRIES:
+            one = waiting.popleft()
+            batch, _, fd, offset, length, position = one
+            self._token += 1
+            inside[self._token] = one
+            ring.prepare_read(fd, offset, length, batch.into, position, self._token)
+            prepared += 1
+        if prepared:
+            self._send()
+
+    def _send(self) -> None:
+        if self._ring is not None and self._ring.submit():
+            self._loop.call_later(AGAIN_S, self._send)
+
+    def _completed(self) -> None:
+        inside = self._inside
+        for token, result in self._ring.reap():
+            batch, at, _, offset, length, _ = inside.pop(token)
+            try:
+                batch.ended(at, None if result == length else _failure(result, offset, length))
+            except Exception as error:  # a bug of who asked: the others' reads have ended too, and nobody tells of them again
+                self._loop.call_exception_handler({"message": "what was read was not taken", "exception": error})
+        if self._outside:
+            self._submit()
+
+    async def close(self) -> None:
+        """Wait for what is in the ring: the kernel writes into those buffers."""
+        outside, self._outside = self._outside, deque()
+        for batch, at, *_ in outside:
+            batch.ended(at, Cancelled("the reader was closed"))
+        if self._ring is None:
+            return
+        while self._inside:
+            await asyncio.sleep(0.001)
+            self._ring.submit()
+            self._completed()
+        if self._loop is not None:
+            self._loop.remove_reader(self._ring.fileno)
+        self._ring.close()
+        self._ring = None

@@ -1,0 +1,164 @@
+"""What a CSI request asks for, in our words: capabilities, sizes, parameters, places. Plain functions without I/O.
+
+Called by the services of bridge/csi. Names and paths inside a volume are not looked at here but in bridge/volumes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from grpc import StatusCode
+
+from nvpool.bridge.csi.errors import CsiRefusal, invalid
+from nvpool.bridge.options import Options, parse_options, shown
+from nvpool.bridge.v1 import csi_pb2 as pb
+from nvpool.core.units import format_bytes
+
+TOPOLOGY_KEY = "nvpool.io/pool"
+"""Nodes that mount the pool have it as a label, with the pool's name for a value."""
+VOLUME_BYTES_MAX = (1 << 63) - 1
+_FOREIGN = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
+"""Prefixes of keys that Kubernetes and its sidecars add to maps that are ours."""
+EPHEMERAL = "csi.storage.k8s.io/ephemeral"
+_FS_TYPES = ("", "nvpool")
+_MOUNT_FLAGS = ("ro", "rw", "nosuid", "nodev")
+"""The last two hold for every volume, asked for or not."""
+
+Mode = pb.VolumeCapability.AccessMode.Mode
+READERS = (Mode.SINGLE_NODE_READER_ONLY, Mode.MULTI_NODE_READER_ONLY)
+ONCE = (Mode.SINGLE_NODE_WRITER, Mode.SINGLE_NODE_READER_ONLY, Mode.SINGLE_NODE_SINGLE_WRITER)
+"""Published at one place of a node and no other."""
+SUPPORTED = (*READERS, Mode.SINGLE_NODE_WRITER, Mode.MULTI_NODE_MULTI_WRITER, Mode.SINGLE_NODE_SINGLE_WRITER,
+             Mode.SINGLE_NODE_MULTI_WRITER)
+"""Without MULTI_NODE_SINGLE_WRITER: nobody of us sees to it that one node writes and the others do not."""
+
+
+class Use(NamedTuple):
+    """How somebody wants to use a volume."""
+
+    mode: int
+    read_only: bool
+
+    @property
+    def once(self) -> bool:
+        return self.mode in ONCE
+
+    def __str__(self) -> str:
+        return f"{Mode.Name(self.mode)}{' (ro)' if self.read_only and self.mode not in READERS else ''}"
+
+
+def read_use(capability: pb.VolumeCapability, what: str = "volume_capability") -> Use:
+    """INVALID_ARGUMENT where it is none; whether we can do it says `objection`."""
+    if capability.WhichOneof("access_type") is None:
+        raise invalid(f"{what} has no access type; set mount")
+    if not capability.HasField("access_mode") or capability.access_mode.mode == Mode.UNKNOWN:
+        raise invalid(f"{what} has no access mode; set one")
+    mode = capability.access_mode.mode
+    return Use(mode, mode in READERS or "ro" in capability.mount.mount_flags)
+
+
+def objection(capability: pb.VolumeCapability) -> str:
+    """Why no volume of ours can be used so; empty where it can."""
+    if capability.HasField("block"):
+        return "volumes of nvpool are file systems and no block devices; use volumeMode: Filesystem"
+    if capability.access_mode.mode not in SUPPORTED:
+        known = dict(Mode.items())
+        told = next((name for name, mode in known.items() if mode == capability.access_mode.mode), "the access mode")
+        return f"{told} is not supported; these are: {', '.join(Mode.Name(mode) for mode in SUPPORTED)}"
+    if capability.mount.fs_type not in _FS_TYPES:
+        return f"{shown(capability.mount.fs_type)} is no file system of ours; leave fs_type empty"
+    if unknown := [flag for flag in capability.mount.mount_flags if flag not in _MOUNT_FLAGS]:
+        return f"there is no mount option {shown(unknown[0])}; a volume takes: {', '.join(_MOUNT_FLAGS)}"
+    if {"ro", "rw"} <= set(capability.mount.mount_flags):
+        return "the mount options ro and rw exclude one another"
+    if capability.mount.volume_mount_group:
+        return "volume_mount_group is not supported; the orchestrator gives the files to the group by itself (fsGroup)"
+    return ""
+
+
+def read_uses(capabilities: Iterable[pb.VolumeCapability]) -> list[Use]:
+    """INVALID_ARGUMENT where there is none, or one is none."""
+    uses = [read_use(capability, "one of volume_capabilities") for capability in capabilities]
+    if not uses:
+        raise invalid("volume_capabilities is empty; say how the volume is to be used")
+    return uses
+
+
+def first_objection(capabilities: Iterable[pb.VolumeCapability], *, sealed: bool = False) -> str:
+    """Of a volume which is sealed, or is not."""
+    for capability in capabilities:
+        if found := objection(capability):
+            return found
+        if sealed and not read_use(capability).read_only:
+            return "the volume is sealed, so that nobody can write in it; use a read-only access mode (ReadOnlyMany)"
+    return ""
+
+
+class Size(NamedTuple):
+    """0: not given."""
+
+    least: int
+    most: int
+
+    @property
+    def wanted(self) -> int:
+        """For a new volume."""
+        return self.least or self.most
+
+    def admits(self, bytes_max: int) -> bool:
+        """Whether a volume of so many bytes is as asked for; 0 is one without a bound."""
+        if not bytes_max:
+            return not self.least and not self.most
+        return self.least <= bytes_max and (not self.most or bytes_max <= self.most)
+
+
+def read_size(capacity: pb.CapacityRange) -> Size:
+    """INVALID_ARGUMENT of numbers below 0, OUT_OF_RANGE where none lies between them."""
+    least, most = capacity.required_bytes, capacity.limit_bytes
+    if least < 0 or most < 0:
+        raise invalid(f"a size is never below 0: required_bytes is {least}, limit_bytes {most}")
+    if most and most < least:
+        raise CsiRefusal(StatusCode.OUT_OF_RANGE, f"no size is {format_bytes(least)} at least and {format_bytes(most)} at most")
+    return Size(least, most)
+
+
+def read_parameters(parameters: Mapping[str, str]) -> Options:
+    """What a storage class says of its volumes: files, replicas, sealed, subpath. The size is the claim's. InvalidRequest."""
+    ours = {key: value for key, value in parameters.items() if not key.startswith(_FOREIGN)}
+    if "size" in ours:
+        raise invalid("the parameter size is not taken: a volume is as large as its claim says; leave it out")
+    return parse_options(ours)
+
+
+def read_context(context: Mapping[str, str]) -> str:
+    """The subpath that a volume made by hand names in its volume_context."""
+    ours = {key: value for key, value in context.items() if not key.startswith(_FOREIGN)}
+    if unknown := sorted(set(ours) - {"subpath"}):
+        raise invalid(f"volume_context has {shown(unknown[0])}, which is not ours; it takes: subpath")
+    return ours.get("subpath", "")
+
+
+def topology_of(pool: str) -> pb.Topology:
+    return pb.Topology(segments={TOPOLOGY_KEY: pool})
+
+
+def reachable(places: Iterable[pb.Topology], pool: str) -> bool:
+    """Whether one of the places is one where the pool is mounted. A place says all of its segments."""
+    return any(dict(place.segments) == {TOPOLOGY_KEY: pool} for place in places)
+
+
+def required(request: object, *names: str) -> None:
+    """INVALID_ARGUMENT naming the first that is empty."""
+    for name in names:
+        if not getattr(request, name):
+            raise invalid(f"{name} is missing; set it")
+
+
+def place_of(request: object, what: str) -> str:
+    """The path in the field `what`, without what does not matter in it. INVALID_ARGUMENT."""
+    path = getattr(request, what)
+    if not path.startswith("/") or "\0" in path:
+        raise invalid(f"{what} is {shown(path)}, and shall be an absolute path")
+    return os.path.normpath(path)

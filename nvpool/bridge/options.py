@@ -1,0 +1,120 @@
+"""What may be asked of the bridge: names of volumes and holders, options, paths inside a volume. Looked at here, once.
+
+Called by bridge/volumes and its faces. Plain functions without I/O. What passes here names nothing outside of a volume's
+directory: a name is one component of a path, of ASCII, so that no two differ in their Unicode form only; a path inside a
+volume is relative and without `..`, and is resolved without symbolic links (bridge/bind_helper).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nvpool.core.errors import InvalidRequest, NameTooLong
+from nvpool.core.names import check_volume_name
+from nvpool.core.units import FILE_BYTES_MAX, parse_bytes
+
+HOLDER_CHARACTERS_MAX = 180
+SUBPATH_BYTES_MAX = 1024
+"""With the place of the mount in front it stays below the 4,096 bytes of PATH_MAX."""
+_COMPONENT_BYTES_MAX = 255
+SOCKET_BYTES_MAX = 107
+"""Of a path in sockaddr_un (unix(7)), without its NUL."""
+_SHOWN = 60
+
+_HOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@=+-]*")
+_YES, _NO = ("", "1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+class Options(NamedTuple):
+    """What a new volume shall have. 0 and None: as the pool does it; an existing one is taken as it is."""
+
+    bytes_max: int = 0
+    files_max: int = 0
+    replicas: int | None = None
+    sealed: bool | None = None
+    subpath: str = ""
+
+
+OPTION_NAMES = ("size", "files", "replicas", "sealed", "subpath")
+
+
+def shown(text: object) -> str:
+    """For a message: what cannot be printed is escaped, what is long is cut."""
+    whole = ascii(text)
+    return whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}… ({len(str(text))} characters)"
+
+
+def checked_name(name: object) -> str:
+    """`name` where it can be a volume's (core/names). InvalidRequest."""
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest("a volume has a name; give one")
+    return check_volume_name(name)
+
+
+def checked_holder(holder: object) -> str:
+    """`holder` where it can stand for who uses a volume. InvalidRequest."""
+    if not isinstance(holder, str) or len(holder) > HOLDER_CHARACTERS_MAX or not _HOLDER.fullmatch(holder):
+        raise InvalidRequest(f"{shown(holder)} can not be the id of who uses a volume: it takes 1 to {HOLDER_CHARACTERS_MAX} "
+                             "letters, digits and _ . / : @ = + -")
+    return holder
+
+
+def checked_subpath(subpath: object) -> str:
+    """`subpath` without empty and `.` components; empty for the volume itself. InvalidRequest, NameTooLong."""
+    if not isinstance(subpath, str):
+        raise InvalidRequest(f"subpath is {shown(subpath)}, and shall be a path inside of the volume")
+    if "\0" in subpath or any(0xd800 <= ord(character) < 0xe000 for character in subpath):
+        raise InvalidRequest(f"subpath {shown(subpath)} has characters that no path has")
+    if subpath.startswith("/"):
+        raise InvalidRequest(f"subpath {shown(subpath)} is absolute; it begins in the volume: leave the first / out")
+    names = [name for name in subpath.split("/") if name not in ("", ".")]
+    if ".." in names:
+        raise InvalidRequest(f"subpath {shown(subpath)} has .. in it; it may only lead down, into the volume")
+    whole = "/".join(names)
+    if len(whole.encode()) > SUBPATH_BYTES_MAX or any(len(name.encode()) > _COMPONENT_BYTES_MAX for name in names):
+        raise NameTooLong(f"subpath {shown(subpath)} is too long: it takes {SUBPATH_BYTES_MAX} bytes, and "
+                          f"{_COMPONENT_BYTES_MAX} for each of its names")
+    return whole
+
+
+def parse_options(options: Mapping[str, Any] | None) -> Options:
+    """Options as people write them: {"size": "10G", "files": "1000000"}. InvalidRequest names what is wrong."""
+    given: dict[str, str] = {}
+    for key, value in (options or {}).items():
+        if key not in OPTION_NAMES:
+            raise InvalidRequest(f"there is no option {shown(key)}; a volume takes: {', '.join(OPTION_NAMES)}")
+        if not isinstance(value, str):
+            raise InvalidRequest(f"the option {key} is {shown(value)}, and shall be text")
+        given[key] = value.strip()
+    return Options(_size(given.get("size", "")), _count("files", given.get("files", ""), 1 << 62),
+                   _count("replicas", given.get("replicas", ""), 3) or None,
+                   _truth("sealed", given["sealed"]) if "sealed" in given else None,
+                   checked_subpath(given.get("subpath", "")))
+
+
+def _size(text: str) -> int:
+    if not text:
+        return 0
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise InvalidRequest(f"the option size: {error}") from None
+    if not 0 < size < FILE_BYTES_MAX << 13:
+        raise InvalidRequest(f"the option size is {shown(text)}; leave it out for a volume without a bound")
+    return size
+
+
+def _count(name: str, text: str, most: int) -> int:
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= most):
+        raise InvalidRequest(f"the option {name} is {shown(text)}, and shall be a whole number from 1 to {most}")
+    return int(text)
+
+
+def _truth(name: str, text: str) -> bool:
+    if text.lower() not in (*_YES, *_NO):
+        raise InvalidRequest(f"the option {name} is {shown(text)}, and shall be true or false")
+    return text.lower() in _YES

@@ -1,0 +1,1 @@
+"""Commands of nvpool, one module each."""

@@ -1,0 +1,91 @@
+"""`nvpool bench POOL`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import click
+
+from nvpool.cli.commands.drive import Size
+from nvpool.cli.output import Number, json_option, pool_argument, print_json, print_table, say
+
+
+@click.command(epilog="""
+Each load runs in the pool through the SDK, through a mount of it on this machine where there is one, and in a directory of a
+local drive: a figure means something beside the others. All is done by one process, so many clients together reach more.
+What is read was just written and comes from memory, save where a line says O_DIRECT: on the local drive that asks the drive
+itself, on a mount it passes by the kernel's cache and asks the stores. "Many at once" are 16 threads, and through the SDK two
+calls of read_many with 64 reads each, whose latency is that of the call.
+
+\b
+examples:
+  nvpool bench /srv/pool
+  nvpool bench 10.0.0.1:17512 --local /mnt/nvme0 --size 1G --seconds 5 --json
+""")
+@pool_argument
+@click.option("--local", "local_directory", type=click.Path(exists=True, file_okay=False),
+              help="A directory of the local drive to compare with; default: the pool's directory, else the current one.")
+@click.option("--mount", "mountpoint", type=click.Path(exists=True, file_okay=False),
+              help="A mount of the pool; default: the first that its status names.")
+@click.option("--size", type=Size(), default="128M", show_default=True, help="Of the file that is written and read.")
+@click.option("--seconds", type=Number(0.1, 600), default=2.0, show_default=True, help="Of each random load.")
+@json_option
+def bench(pool: str, local_directory: str | None, mountpoint: str | None, size: int, seconds: float, as_json: bool) -> None:
+    """Measure a pool beside the local drive: throughput, and latency at the median and the 99th percentile.
+
+    Makes directories of its own, .nvpool-bench-…, and removes them again. Takes about half a minute.
+    """
+    from nvpool.cli.pool_connection import directory_of, status_of
+    from nvpool.core.errors import Unavailable
+    from nvpool.core.units import MIB
+    from nvpool.sdk.bench import workload as bench_workload
+    if mountpoint is None:
+        try:
+            seen = asyncio.run(status_of(pool))
+            mountpoint = next((process["mountpoint"] for process in seen["processes"]
+                               if process["pid"] and process.get("mountpoint")), None)
+        except Unavailable as error:
+            say(f"note: no status, so no mount is measured: {error}")
+    directory = directory_of(pool)
+    local_directory = local_directory or (str(directory.path) if directory is not None else ".")
+    size = max(16 * MIB, size // MIB * MIB)
+    results: dict[str, dict[str, Any]] = {load: {} for load in bench_workload.LOADS}
+
+    def note(where: str, load: str, found) -> None:
+        results[load][where] = found
+        if not as_json:
+            say(f"{where}: {load}: {_cell(load, found)}")
+
+    async def through_sdk() -> None:
+        from nvpool.cli.pool_path import session
+        async with session(pool, "bench") as client:
+            async for load, found in bench_workload.pool(client.vfs, size, seconds):
+                note("sdk", load, found)
+
+    asyncio.run(through_sdk())
+    for where, place in (("mount", mountpoint), ("local", local_directory)):
+        if place is not None and os.path.isdir(place):
+            bench_workload.check_room(place, size)
+            for load, found in bench_workload.local(place, size, seconds):
+                note(where, load, found)
+    places = [where for where in ("sdk", "mount", "local") if any(where in found for found in results.values())]
+    if as_json:
+        print_json([{"load": load, **{where: found[where]._asdict() | {"rate": found[where].rate} for where in found}}
+                    for load, found in results.items()])
+        return
+    print_table(("load", *places), [(load, *(_cell(load, found.get(where)) for where in places))
+                                    for load, found in results.items()])
+
+
+def _cell(load: str, found: Any) -> str:
+    from nvpool.core.units import format_bytes
+    if found is None:
+        return ""
+    rate = f"{format_bytes(found.bytes_rate)}/s" if "1 MiB" in load or "128 KiB" in load else f"{found.rate:,.0f}/s"
+    return f"{rate}  {_time(found.p50_us)} / {_time(found.p99_us)}"
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds:.3g} µs" if microseconds < 1000 else f"{microseconds / 1000:.3g} ms"

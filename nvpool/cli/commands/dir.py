@@ -1,0 +1,139 @@
+"""`nvpool dir show|set`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import click
+
+from nvpool.cli.commands.drive import Size
+from nvpool.cli.output import json_option, print_json, say
+from nvpool.cli.pool_path import Place, PlaceType
+from nvpool.core.units import format_bytes
+
+WHOLE_S = 60.0
+"""For the chains of a new replica count to be whole; there is nothing to copy."""
+
+
+@click.group(name="dir", epilog="""\b
+examples:
+  nvpool dir show /srv/pool:/scratch
+  nvpool dir set /srv/pool:/scratch --replicas 1
+  nvpool dir set /srv/pool:/models --replicas 3 --chunk-size 4M
+  nvpool dir set /srv/pool:/samples --wide
+""")
+def directory() -> None:
+    """Say how many replicas new files of a directory have, how large their chunks are, and how its names are spread."""
+
+
+place_argument = click.argument("place", metavar="POOL:/path", type=PlaceType())
+
+
+@directory.command(epilog="""\b
+--json prints one object: path, inode, replicas, chunk_bytes, wide
+
+\b
+example: nvpool dir show /srv/pool:/models
+""")
+@place_argument
+@json_option
+def show(place: Place, as_json: bool) -> None:
+    """Show what new files and directories in a directory get."""
+    _show(place, asyncio.run(_shown(place)), as_json)
+
+
+async def _shown(place: Place) -> dict[str, Any]:
+    from nvpool.cli.pool_path import session
+    async with session(place.pool, "dir show") as client:
+        return _told(place, await _directory_at(client, place))
+
+
+async def _directory_at(client, place: Place):
+    import stat
+
+    from nvpool.cli.pool_path import find
+    from nvpool.core.errors import NotADirectory
+    attr = await find(client.vfs, place.path)
+    if not stat.S_ISDIR(attr.mode):
+        raise NotADirectory(f"{place} is no directory; nvpool file info {place} shows what a file has")
+    return attr
+
+
+def _told(place: Place, attr) -> dict[str, Any]:
+    import os
+
+    from nvpool.client.state.attr_cache import WIDE_FLAG
+    return {"path": os.fsdecode(place.path), "inode": attr.inode, "replicas": attr.table, "chunk_bytes": 1 << attr.chunk_bits,
+            "wide": bool(attr.flags & WIDE_FLAG)}
+
+
+def _show(place: Place, found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(f"{place}: new files have {found['replicas']} replica{'' if found['replicas'] == 1 else 's'}, in chunks of "
+                   f"{format_bytes(found['chunk_bytes'])}{'; it is wide' if found['wide'] else ''}")
+
+
+@directory.command("set", epilog="""\b
+--json prints what `nvpool dir show --json` does
+
+\b
+examples:
+  nvpool dir set /srv/pool:/scratch --replicas 1
+  nvpool dir set /srv/pool:/samples --chunk-size 256K
+""")
+@place_argument
+@click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk, on as many nodes (drives, in a pool of one "
+                                                            "node).")
+@click.option("--chunk-size", type=Size(), default=0, help="A power of two from 64K to 16M.")
+@click.option("--wide", is_flag=True, help="Spread the names in it over all metadata shards, where there will be very many. It "
+                                            "has to be empty, and stays wide; directories in it are not.")
+@json_option
+def set_(place: Place, replicas: int | None, chunk_size: int, wide: bool, as_json: bool) -> None:
+    """Set what files and directories that are made in a directory from now on get. Directories hand it down.
+
+    What is there already stays as it is: copy it to give it new chunks. The first directory with a replica count that the
+    pool does not have yet is set on a node of the pool, since that changes the pool.
+    """
+    if not replicas and not chunk_size and not wide:
+        raise click.UsageError("say --replicas, --chunk-size or --wide")
+    _show(place, asyncio.run(_set(place, replicas or 0, chunk_size, wide)), as_json)
+
+
+async def _set(place: Place, replicas: int, chunk_bytes: int, wide: bool) -> dict[str, Any]:
+    from nvpool.cli.pool_path import session
+    from nvpool.client.state.types import Caller
+    from nvpool.poolmap.layout import layout_of
+    if chunk_bytes:
+        layout_of(chunk_bytes)
+    async with session(place.pool, "dir set") as client:
+        attr = await _directory_at(client, place)
+        if replicas:
+            await have_chains(client, place.pool, replicas)
+        if wide:
+            attr = await client.vfs.spread(attr.inode, Caller(0, 0))
+        if replicas or chunk_bytes:
+            attr = await client.vfs.hand_down(attr.inode, Caller(0, 0), replicas=replicas, chunk_bytes=chunk_bytes)
+        return _told(place, attr)
+
+
+async def have_chains(client, pool: str, replicas: int) -> None:
+    """On return the pool has chains of that many replicas, which takes a change of the pool where it had none."""
+    from nvpool.cli.pool_connection import change
+    if replicas not in client.pool_map.table_by_id:
+        await change(pool, "replicas", {"replicas": replicas})
+    await _chains_of(client, replicas)
+
+
+async def _chains_of(client, replicas: int) -> None:
+    """Wait until this client knows the chains, and they have all their targets; not for ever."""
+    try:
+        async with asyncio.timeout(WHOLE_S):
+            while replicas not in (known := client.pool_map.table_by_id) or any(
+                    len(chain.targets) < replicas for chain in known[replicas].chains):
+                if not await client.vfs.view.refresh():
+                    await asyncio.sleep(0.1)
+    except TimeoutError:
+        say(f"note: not all chains of {replicas} replicas have all their copies yet; see: nvpool status")

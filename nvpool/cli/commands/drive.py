@@ -1,0 +1,362 @@
+"""`nvpool drive ls|add|drain|remove|replace`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import click
+
+from nvpool.cli.output import completed, json_option, pool_argument, print_json, print_table, say
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.units import format_bytes, parse_bytes
+
+
+class Size(click.ParamType):
+    """Bytes as people write them."""
+
+    name = "size"
+
+    def convert(self, value, parameter, context):
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), parameter, context)
+
+
+wait_option = click.option("--wait", is_flag=True, help="Return when it is done, and show how far it is. Interrupted, it goes "
+                                                        "on in the pool; the same command waits again.")
+drive_argument = click.argument("drive", metavar="DRIVE")
+
+STALL_S = 30.0
+"""Without a change before a command that waits reports a stall: longer than drained chunks are kept for clients."""
+PAUSED = "paused; go on with: nvpool pool rebalance POOL --resume"
+
+
+@click.group(epilog="""\b
+DRIVE is the number or the path that `nvpool drive ls` shows; a path is one of the node whose pool directory POOL is, where
+that node has a drive there.
+
+\b
+examples:
+  nvpool drive ls /srv/pool
+  nvpool drive add /srv/pool /mnt/nvme2 --wait
+  nvpool drive drain /srv/pool 1 --wait && nvpool drive remove /srv/pool 1
+""")
+def drive() -> None:
+    """List, add, drain, replace and remove the drives of a running pool."""
+
+
+@drive.command(epilog="""\b
+--json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process), wish
+(empty, draining, drained, removing, lost, away), chains (that it holds), share (of all chains), chains_to_come, chains_to_go,
+lacks_room (for those to come), moving_wait (why moving chains, or removing what was moved, waits at this drive), metadata
+(shards of which a member lies there)
+
+\b
+example: nvpool drive ls /srv/pool
+""")
+@pool_argument
+@json_option
+def ls(pool: str, as_json: bool) -> None:
+    """List the drives of a pool: state, share of the chains, and what is on its way to them and from them."""
+    from nvpool.cli.pool_connection import status_of
+    drives = asyncio.run(status_of(pool))["drives"]
+    if as_json:
+        print_json(drives)
+        return
+    print_drives(drives)
+
+
+def print_drives(drives: list[dict[str, Any]]) -> None:
+    print_table(("drive", "node", "target", "state", "share", "moving", "used", "capacity", "path"), [
+        (one["drive"], one["node"], one["target"], state_of(one), f"{100 * one['share']:.1f} %", moving_of(one),
+         format_bytes(one["used_bytes"]) if one["used_bytes"] is not None else None, format_bytes(one["capacity_bytes"]),
+         one["path"]) for one in drives])
+
+
+def state_of(one: dict[str, Any]) -> str:
+    if one["wish"] in ("", "lost", "away"):
+        return one["wish"] or one["state"]
+    return f"{one['state']}, {one['wish']}"
+
+
+def moving_of(one: dict[str, Any]) -> str:
+    """What is on its way, in chains."""
+    return ", ".join(text for count, text in (
+        (one["chains_to_come"], f"{one['chains_to_come']} to come"), (one["chains_to_go"], f"{one['chains_to_go']} to go"),
+        (members_to_go(one), f"metadata (shard {', '.join(map(str, one['metadata']))}) to go")) if count)
+
+
+def members_to_go(one: dict[str, Any]) -> int:
+    """Of shards, that lie on the drive and shall not."""
+    return len(one["metadata"]) if one["wish"] in ("draining", "removing") else 0
+
+
+async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None = None) -> dict[str, Any]:
+    """Return the status when nothing of the drive, or of the pool, is to be moved any more, and the drive is empty if it is
+    drained. As `wait_for_none`."""
+    def left(seen: dict[str, Any]) -> int:
+        here = [one for one in seen["drives"] if drive in (None, one["drive"])]
+        return sum(one["chains_to_come"] + one["chains_to_go"] + members_to_go(one) for one in here) + (
+            drive is not None and is_emptied(here))
+
+    return await wait_for_none(pool, title, quiet, left, moving_on)
+
+
+async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict[str, Any]], int],
+                        tell: Callable[[dict[str, Any]], str],
+                        instead: Callable[[], dict[str, Any] | None] = lambda: None) -> dict[str, Any]:
+    """The status in which nothing is `left` any more; until then how much was, and what `tell` says of it, is shown. The pool
+    may be away for a while (`instead`: as of `statuses`); any error that is not of that kind ends it."""
+    from nvpool.cli.pool_connection import statuses
+    from nvpool.cli.progress import Look, shown
+    seen: dict[str, Any] = {}
+    most = 0
+    stall = Stall(SYSTEM_CLOCK.boottime_s())
+
+    async def watch() -> dict[str, Any]:
+        nonlocal seen, most
+        async for seen in statuses(pool, instead):
+            most = max(most, left(seen))
+            if not left(seen):
+                return seen
+            now_s = SYSTEM_CLOCK.boottime_s()
+            stall.note((left(seen), seen["chains"]["bytes_left"], *(one["used_bytes"] for one in seen["drives"])), now_s)
+            if quiet and stall.is_due(now_s):
+                say(f"{title}: {left(seen)} left, " + ", ".join(word for word in (stall.text(now_s), tell(seen)) if word))
+
+    def look() -> Look:
+        if not seen:
+            return Look(0, None, in_bytes=False)
+        words = (stall.text(SYSTEM_CLOCK.boottime_s()), tell(seen))
+        return Look(most - left(seen), most, ", ".join(word for word in words if word), in_bytes=False)
+
+    return await shown(title, watch(), look, quiet=quiet)
+
+
+class Stall:
+    """Time for which nothing has changed of what a command waits for."""
+
+    def __init__(self, now_s: float) -> None:
+        self._state: tuple = ()
+        self._since_s = self._said_s = now_s
+
+    def note(self, state: tuple, now_s: float) -> None:
+        if state != self._state:
+            self._state, self._since_s, self._said_s = state, now_s, now_s
+
+    def text(self, now_s: float) -> str:
+        stalled_s = now_s - self._since_s
+        return f"no progress for {stalled_s:.0f} s" if stalled_s >= STALL_S else ""
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether a stall is to be reported now by a command that shows no progress."""
+        if now_s - self._said_s < STALL_S:
+            return False
+        self._said_s = now_s
+        return True
+
+
+def say_what_waits(done: dict[str, Any]) -> None:
+    """What a drain waits for from the start."""
+    if done["waits_for"]:
+        say(f"note: drive {', '.join(map(str, done['waits_for']))} does not serve; what is to move there waits until it is "
+            f"back, or given up")
+
+
+def is_emptied(drives: list[dict[str, Any]]) -> bool:
+    """Whether one of the drives has given away all its chains, and still removes what it had of them."""
+    return any(one["wish"] == "drained" and one["state"] == "serving" and one.get("used_bytes") for one in drives)
+
+
+def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
+    """What is known of when all is moved, or of what keeps it. `shards`: of which members are to be moved."""
+    full = [str(one["drive"]) for one in seen["drives"] if one.get("lacks_room")]  # an older node does not say it
+    room = f"drive {', '.join(full)} has no room; make some: nvpool drive add POOL PATH" if full else ""
+    words = (_kept_by(seen, shards), room, *_of_drives(seen), time_left(seen["chains"]))
+    return completed(", ".join(word for word in words if word))
+
+
+def _of_drives(seen: dict[str, Any]) -> list[str]:
+    """Progress of the drives that chains come to or go from: how much is left there, and why it does not go on."""
+    words = []
+    for one in seen["drives"]:
+        name, wait = f"drive {one['drive']} (target {one.get('target')})", one.get("moving_wait")
+        if is_emptied([one]):
+            words.append(f"{name} removes the last {format_bytes(one['used_bytes'])}" + (f": {wait}" if wait else ""))
+        elif wait and (one["chains_to_come"] or one["chains_to_go"]) and not one.get("lacks_room"):
+            words.append(f"{name}: {wait}")
+    return words
+
+
+def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
+    """Who is to take or to give something and does not serve. As long as nodes that do not answer are away nothing else takes
+    their part: most are back soon, and copies on another rack than they shall be on would have to be moved once more. So it is
+    said what else can be done."""
+    away = {one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["wish"] == ""}
+    silent = [one for one in seen["drives"] if one["state"] != "serving" and
+              (one["chains_to_come"] or one["chains_to_go"] and one["wish"] not in ("lost", "away"))]  # nobody waits for those
+    nodes = sorted({one["node"] for one in silent} & away.keys()
+                   | {number for number, one in away.items() if {*one["primaries"], *one["standbys"]} & {*shards}})
+    drives = [str(one["drive"]) for one in silent if one["node"] not in away]
+    if not drives and not nodes:
+        return ""
+    words = [f"drive {', '.join(drives)}"] if drives else []
+    words += [f"node {number}" + (f" (rack {away[number]['rack']})" if away[number]["rack"] else "") for number in nodes]
+    remedy = f"; if it stays away: nvpool node remove POOL {nodes[0]} --lost" if nodes else ""
+    return f"waits for {' and '.join(words)} to serve again{remedy}"
+
+
+def time_left(chains: dict[str, Any]) -> str:
+    """What is known of when it is done, as words."""
+    if chains["paused"] and not chains["filling"]:
+        return PAUSED
+    words = [f"about {format_bytes(chains['bytes_left'])} left"] if chains["to_copy"] else []
+    if chains["seconds_left"] is not None:
+        seconds = int(chains["seconds_left"])
+        words.append(f"{seconds // 60} min {seconds % 60} s to go" if seconds >= 60 else f"{seconds} s to go")
+    return ", ".join(words)
+
+
+@drive.command(epilog="""\b
+examples:
+  nvpool drive add /srv/pool /mnt/nvme2
+  nvpool drive add /srv/pool /dev/nvme3n1 --wait
+""")
+@pool_argument
+@click.argument("path", type=click.Path(exists=True))
+@click.option("--size", type=Size(), default=0, help="How much of it may be used, like 500G; default: all of a block device, "
+                                                     "nine tenths of what is free in a directory.")
+@click.option("--force", is_flag=True, help="Take a block device although something is on it, which is lost.")
+@wait_option
+@json_option
+def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool) -> None:
+    """Add the drive at PATH, a directory or a block device, to a running pool.
+
+    Its target is made and its process started at once; then it gets its share of the chunks, by capacity, from the other
+    drives, while the pool is in use. `drive ls` shows how far that is, `pool rebalance` pauses and slows it down. May be
+    repeated.
+    """
+    from nvpool.cli.pool_connection import change
+    result = asyncio.run(change(pool, "drive-add", {"path": os.path.abspath(path), "capacity_bytes": size, "force": force}))
+    if not as_json:
+        what = "is in the pool already" if result.get("was_there") else "added"
+        click.echo(f"drive {result['drive']} {what}: target {result['target']}, {format_bytes(result['capacity_bytes'])} at "
+                   f"{result['path']}")
+        if not wait:
+            say(f"note: {result['chains_to_come']} chains move to it now; look with: nvpool drive ls {pool}")
+    _end(pool, result, wait, as_json, f"filling drive {result['drive']}")
+
+
+@contextlib.contextmanager
+def told_to_go_on(what: str, look: str, cancel: str = "") -> Iterator[None]:
+    """Say at an interruption that only the waiting ends, and how to look and to end `what` (`cancel`: the command)."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"{what} goes on; look with: {look}" + (f"; end it with: {cancel}" if cancel else ""))
+        raise
+
+
+def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, drive: int | None = None, cancel: str = "") -> None:
+    if wait:
+        with told_to_go_on(title, f"nvpool drive ls {pool}", cancel):
+            seen = asyncio.run(wait_until_moved(pool, title, as_json, drive))
+        result["drives"] = seen["drives"]
+        result["chains"] = seen["chains"]
+        if not as_json:
+            say(f"{title}: done")
+    if as_json:
+        print_json(result)
+
+
+def _name(drive: str) -> str:
+    """The number or path of a drive. A word that is no file here stays as it is: the pool says that it has no such drive."""
+    return drive if drive.isdigit() or "/" not in drive and not os.path.exists(drive) else os.path.abspath(drive)
+
+
+@drive.command(epilog="""\b
+examples:
+  nvpool drive drain /srv/pool 2 --wait
+  nvpool drive drain /srv/pool 2 --cancel
+""")
+@pool_argument
+@drive_argument
+@click.option("--cancel", is_flag=True, help="It shall hold its share again.")
+@wait_option
+@json_option
+def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> None:
+    """Move everything that is on a drive to the others, while the pool is in use. Then it is empty and can be removed.
+
+    Refused where the others are too few for the pool's copies, or have too little room. May be repeated.
+    """
+    from nvpool.cli.pool_connection import change
+    result = asyncio.run(change(pool, "drive-drain", {"drive": _name(drive), "cancel": cancel}))
+    if not as_json:
+        if cancel:
+            click.echo(f"drive {result['drive']} holds its share of the pool again")
+        elif result["state"] == "drained":
+            click.echo(f"drive {result['drive']} is empty; remove it with: nvpool drive remove {pool} {result['drive']}")
+        else:
+            click.echo(f"drive {result['drive']} is being drained: {result['chains_to_go']} chains to go")
+            say_what_waits(result)
+    _end(pool, result, wait, as_json, f"{'filling' if cancel else 'draining'} drive {result['drive']}", result["drive"],
+         "" if cancel else f"nvpool drive drain {pool} {result['drive']} --cancel")
+
+
+@drive.command(epilog="""\b
+examples:
+  nvpool drive remove /srv/pool 2
+  nvpool drive remove /srv/pool 3 --lost --wait    it is broken, and its chunks are made again from their other copies
+""")
+@pool_argument
+@drive_argument
+@click.option("--lost", is_flag=True, help="It is broken, or gone for good: what it held is copied from others that have it.")
+@click.option("--give-up", is_flag=True, help="With --lost: also where something is on no other drive. What is in those files "
+                                              "is gone: reading it gives errors until it is written anew.")
+@wait_option
+@json_option
+def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:
+    """Take a drive out of the pool for ever.
+
+    Refused while anything is on it, and with --lost where something is on no other drive. Its files stay as they are.
+    """
+    from nvpool.cli.pool_connection import change
+    result = asyncio.run(change(pool, "drive-remove", {"drive": _name(drive), "lost": lost, "give_up": give_up}))
+    if not as_json:
+        click.echo(f"drive {result['drive']} is {result['state']}")
+        if give_up and result["chains"]:
+            say(f"note: {result['chains']} chains begin anew with nothing, when nobody has a right any more to ask this drive "
+                f"(grant_s, two minutes at most by default); until then what is written to them waits")
+        say(f"note: what the pool had on it stays at {result['path']} of node {result['node']}; remove it when nobody wants "
+            f"it")
+    _end(pool, result, wait, as_json, f"replacing what drive {result['drive']} held")
+
+
+@drive.command(epilog="""\b
+examples:
+  nvpool drive replace /srv/pool 2 /mnt/nvme7 --wait
+  nvpool drive replace /srv/pool 2 /dev/nvme7n1 --lost
+""")
+@pool_argument
+@drive_argument
+@click.argument("path", type=click.Path(exists=True))
+@click.option("--size", type=Size(), default=0, help="How much of the new one may be used; see nvpool drive add --help.")
+@click.option("--force", is_flag=True, help="Take a block device although something is on it, which is lost.")
+@click.option("--lost", is_flag=True, help="The old one is broken: what it held is copied from the drives that have it too.")
+@wait_option
+@json_option
+def replace(pool: str, drive: str, path: str, size: int, force: bool, lost: bool, wait: bool, as_json: bool) -> None:
+    """Put the drive at PATH in the place of another one, which leaves the pool when it is empty. May be repeated."""
+    from nvpool.cli.pool_connection import change
+    result = asyncio.run(change(pool, "drive-replace", {"drive": _name(drive), "path": os.path.abspath(path),
+                                                        "capacity_bytes": size, "force": force, "lost": lost}))
+    if not as_json:
+        click.echo(f"drive {result['drive']} at {result['path']} takes the place of drive {result['replaces']}")
+    _end(pool, result, wait, as_json, f"moving drive {result['replaces']}")

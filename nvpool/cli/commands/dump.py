@@ -1,0 +1,42 @@
+"""`nvpool dump POOL FILE`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import click
+
+from nvpool.cli.output import json_option, pool_argument, print_json
+
+
+@click.command(epilog="""
+The format is in docs/internals/formats/dump.md. A dump holds names, attributes and layouts, no contents.
+
+example: nvpool dump /srv/pool /backup/pool-metadata.dump
+""")
+@pool_argument
+@click.argument("path", metavar="FILE", type=click.Path(dir_okay=False))
+@json_option
+def dump(pool: str, path: str, as_json: bool) -> None:
+    """Write all metadata of one moment to FILE, while the pool serves."""
+    from nvpool.sdk.admin.dump import dump
+    records = move_records(pool, path, "dump", dump, as_json)
+    if as_json:
+        print_json({"file": path, "records": records})
+    else:
+        click.echo(f"{records:,} records: {path}; contents of files are not in it")
+
+
+def move_records(pool: str, path: str, verb: str, move, as_json: bool) -> Any:
+    """Run `move` with a session and show how it goes; what it returned."""
+    from nvpool.cli.pool_path import session
+    from nvpool.cli.progress import Look, shown
+    done = [0]
+
+    async def run() -> Any:
+        async with session(pool, verb) as client:
+            return await shown(verb, move(client, path, lambda count: done.__setitem__(0, count)),
+                               lambda: Look(done[0], None, "records", in_bytes=False), quiet=as_json)
+
+    return asyncio.run(run())

@@ -1,0 +1,35 @@
+"""`nvpool export POOL:/path DST`."""
+
+from __future__ import annotations
+
+import click
+
+from nvpool.cli.commands.import_tree import exclude_option, parallel_option, transfer, verify_option
+from nvpool.cli.output import json_option
+from nvpool.cli.pool_path import Place, PlaceType
+
+
+@click.command("export", epilog="""
+Left out is what is there already with the size and modification time of its source, so that after an interruption the same
+command goes on.
+
+exit codes: 0 all is there; 1 some files could not be brought (they are named); 3 the pool did not answer: repeat later
+
+\b
+examples:
+  nvpool export /srv/pool:/imagenet /data/imagenet
+  nvpool export 10.0.0.1:17512:/models/m.safetensors . --json
+""")
+@click.argument("place", metavar="POOL:/path", type=PlaceType())
+@click.argument("destination", metavar="DST", type=click.Path())
+@parallel_option
+@verify_option
+@exclude_option
+@json_option
+def export_tree(place: Place, destination: str, as_json: bool, **wishes) -> int:
+    """Copy a tree or file of a pool to the local path DST.
+
+    What is in the folder /path comes to lie in DST, which is made where it is missing. Kept is what `nvpool import` keeps.
+    """
+    from nvpool.sdk.transfer.export_tree import export_tree
+    return transfer("export", place, as_json, wishes, lambda vfs, **more: export_tree(vfs, place.path, destination, **more))

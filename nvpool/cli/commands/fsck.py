@@ -1,0 +1,60 @@
+"""`nvpool fsck POOL`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from nvpool.cli.output import EXIT_DAMAGED, json_option, pool_argument, print_json, print_table, say
+
+
+@click.command(epilog="""
+exit codes: 0 no problem, or all repaired; 4 problems are left; 3 a daemon did not answer
+
+\b
+examples:
+  nvpool fsck /srv/pool
+  nvpool fsck /srv/pool --repair
+  nvpool fsck 10.0.0.1:17512 --no-scrub --json
+""")
+@pool_argument
+@click.option("--repair", is_flag=True, help="Mend what can be mended.")
+@click.option("--scrub/--no-scrub", default=True, show_default=True, help="Read every block and compare its checksum.")
+@json_option
+def fsck(pool: str, repair: bool, scrub: bool, as_json: bool) -> int:
+    """Check a pool while it serves: metadata, metadata against the stores, every block.
+
+    With --repair and the pool's directory as POOL, chunks that belong to no file are removed as well. A bad block of the only
+    replica can not be mended: its file is named, restore it.
+    """
+    from nvpool.cli.pool_connection import directory_of
+    from nvpool.cli.pool_path import session
+    from nvpool.cli.progress import Look, shown
+    from nvpool.sdk.fsck.check import Checkup, check
+    directory = directory_of(pool)
+    secret = directory.grant_key.read_bytes() if repair and directory is not None else None
+    checkup = Checkup()
+
+    def look() -> Look:
+        if checkup.stage == "blocks":
+            return Look(checkup.blocks << 12, checkup.blocks_total << 12, "blocks")
+        return Look((checkup.records + checkup.chunks) << 12, None, checkup.stage)
+
+    async def run() -> None:
+        async with session(pool, "fsck") as client:
+            await shown("fsck", check(client, checkup, repair=repair, scrub=scrub, grant_secret=secret), look, quiet=as_json)
+
+    asyncio.run(run())
+    if as_json:
+        print_json(checkup.summary())
+    else:
+        for reason in checkup.begun_anew:
+            say(f"note: a shard got another primary, or left the pool ({reason}); its metadata was checked from the beginning")
+        if checkup.problems:
+            print_table(("kind", "where", "what", "repaired"), [problem[:4] for problem in checkup.problems])
+        click.echo(f"{checkup.records:,} records, {checkup.chunks:,} chunks, {checkup.blocks:,} blocks checked: "
+                   + (f"{checkup.found:,} problems, {checkup.unrepaired:,} of them left" if checkup.found else "no problem"))
+        if checkup.unrepaired and not repair:
+            say("--repair mends what can be mended")
+    return EXIT_DAMAGED if checkup.unrepaired else 0

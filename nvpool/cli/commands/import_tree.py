@@ -1,0 +1,91 @@
+"""`nvpool import SRC POOL:/path`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from nvpool.cli.output import json_option
+from nvpool.cli.pool_path import Place, PlaceType
+
+parallel_option = click.option("--parallel", type=click.IntRange(1, 512), default=32, show_default=True,
+                               help="Files at once.")
+verify_option = click.option("--verify/--no-verify", default=True, show_default=True,
+                             help="Read back what was written and compare checksums.")
+exclude_option = click.option("--exclude", multiple=True, metavar="PATTERN",
+                              help="Leave out files and folders of this name, like '*.tmp'; repeat it.")
+
+
+@click.command("import", epilog="""
+Left out is what is there already with the size and modification time of its source: files get their times last, when
+their bytes are synced and compared. So after an interruption the same command goes on. --compare trusts no time: for files
+whose contents are missing after `nvpool load`.
+
+exit codes: 0 all is there; 1 some files could not be brought (they are named); 3 the pool did not answer: repeat later
+
+\b
+examples:
+  nvpool import /data/imagenet /srv/pool:/imagenet
+  nvpool import ./model.safetensors 10.0.0.1:17512:/models/ --json
+""")
+@click.argument("source", metavar="SRC", type=click.Path(exists=True))
+@click.argument("place", metavar="POOL:/path", type=PlaceType())
+@parallel_option
+@verify_option
+@click.option("--compare", is_flag=True,
+              help="Read also what is there with the size and time of its source, and write what differs.")
+@exclude_option
+@json_option
+def import_tree(source: str, place: Place, as_json: bool, **wishes) -> int:
+    """Copy the tree or file SRC into a pool.
+
+    What is in the folder SRC comes to lie in /path, which is made where it is missing. Kept are modes, owners (as root), times,
+    symbolic and hard links, holes, extended attributes and special files.
+    """
+    from nvpool.sdk.transfer.import_tree import import_tree
+    return transfer("import", place, as_json, wishes, lambda vfs, **more: import_tree(vfs, source, place.path, **more))
+
+
+def transfer(verb: str, place: Place, as_json: bool, wishes: dict, move) -> int:
+    """Run `move` with a session of the place's pool, show how it goes and what came of it; the exit code."""
+    from nvpool.cli.output import print_json, say
+    from nvpool.cli.pool_path import session
+    from nvpool.cli.progress import Look, shown
+    from nvpool.core.clock import SYSTEM_CLOCK
+    from nvpool.core.units import format_bytes
+    from nvpool.sdk.transfer.progress import Tally, TransferOptions
+    tally = Tally()
+    options = TransferOptions()._replace(**wishes)
+
+    def look() -> Look:
+        return Look(tally.bytes, tally.bytes_total if tally.counted else None, f"{tally.files:,} files")
+
+    async def run() -> None:
+        async with session(place.pool, verb) as client:
+            await shown(verb, move(client.vfs, tally=tally, options=options), look, quiet=as_json)
+
+    began_s = SYSTEM_CLOCK.boottime_s()
+    try:
+        asyncio.run(run())
+    except (KeyboardInterrupt, Exception):
+        if tally.files and not as_json:
+            say(f"stopped after {tally.files:,} files ({format_bytes(tally.bytes)}); the same command goes on from there")
+        raise
+    seconds = SYSTEM_CLOCK.boottime_s() - began_s
+    if as_json:
+        print_json(tally.summary() | {"seconds": seconds})
+    else:
+        moved = tally.bytes - tally.skipped_bytes
+        click.echo(f"{tally.files:,} files ({format_bytes(tally.bytes)}), {tally.directories:,} directories, "
+                   f"{tally.symlinks:,} symbolic and {tally.hard_links:,} hard links in {seconds:.1f} s"
+                   + (f" ({format_bytes(moved / seconds)}/s)" if moved else ""))
+        if tally.skipped_files:
+            say(f"{tally.skipped_files:,} of the files ({format_bytes(tally.skipped_bytes)}) were there already")
+        if tally.attributes_not_kept:
+            say(f"note: {tally.attributes_not_kept:,} extended attributes could not be kept")
+        for failure in tally.failures[:20]:
+            say(f"failed: {failure.path}: {failure.text}")
+        if tally.failed > 20:
+            say(f"failed: and {tally.failed - 20:,} more; --json lists them")
+    return 1 if tally.failed else 0

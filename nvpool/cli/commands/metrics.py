@@ -1,0 +1,53 @@
+"""`nvpool metrics`: what Prometheus would be told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from nvpool.cli.output import Number, json_option, print_json, remember_pool
+
+
+@click.command(epilog="""\b
+The page is of the node that POOL names: its supervisor and all processes that this one keeps. Prometheus gets the same by HTTP
+where node.toml has, in [metrics], listen = "9477", to programs of this machine, and with "unix:/PATH" at a socket of root and
+the operator group. There is no password: listen = "HOST:PORT" opens it to whoever reaches HOST. A mount gives its own with
+`nvpool mount --metrics`, which takes the same.
+docs/reference/metrics.md has the meaning of each name, docs/operate/monitor.md the configuration of Prometheus.
+
+\b
+examples:
+  nvpool metrics /srv/pool
+  nvpool metrics /srv/pool | promtool check metrics
+  nvpool metrics /srv/pool > /var/lib/prometheus/node-exporter/nvpool.prom      for its textfile collector
+  nvpool metrics --describe                                                     every name and its meaning
+""")
+@click.argument("pool", envvar="NVPOOL_POOL", required=False, callback=remember_pool)
+@click.option("--wait", "wait_s", type=Number(0.1, 30), default=2.0, show_default=True,
+              help="Seconds that the node's processes have to answer; who does not has nvpool_up 0.")
+@click.option("--describe", is_flag=True, help="Only print what there is to be told: name, kind, labels, meaning.")
+@json_option
+def metrics(pool: str | None, wait_s: float, describe: bool, as_json: bool) -> None:
+    """Print the metrics of a node, as Prometheus reads them.
+
+    POOL is the pool's directory, or HOST:PORT of a node; default: NVPOOL_POOL, else the current directory.
+    """
+    from nvpool.metrics.exposition import Page, table
+    from nvpool.metrics.registry import METRICS
+    if describe:
+        if as_json:
+            print_json([metric._asdict() for metric in METRICS.values()])
+        else:
+            click.echo(table())
+        return
+    from nvpool.cli.pool_connection import ask
+    from nvpool.rpc.v1.pool_pb2 import MetricsReply, MetricsRequest
+    from nvpool.rpc.v1.wire_pb2 import PROCESS_METRICS
+    reply = asyncio.run(ask(pool or ".", PROCESS_METRICS, MetricsRequest(node=True, wait_s=wait_s), MetricsReply,
+                            wait_s=wait_s + 5.0))
+    page = Page.unpack(reply.page)
+    if as_json:
+        print_json(page.told())
+    else:
+        click.echo(page.text(), nl=False)

@@ -1,0 +1,226 @@
+"""`nvpool pool create|destroy|rebalance`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+from msgspec.structs import replace
+
+from nvpool.cli.commands.drive import Size, time_left, told_to_go_on, wait_option, wait_until_moved
+from nvpool.cli.output import Number, completed, json_option, pool_argument, print_json, say
+from nvpool.core import config as configuration
+from nvpool.core.errors import InUse, InvalidRequest, Refused
+from nvpool.core.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
+
+_LIMIT_MIB_MAX = MIB
+"""1 TiB/s, which no drive takes."""
+
+
+@click.group(epilog="""\b
+examples:
+  nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /dev/nvme1n1
+  nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /mnt/nvme1 --drive /mnt/nvme2 --replicas 2
+  nvpool pool rebalance /srv/pool --limit 200
+  nvpool pool destroy /srv/pool
+""")
+def pool() -> None:
+    """Make and destroy pools, and have their chunks moved."""
+
+
+def etcd_options(command):
+    """Of commands that make a pool directory."""
+    for name, metavar, text in (("key", "FILE", "Key of that certificate."),
+                                ("cert", "FILE", "Certificate (PEM) to show to it."),
+                                ("ca", "FILE", "Authority (PEM) that has signed its certificates."),
+                                ("", "URL[,URL...]", "Keep the pool map in this etcd of your own (3.4 or later, at "
+                                                     "https://HOST:PORT or http://), not in one that nvpool starts.")):
+        command = click.option(f"--etcd-{name}" if name else "--etcd", f"etcd_{name or 'urls'}", metavar=metavar,
+                               default=None, help=text)(command)
+    return command
+
+
+def etcd_given(options: dict) -> dict | None:
+    """What provision/external_etcd is told of the values of etcd_options."""
+    given = {name.removeprefix("etcd_"): value for name, value in options.items() if value}
+    if given and "urls" not in given:
+        raise InvalidRequest("--etcd-ca, --etcd-cert and --etcd-key go with --etcd")
+    return {name: value if name == "urls" else os.path.abspath(value) for name, value in given.items()} or None
+
+
+def drive_of(text: str) -> dict:
+    """PATH or PATH:SIZE; a path that exists is taken whole, colons and all."""
+    path, colon, size = text.rpartition(":")
+    if not colon or os.path.exists(text):
+        return {"path": os.path.abspath(text), "capacity_bytes": 0}
+    return {"path": os.path.abspath(path), "capacity_bytes": Size().convert(size, None, None)}
+
+
+@pool.command(epilog="""\b
+examples:
+  nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /mnt/nvme1:500G
+  nvpool pool create /srv/pool --drive /dev/nvme0n1 --name training
+then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
+""")
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
+@click.option("--drive", "drives", multiple=True, required=True, metavar="PATH[:SIZE]",
+              help="A directory on a drive, or an empty block device, and how much of it to use. Repeat it.")
+@click.option("--name", default=None, help="Name of the pool; default: that of DIR.")
+@click.option("--chunk-size", type=Size(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
+@click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True,
+              help="Copies of each chunk, each on a drive of its own (with several nodes: on a node); fixed. With 2 a drive "
+                   "may fail, with 3 two, and nothing is lost.")
+@click.option("--standbys", type=click.IntRange(0, 4), default=0, show_default=True,
+              help="Further copies of the metadata, each beside another drive's data; one takes over when the first fails.")
+@click.option("--shards", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="Processes that keep the metadata, each a part of the directories: one core each.")
+@click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
+              help="Configuration of this node; default: that of `nvpool config sample`.")
+@click.option("--host", help="Address at which the pool listens over TCP, with TLS, for other machines; default: network.host "
+                             "of the configuration. Without either it is for this machine alone, by unix sockets.")
+@click.option("--plain-text", is_flag=True, help="No TLS at that address: whoever reaches it may do everything.")
+@click.option("--force", is_flag=True, help="Take block devices although something is on them, which is lost.")
+@etcd_options
+@json_option
+def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, standbys: int,
+           shards: int, config_file: str | None, host: str | None, plain_text: bool, force: bool, as_json: bool,
+           **etcd: str | None) -> None:
+    """Make a pool of one node, with its directory at DIR.
+
+    DIR keeps the configuration, the metadata and the logs: it should lie on a fast drive. Each --drive becomes a target.
+    Interrupted, the same command begins again. A DIR that holds a pool, or anything else, is refused.
+    """
+    from nvpool.cli.pool_lifecycle import make
+    config = configuration.load(config_file) if config_file else configuration.Config()
+    config = replace(config, network=replace(config.network, host=host or config.network.host,
+                                             plain_text=plain_text or config.network.plain_text))
+    made = make({"verb": "pool", "directory": os.path.abspath(directory), "name": name or name_of(directory),
+                 "drives": [drive_of(drive) for drive in drives], "chunk_bytes": chunk_size, "replicas": replicas,
+                 "standbys": standbys, "shards": shards, "config": configuration.sample(config), "force": force,
+                 "etcd": etcd_given(etcd)})
+    if as_json:
+        print_json(made)
+        return
+    click.echo(f"pool {made['pool_id'][:8]} made in {made['directory']}")
+    for drive in made["drives"]:
+        click.echo(f"drive {drive['path']}: {format_bytes(drive['capacity_bytes'])}")
+    say(f"start it with: nvpool serve {directory}")
+    if made["join"]:
+        from nvpool.cli.commands.node import join_command
+        say(f"once it serves, another machine joins it, within an hour, with: {join_command(made['join'], config)}")
+
+
+def name_of(directory: str) -> str:
+    """A name for a pool in `directory`: the last part of its path, without what no name may have."""
+    last = "".join(c for c in os.path.basename(os.path.abspath(directory)) if c.isascii() and (c.isalnum() or c in "-_"))
+    return last.strip("-_")[:63] or "pool"
+
+
+@pool.command(epilog="example: nvpool pool destroy /srv/pool")
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def destroy(directory: str, yes: bool, as_json: bool) -> None:
+    """Stop a pool and destroy all that is stored in it, on this node.
+
+    With it go the pool's keys in an etcd of your own, when the pool is destroyed on the last of its nodes.
+    Refused while it is mounted here, or when anything else is mounted below DIR.
+    """
+    from nvpool.cli import pool_lifecycle
+    from nvpool.cli.mount.control import mountpoints_of
+    from nvpool.cli.pool_connection import checked
+    where = checked(directory)
+    pool_lifecycle.check_removable(where)
+    if mounted := mountpoints_of(where):
+        raise InUse(f"the pool is mounted at {', '.join(mounted)}; first: nvpool umount {mounted[0]}")
+    pool_map = pool_lifecycle.read_map(where)
+    if not yes:
+        what = f"the pool {pool_map.name}" if pool_map else "the pool"
+        _confirm(f"Destroy {what} in {where.path} and everything stored in it?")
+    lock = pool_lifecycle.stop(where)
+    done = pool_lifecycle.erase_stores(where, pool_map) if pool_map else []
+    done += pool_lifecycle.forget(where, pool_map)
+    pool_lifecycle.remove(where, lock)
+    if as_json:
+        print_json({"directory": str(where.path), "done": done})
+    else:
+        for line in [*done, f"removed {where.path}"]:
+            click.echo(line)
+
+
+def _confirm(question: str) -> None:
+    """Ask for a confirmation. Refused if the answer is no; InvalidRequest if stdin has ended, as in a script."""
+    click.echo(f"{question} [y/N]: ", nl=False, err=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        click.echo(err=True)
+        raise InvalidRequest("nothing was destroyed: there was no answer on stdin", remedy="to destroy without a question say "
+                                                                                         "--yes")
+    if answer.strip().lower() not in ("y", "yes"):
+        raise Refused("nothing was destroyed")
+
+
+@pool.command(epilog="""\b
+examples:
+  nvpool pool rebalance /srv/pool                        shows how far it is, and changes nothing
+  nvpool pool rebalance /srv/pool --start --wait
+  nvpool pool rebalance /srv/pool --pause
+  nvpool pool rebalance /srv/pool --resume --limit 200 --wait
+""")
+@pool_argument
+@click.option("--status", "only_status", is_flag=True, help="Change nothing, show how far it is: as without an option.")
+@click.option("--start", is_flag=True, help="Look whether anything is out of balance, and move it. May be repeated.")
+@click.option("--pause/--resume", "pause", default=None, help="Begin no more chains for now, or again. Copies that are missing "
+                                                              "are made nevertheless.")
+@click.option("--limit", "limit_mib", type=Number(0, _LIMIT_MIB_MAX), metavar="MIB/S",
+              help="Of each drive that is filled; 0: as much as resync_bytes_s under [store] in its node's node.toml.")
+@wait_option
+@json_option
+def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, limit_mib: float | None, wait: bool,
+              as_json: bool) -> None:
+    """Show how far the moving of chunks is, by which all drives get filled alike. Pause it, slow it down.
+
+    It begins by itself when drives come and go. Without --start, --pause, --resume or --limit nothing is changed.
+    """
+    import asyncio
+
+    from nvpool.cli.pool_connection import change, status_of
+    if only_status and (start or pause is not None or limit_mib is not None):
+        raise click.UsageError("--status changes nothing; leave it out, or --start, --pause, --resume and --limit")
+    if pause is not None or limit_mib is not None:
+        wanted = {"pause": pause, "limit_bytes_s": None if limit_mib is None else int(limit_mib * MIB)}
+        asyncio.run(change(pool, "rebalance", wanted))
+    if start:
+        asyncio.run(change(pool, "rebalance", {}))
+    if wait:
+        with told_to_go_on("moving chains", f"nvpool pool rebalance {pool} --status", f"nvpool pool rebalance {pool} --pause"):
+            asyncio.run(wait_until_moved(pool, "moving chains", as_json))
+    chains = asyncio.run(status_of(pool))["chains"]
+    if as_json:
+        print_json(chains)
+        return
+    click.echo(chains_line(chains))
+    if line := _moving_line(chains, is_resumed=pause is False):
+        click.echo(line)
+
+
+def _moving_line(chains: dict, is_resumed: bool) -> str:
+    """Whether chains are moved, where that is not as ever."""
+    limit = f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive" if chains["limit_bytes_s"] else ""
+    if is_resumed and not chains["paused"]:
+        words = ["moving goes on", limit, "" if chains["to_copy"] else "nothing is to be moved now"]
+        return ", ".join(word for word in words if word)
+    words = [word for word in ("paused" if chains["paused"] else "", limit) if word]
+    return f"moving is {' and '.join(words)}" if words else ""
+
+
+def chains_line(chains: dict) -> str:
+    """How the chains of a pool are, in one line."""
+    words = [f"{chains['full']:,} of {chains['total']:,} full"]
+    words += [f"{chains[name]:,} {text}" for name, text in (("fewer", "with fewer copies"), ("without", "without any copy"),
+                                                            ("filling", "being filled")) if chains[name]]
+    if chains["to_copy"]:
+        words.append(f"{chains['to_copy']:,} copies to make")
+        words.append(time_left(chains))
+    return completed("chains: " + ", ".join(word for word in words if word))

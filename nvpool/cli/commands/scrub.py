@@ -1,0 +1,168 @@
+"""`nvpool scrub start|status|pause|resume|stop`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import click
+
+from nvpool.cli.output import EXIT_DAMAGED, ago, json_option, pool_argument, print_json, print_table, say
+from nvpool.core.units import BLOCK_BYTES, format_bytes
+
+
+@click.group(epilog="""\b
+examples:
+  nvpool scrub status /srv/pool
+  nvpool scrub start /srv/pool --wait
+  nvpool scrub start /srv/pool --drive 2
+  nvpool scrub pause /srv/pool
+""")
+def scrub() -> None:
+    """Have everything that is stored read and compared with its checksums.
+
+    Each drive does so by itself once a week, slowly, while the pool is in use ([store] scrub_interval_s and scrub_bytes_s in
+    node.toml). What is bad is written anew from another replica; what has none is told by `nvpool status`.
+    """
+
+
+drive_option = click.option("--drive", metavar="DRIVE", help="Only this one, by number or path; default: all.")
+target_option = click.option("--target", type=click.IntRange(1), help="Only this one.")
+
+
+@scrub.command(epilog="""\b
+--json prints one object for each target: target, drive, node, path, state (idle, running, paused; null: it does not answer),
+began_ms, blocks, blocks_total, bad, mended (of the round under way), seconds_left (-1: not known), next_ms (0: not by itself),
+last_began_ms, last_ended_ms (0: never), last_blocks, last_bad, last_mended
+
+\b
+example: nvpool scrub status /srv/pool
+""")
+@pool_argument
+@json_option
+def status(pool: str, as_json: bool) -> None:
+    """Show for each drive how far its round is, and how the last one ended."""
+    found = _seen(pool)
+    if as_json:
+        print_json(found)
+    else:
+        _show(found)
+
+
+def _seen(pool: str) -> list[dict[str, Any]]:
+    from nvpool.cli.pool_connection import status_of
+    return _of(asyncio.run(status_of(pool)))
+
+
+def _of(seen: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{name: one[name] for name in ("target", "drive", "node", "path")} | (one.get("scrub") or {"state": None})
+            for one in seen["processes"] if one["role"] == "store"]
+
+
+def _show(found: list[dict[str, Any]]) -> None:
+    from nvpool.core.clock import SYSTEM_CLOCK
+    now_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
+    columns = ("drive", "node", "target", "state", "done", "bad", "mended", "left", "last ended", "last bad", "mended", "next")
+    print_table(columns, [
+        (one["drive"], one["node"], one["target"], one["state"] or "does not answer", *_line(one, now_ms)) for one in found])
+
+
+def _line(one: dict[str, Any], now_ms: int) -> tuple:
+    if one["state"] is None:
+        return (None,) * 8
+    under_way = one["began_ms"] > 0
+    done = f"{format_bytes(one['blocks'] * BLOCK_BYTES)} of {format_bytes(one['blocks_total'] * BLOCK_BYTES)}"
+    left = f"{one['seconds_left']:.0f} s" if one["seconds_left"] >= 0 and one["state"] == "running" else None
+    ended = one["last_ended_ms"]
+    return (done if under_way else None, one["bad"] if under_way else None, one["mended"] if under_way else None, left,
+            f"{ago(ended, now_ms)} ago" if ended else None, one["last_bad"] if ended else None,
+            one["last_mended"] if ended else None,
+            f"in {ago(now_ms, one['next_ms'])}" if one["next_ms"] > now_ms else None)
+
+
+@scrub.command(epilog="""\b
+exit codes: with --wait 4 when something bad was found that is not mended
+--json prints targets (that were told) and silent (number: reason); with --wait also scrub, as nvpool scrub status --json
+
+\b
+examples:
+  nvpool scrub start /srv/pool
+  nvpool scrub start /srv/pool --drive /mnt/nvme2 --wait
+""")
+@pool_argument
+@drive_option
+@target_option
+@click.option("--wait", is_flag=True, help="Return when the rounds have ended, and show how far they are.")
+@json_option
+def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json: bool) -> int:
+    """Begin a round now, unless one is under way; or go on with one that was paused."""
+    result = _order(pool, "start", drive, target, as_json, quiet=wait)
+    if not wait:
+        return 0
+    found = asyncio.run(_wait(pool, frozenset(result["targets"]), as_json))
+    if as_json:
+        print_json(result | {"scrub": found})
+    else:
+        _show(found)
+    return EXIT_DAMAGED if any(one["last_bad"] > one["last_mended"] for one in found) else 0
+
+
+_TOLD = {"start": "scrubbing started on", "pause": "scrubbing is paused on", "resume": "scrubbing continues on",
+         "stop": "scrubbing is stopped on"}
+
+
+def _order(pool: str, order: str, drive: str | None, target: int | None, as_json: bool, quiet: bool = False) -> dict[str, Any]:
+    """Have the targets told; the answer, which is printed unless `quiet`."""
+    from nvpool.cli.commands.drive import _name
+    from nvpool.cli.pool_connection import change
+    arguments = {"order": order, "drive": _name(drive) if drive else "", "target": target or 0}
+    result = asyncio.run(change(pool, "scrub", arguments))
+    if not quiet and as_json:
+        print_json(result)
+    elif not quiet and result["targets"]:
+        targets = sorted(result["targets"])
+        click.echo(f"{_TOLD[order]} target{'' if len(targets) == 1 else 's'} {', '.join(map(str, targets))}")
+        say(f"look with: nvpool scrub status {pool}")
+    elif not quiet:
+        click.echo("no target was told")
+    for number, reason in result["silent"].items():
+        say(f"target {number} was not told: {reason}")
+    return result
+
+
+async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[str, Any]]:
+    """What those targets say when none of them is under way any more. The pool may be away for a while."""
+    from nvpool.cli.pool_connection import statuses
+    from nvpool.cli.progress import Look, shown
+    found: list[dict[str, Any]] = []
+
+    async def watch() -> list[dict[str, Any]]:
+        nonlocal found
+        async for seen in statuses(pool):
+            found = [one for one in _of(seen) if one["target"] in targets]
+            if all(one["state"] == "idle" for one in found):
+                return found
+
+    def look() -> Look:
+        under_way = [one for one in found if one["state"] in ("running", "paused")]
+        left = max((one["seconds_left"] for one in under_way), default=-1.0)
+        return Look(sum(one["blocks"] for one in under_way) * BLOCK_BYTES,
+                    sum(one["blocks_total"] for one in under_way) * BLOCK_BYTES, f"{left:.0f} s to go" if left >= 0 else "")
+
+    return await shown("scrubbing", watch(), look, quiet=quiet)
+
+
+def _simple(order: str, text: str, example: str):
+    @scrub.command(order, help=text, epilog=f"\b\nexample: {example}")
+    @pool_argument
+    @drive_option
+    @target_option
+    @json_option
+    def command(pool: str, drive: str | None, target: int | None, as_json: bool) -> None:
+        _order(pool, order, drive, target, as_json)
+
+
+_simple("pause", "Read nothing more until resume or start, nor begin a round; also after restarts.",
+        "nvpool scrub pause /srv/pool")
+_simple("resume", "Go on after a pause.", "nvpool scrub resume /srv/pool --drive 2")
+_simple("stop", "Give up the rounds that are under way. The next ones begin when they are due.", "nvpool scrub stop /srv/pool")

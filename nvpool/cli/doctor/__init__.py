@@ -1,0 +1,1 @@
+"""`nvpool doctor`: checks of a machine and of a pool."""

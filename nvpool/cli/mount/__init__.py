@@ -1,0 +1,1 @@
+"""`nvpool mount` and `umount`, and the helper of mount(8)."""

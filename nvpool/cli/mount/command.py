@@ -1,0 +1,178 @@
+"""`nvpool mount` and `nvpool umount`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from nvpool.cli.commands.drive import Size
+from nvpool.cli.output import Number, json_option, log_options, print_json, remember_pool, say
+from nvpool.core import config as configuration
+
+
+@click.command(epilog="""\b
+examples:
+  nvpool mount /srv/pool /mnt/pool
+  nvpool mount 10.0.0.1:17512 /mnt/pool
+  nvpool mount /srv/pool:/data/train /mnt/train --read-only    a part of it, and nothing outside of that
+  nvpool mount /srv/pool /mnt/pool --foreground      for systemd, or to see what it says
+  nvpool mount /srv/pool /mnt/pool --engine pyfuse3  through libfuse, as on kernels before 5.4
+  nvpool mount /srv/pool /mnt/build --writeback      nobody else changes these files: small writes are gathered
+  nvpool mount /srv/pool /mnt/pool --max-background 512 --congestion-threshold 400   many readers of large files
+  nvpool mount /srv/pool /mnt/data --workers 4       many readers of large files, and cores to spare
+  nvpool mount /srv/pool /mnt/pool --attr-timeout-s 0 --entry-timeout-s 0   several nodes change the same names
+  nvpool mount /srv/pool /mnt/pool --metrics 127.0.0.1:9478
+  nvpool mount upgrade /mnt/pool                     newer software serves it from now on; who uses it sees a pause
+""")
+@click.argument("pool", metavar="POOL[:/PATH]")
+@click.argument("mountpoint", metavar="MOUNTPOINT")
+@click.option("--foreground", is_flag=True, help="Stay in the foreground until the pool is unmounted.")
+@click.option("--log", type=click.Path(dir_okay=False),
+              help="Where the daemon writes what it has to say; default: log/ of a local pool directory, else /var/log/nvpool.")
+@log_options
+@click.option("--wait", "wait_s", type=Number(1, 3600), default=60.0, show_default=True,
+              help="Seconds until the pool must be there.")
+@click.option("--read-only", is_flag=True, help="Refuse every change.")
+@click.option("--force", is_flag=True, help="Clean up a dead mount that is in the way first.")
+@click.option("--deadline-s", type=Number(1, 86400), help="How long a call waits for a daemon that is gone. [60]")
+@click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]),
+              help="kernel: speak to /dev/fuse directly; pyfuse3: through libfuse; auto: kernel on Linux 5.4 and newer. "
+                   "[engine under [client] in node.toml, else auto]")
+@click.option("--writeback", is_flag=True,
+              help="Let the kernel keep what is written and write it later. Only where no other mount or program changes these "
+                   "files; until a file is closed or fsynced, nobody else sees it. Needs engine kernel.")
+@click.option("--max-read", type=Size(), help="Bytes in one read request, engine kernel. [what the kernel allows, 1M]")
+@click.option("--read-ahead", type=Size(),
+              help="How far the kernel reads ahead of a sequential reader; 0: not at all. Root only. [1M]")
+@click.option("--max-background", type=click.IntRange(1, 65535),
+              help="Requests in work that no call waits for (reading ahead, writing back), engine kernel. [128]")
+@click.option("--congestion-threshold", type=click.IntRange(1, 65535),
+              help="From how many of those on the kernel holds back, engine kernel. [three quarters]")
+@click.option("--attr-timeout-s", type=Number(0, 3600),
+              help="How long the kernel may keep attributes; 0 here and for names: it asks each time, and shows nothing old. "
+                   "[attr_timeout_s under [client] in node.toml, else 1]")
+@click.option("--entry-timeout-s", type=Number(0, 3600),
+              help="How long the kernel may keep names. [entry_timeout_s under [client] in node.toml, else 1]")
+@click.option("--negative-timeout-s", type=Number(0, 3600), help="How long it may keep that a name is not there. [0]")
+@click.option("--holder/--no-holder", default=None,
+              help="Whether the mount outlives a crash or upgrade of its process, for some 20 MiB of memory; needs engine "
+                   "kernel and Linux 5.4. [where it can]")
+@click.option("--workers", type=click.IntRange(1, configuration.WORKERS_MAX),
+              help="Processes for this mount, where one core does not do: all but one only read files of more than 64 KiB. "
+                   "Needs a holder and Linux 6.9. [workers under [client] in node.toml, else 1]")
+@click.option("--metrics", metavar="PORT|unix:PATH",
+              help="Tell Prometheus of this mount, all its processes together, at http://127.0.0.1:PORT/metrics; HOST:PORT "
+                   "opens it to whoever reaches HOST.")
+@click.option("--transport", metavar="SCHEME",
+              help="The only one to use: stream+unix, stream, grpc, or an installed one's. [transport under [client] in "
+                   "node.toml, else the best that both ends have]")
+@click.option("--no-short-cut", is_flag=True, help="Read through the stores also where their drives are in this node.")
+@click.option("--no-acl", is_flag=True, help="Without access control lists: those that are there do not count on this mount.")
+@click.option("-o", "options", multiple=True, metavar="OPTION", help="Of mount(8): noexec, suid, dev, …; repeat it.")
+@json_option
+def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_level: str | None, log_format: str | None,
+          wait_s: float, read_only: bool, force: bool, deadline_s: float | None, engine: str | None, writeback: bool,
+          max_read: int | None, read_ahead: int | None, max_background: int | None, congestion_threshold: int | None,
+          attr_timeout_s: float | None, entry_timeout_s: float | None, negative_timeout_s: float | None, holder: bool | None,
+          workers: int | None, metrics: str | None, transport: str | None, no_short_cut: bool, no_acl: bool,
+          options: tuple[str, ...], as_json: bool) -> None:
+    """Mount a pool, or the directory at PATH of it, at the empty directory MOUNTPOINT.
+
+    Of a pool of which a part is mounted nothing else can be seen there, or named. Symbolic links in PATH are not followed.
+
+    Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back, and with a holder
+    also when its own process dies.
+
+    With the word upgrade in place of POOL (a pool of that name is ./upgrade) the process that serves MOUNTPOINT is replaced by
+    one of the software that is installed now: open files, locks and what was written stay.
+    """
+    if pool == "upgrade":
+        _upgrade(mountpoint, wait_s, as_json)
+        return
+    from nvpool.cli.mount.control import mount_command, mount_pool
+    from nvpool.cli.pool_connection import directory_of
+    from nvpool.cli.pool_path import divided
+    from nvpool.host.mountinfo import place_of
+    shown = pool
+    pool, subtree = divided(pool)
+    remember_pool(click.get_current_context(), None, pool)
+    directory = directory_of(pool)
+    if directory is not None:
+        pool = str(directory.path)
+        configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
+    place = str(place_of(mountpoint))
+    words = tuple(word for wanted, word in (
+        (read_only, "--read-only"), (force, "--force"), (writeback, "--writeback"),
+        (no_short_cut, "--no-short-cut"), (no_acl, "--no-acl"), (holder, "--holder"),
+        (holder is False, "--no-holder")) if wanted)
+    words += tuple(f"{word}={value}" for word, value in (
+        ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--read-ahead", read_ahead),
+        ("--max-background", max_background), ("--congestion-threshold", congestion_threshold),
+        ("--attr-timeout-s", attr_timeout_s), ("--entry-timeout-s", entry_timeout_s),
+        ("--negative-timeout-s", negative_timeout_s), ("--transport", transport), ("--workers", workers),
+        ("--metrics", metrics), ("--log-level", log_level), ("--log-format", log_format))
+        if value is not None)
+    if metrics:
+        configuration.parse_address(metrics)
+    words += tuple(f"-o{option}" for option in options)
+    if subtree.strip("/"):
+        words += (f"--subtree={subtree}",)
+    if foreground:
+        sys.stdout.flush()
+        os.execv(sys.executable, mount_command(pool, place, (*words, *([f"--log={log}"] if log else []))))
+    pid = mount_pool(pool, place, Path(log) if log else log_of(pool, place), words, wait_s)
+    if as_json:
+        print_json({"pool": pool, "subtree": "/" + subtree.strip("/"), "mountpoint": place, "pid": pid})
+    else:
+        click.echo(f"{shown} is mounted at {place} (process {pid})")
+
+
+def _upgrade(mountpoint: str, wait_s: float, as_json: bool) -> None:
+    from nvpool.cli.mount.control import upgrade
+    from nvpool.host.mountinfo import place_of
+    done = upgrade(mountpoint, wait_s)
+    if as_json:
+        print_json({"mountpoint": str(place_of(mountpoint)), "pid": done.pid, "pause_ms": done.pause_ms})
+    else:
+        told = f", after a pause of {done.pause_ms} ms" if done.pause_ms is not None else ""
+        click.echo(f"process {done.pid} serves {mountpoint} now{told}")
+
+
+def log_of(pool: str, place: str) -> Path:
+    """The file for the words of the mount daemon at `place`; its directory is made."""
+    from nvpool.cli.pool_connection import directory_of
+    directory = directory_of(pool)
+    if directory is not None and os.access(directory.log, os.W_OK):
+        kept = directory.log
+    elif os.geteuid() == 0:
+        kept = Path("/var/log/nvpool")
+    else:
+        kept = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nvpool"
+    kept.mkdir(parents=True, exist_ok=True)
+    return kept / f"mount{place.replace('/', '-')[-100:]}.log"
+
+
+@click.command(epilog="""\b
+examples:
+  nvpool umount /mnt/pool
+  nvpool umount --lazy /mnt/pool      although it is in use: the name is free at once
+""")
+@click.argument("mountpoint", metavar="MOUNTPOINT")
+@click.option("--lazy", is_flag=True, help="Take it out of sight even while files are open in it.")
+@click.option("--wait", "wait_s", type=Number(0, 3600), default=60.0, show_default=True,
+              help="Seconds that the daemon may take to store what was written.")
+@json_option
+def umount(mountpoint: str, lazy: bool, wait_s: float, as_json: bool) -> None:
+    """Unmount the pool at MOUNTPOINT. Returns when everything written is stored.
+
+    A mount whose daemon is dead or does not answer is unmounted lazily, so this always works.
+    """
+    from nvpool.cli.mount.control import unmount
+    was_lazy = unmount(mountpoint, lazy, wait_s)
+    if as_json:
+        print_json({"mountpoint": mountpoint, "lazy": was_lazy})
+    elif was_lazy and not lazy:
+        say(f"{mountpoint}: its daemon did not answer; unmounted lazily")

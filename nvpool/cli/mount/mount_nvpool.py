@@ -1,0 +1,244 @@
+"""`mount.nvpool`: what mount(8) calls for `mount -t nvpool SOURCE PLACE -o …` and for a line of /etc/fstab with that type.
+
+    mount.nvpool SOURCE PLACE [-sfnv] [-t TYPE] [-o OPTION,…]
+
+SOURCE is HOST[:PORT]:/PATH, /DIRECTORY:/PATH or a pool directory; with -o pool=DIR that directory (of a node, or of `nvpool
+client join`) is the pool, and what stands before the colon is a name. /proc/mounts shows SOURCE as it was given, so that
+`mount -a` knows it again. Exit codes are mount(8)'s: 1 wrong words, 32 not mounted, and stderr has the reason. Decides nothing
+about mounting: that is `nvpool mount`'s work, whose options are taken here under the same names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import getopt
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from nvpool.cli.pool_path import divided
+from nvpool.core import config as configuration
+from nvpool.core.errors import InUse, InvalidRequest, NvpoolError, Refused
+from nvpool.core.units import parse_bytes
+from nvpool.host.mountinfo import mount_at, options_in, place_of
+
+EXIT_USAGE, EXIT_FAILURE = 1, 32
+DEFAULT_PORT = 17512
+"""Of a HOST without one."""
+WAIT_S = 60.0
+
+
+def _one_of(*known: str):
+    def checked(value: str) -> str:
+        if value not in known:
+            raise ValueError(f"it is one of {', '.join(known)}")
+        return value
+    return checked
+
+
+def _between(kind, least: int, most: int):
+    def checked(value: str) -> float:
+        try:
+            number = kind(value)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most:
+            raise ValueError(f"it is {'a whole number' if kind is int else 'seconds'} from {least} to {most}")
+        return number
+    return checked
+
+
+def _address(value: str) -> str:
+    configuration.parse_address(value)
+    return value
+
+
+WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut", "no-acl")
+VALUES = {"engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes, "read-ahead": parse_bytes,
+          "max-background": _between(int, 1, 65535), "congestion-threshold": _between(int, 1, 65535),
+          "attr-timeout-s": _between(float, 0, 3600), "entry-timeout-s": _between(float, 0, 3600),
+          "negative-timeout-s": _between(float, 0, 3600), "deadline-s": _between(float, 1, 86400),
+          "workers": _between(int, 1, configuration.WORKERS_MAX), "metrics": _address,
+          "log-level": _one_of("debug", "info", "warning", "error"), "log-format": _one_of("text", "json")}
+HERE = {"pool": str, "log": str, "wait": _between(float, 1, 3600)}
+"""These are for us; the others are passed on to the daemon."""
+FLAGS = {"ro": (1, True), "rw": (1, False), "nosuid": (2, True), "suid": (2, False), "nodev": (4, True), "dev": (4, False),
+         "noexec": (8, True), "exec": (8, False), "sync": (16, True), "async": (16, False), "dirsync": (128, True),
+         "noatime": (1024, True), "atime": (1024, False), "nodiratime": (2048, True), "diratime": (2048, False)}
+"""Bits of mount(2), as in fuse/kernel/attach, which is not imported for a look at words."""
+PASSED = ("allow_other", "default_permissions")
+PASSED_VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
+NOTHING = frozenset(("defaults", "auto", "noauto", "nofail", "user", "nouser", "users", "owner", "group", "_netdev", "relatime",
+                     "silent", "loud", "norelatime"))
+"""For mount(8), systemd and people; and atime is relatime here."""
+NOTHING_VALUES = ("comment=", "x-", "X-", "user=", "uhelper=", "helper=")
+OF_KERNEL = ("user_id=", "group_id=", "rootmode=", "fd=", "blksize=", "subtype=", "fsname=", "max_read=")
+"""mount(8) adds what it finds in /proc/mounts when it mounts anew."""
+_REMOUNT, _NOSUID, _NODEV, _RDONLY = 32, 2, 4, 1
+
+
+class Wanted(NamedTuple):
+    source: str
+    place: str
+    pool: str
+    subtree: str
+    words: tuple[str, ...]
+    """For the mount daemon."""
+    flags: int
+    """Of mount(2), where it is mounted anew."""
+    log: str
+    wait_s: float
+    remount: bool
+    fake: bool
+    verbose: bool
+
+
+def known() -> str:
+    """What may stand behind -o, for people."""
+    return ", ".join([*(f"{name}=" for name in (*HERE, *VALUES)), *WORDS, *FLAGS, *PASSED, "remount"])
+
+
+def parse(arguments: list[str]) -> Wanted:
+    """InvalidRequest with what is wrong and what there is."""
+    try:
+        given, rest = getopt.gnu_getopt(arguments, "sfnvho:t:N:")
+    except getopt.GetoptError as error:
+        raise InvalidRequest(f"{error}; usage: mount.nvpool SOURCE PLACE [-sfnv] [-o OPTION,…]") from None
+    letters = [letter for letter, _ in given]
+    if len(rest) != 2:
+        raise InvalidRequest("a source and a place are needed: mount -t nvpool HOST:/PATH PLACE")
+    for letter, value in given:
+        if letter == "-t" and value not in ("nvpool", "fuse.nvpool"):
+            raise InvalidRequest(f"this mounts file systems of type nvpool, not {value}")
+        if letter == "-N":
+            raise InvalidRequest("mount --namespace is not for nvpool; enter it: nsenter --mount=FILE mount -t nvpool …")
+    source, place = rest
+    options = [word for letter, value in given if letter == "-o" for word in options_in(value)]
+    remount = "remount" in options
+    words, here, flags = [], {}, _NOSUID | _NODEV
+    for option in options:
+        name, is_valued, value = option.partition("=")
+        name = name if option.startswith(PASSED_VALUES) or name in PASSED else name.replace("_", "-")
+        if option in FLAGS:
+            bit, on = FLAGS[option]
+            flags = flags | bit if on else flags & ~bit
+            words.append(f"-o{option}")
+        elif option in NOTHING or option.startswith(NOTHING_VALUES) or option == "remount":
+            pass
+        elif option in PASSED or option.startswith(PASSED_VALUES):
+            words.append(f"-o{option}")
+        elif remount and option.startswith(OF_KERNEL):
+            pass
+        elif name in WORDS and not is_valued:
+            words.append(f"--{name}")
+        elif name in VALUES and value:
+            words.append(f"--{name}={_checked(name, value, VALUES[name])}")
+        elif name in HERE and value:
+            here[name] = _checked(name, value, HERE[name])
+        elif "-s" not in letters:
+            more = " needs a value: write it as" if name in VALUES or name in HERE else " is no option of nvpool; there are"
+            raise InvalidRequest(f"{option!r}{more} {f'{name}=…' if more.startswith(' needs') else known()}")
+    pool, subtree = ("", "/") if remount else _where(source, here.get("pool", ""))  # then it may be what `nvpool mount` shows
+    return Wanted(source, str(place_of(place)), pool, subtree, tuple(words), flags, here.get("log", ""),
+                  here.get("wait", WAIT_S), remount, "-f" in letters, "-v" in letters)
+
+
+def _checked(name: str, value: str, kind):
+    try:
+        return kind(value)
+    except (ValueError, NvpoolError) as error:
+        raise InvalidRequest(f"{name}={value}: {value!r} is not a value for it: {error}") from None
+
+
+def _where(source: str, directory: str) -> tuple[str, str]:
+    """The pool, and the path in it."""
+    pool, subtree = divided(source)
+    if directory:
+        if pool == source:
+            subtree = "/"
+        return directory, subtree
+    if pool.startswith("/") or "://" in pool:
+        return pool, subtree
+    if pool == source and not re.fullmatch(r".+:\d+", pool):
+        raise InvalidRequest(f"{source!r} is no source of nvpool; write HOST:/PATH, HOST:PORT:/PATH or DIRECTORY:/PATH (all of "
+                             "a pool: HOST:/)")
+    if not re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]]+)(:\d{1,5})?", pool):
+        raise InvalidRequest(f"{pool!r} is no HOST or HOST:PORT; an address of IPv6 stands in brackets")
+    return pool if re.search(r"[^:\[]:\d+$", pool) and not pool.endswith("]") else f"{pool}:{DEFAULT_PORT}", subtree
+
+
+def remount(wanted: Wanted) -> None:
+    """Change what the kernel decides: whether it is read-only, and noexec and the like. All else stays as it was mounted.
+
+    Refused, InUse where files are open for writing.
+    """
+    from nvpool.cli.mount.control import words_of
+    there = mount_at(wanted.place)
+    if there is None or not there.ours:
+        raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it can not be mounted anew")
+    if not wanted.flags & _RDONLY and _was_read_only(words_of(wanted.place)):
+        raise Refused(f"{wanted.place} was mounted read-only, and its process has no right to write; unmount it, and mount it "
+                      "with rw")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(None, os.fsencode(wanted.place), None, ctypes.c_ulong(_REMOUNT | wanted.flags), None):
+        number = ctypes.get_errno()
+        if number == errno.EBUSY:
+            raise InUse(f"{wanted.place} has files open for writing; close them (fuser -vm {wanted.place} lists who has)")
+        raise Refused(f"{wanted.place} could not be mounted anew: {os.strerror(number)}")
+
+
+def _was_read_only(words: list[str]) -> bool:
+    given = [word for text in words if text.startswith("-o") for word in options_in(text[2:]) if word in ("ro", "rw")]
+    return given[-1] == "ro" if given else "--read-only" in words
+
+
+def run(wanted: Wanted) -> None:
+    """Mount it; returns when the pool is there, with all checked and nothing done where it is `fake`. As
+    cli/mount/control.mount_pool: Refused, Unavailable; InvalidRequest of a path that none can be. Nothing is mounted then."""
+    from nvpool.cli.mount.command import log_of
+    from nvpool.cli.mount.control import mount_pool
+    from nvpool.cli.pool_connection import directory_of
+    from nvpool.fuse.ops.subtree import parts_of
+    parts_of(wanted.subtree)
+    directory = directory_of(wanted.pool)
+    pool = wanted.pool
+    if directory is not None:
+        pool = str(directory.path)
+        configuration.load(directory.node_toml)
+    if wanted.fake:
+        return
+    words = (*wanted.words, f"--source={wanted.source}")
+    if wanted.subtree.strip("/"):
+        words += (f"--subtree={wanted.subtree}",)
+    pid = mount_pool(pool, wanted.place, Path(wanted.log) if wanted.log else log_of(pool, wanted.place), words, wanted.wait_s)
+    if wanted.verbose:
+        print(f"mount.nvpool: {wanted.source} mounted on {wanted.place} (process {pid})")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code for mount(8)."""
+    try:
+        wanted = parse(sys.argv[1:] if arguments is None else arguments)
+    except NvpoolError as error:
+        print(f"mount.nvpool: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        if not wanted.remount:
+            run(wanted)
+        elif not wanted.fake:
+            remount(wanted)
+    except InvalidRequest as error:
+        print(f"mount.nvpool: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except (NvpoolError, OSError) as error:
+        print(f"mount.nvpool: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

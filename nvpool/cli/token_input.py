@@ -1,0 +1,101 @@
+"""The token of `nvpool node join` and `nvpool client join`: where it comes from without standing on a command line.
+
+Every user of a machine reads the arguments of all processes (proc(5), cmdline), and whoever is first uses a token. So it comes
+from a file, from standard input, from the environment or from a terminal; one that was given as an argument all the same is
+taken, with a warning, and overwritten in this process's memory, where /proc shows it from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nvpool.cli.output import say
+from nvpool.core.errors import from_os_error
+
+VARIABLE = "NVPOOL_TOKEN"
+_TOKEN_BYTES_MAX = 4096
+WAYS = """\b
+The token, which works once, comes from one of these, the first that there is:
+  --token -            standard input, its first line
+  --token-file PATH    the first line of a file
+  NVPOOL_TOKEN         an environment variable
+  a terminal           where it is asked for, and not shown
+--token TOKEN works too, but other users of this machine can read it in the list of processes.
+"""
+"""For the epilog of a command with `token_options`."""
+
+
+def token_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that give the command one argument, `token_text`: see `token_from`."""
+    def with_token(*arguments: Any, token_given: str | None, token_file: str | None, **named: Any) -> Any:
+        return command(*arguments, token_text=token_from(token_given, token_file), **named)
+
+    with_token.__name__, with_token.__doc__ = command.__name__, command.__doc__
+    with_token.__dict__.update(command.__dict__)
+    option = click.option("--token-file", metavar="PATH", help="File whose first line is the token.")(with_token)
+    return click.option("--token", "token_given", metavar="-", help="Read the token from standard input.")(option)
+
+
+def token_from(given: str | None, file: str | None) -> str:
+    """The token as `WAYS` says. UsageError where there is none; NotFound, AccessDenied of the file."""
+    if given is not None and file is not None:
+        raise click.UsageError("--token and --token-file exclude each other")
+    if given == "-":
+        return _first_line(sys.stdin.readline(_TOKEN_BYTES_MAX), "standard input")
+    if given is not None:
+        say(f"warning: a token on the command line can be read by every user of this machine in the list of processes; use "
+            f"--token -, --token-file PATH or the variable {VARIABLE}")
+        return given
+    if file is not None:
+        try:
+            with Path(file).open(encoding="utf-8", errors="replace") as opened:
+                return _first_line(opened.readline(_TOKEN_BYTES_MAX), file)
+        except OSError as error:
+            raise from_os_error(error, f"read the token from {file}") from None
+    if token := os.environ.pop(VARIABLE, "").strip():  # not for the daemons that are started from here
+        return token
+    if sys.stdin.isatty():
+        return click.prompt("token", hide_input=True, err=True).strip()
+    raise click.UsageError(f"there is no token: give it by --token - (standard input), --token-file PATH, or the variable "
+                           f"{VARIABLE}; `nvpool node token POOL` and `nvpool client token POOL` make one")
+
+
+def _first_line(line: str, where: str) -> str:
+    if not (token := line.strip()):
+        raise click.UsageError(f"{where} has no token in its first line")
+    return token
+
+
+def hide_tokens(words: Sequence[str]) -> None:
+    """Hide what stands behind --token in the arguments of this process."""
+    for word, following in zip(words, [*words[1:], "-"], strict=True):
+        given = following if word == "--token" else word.partition("=")[2] if word.startswith("--token=") else "-"
+        if given != "-":
+            hide_argument(given)
+
+
+def hide_argument(text: str) -> None:
+    """Overwrite `text` in the arguments of this process that /proc/PID/cmdline shows, where they are to be found."""
+    wanted = os.fsencode(text)
+    if not wanted:
+        return
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # proc(5): the fields after the name, which may hold blanks, begin with the third; arg_start and arg_end are 48 and 49.
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        if not 0 < start < end:
+            return
+        there = ctypes.string_at(start, end - start)
+        at = there.find(wanted)
+        while at >= 0:
+            if there[at - 1:at] in (b"\0", b"=") and there[at + len(wanted):][:1] in (b"\0", b""):  # a whole one
+                ctypes.memset(start + at, ord("x"), len(wanted))
+            at = there.find(wanted, at + 1)

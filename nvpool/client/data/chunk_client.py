@@ -1,0 +1,626 @@
+"""Reads and writes of chunks: finds the target, gathers what goes to the same one, checks every byte that comes.
+
+Guarantees: a block whose checksum does not fit is never handed on; a write is named once and repeated under that name until
+a store answers; what is old (map, grant) is refreshed and asked again; everything ends by its deadline. Called by reader,
+writer and vfs. Never reads or writes more than it is asked for, never touches sizes: what lies behind the end of a chunk
+reads as zeros, and who knows the file's end trims.
+
+Reads make no task. Those asked for in one turn of the loop for one target travel in one message; a read that finds its
+target idle goes at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+
+from nvpool.client.data.commit import PATIENCE_S, Flushing, Stored, WrittenAt
+from nvpool.client.data.eof_tracker import Ended
+from nvpool.client.data.hedged_reads import SecondReads, settle
+from nvpool.client.data.hedging import LATE_S, Hedging, Sent
+from nvpool.client.data.key_cache import VolumeKeys
+from nvpool.client.data.replica_choice import Replicas
+from nvpool.client.data.short_circuit import ShortCut
+from nvpool.client.data.target_queue import Lane, Read, error_of, mismatch, reads_struct, results_struct, submit_into
+from nvpool.client.rpc.backoff import pause, until_known
+from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.pool_view import PoolView
+from nvpool.client.write.write_call import BeginsWrites, Writing
+from nvpool.core import errors
+from nvpool.core.checksum import block_checksums, crc32c
+from nvpool.core.clock import Clock
+from nvpool.core.completion import Coming
+from nvpool.core.errors import (
+    Busy,
+    BytesLost,
+    Cancelled,
+    ChecksumMismatch,
+    CorruptFrame,
+    Damaged,
+    DeadlineExceeded,
+    KeyMissing,
+    NvpoolError,
+    Stale,
+    StaleCut,
+    StaleEpoch,
+    StaleGrant,
+    StaleIdentity,
+    StaleSession,
+    StaleTenure,
+    Unavailable,
+    WrongTarget,
+)
+from nvpool.core.futures import abandon
+from nvpool.core.grants import READ, WRITE
+from nvpool.core.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
+from nvpool.poolmap.model import Chain
+from nvpool.rpc.messages.data_codec import ALL_OF_BLOCKS, ASKER_KEEPS, decode_read_reply, decoded, encode_read_request
+from nvpool.rpc.v1 import data_pb2, wire_pb2
+
+log = logging.getLogger(__name__)
+
+_WRITE = struct.Struct("<QQQIIIHH")
+GATHER_READS = 256
+"""Reads in one gathered message: enough that the message's cost vanishes, few enough that the first are not kept waiting."""
+GATHER_BYTES = 2 * MIB
+_ALONE_BYTES = 256 * KIB
+"""From this size a read travels alone: gathering saves nothing, and its reply need not wait for others."""
+HALVED_READS = 8
+PART_BYTES = 512 * KIB
+"""So many gathered reads, or more bytes than this, travel in parts: while we answer the first the store is at the next. In one
+message drive, store, we and who reads take turns: 16 readers of 128 KiB got 245 MiB/s in place of 400, over TCP and cold."""
+_LANES_PER_FILE = 65536
+
+
+class ChunkClient(BeginsWrites):
+    """`renew(file, rights)` gets a new grant, and attributes, for an open inode."""
+
+    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *,
+                 renew: Callable[[OpenInode, int], Awaitable[None]],
+                 keys: VolumeKeys):
+        self._view = view
+        self._dialer = dialer
+        self._options = options
+        self._clock = clock
+        self._renew = renew
+        self._keys = keys
+        self.ended = Ended(view, renew)
+        self._loop = asyncio.get_running_loop()
+        self._lanes: dict[int, Lane] = {}
+        self.epoch = view.map.epoch
+        self.sequence = 0
+        self._slots = list(range(SLOTS_PER_SESSION))
+        self._slot_waiters: deque[asyncio.Future] = deque()
+        self._tasks: set[asyncio.Task] = set()
+        self._read_flags = ASKER_KEEPS if options.direct_reads else 0
+        self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
+        self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
+        self.hedging = Hedging(clock, self._is_late, self._look_for_slow)
+        self._seconds = SecondReads(self, view, clock, pause=self._pause, renew=renew)
+        self._flushing = Flushing(view, clock, call=self._call, pause=self._pause)
+        self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
+        self.map_changed_files: Callable[[], None] = lambda: None
+        self.path_told: Callable[[int], str] = lambda inode: ""
+        """What the log says of the path of a damaged file, right behind its inode; see KnownPaths.told."""
+        self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
+        view.changed.append(self._map_changed)
+
+    def _map_changed(self, pool_map) -> None:
+        self.epoch = pool_map.epoch
+        self.replicas.use_map(pool_map)
+        for lane in self._lanes.values():
+            target = pool_map.target_by_id.get(lane.target)
+            if target is not None:
+                lane.endpoints, lane.distance = target.endpoints, self.replicas.distance(target)
+        self.map_changed_files()
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+        self.hedging.close()
+        await self.short.close()
+
+    # -- where -----------------------------------------------------------------------------------------------------------
+
+    def lane(self, target: int) -> Lane:
+        lane = self._lanes.get(target)
+        if lane is None:
+            known = self._view.map.target_by_id.get(target)
+            if known is None:
+                raise StaleEpoch(f"the pool map does not know target {target}")
+            lane = self._lanes[target] = Lane(target, known.endpoints, self.replicas.distance(known))
+        return lane
+
+    def find_lane(self, file: OpenInode, index: int, tried: tuple[Lane, ...] = ()) -> Lane:
+        """The lane for reading the chunk: the best replica that is not among `tried`, where there is another."""
+        targets = self.chain(file, index).readable
+        lane = self.lane(targets[0]) if len(targets) == 1 else self.replicas.best(targets, tried, file.inode + index)
+        if not tried:
+            if len(file.lanes) >= _LANES_PER_FILE:
+                file.lanes.clear()
+            file.lanes[index] = lane
+        return lane
+
+    def chain(self, file: OpenInode, index: int) -> Chain:
+        """Who holds the chunk."""
+        return self.replicas.chain(file, index)
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def read(self, file: OpenInode, index: int, offset: int, length: int, into: memoryview | None = None) -> asyncio.Future:
+        """The whole blocks [offset, offset + length) of chunk `index`, as a future of `length` bytes.
+
+        Its result is a memoryview (of `into`, when given) that belongs to the caller. What was never written is zeros.
+        The future fails with ChecksumMismatch when no replica has good bytes, DeadlineExceeded or Disconnected when nobody
+        answered in time, NotFound where the inode is gone and its grant could not be renewed. Cancelling it is allowed.
+        """
+        future = self._loop.create_future()
+        self.begin(file, index, offset, length, future, into)
+        return future
+
+    def begin(self, file: OpenInode, index: int, offset: int, length: int, future: asyncio.Future | Coming,
+              into: memoryview | None = None, *, missed: bool = False) -> None:
+        """As `read`, into a future of the caller's. `missed`: what there is in memory has just been looked for."""
+        job = Read(file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s)
+        file.grant_used = True
+        if file.encrypted and file.key is None:
+            self._own_reads(self._read_with_key(job), [job])
+            return
+        try:
+            lane = file.lanes.get(index) or self.find_lane(file, index)
+        except Stale as error:
+            self._again(job, error)
+            return
+        if self.short.on:
+            if index not in file.located:
+                self.short.want(file, index, lane)
+            elif self.short.try_read(file, index, offset, length, lane, partial(self._by_short_cut, lane, job), missed=missed):
+                return
+        if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending or self._held is not None):
+            self.send(lane, [job])
+            return
+        lane.pending.append(job)
+        lane.pending_bytes += length
+        if len(lane.pending) >= GATHER_READS or lane.pending_bytes >= GATHER_BYTES:
+            self._send_pending(lane)
+        elif not lane.scheduled:
+            lane.scheduled = True
+            if self._held is None:
+                self._loop.call_soon(self._turn_over, lane)
+            else:
+                self._held.append(lane)
+
+    async def _read_with_key(self, job: Read) -> None:
+        """The first read of a file of an encrypted volume."""
+        try:
+            await self._keys.fetch(job.file)
+        except NvpoolError as error:
+            if not job.future.done():
+                job.future.set_exception(error)
+            return
+        if not job.future.done():
+            self.begin(job.file, job.index, job.offset, job.length, job.future, job.into)
+
+    def hold(self) -> None:
+        """Gather what is read from now on until `send_held`, which has to be called in the same turn of the loop."""
+        if self._held is None:
+            self._held = []
+
+    def send_held(self) -> None:
+        held, self._held = self._held, None
+        for lane in held or ():
+            self._turn_over(lane)
+
+    def _by_short_cut(self, lane: Lane, job: Read, found: memoryview | None) -> None:
+        if found is not None:
+            settle(job, found)
+        elif not job.future.done():
+            self.send(lane, [job])
+
+    def _turn_over(self, lane: Lane) -> None:
+        lane.scheduled = False
+        if lane.pending:
+            self._send_pending(lane)
+
+    def _send_pending(self, lane: Lane) -> None:
+        jobs, lane.pending = lane.pending, []
+        size, lane.pending_bytes = lane.pending_bytes, 0
+        parts = max(-(-size // PART_BYTES), 1 + (len(jobs) >= HALVED_READS))
+        each = -(-len(jobs) // parts)
+        for at in range(0, len(jobs), each):
+            self.send(lane, jobs[at:at + each])
+
+    def send(self, lane: Lane, jobs: list[Read]) -> None:
+        connection = self._dialer.live(lane.endpoints)
+        if connection is None:
+            self._own_reads(self._send_when_connected(lane, jobs), jobs)
+            return
+        self._submit(connection, lane, jobs)
+
+    def _own_reads(self, work, jobs: list[Read]) -> None:
+        self.own(work).add_done_callback(partial(_closed, jobs))
+
+    async def _send_when_connected(self, lane: Lane, jobs: list[Read]) -> None:
+        try:
+            connection = await self._dialer.connect(lane.endpoints, self.connect_until_s(jobs[0].deadline_s))
+        except NvpoolError as error:
+            self._all_again(jobs, error, lane)
+            return
+        self._submit(connection, lane, jobs)
+
+    def connect_until_s(self, deadline_s: float) -> float:
+        """For who has no connection to a target yet. Of a host that is gone nothing comes back: others may be asked instead."""
+        return min(deadline_s, self._clock.boottime_s() + LATE_S) if self.replicas.several else deadline_s
+
+    def _submit(self, connection, lane: Lane, jobs: list[Read]) -> None:
+        if len(jobs) == 1:
+            job = jobs[0]
+            grants = [job.file.grant]
+            reads = reads_struct(1).pack(job.file.inode, job.index, job.offset, job.length, 0, self._read_flags)
+            into, verify = job.into, job.verify
+        else:
+            places: dict[bytes, int] = {}
+            flat: list[int] = []
+            for job in jobs:
+                file = job.file
+                flat += (file.inode, job.index, job.offset, job.length, places.setdefault(file.grant, len(places)),
+                         self._read_flags)
+            grants = list(places)
+            reads = reads_struct(len(jobs)).pack(*flat)
+            into, verify = None, False
+        message = encode_read_request(self.epoch, lane.target, grants, reads, verify)
+        self.counters["messages"] += 1
+        self.counters["reads"] += len(jobs)
+        lane.in_flight += 1
+        on_done, sent = partial(self._answered, lane, jobs), None
+        if self.replicas.several:
+            sent = self.hedging.watch(lane, jobs, self._seconds.ask)
+            on_done = partial(self._answered_watched, sent)
+        if into is None:
+            connection.submit(wire_pb2.DATA_READ, message, deadline_s=jobs[0].deadline_s, on_done=on_done,
+                              room=sum([job.length for job in jobs]))
+        else:
+            end = submit_into(connection, lane, message, into, job.future, job.deadline_s, on_done)
+            if sent is not None:
+                sent.end = end
+
+    def _answered_watched(self, sent: Sent, reply, error) -> None:
+        self.hedging.came(sent, error is None)
+        self._answered(sent.lane, sent.jobs, reply, error)
+
+    def answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
+        """What came of reads that somebody else has sent on the lane in one message, and counted there."""
+        self._answered(lane, jobs, reply, error)
+
+    def _answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
+        lane.in_flight -= 1
+        if error is None:
+            try:
+                packed, checksums = decode_read_reply(reply.message)
+                results = results_struct(len(jobs)).unpack(packed)
+            except (CorruptFrame, struct.error):
+                error = CorruptFrame("a store's answer to a read does not fit the question")
+        if error is not None:
+            self._all_again(jobs, error, lane)
+            return
+        payload = reply.payload
+        at = place = 0
+        for number, job in enumerate(jobs):
+            status, length = results[4 * number], results[4 * number + 2]
+            if status:
+                self._again(job, error_of(status, job), lane)
+                continue
+            part = payload[at:at + length]
+            at += length
+            if length == BLOCK_BYTES:
+                good = crc32c(part).to_bytes(4, "little") == checksums[place:place + 4]
+                place += 4
+            else:
+                end = place + length // BLOCK_BYTES * 4
+                good = len(part) == length <= job.length and not length % BLOCK_BYTES \
+                    and block_checksums(part) == checksums[place:end]
+                place = end
+            if not good:
+                self.counters["mismatches"] += 1
+                self._again(job, mismatch(job, lane), lane)
+                continue
+            future = job.future
+            if future.done():
+                continue
+            into = job.into
+            if job.file.key is not None:
+                target = memoryview(bytearray(length)) if into is None else into[:length]
+                part = job.file.key.cipher.decrypt(job.file.inode, job.index, job.offset >> 12, part, target)
+            if into is not None:
+                if part.obj is not into.obj:
+                    into[:length] = part  # the transport could not receive there
+                if length != job.length:
+                    into[length:] = bytes(job.length - length)
+                future.set_result(into)
+            elif length == job.length:
+                future.set_result(part)
+            else:
+                whole = bytearray(job.length)
+                whole[:length] = part
+                future.set_result(memoryview(whole))
+
+    def _is_late(self, lane: Lane) -> None:
+        if self.replicas.failed(lane):
+            self.map_changed_files()  # lanes that were chosen while it answered
+
+    def _look_for_slow(self) -> None:
+        if self.replicas.shun_slow(self._lanes.values()):
+            self.map_changed_files()
+
+    def _all_again(self, jobs: list[Read], error: BaseException, lane: Lane) -> None:
+        if self.replicas.several and isinstance(error, Unavailable) and not isinstance(error, Busy | Cancelled):
+            self._is_late(lane)
+        for job in jobs:
+            self._again(job, error, lane)
+
+    def _again(self, job: Read, error: BaseException, lane: Lane | None = None) -> None:
+        """Decide what follows from `error` of `lane`: the future fails, or a task repeats the read."""
+        if lane is not None and isinstance(error, Unavailable | Damaged | StaleTenure):
+            job.tried = (*job.tried, lane)
+        if job.future.done():
+            return
+        if job.second or isinstance(error, StaleCut) or not isinstance(error, (Stale, Unavailable, Damaged)):
+            job.future.set_exception(error)
+            return
+        if isinstance(error, Damaged):
+            targets: tuple[int, ...] = ()
+            if job.file.layout.table in self._view.map.table_by_id:
+                targets = self.chain(job.file, job.index).readable
+            if isinstance(error, BytesLost) or job.verify and job.tries >= max(1, len(targets)):
+                log.error("target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
+                          ", ".join(map(str, targets)) or "?", job.file.inode, self.path_told(job.file.inode), job.index,
+                          job.offset, job.length)
+                job.future.set_exception(error)
+                return
+            job.verify = True
+        self._own_reads(self._repeat(job, error), [job])
+
+    async def _repeat(self, job: Read, error: NvpoolError) -> None:
+        job.tries += 1
+        job.reason = reason_of(error, job.reason)
+        self.counters["repeats"] += 1
+        try:
+            others = set(self.chain(job.file, job.index).readable) - {lane.target for lane in job.tried}
+            elsewhere = isinstance(error, (Unavailable, Damaged, StaleTenure))
+            if not (others and job.tried and elsewhere):  # else one of them, at once
+                job.tried = ()
+                await self.mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
+            if job.future.done():
+                return
+            self.send(self.find_lane(job.file, job.index, job.tried), [job])
+        except Stale as stale:
+            self._again(job, stale)
+        except NvpoolError as final:
+            if not job.future.done():
+                job.future.set_exception(final)
+
+    async def mend(self, file: OpenInode, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
+                   rights: int) -> None:
+        """Do what `error` asks for before the request is repeated. Raises it, with `reason`, when the deadline has come."""
+        left = deadline_s - self._clock.boottime_s()
+        if left <= 0:
+            raise at_the_deadline(error, reason)
+        if isinstance(error, (StaleGrant, StaleSession)):
+            if tries > 1:
+                await self._pause(error, tries, left)
+            await self._renew(file, rights)
+        elif isinstance(error, (StaleEpoch, WrongTarget)):
+            if not await self._view.refresh():
+                await self._pause(error, tries, left)
+        elif isinstance(error, StaleIdentity):
+            await until_known(error, tries, left)
+        elif not isinstance(error, Damaged) or tries > 1:
+            await self._pause(error, tries, left)
+
+    async def _pause(self, error: NvpoolError, tries: int, left_s: float) -> None:
+        await pause(error, tries, left_s, self._view, self._options, self._clock)
+
+    def own(self, work) -> asyncio.Task:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def read_range(self, file: OpenInode, offset: int, length: int, into: memoryview | None = None):
+        """`length` > 0 bytes of the file from `offset`, over as many chunks as it takes; holes are zeros."""
+        end = offset + length
+        index = offset >> file.chunk_bits
+        first = offset & -4096
+        span = (end + 4095 & -4096) - first
+        if (end - 1) >> file.chunk_bits == index:
+            if into is not None and span == length:
+                return await self.read(file, index, first & file.chunk_mask, span, into)
+            block = await self.read(file, index, first & file.chunk_mask, span)
+            part = block if span == length else block[offset - first:offset - first + length]
+            if into is None:
+                return part
+            into[:] = part
+            return into
+        whole = memoryview(bytearray(span)) if into is None or span != length else into
+        futures = []
+        place = first
+        while place < end:
+            border = min((place >> file.chunk_bits) + 1 << file.chunk_bits, first + span)
+            futures.append(self.read(file, place >> file.chunk_bits, place & file.chunk_mask, border - place,
+                                     whole[place - first:border - first]))
+            place = border
+        try:
+            for future in futures:
+                await future
+        except BaseException:
+            for future in futures:
+                abandon(future)
+            raise
+        part = whole[offset - first:offset - first + length]
+        if into is None or whole is into:
+            return part
+        into[:] = part
+        return into
+
+    # -- writing ---------------------------------------------------------------------------------------------------------
+
+    async def write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes,
+                    deadline_s: float, begun: Writing | None = None) -> Stored:
+        """Make `parts`, `length` bytes in all, part of chunk `index` from `offset`; return who has them, for a flush.
+
+        On return they survive kill -9 of the stores, and the loss of all but one. Repeated under the same name until then, or
+        until `deadline_s`. The cut number sent is the one the file has now: StaleCut goes up to the writer, who knows what
+        still applies. `parts` must not change until this returns. NoSpace: nothing was written. Anything Unavailable: it may
+        have been. `begun`: this very write, which has met an error; it goes on under its name.
+        """
+        if begun is not None:
+            try:
+                return await self._write(file, index, offset, length, parts, checksums, begun.slot, begun.sequence, deadline_s,
+                                         begun.error)
+            finally:
+                self.leave(begun)
+        return await self.named(lambda *name: self._write(file, index, offset, length, parts, checksums, *name, deadline_s),
+                                deadline_s)
+
+    async def named(self, work: Callable[[int, int], Awaitable], deadline_s: float):
+        """What `work(slot, sequence)` gives: a change of chunks, with its name in this session."""
+        # A slot carries one write at a time, as stores expect it: what comes with a smaller sequence than the slot's last write
+        # of the chunk is taken for a repetition, and not done.
+        slot = await self._take_slot(deadline_s)
+        try:
+            self.sequence += 1
+            return await work(slot, self.sequence)
+        finally:
+            self._slots.append(slot)
+            self._wake()
+
+    def _wake(self) -> None:
+        while self._slot_waiters:
+            waiter = self._slot_waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    async def _take_slot(self, deadline_s: float) -> int:
+        while not self._slots:
+            waiter = self._loop.create_future()
+            self._slot_waiters.append(waiter)
+            try:
+                async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                    await waiter
+            except BaseException as error:
+                if self._slots:
+                    self._wake()  # it was woken and went away: the next one may have the slot
+                if not isinstance(error, TimeoutError):
+                    raise
+                raise DeadlineExceeded("all request slots stayed in use by earlier writes", may_be_applied=False) from None
+        return self._slots.pop()
+
+    async def _write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes, slot: int,
+                     sequence: int, deadline_s: float, failed: BaseException | None = None) -> Stored:
+        tries, reason, flags, is_fresh = 0, None, 0, False
+        while True:
+            try:
+                if file.encrypted and file.key is None:
+                    await self._keys.fetch(file)
+                if failed is not None:
+                    error, failed = failed, None
+                    raise error
+                chain = self.chain(file, index)
+                lane = self.lane(chain.targets[0])
+                cut = file.cut  # it may be another one than when we were called: grants and attributes are renewed in between
+                header = _WRITE.pack(file.inode, cut, sequence, index, offset, length, 0, flags)
+                message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
+                                                checksums=checksums, session=file.grant_session, slot=slot,
+                                                wrapped_key=b"" if file.key is None else file.key.wrapped)
+                self.counters["writes"] += 1
+                file.grant_used = True
+                call = self._dialer.call(lane.endpoints, wire_pb2.DATA_WRITE, message.SerializeToString(), parts,
+                                         deadline_s=deadline_s)
+                alone = len(chain.targets) == 1 and not chain.joining  # nobody can take its place but by its own word
+                reply = await (call if alone else self.unless_moved(call, partial(self._has_other_head, file, index, lane)))
+                answer = decoded(data_pb2.WriteReply, reply.message)
+                results = answer.results
+                if len(results) != 16:
+                    raise CorruptFrame("a store's answer to a write does not fit the question")
+                status = results[0] | results[1] << 8
+                if status:
+                    raise errors.BY_WIRE_CODE.get(status, Unavailable)()
+                return self.was_written(file, index, chain.epoch, cut)
+            except StaleCut:
+                raise
+            except KeyMissing:
+                if is_fresh or file.key is None:
+                    raise
+                is_fresh = True
+                await self._keys.fetch(file, stale=file.key)
+            except BytesLost:
+                if flags or not await self.ended.is_all(file, (index << file.chunk_bits) + offset, length):
+                    raise
+                flags = ALL_OF_BLOCKS
+            except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:
+                tries, reason = tries + 1, reason_of(error, reason)
+                self.counters["repeats"] += 1
+                # spoiled on the way, or the block that ours are to be merged with: the second is not mended by asking
+                if isinstance(error, ChecksumMismatch) and tries > 2:
+                    raise
+                await self.mend(file, error, reason, tries, deadline_s, WRITE)
+
+    def _has_other_head(self, file: OpenInode, index: int, lane: Lane) -> bool:
+        return self.chain(file, index).targets[0] != lane.target
+
+    async def unless_moved(self, call: Awaitable, moved: Callable[[], bool]):
+        """The answer to `call`; StaleEpoch when a newer map comes before it by which it has `moved`: others are to be asked.
+        Where the answer takes long such a map is looked out for: a target that is stopped or cut off says nothing."""
+        asked = asyncio.ensure_future(call)
+        try:
+            while not asked.done():
+                done, _ = await asyncio.wait([asked, self._view.next], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    self._view.follow()
+                elif not asked.done() and moved():
+                    raise StaleEpoch("others hold the chunks by now")
+            return asked.result()
+        finally:
+            abandon(asked)
+
+    async def flush(self, places: Mapping[WrittenAt, int | None]) -> set[WrittenAt]:
+        """See Flushing.flush."""
+        return await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
+
+    def _call(self, target: int, method: int, message: bytes, deadline_s: float) -> Awaitable:
+        return self._dialer.call(self.lane(target).endpoints, method, message, deadline_s=deadline_s)
+
+    async def ask_target(self, target: int, method: int, request, deadline_s: float) -> bytes:
+        """The encoded answer of one target to a request that may be repeated; retried until the deadline."""
+        tries, reason = 0, None
+        while True:
+            try:
+                lane = self.lane(target)
+                reply = await self._dialer.call(lane.endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
+                return bytes(reply.message)
+            except (StaleEpoch, StaleTenure, WrongTarget, Unavailable) as error:
+                tries, reason = tries + 1, reason_of(error, reason)
+                left = deadline_s - self._clock.boottime_s()
+                if left <= 0:
+                    raise at_the_deadline(error, reason) from None
+                if not (isinstance(error, Stale) and await self._view.refresh()):
+                    await self._pause(error, tries, left)
+                if hasattr(request, "map_epoch"):
+                    request.map_epoch = self.epoch
+
+
+def _closed(jobs: list[Read], task: asyncio.Task) -> None:
+    """Whatever ended the task: who waits for the reads that it had in hand must hear of it."""
+    if task.cancelled():
+        for job in jobs:
+            if not job.future.done():
+                job.future.set_exception(Cancelled("the client was closed"))

@@ -1,0 +1,113 @@
+"""Reads of a target that is slow, asked of other replicas as well: what comes first counts.
+
+Another one may refuse for now, for instance since a write waits for the very target that is silent. So the others are asked
+again and again, by the newest map, until anybody has answered. When is told by `hedging`; called by chunkclient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from nvpool.client.data.hedging import Sent
+from nvpool.client.data.target_queue import Lane, Read
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.pool_view import PoolView
+from nvpool.core.clock import Clock
+from nvpool.core.completion import Coming
+from nvpool.core.errors import NvpoolError, Stale, StaleGrant, StaleSession, Unavailable
+from nvpool.core.grants import READ
+
+log = logging.getLogger(__name__)
+
+SECOND_S = 5.0
+"""For another replica that is asked once more, before the next one is."""
+
+
+class SecondReads:
+    """`chunks` finds lanes, sends, and owns tasks; `pause(error, tries, left_s)` waits before a repetition."""
+
+    def __init__(self, chunks, view: PoolView, clock: Clock, *, pause: Callable[[NvpoolError, int, float], Awaitable[None]],
+                 renew: Callable[[OpenInode, int], Awaitable[None]]):
+        self._chunks = chunks
+        self._view = view
+        self._clock = clock
+        self._pause = pause
+        self._renew = renew
+
+    def ask(self, sent: Sent) -> None:
+        """Each of these reads of another replica, where there is one."""
+        for job in sent.jobs:
+            if job.future.done() or job.second:
+                continue
+            try:
+                lane = self._chunks.find_lane(job.file, job.index, (*job.tried, sent.lane))
+            except Stale:
+                lane = sent.lane
+            if lane is sent.lane or lane in job.tried:
+                self._insist_on(job, sent)
+            else:
+                self._ask(job, sent, lane, job.deadline_s)
+
+    def _ask(self, job: Read, sent: Sent, lane: Lane, deadline_s: float) -> Coming:
+        coming = Coming(0, job.length)
+        coming.on_end = partial(self._came, job, sent)
+        second = Read(job.file, job.index, job.offset, job.length, None, coming, deadline_s)
+        second.second, second.tried = True, (*job.tried, sent.lane)
+        self._chunks.send(lane, [second])
+        return coming
+
+    def _came(self, job: Read, sent: Sent, found: memoryview | None, error: BaseException | None) -> None:
+        if job.future.done():
+            return
+        if error is None:
+            sent.end()
+            settle(job, found)
+        elif isinstance(error, NvpoolError):
+            self._insist_on(job, sent)
+
+    def _insist_on(self, job: Read, sent: Sent) -> None:
+        if not job.insisted:
+            job.insisted = True
+            self._chunks.own(self._insist(job, sent))
+
+    async def _insist(self, job: Read, sent: Sent) -> None:
+        """Until somebody has answered. At the deadline the first question ends, and says so."""
+        tries = 0
+        while not job.future.done() and (left_s := job.deadline_s - self._clock.boottime_s()) > 0:
+            tries += 1
+            await self._pause(Unavailable(), tries, left_s)
+            try:
+                lane = self._chunks.find_lane(job.file, job.index, (sent.lane,))
+                if lane is sent.lane or job.future.done():
+                    continue
+                second = self._ask(job, sent, lane, min(job.deadline_s, self._clock.boottime_s() + SECOND_S))
+                ended = asyncio.get_running_loop().create_future()
+                second.on_end = partial(_told, ended, second.on_end)
+                if not second.done():
+                    await ended
+                _, error = second.outcome
+                if isinstance(error, StaleGrant | StaleSession):
+                    await self._renew(job.file, READ)
+                elif isinstance(error, Stale):
+                    await self._view.refresh()
+            except NvpoolError as error:
+                log.debug("another replica of chunk %d of inode %d: %s", job.index, job.file.inode, error)
+
+
+def _told(ended: asyncio.Future, also: Callable[..., None], found: memoryview | None, error: BaseException | None) -> None:
+    also(found, error)
+    if not ended.done():
+        ended.set_result(None)
+
+
+def settle(job: Read, found: memoryview) -> None:
+    """The read has ended well, with these bytes."""
+    if job.future.done():
+        return  # given up: the buffer is the asker's again
+    if job.into is not None:
+        job.into[:] = found
+        found = job.into
+    job.future.set_result(found)

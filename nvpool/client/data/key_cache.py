@@ -1,0 +1,48 @@
+"""Keys of the encrypted volumes that this client uses, fetched from the metadata service when the first byte is read or
+written.
+
+A key is kept as long as the client lives, in memory alone. The service gives it to who may read in the volume. Used by
+chunkclient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from nvpool.client.rpc.meta_client import MetaClient
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.core.errors import CorruptRecord
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.security.volume_keys import VolumeKey
+from nvpool.security.xts import KEY_BYTES, BlockCipher
+
+
+class VolumeKeys:
+    """`volume_of(inode)` tells the volume of an inode whose attributes came without it."""
+
+    def __init__(self, meta: MetaClient, volume_of: Callable[[int], Awaitable[int]]) -> None:
+        self._meta = meta
+        self._volume_of = volume_of
+        self._known: dict[int, VolumeKey] = {}
+        self._fetching: dict[int, asyncio.Task[VolumeKey]] = {}
+
+    async def fetch(self, file: OpenInode, *, stale: VolumeKey | None = None) -> None:
+        """Set `file.key`. `stale`: a store could not unwrap this one, which was wrapped by a pool key that is gone since.
+        AccessDenied, KeyMissing, and what MetaClient.ask fails with."""
+        volume = file.volume or await self._volume_of(file.inode)
+        known = self._known.get(volume)
+        if known is None or known is stale:
+            task = self._fetching.get(volume)
+            if task is None:
+                task = self._fetching[volume] = asyncio.create_task(self._ask(volume))
+                task.add_done_callback(lambda done: (self._fetching.pop(volume, None), done.cancelled() or done.exception()))
+            known = self._known[volume] = await asyncio.shield(task)
+        file.key = known
+
+    async def _ask(self, volume: int) -> VolumeKey:
+        request = meta_pb2.VolumeRequest(inode=volume, wish=meta_pb2.VolumeRequest.KEY)
+        reply = await self._meta.ask(volume, wire_pb2.META_VOLUME, request, meta_pb2.VolumeReply)
+        if len(reply.key) != KEY_BYTES:
+            raise CorruptRecord(f"volume {volume} is encrypted, and its shard has no key of it")
+        return VolumeKey(reply.wrapped_key, BlockCipher(reply.key))

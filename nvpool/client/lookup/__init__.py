@@ -1,0 +1,1 @@
+"""Look-ups of names: batches, prefetching, complete and striped directories."""

@@ -1,0 +1,174 @@
+"""Look-ups that have to ask and come in one turn of the loop: in one message for each shard, and without a task for each.
+
+So asks a mount on which many threads open files that nobody here knows. Only plain sailing: a session, a connection and a watch
+at the shard, a name that stands for an inode of the same shard, or is not there. Whatever else is so, or is answered, is asked
+the way of every look-up (Names._find), which alone repeats and has errors: asking twice changes nothing. Used by
+fuse/ops/operations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from nvpool.client.lookup.directory_prefetch import Through
+from nvpool.client.state.attr_cache import DIVIDED_FLAG
+from nvpool.core.completion import Later
+from nvpool.core.errors import CorruptFrame, DeadlineExceeded, NotFound
+from nvpool.core.grants import READ, allows
+from nvpool.core.units import NAME_BYTES_MAX
+from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+
+TOGETHER_MAX = 64
+"""Names in one message: a millisecond of the shard."""
+
+
+class Asked(Later):
+    """A look-up of `name` in `parent`; Attr, or NotFound and what else `lookup` raises."""
+
+    __slots__ = ("parent", "name", "task")
+
+    def __init__(self, parent: int, name: bytes) -> None:
+        self.on_end = self.outcome = self.then = None
+        self.parent = parent
+        self.name = name
+        self.task: asyncio.Task | None = None
+
+    def cancel(self) -> bool:
+        if self.task is not None:
+            self.task.cancel()
+        return super().cancel()
+
+
+class Together(Through):
+    def __init__(self, *arguments, **named) -> None:
+        super().__init__(*arguments, **named)
+        self._gathered: dict[int, list[tuple[int, bool, Asked]]] = {}   # shard -> (place that is asked, by the name, look-up)
+        self._holding = False
+
+    def hold_reads(self) -> None:
+        super().hold_reads()
+        self._holding = True
+
+    def send_reads(self) -> None:
+        self._holding = False
+        if self._gathered:
+            self._send_gathered()
+        super().send_reads()
+
+    def begin_lookup(self, parent: int, name: bytes) -> Asked | None:
+        """As `lookup`, begun, where that needs no task; it is sent with the others of this turn of the loop. None where
+        `lookup` has to be asked. `lookup_now` was tried before."""
+        if len(name) > NAME_BYTES_MAX or self.siblings.coming(parent) is not None or self.cache.is_missed(parent, name):
+            return None
+        found = self._place_now(parent, name)
+        if found is None:
+            return None
+        place, spread = found
+        shard = self.meta.shard_of(place)
+        gathered = self._gathered.get(shard)
+        if gathered is None and not self.meta.is_ready(shard) or not self.siblings.missed_alone(parent, name):
+            return None
+        if self.siblings.is_time_to_look(parent):
+            self.look_through(parent)
+        asked = Asked(parent, name)
+        if gathered is None:
+            if not self._gathered and not self._holding:
+                asyncio.get_running_loop().call_soon(self._send_gathered)
+            gathered = self._gathered[shard] = []
+        gathered.append((place, spread, asked))
+        if len(gathered) >= TOGETHER_MAX:
+            self._send_names(shard, self._gathered.pop(shard))
+        return asked
+
+    def _send_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, {}
+        for shard, names in gathered.items():
+            self._send_names(shard, names)
+
+    def _send_names(self, shard: int, names: list[tuple[int, bool, Asked]]) -> None:
+        order: dict[tuple[int, bool], list[Asked]] = {}
+        for _, spread, asked in names:
+            if asked.outcome is None:
+                order.setdefault((asked.parent, spread), []).append(asked)
+        if not order:
+            return
+        request = meta_pb2.LookupManyRequest(rights=READ)
+        for (parent, spread), some in order.items():
+            request.directories.add(parent=parent, names=[asked.name for asked in some], spread=spread)
+        all_asked = [asked for some in order.values() for asked in some]
+        sent_s = self.clock.boottime_s()
+
+        def answered(reply, error: BaseException | None) -> None:
+            self._names_answered(all_asked, sent_s, reply, error)
+
+        if not self.meta.submit(shard, wire_pb2.META_LOOKUP_MANY, request, answered):
+            self._names_answered(all_asked, sent_s, None, None)
+
+    def _names_answered(self, all_asked: list[Asked], sent_s: float, reply, error: BaseException | None) -> None:
+        found = ()
+        if reply is not None:
+            try:
+                found = decoded(meta_pb2.LookupManyReply, reply.message).found
+            except CorruptFrame:
+                pass  # it is found out again, with a reason
+        if len(found) != len(all_asked):
+            for asked in all_asked:
+                if isinstance(error, DeadlineExceeded):
+                    asked.end(None, error)
+                else:
+                    self._ask_alone(asked)
+            return
+        for asked, one in zip(all_asked, found, strict=True):
+            if asked.outcome is not None:
+                continue
+            try:
+                self._believe(asked, one, sent_s)
+            except Exception as error:  # of this one name
+                asked.end(None, error)
+
+    def _believe(self, asked: Asked, one: meta_pb2.FoundName, sent_s: float) -> None:
+        code = one.error
+        if code == NotFound.wire_code:
+            self.cache.put_entry(asked.parent, asked.name, 0, sent_s)
+            asked.end(None, NotFound())
+            return
+        entry = one.entry
+        if code or entry.elsewhere:
+            self._ask_alone(asked)
+            return
+        cache, attr = self.cache, entry.attr
+        inode = attr.inode
+        if inode in cache.open or attr.flags & DIVIDED_FLAG:
+            attr = self._take(entry)
+            cache.put_entry(asked.parent, asked.name, inode, sent_s, self._leased(entry, sent_s))
+            file = cache.open.get(inode)
+            if file is not None and file.written is not None:
+                self._ask_alone(asked)  # who looks waits for what is written here
+                return
+        else:  # the same, written out: what nobody here has open
+            attr = cache.put_closed(attr, inode)
+            lease_ms, lease = entry.lease_ms, None
+            if lease_ms:
+                grant = entry.grant
+                lease = self.leases.take(inode, lease_ms, sent_s, grant if allows(grant, READ) else b"")
+            cache.put_entry(asked.parent, asked.name, inode, sent_s, lease)
+        asked.end(attr, None)
+
+    def _ask_alone(self, asked: Asked) -> None:
+        if asked.outcome is not None:
+            return
+        asked.task = task = asyncio.get_running_loop().create_task(self._find_for(asked))
+        self._renewals.add(task)
+        task.add_done_callback(self._renewals.discard)
+
+    async def _find_for(self, asked: Asked) -> None:
+        try:
+            attr = await self._find(asked.parent, asked.name, self._name_s, self.options.fresh_s)
+        except asyncio.CancelledError as error:
+            asked.end(None, error)
+            raise
+        except Exception as error:
+            asked.end(None, error)
+        else:
+            asked.end(attr, None)

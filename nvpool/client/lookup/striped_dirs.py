@@ -1,0 +1,103 @@
+"""Wide directories over several shards: which shard is asked for a name, and for the next names of a listing.
+
+The names of a wide directory are spread over all partitions by their hashes, so each lies at the shard that has its partition:
+that one is asked, and makes the change by itself. What is not known to be wide is asked for at the directory's own shard, which
+says so, or makes the change together with the other. A directory that is wide stays so. Used by the groups of operations on
+names.
+"""
+
+from __future__ import annotations
+
+from nvpool.client.state.attr_cache import WIDE_FLAG
+from nvpool.client.vfs.client import Core
+from nvpool.core.containers.bounded_map import too_old
+from nvpool.core.errors import SpreadDirectory
+from nvpool.core.ids import COUNTER_BITS
+from nvpool.poolmap.shards.partitions import cursor_parts, partition_of_name
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+
+_WIDE_MAX = 65536
+
+
+class Wide(Core):
+    def __init__(self, *arguments, **named) -> None:
+        super().__init__(*arguments, **named)
+        self._wide: dict[int, None] = {}
+
+    async def _is_spread(self, directory: int) -> bool:
+        """Whether its names are to be looked for at several shards."""
+        if len(self.view.map.shards) == 1 or self.meta.name_hash is None:
+            return False
+        if directory in self._wide:
+            return True
+        flags = self.cache.flags(directory)
+        if flags is None:
+            flags = (await self._fetch_attr(directory)).flags
+        if flags & WIDE_FLAG:
+            self._learn_wide(directory)
+        return bool(flags & WIDE_FLAG)
+
+    def _is_together(self, directory: int) -> bool:
+        """Whether its names are known to be at its own shard, without a question."""
+        if len(self.view.map.shards) == 1 or self.meta.name_hash is None:
+            return True
+        flags = self.cache.flags(directory) if directory not in self._wide else None
+        return flags is not None and not flags & WIDE_FLAG
+
+    def _learn_wide(self, directory: int) -> None:
+        self._wide[directory] = None
+        for old in too_old(self._wide, _WIDE_MAX):
+            del self._wide[old]
+
+    async def _place(self, parent: int, name: bytes) -> tuple[int, bool]:
+        """An inode number of the shard that is asked for the name, and whether that is by the name (`spread` of requests)."""
+        if not await self._is_spread(parent):
+            return parent, False
+        return _number_at(parent, self.meta.name_hash(parent, name)), True
+
+    def _place_now(self, parent: int, name: bytes) -> tuple[int, bool] | None:
+        """As `_place`, where nobody has to be asked for that; else None."""
+        name_hash = self.meta.name_hash
+        if len(self.view.map.shards) == 1 or name_hash is None:
+            return parent, False
+        if parent not in self._wide:
+            flags = self.cache.flags(parent)
+            if flags is None:
+                return None
+            if not flags & WIDE_FLAG:
+                return parent, False
+            self._learn_wide(parent)
+        return _number_at(parent, name_hash(parent, name)), True
+
+    async def _ask_name(self, method: int, request, reply_type):
+        """The answer to a question about the name `request.name` in `request.parent`."""
+        while True:
+            place, request.spread = await self._place(request.parent, request.name)
+            try:
+                return await self.meta.ask(place, method, request, reply_type)
+            except SpreadDirectory:
+                self._learn_wide(request.parent)
+
+    async def _ask_step(self, request: meta_pb2.ListDirRequest) -> meta_pb2.ListDirReply:
+        """The next entries of a listing, from whichever shard has them; none only at the end."""
+        directory = request.inode
+        while True:
+            place, request.spread = directory, await self._is_spread(directory)
+            if request.spread:
+                place = _number_at(directory, self.meta.name_hash(directory, request.name) if request.name
+                                   else cursor_parts(request.cursor)[0])
+            try:
+                reply = await self.meta.ask(place, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
+            except SpreadDirectory:
+                self._learn_wide(directory)
+                continue
+            if not reply.next:
+                return reply
+            if reply.packed or reply.entries:
+                reply.more = True
+                return reply
+            request.cursor, request.name = reply.next, b""
+
+
+def _number_at(directory: int, name_hash: bytes) -> int:
+    return partition_of_name(directory, True, name_hash) << COUNTER_BITS

@@ -1,0 +1,1 @@
+"""Reads of files: read-ahead, batches, and reads by the calling thread."""

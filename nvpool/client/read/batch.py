@@ -1,0 +1,340 @@
+"""read_many: many small reads of many files as one message per target.
+
+For loaders that know a batch of samples before they read it: what a read costs here is packing 24 bytes, a checksum and, where
+bytes do not come in order, one copy. Guarantees what ChunkClient.read does; anything out of the ordinary in an answer (an
+error, a hole, a checksum that does not fit) makes the reads of that message single ones, each with its own repetitions.
+Called by reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import Sequence
+from functools import partial
+
+from nvpool.blockio.reader import read_now
+from nvpool.client.data.chunk_client import GATHER_BYTES, GATHER_READS, ChunkClient
+from nvpool.client.data.hedging import Sent
+from nvpool.client.data.target_queue import Lane, reads_struct, results_struct, submit_into
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.options import ClientOptions
+from nvpool.core import errors
+from nvpool.core.checksum import block_checksums
+from nvpool.core.clock import Clock
+from nvpool.core.errors import CorruptFrame, NvpoolError, Stale
+from nvpool.core.futures import abandon
+from nvpool.rpc.messages.data_codec import decode_read_reply, encode_read_request
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.security.xts import BlockCipher
+
+_SAMPLE = 8
+"""Reads of a batch that tell whether the rest is worth trying at once."""
+
+
+class _Batch:
+    """Part of a read_many for one target: packed headers, and for each read where its bytes go."""
+
+    __slots__ = ("lane", "headers", "grants", "places", "bytes", "first", "next", "straight", "future", "late")
+
+    def __init__(self, lane: Lane):
+        self.lane = lane
+        self.headers: list[int] = []
+        self.grants: dict[bytes, int] = {}
+        self.places: list[tuple] = []   # (file, index, offset, blocks bytes, place in into, bytes to skip, length)
+        self.bytes = 0
+        self.first = self.next = -1
+        self.straight = True            # the payload, as it comes, is one part of `into`
+        self.future = None
+        self.late = False               # each of its reads is asked for by itself by now
+
+
+class _Encrypted:
+    """Pieces of a buffer that are to be decrypted where they are, those of one volume together."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self) -> None:
+        self._pieces: dict[BlockCipher, list[tuple[int, int, int, int, int]]] = {}
+
+    def add(self, file: OpenInode, index: int, first: int, place: int, length: int) -> None:
+        """The blocks of chunk `index` from `first` on lie there; nothing where the file is not encrypted."""
+        if file.key is not None:
+            self._pieces.setdefault(file.key.cipher, []).append((file.inode, index, first, place, length))
+
+    def decrypt(self, into: memoryview) -> None:
+        for cipher, pieces in self._pieces.items():
+            cipher.decrypt_many(pieces, into)
+
+
+class BatchReader:
+    def __init__(self, chunks: ChunkClient, dialer, options: ClientOptions, clock: Clock):
+        self._chunks = chunks
+        self._dialer = dialer
+        self._options = options
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+
+    async def read_many(self, reads: Sequence[tuple[OpenInode, int, int, int]], into: memoryview) -> None:
+        """Each (file, offset, length, place): bytes [offset, offset + length) of the file into into[place:place + length].
+
+        One message per target, several only where one would pass 256 reads or 2 MiB, so that store and client work at the
+        same time. Bytes that arrive in order are received where they belong, others are copied there. Fails as `read` does,
+        with the first error, after all have ended; `into` then holds nothing that may be relied on. The caller knows the
+        files' ends: what is asked for beyond reads as zeros.
+        """
+        chunks = self._chunks
+        batches: dict[Lane, _Batch] = {}
+        futures: list[asyncio.Future] = []
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        if chunks.short.on:
+            reads = self._read_now(reads, into)
+        for file, offset, length, place in reads:
+            end = offset + length
+            index = offset >> file.chunk_bits
+            within = offset & file.chunk_mask
+            if (end - 1) >> file.chunk_bits != index:
+                futures += self._read_across(file, offset, length, into[place:place + length])
+                continue
+            skip = within & 4095
+            first = within - skip
+            span = (skip + length + 4095) & -4096
+            try:
+                lane = file.lanes.get(index) or chunks.find_lane(file, index)
+            except Stale:
+                futures += self._read_across(file, offset, length, into[place:place + length])
+                continue
+            batch = batches.get(lane)
+            if batch is None:
+                batch = batches[lane] = _Batch(lane)
+                batch.first = batch.next = place
+            grant = batch.grants.get(file.grant)
+            if grant is None:
+                grant = batch.grants[file.grant] = len(batch.grants)
+                file.grant_used = True
+            batch.headers += (file.inode, index, first, span, grant, 0)
+            batch.places.append((file, index, first, span, place, skip, length))
+            if place == batch.next and span == length:
+                batch.next = place + length
+            else:
+                batch.straight = False
+            batch.bytes += span
+            if len(batch.places) >= GATHER_READS or batch.bytes >= GATHER_BYTES:
+                del batches[lane]
+                futures.append(self._send_batch(batch, into, deadline_s))
+        for batch in batches.values():
+            futures.append(self._send_batch(batch, into, deadline_s))
+        failed = None
+        try:
+            for future in futures:
+                try:
+                    await future
+                except NvpoolError as error:
+                    failed = failed or error
+        except BaseException:
+            for future in futures:
+                abandon(future)
+            raise
+        if failed is not None:
+            raise failed
+
+    def _read_now(self, reads: Sequence[tuple[OpenInode, int, int, int]], into: memoryview) -> list:
+        """Do what the short cut can do on the spot; returns the rest. Whole blocks are read where they belong, in one call for
+        each target."""
+        short = self._chunks.short
+        rest: list = []
+        plans: dict = {}  # source -> (offsets, lengths, positions, what is read)
+        for read in reads:
+            file, offset, length, place = read
+            index = offset >> file.chunk_bits
+            located = file.located.get(index)
+            if located is None:
+                lane = file.lanes.get(index)
+                if lane is not None:
+                    short.want(file, index, lane)
+                rest.append(read)
+                continue
+            within = offset & file.chunk_mask
+            first = within >> 12
+            if within & 4095 or length & 4095 or within + length > located.blocks << 12 or not length:
+                part = short.read_now(located, within & -4096, (within & 4095) + length + 4095 & -4096) \
+                    if within + length <= file.chunk_mask + 1 else None
+                if part is None:
+                    rest.append(read)
+                else:
+                    into[place:place + length] = part[within & 4095:(within & 4095) + length]
+                continue
+            plan = plans.get(located.source)
+            if plan is None:
+                plan = plans[located.source] = ([], [], [], [])
+            if located.base:
+                plan[0].append(located.base + first << 12)
+                plan[1].append(length)
+                plan[2].append(place)
+                plan[3].append((located, first, read))
+                continue
+            runs = short.runs(located, first, length >> 12)
+            if runs is None:
+                rest.append(read)
+            else:
+                for at, count in runs:
+                    plan[0].append(at)
+                    plan[1].append(count)
+                    plan[2].append(place)
+                    plan[3].append((located, first, read))
+                    place += count
+        for source, (offsets, lengths, positions, what) in plans.items():
+            first = read_now(source.fd, offsets[:_SAMPLE], lengths[:_SAMPLE], positions[:_SAMPLE], into)
+            if len(first) >= _SAMPLE:  # nothing of it is in memory: the store reads the batch with one call
+                rest += dict.fromkeys(read for _, _, read in what)
+                continue
+            missed = {what[at][2] for at in first}
+            missed.update(what[at + _SAMPLE][2] for at in read_now(source.fd, offsets[_SAMPLE:], lengths[_SAMPLE:],
+                                                                   positions[_SAMPLE:], into))
+            before, encrypted = None, _Encrypted()
+            for located, first, read in what:
+                if read is before:  # of several runs
+                    continue
+                before = read
+                place = read[3]
+                if read in missed or not short.fits(located, first, into[place:place + read[2]]):
+                    rest.append(read)
+                else:
+                    encrypted.add(located.file, located.index, first, place, read[2])
+            encrypted.decrypt(into)
+        return rest
+
+    def _send_batch(self, batch: _Batch, into: memoryview, deadline_s: float) -> asyncio.Future:
+        batch.future = self._loop.create_future()
+        connection = self._dialer.live(batch.lane.endpoints)
+        if connection is None:
+            _cancelled_with(batch.future, self._chunks.own(self._send_when_connected(batch, into, deadline_s)))
+        else:
+            self._submit(connection, batch, into, deadline_s)
+        return batch.future
+
+    async def _send_when_connected(self, batch: _Batch, into: memoryview, deadline_s: float) -> None:
+        try:
+            connection = await self._dialer.connect(batch.lane.endpoints, self._chunks.connect_until_s(deadline_s))
+        except NvpoolError:
+            await self._read_singly(batch, into)  # each finds out what else can be done
+            return
+        self._submit(connection, batch, into, deadline_s)
+        await asyncio.wait([batch.future])
+
+    def _submit(self, connection, batch: _Batch, into: memoryview, deadline_s: float) -> None:
+        count = len(batch.places)
+        message = encode_read_request(self._chunks.epoch, batch.lane.target, list(batch.grants),
+                                      reads_struct(count).pack(*batch.headers))
+        self._chunks.counters["messages"] += 1
+        self._chunks.counters["reads"] += count
+        batch.lane.in_flight += 1
+        on_done = partial(self._batch_answered, batch, into)
+        sent = None
+        if self._chunks.replicas.several:
+            sent = self._chunks.hedging.watch(batch.lane, (), partial(self._late, batch, into), cost=math.inf)
+            on_done = partial(self._came, sent, on_done)
+        if batch.straight:
+            end = submit_into(connection, batch.lane, message, into[batch.first:batch.next], batch.future, deadline_s, on_done)
+            if sent is not None:
+                sent.end = end
+        else:
+            connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, on_done=on_done, room=batch.bytes)
+
+    def _came(self, sent: Sent, on_done, reply, error) -> None:
+        self._chunks.hedging.came(sent, error is None)
+        on_done(reply, error)
+
+    def _late(self, batch: _Batch, into: memoryview, sent: Sent) -> None:
+        """The target is silent: each read is asked of whoever else has it."""
+        if not batch.future.done():
+            sent.end()
+            batch.late = True
+            self._one_by_one(batch, into)
+
+    def _batch_answered(self, batch: _Batch, into: memoryview, reply, error) -> None:
+        batch.lane.in_flight -= 1
+        if batch.future.done() or batch.late:
+            return
+        if error is not None:
+            self._one_by_one(batch, into)
+            return
+        try:
+            packed, checksums = decode_read_reply(reply.message)
+            results = results_struct(len(batch.places)).unpack(packed)
+            payload = reply.payload
+            # anything out of the ordinary (an error, a hole, a checksum) is asked for again one by one: rare, and right
+            if any(results[0::4]) or len(payload) != batch.bytes or block_checksums(payload) != checksums:
+                self._one_by_one(batch, into)
+                return
+        except (ValueError, CorruptFrame, struct.error):
+            self._one_by_one(batch, into)
+            return
+        if any(file.encrypted and file.key is None for file, *_ in batch.places):
+            self._one_by_one(batch, into)  # which fetches the keys
+            return
+        encrypted = _Encrypted()
+        if not batch.straight:
+            at = 0
+            for file, index, first, span, place, skip, length in batch.places:
+                part = payload[at:at + span]
+                at += span
+                if file.key is not None and length != span:
+                    part = file.key.cipher.decrypt(file.inode, index, first >> 12, part)
+                else:
+                    encrypted.add(file, index, first >> 12, place, length)
+                into[place:place + length] = part[skip:skip + length]
+        else:
+            if payload.obj is not into.obj:
+                into[batch.first:batch.next] = payload  # the transport could not receive there
+            for file, index, first, span, place, *_ in batch.places:
+                encrypted.add(file, index, first >> 12, place, span)
+        encrypted.decrypt(into)
+        batch.future.set_result(None)
+
+    def _one_by_one(self, batch: _Batch, into: memoryview) -> None:
+        _cancelled_with(batch.future, self._chunks.own(self._read_singly(batch, into)))
+
+    async def _read_singly(self, batch: _Batch, into: memoryview) -> None:
+        try:
+            for begin in range(0, len(batch.places), 64):
+                part = batch.places[begin:begin + 64]
+                # read() gathers these again; each has its own retries
+                jobs = [self._chunks.read(file, index, first, span) for file, index, first, span, _, _, _ in part]
+                for job, (_, _, _, _, place, skip, length) in zip(jobs, part, strict=True):
+                    into[place:place + length] = (await job)[skip:skip + length]
+        except BaseException as error:
+            for job in jobs:
+                abandon(job)
+            if not batch.future.done():
+                batch.future.set_exception(error if isinstance(error, Exception) else errors.Cancelled("the client was closed"))
+            if not isinstance(error, Exception):
+                raise
+            return
+        if not batch.future.done():
+            batch.future.set_result(None)
+
+    def _read_across(self, file: OpenInode, offset: int, length: int, into: memoryview) -> list[asyncio.Future]:
+        future = self._loop.create_future()
+
+        async def fill() -> None:
+            try:
+                await self._chunks.read_range(file, offset, length, into)
+            except BaseException as error:
+                if not future.done():
+                    future.set_exception(error if isinstance(error, Exception) else errors.Cancelled("the client was closed"))
+                if not isinstance(error, Exception):
+                    raise
+                return
+            if not future.done():
+                future.set_result(None)
+
+        _cancelled_with(future, self._chunks.own(fill()))
+        return [future]
+
+
+def _cancelled_with(future: asyncio.Future, task: asyncio.Task) -> None:
+    """Who cancels the future has his memory back: the task that fills it ends. And a task that ends leaves nobody waiting."""
+    future.add_done_callback(lambda _: task.cancel() if future.cancelled() else None)
+    task.add_done_callback(lambda _: None if future.done() else future.set_exception(errors.Cancelled("the client was closed")))

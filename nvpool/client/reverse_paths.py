@@ -1,0 +1,212 @@
+"""The paths of inodes that somebody has to be told about: files with damaged blocks, in logs and in the status of a pool.
+
+A file does not know its names, so the shards are asked to look for them (META_NAMES), where the file was born first, elsewhere
+only for those that are not there; then the directories upward. All in bounded steps, each a request that lets others have
+their turn. Never on the way of a read or a write: callers ask in a task of its own, or where a person waits, and say how long.
+Whatever daemons answer, or if they do not, the paths that were found stand. Called by chunkclient (by way of vfs/client), the
+supervisor's status and fsck. Needs no session, changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import NvpoolError
+from nvpool.core.ids import ROOT_INODE, partition_of
+from nvpool.poolmap.model import PoolMap
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+
+log = logging.getLogger(__name__)
+
+INODES_A_QUESTION = 512
+SEARCHES_AT_ONCE = 4
+"""Partitions that are searched at the same time, so that one with very many names does not keep the others waiting."""
+STEP_S = 10.0
+LOOK_S = 2.0
+"""What a search for a person or a log may take: one to two million names. `nvpool fsck` takes the time it needs."""
+FILES_MAX = 256
+KEPT_S, FAILED_KEPT_S = 60.0, 10.0
+"""A path may change, so it is not believed for long; what was not found is not looked for all the time."""
+KEPT_MAX = 1024
+PAUSE_S = 5.0
+"""Between two searches for the log."""
+
+
+def printable(path: bytes) -> str:
+    """The path for people, on one line: what is not UTF-8 or can not be printed is shown as an escape."""
+    text = path.decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+class PathFinder:
+    def __init__(self, pool_map: Callable[[], PoolMap], dialer, clock: Clock):
+        self._pool_map = pool_map
+        self._dialer = dialer
+        self._clock = clock
+
+    async def find(self, inodes: Iterable[int], within_s: float | None = None) -> dict[int, bytes]:
+        """One path for each of the inodes; b"" for those that have no name any more. Those that were not found in time, or
+        could not be asked for, are missing. Without `within_s` every name there is may be looked at."""
+        found: dict[int, bytes] = {}
+        wanted = sorted({inode for inode in inodes if _is_number(inode)})
+        try:
+            async with asyncio.timeout(within_s):
+                for first in range(0, len(wanted), INODES_A_QUESTION):
+                    await self._find(wanted[first:first + INODES_A_QUESTION], found)
+        except TimeoutError:
+            log.debug("%d of %d paths were found in %s s", len(found), len(wanted), within_s)
+        return found
+
+    async def _find(self, inodes: list[int], found: dict[int, bytes]) -> None:
+        up: dict[int, meta_pb2.NamedInode] = {}
+        births: dict[int, list[int]] = {}
+        for inode in inodes:
+            births.setdefault(partition_of(inode), []).append(inode)
+        turns = asyncio.Semaphore(SEARCHES_AT_ONCE)
+
+        async def search(some: list[int], elsewhere: bool = False) -> None:
+            async with turns:
+                try:
+                    named = await self._names(some, found, elsewhere=elsewhere)
+                    up.update(named)
+                    await self._climb(named, up)
+                except NvpoolError as error:
+                    log.debug("the names of %d inodes were not found: %s", len(some), error)
+            found.update((inode, path) for inode in some if (path := _path(inode, up)))
+
+        await asyncio.gather(*map(search, births.values()))
+        left = [inode for inode in inodes if inode not in up and inode not in found]
+        if left:
+            await search(left, elsewhere=True)
+
+    async def _climb(self, named: dict[int, meta_pb2.NamedInode], up: dict[int, meta_pb2.NamedInode]) -> None:
+        """Add the directories above to `up`, as far as they can be found."""
+        while named:
+            below: dict[int, list[int]] = {}
+            for directory, above in {one.directory: one.above for one in named.values()}.items():
+                if _is_number(above) and directory != ROOT_INODE and directory not in up:
+                    below.setdefault(above, []).append(directory)
+            named = {}
+            for above, directories in below.items():
+                named |= await self._names(directories, {}, directory=above)
+            up.update(named)
+
+    async def _names(self, inodes: list[int], found: dict[int, bytes], *, directory: int = 0,
+                     elsewhere: bool = False) -> dict[int, meta_pb2.NamedInode]:
+        named: dict[int, meta_pb2.NamedInode] = {}
+        left = set(inodes)
+        for endpoints in self._shards(directory or inodes[0]):
+            cursor, done = b"", False
+            while left and not done:
+                request = meta_pb2.NamesRequest(inodes=data_codec.pack_inodes(sorted(left)), directory=directory,
+                                                elsewhere=elsewhere, cursor=cursor)
+                answer = await self._dialer.call(endpoints, wire_pb2.META_NAMES, request.SerializeToString(),
+                                                 deadline_s=self._clock.boottime_s() + STEP_S)
+                reply = decoded(meta_pb2.NamesReply, answer.message)
+                gone = data_codec.unpack_inodes(reply.gone)
+                found.update(dict.fromkeys(gone, b""))
+                named.update((one.inode, one) for one in reply.names)
+                left.difference_update(named, gone)
+                cursor, done = reply.cursor, reply.done or reply.cursor <= cursor
+        return named
+
+    def _shards(self, inode: int) -> list[tuple[str, ...]]:
+        """Where to ask, first who has the inode."""
+        pool_map = self._pool_map()
+        owner = pool_map.shard_of_partition[partition_of(inode)]
+        return [shard.endpoints for shard in sorted(pool_map.shards, key=lambda shard: (shard.id != owner, shard.id))]
+
+
+def _is_number(inode: int) -> bool:
+    """Whether there can be such an inode: these numbers come from records that are damaged."""
+    return 0 < inode < 1 << 63
+
+
+def _path(inode: int, up: dict[int, meta_pb2.NamedInode]) -> bytes:
+    """b"" where the way up does not end at the root."""
+    parts: list[bytes] = []
+    while inode != ROOT_INODE:
+        one = up.get(inode)
+        if one is None or len(parts) >= len(up):
+            return b""
+        parts.append(one.name)
+        inode = one.directory
+    return b"/" + b"/".join(reversed(parts))
+
+
+class KnownPaths:
+    """Paths that were found lately; looks for others when it is asked to, one search at a time. Owned by who makes it, who
+    closes it."""
+
+    def __init__(self, pool_map: Callable[[], PoolMap], dialer, clock: Clock):
+        self._finder = PathFinder(pool_map, dialer, clock)
+        self._clock = clock
+        self._known: dict[int, tuple[float, bytes | None]] = {}  # inode -> (until when, path)
+        self._searching = asyncio.Lock()
+        self._waiting: set[int] = set()
+        self._telling: asyncio.Task[None] | None = None
+
+    def path(self, inode: int) -> bytes | None:
+        """None where it is not known; b"" where the inode has no name any more."""
+        until_s, path = self._known.get(inode, (0.0, None))
+        return path if until_s > self._clock.boottime_s() else None
+
+    async def look(self, inodes: Iterable[int], within_s: float = LOOK_S) -> None:
+        """Look for the paths that are not known, of the first FILES_MAX inodes, for that long at most."""
+        try:
+            async with asyncio.timeout(within_s), self._searching:
+                now_s = self._clock.boottime_s()
+                wanted = [inode for inode in dict.fromkeys(inodes) if self._known.get(inode, (0.0, None))[0] <= now_s]
+                wanted = wanted[:FILES_MAX]
+                if wanted:
+                    # a little less, so that what was found in time is kept
+                    found = await self._finder.find(wanted, within_s * 0.9)
+                    self._keep(wanted, found)
+        except TimeoutError:
+            pass  # somebody else's search took the time
+
+    def _keep(self, wanted: list[int], found: dict[int, bytes]) -> None:
+        now_s = self._clock.boottime_s()
+        for inode in wanted:
+            self._known.pop(inode, None)
+            self._known[inode] = now_s + (KEPT_S if inode in found else FAILED_KEPT_S), found.get(inode)
+        while len(self._known) > KEPT_MAX:
+            del self._known[next(iter(self._known))]
+
+    # -- for logs --------------------------------------------------------------------------------------------------------
+
+    def told(self, inode: int) -> str:
+        """What to write behind the number of a damaged file's inode. Where its path is not known, another line of the log tells
+        it as soon as it is found."""
+        if inode in self._known and self._known[inode][0] > self._clock.boottime_s():
+            path = self.path(inode)
+            return f" ({printable(path)})" if path else ""
+        if len(self._waiting) < FILES_MAX:
+            self._waiting.add(inode)
+            if self._telling is None or self._telling.done():
+                self._telling = asyncio.get_running_loop().create_task(self._tell())
+        return ""
+
+    async def _tell(self) -> None:
+        while self._waiting:
+            inodes, self._waiting = sorted(self._waiting), set()
+            await self.look(inodes)
+            for inode in inodes:
+                path = self.path(inode)
+                if path:
+                    log.error("inode %d, of which bytes are damaged, is %s", inode, printable(path))
+                elif path is None:
+                    log.error("inode %d, of which bytes are damaged, was not found among the names soon; `nvpool fsck POOL` "
+                              "names the file", inode)
+            await asyncio.sleep(PAUSE_S)
+
+    def close(self) -> None:
+        """No path is told any more."""
+        if self._telling is not None:
+            self._telling.cancel()

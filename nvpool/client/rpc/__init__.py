@@ -1,0 +1,1 @@
+"""Calls to the metadata service: sessions, retries, exactly-once changes."""

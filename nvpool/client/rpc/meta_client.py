@@ -1,0 +1,596 @@
+"""Questions to and changes at the metadata service: finds the shard, keeps the session, repeats what may be repeated.
+
+Guarantees: a change is carried out once, however often it has to be sent: it travels under (session, slot, sequence), and a
+repetition carries the same; a slot is used again when the answer is here. A session is renewed at a third of its lease; what
+is open is named again to a shard that has restarted and to a new session. Everything ends by its deadline. Called by vfs,
+reader, writer and chunkclient's renewal of grants. Never caches an answer and never decides what an error means to a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from nvpool.client.rpc.backoff import pause
+from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, Releasing
+from nvpool.client.rpc.exactly_once import Held, Once, asking
+from nvpool.client.rpc.fast_changes import Begins, Begun
+from nvpool.client.rpc.lease_watch import keep_watch
+from nvpool.client.rpc.partition_migration import Moved
+from nvpool.client.rpc.primary_connections import Primaries
+from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
+from nvpool.client.rpc.shard_session import ShardSession
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.leases import WATCH_SHARE, Leases
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.pool_view import PoolView
+from nvpool.core.clock import Clock
+from nvpool.core.errors import (
+    DeadlineExceeded,
+    Disconnected,
+    LockLost,
+    NvpoolError,
+    Refused,
+    Stale,
+    StaleEpoch,
+    StaleSession,
+    Unavailable,
+    WrongShard,
+)
+from nvpool.core.ids import COUNTER_BITS, partition_of
+from nvpool.core.units import SLOTS_PER_SESSION
+from nvpool.poolmap.shards.partitions import name_hasher
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.shm.mount_state import KeptMemory, Word
+
+NOBODY = 0
+_SEQUENCES_PER_LIFE_BITS = 36
+
+
+_TELLS_WHO = frozenset((wire_pb2.META_OPEN_SESSION, wire_pb2.META_RENEW_SESSION))
+_ASKS_NOT_WHO = _TELLS_WHO | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
+
+
+class MetaClient(Begins, Releasing):
+    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
+                 kept: KeptMemory | None = None):
+        self._view = view
+        self._dialer = dialer
+        self._options = options
+        self._clock = clock
+        self._name = name
+        self._identity = int.from_bytes(clock.secret(8), "little") or 1
+        self.primaries = Primaries(view, dialer, clock)
+        self._shards: dict[int, ShardSession] = {}
+        self._closed = False
+        self._kept = kept
+        self.once = Once(kept, self._shards, self._give_back) if kept is not None else None
+        if self.once is not None:
+            self.once.on_given_up = self._give_up
+        self.on_lost: Callable[[int], None] = lambda shard: None
+        """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
+        self.on_restart: Callable[[int], None] = lambda shard: None
+        """Called when a shard is found to have begun anew, before it is believed again."""
+        self.name_hash: Callable[[int, bytes], bytes] | None = None  # in wide directories; known with the first session
+        self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
+        self.ended: Callable[[list[int]], Awaitable[None]] = _nothing
+        """Told of inodes on which leases have ended, which others are going to change."""
+        self.told: Callable[[list[int]], None] = lambda inodes: None
+        """Told which of the opens that asked nobody the shard knows of now."""
+        self.moved = Moved(self, view.map, self._shards, clock, options.deadline_s, self._state)
+        view.changed.append(self.moved.use_map)
+        self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    async def ask(self, inode: int, method: int, request, reply_type):
+        """The answer to a question about `inode` (of a name: its directory). `request` has session and map_epoch.
+
+        Any Refused, or Stale that concerns the file (StaleCut, StaleCursor): the service's answer. Disconnected or
+        DeadlineExceeded when nobody answered in time. May be repeated.
+        """
+        self.counters["questions"] += 1
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        tries, reason = 0, None
+        while True:
+            try:
+                state = self._shard_of(inode)
+                if not state.session:
+                    await self.ensure_session(state, deadline_s)
+                elif state.watching is None or state.watching.done():
+                    self._watch(state)
+                request.session = state.session
+                request.map_epoch = self._view.map.epoch
+                return decoded(reply_type, await self._send(state, method, request, deadline_s))
+            except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
+                tries, reason = tries + 1, reason_of(error, reason)
+                await self._mend(inode, error, reason, tries, deadline_s, request.session)
+
+    def is_ready(self, shard: int) -> bool:
+        """Whether nothing stands between a question and that shard: a session that was met over a living connection."""
+        state, known = self._shards.get(shard), self._view.map.shard_by_id.get(shard)
+        return (state is not None and state.session != 0 and known is not None and not known.standbys
+                and state.watching is not None and not state.watching.done()
+                and state.met is not None and state.met is self._dialer.live(known.endpoints))
+
+    def submit(self, shard: int, method: int, request, on_done: Callable) -> bool:
+        """Send a question once, without a task, where the shard `is_ready`; else False, and nothing has happened.
+        `on_done(reply, error)` is called later, once, with the error of this one try: `ask` does what it asks for."""
+        if self._closed or not self.is_ready(shard):
+            return False
+        self.counters["questions"] += 1
+        request.session = self._shards[shard].session
+        request.map_epoch = self._view.map.epoch
+        connection = self._shards[shard].met
+        connection.submit(method, request.SerializeToString(), on_done=on_done,
+                          deadline_s=self._clock.boottime_s() + self._options.deadline_s)
+        return True
+
+    async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY,
+                     file: OpenInode | None = None, once: bool = False, begun: Begun | None = None):
+        """Carry out a change that begins at `inode`'s partition, once; its answer. `request.change` is filled in here.
+
+        Errors as `ask`. After Disconnected or DeadlineExceeded it may have been carried out. LockLost when `file`, on whose
+        behalf it is, has lost its locks: it is not sent in a later session. `once`: see `client/rpc/exactly_once`. `begun`: see
+        `go_on`.
+        """
+        tries, reason, uncertain = 0, None, False
+        failed: BaseException | None = None
+        if begun is None:
+            self.counters["changes"] += 1
+            deadline_s = self._clock.boottime_s() + self._options.deadline_s
+            state, slot, sequence, generation = None, 0, 0, 0
+            unique = asking() if once and self.once is not None else 0
+        else:
+            deadline_s, unique, failed = begun.deadline_s, begun.unique, begun.take_error()
+            state, slot, sequence, generation = begun.state, begun.slot, begun.sequence, begun.generation
+        change = request.change
+        change.uid, change.gid = uid, gid
+        try:
+            while True:
+                now = state if failed is not None else (
+                    self._asked_first(unique, method, state if uncertain else None, generation) or self._shard_of(inode))
+                if uncertain and (now is not state or state.generation != generation):
+                    raise Disconnected("the session ended before the answer to a change came")
+                try:
+                    if failed is not None:
+                        error, failed = failed, None
+                        raise error
+                    if now is not state or state.generation != generation:
+                        self.leave(unique, state, slot, sequence, generation)
+                        state = None
+                        if not now.session:
+                            await self.ensure_session(now, deadline_s)
+                        if file is not None and file.lost:
+                            raise LockLost()
+                        slot, sequence, generation = (self.once.slot_of(unique, now, method) if unique else None) \
+                            or await self._take_slot(now, deadline_s)
+                        state = now
+                        if unique:
+                            self.once.note(state.record, slot, sequence, method, unique)
+                        change.session, change.slot, change.sequence = state.session, slot, sequence
+                    change.map_epoch = self._view.map.epoch
+                    return decoded(reply_type, await self._send(state, method, request, deadline_s))
+                except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
+                    if uncertain and state is not None and (isinstance(error, StaleSession) or state.generation != generation):
+                        raise Disconnected("the session ended before the answer to a change came") from None
+                    if isinstance(error, WrongShard) and state is not None:
+                        # Said of this request: it was not carried out under its name, and never will be.
+                        self.leave(unique, state, slot, sequence, generation)
+                        state, uncertain = None, False
+                    uncertain = uncertain or error.may_be_applied and state is not None  # else it was a session's opening
+                    tries, reason = tries + 1, reason_of(error, reason)
+                    await self._mend(inode, error, reason, tries, deadline_s, change.session, uncertain)
+        except (Refused, Stale):
+            raise
+        except BaseException:
+            self.lost_sight()
+            raise
+        finally:
+            self.leave(unique, state, slot, sequence, generation)
+
+    def lost_sight(self) -> None:
+        """A change was sent, and nobody knows what it has changed, and where."""
+        for known in self._shards.values():
+            self.leases.end_all(known.watch)
+
+    def _asked_first(self, unique: int, method: int, state: ShardSession | None, generation: int) -> ShardSession | None:
+        """Where a change was sent that may have been carried out; another shard does not know that."""
+        if state is not None and state.generation == generation:
+            return state
+        shard = self.once.shard_of(unique, method) if unique else 0
+        return self._shards.get(shard)
+
+    async def ask_shard(self, shard: int, method: int, request, reply_type):
+        """As `ask`, of a shard itself: status, file counts. A request without a session is fine."""
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        tries, reason = 0, None
+        while True:
+            try:
+                state = self._state(shard)
+                if hasattr(request, "session"):
+                    if not state.session:
+                        await self.ensure_session(state, deadline_s)
+                    request.session = state.session
+                return decoded(reply_type, await self._send(state, method, request, deadline_s))
+            except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
+                if isinstance(error, WrongShard):
+                    await self._view.refresh()
+                    raise  # what it is about lies elsewhere by now
+                tries, reason = tries + 1, reason_of(error, reason)
+                if isinstance(error, StaleSession):
+                    self._lost(self._state(shard), request.session)
+                await self._pause(error, reason, tries, deadline_s)
+
+    async def _send(self, state: ShardSession, method: int, request, deadline_s: float):
+        """The encoded answer."""
+        shard = self._view.map.shard_by_id.get(state.shard)
+        if shard is None:
+            raise WrongShard(f"the pool map does not know shard {state.shard}")
+        connection = await self.primaries.connection(shard, deadline_s)
+        if not shard.standbys and state.met is not connection and state.session and method not in _ASKS_NOT_WHO:
+            await self._meet(state, connection, deadline_s)
+        reply = await self.primaries.call(connection, method, request.SerializeToString(), deadline_s)
+        if method in _TELLS_WHO:
+            state.met = connection
+        return reply.message
+
+    async def _meet(self, state: ShardSession, connection, deadline_s: float) -> None:
+        """At the other end there may be another process, with lower change numbers than we know: it says first who it is."""
+        if state.meeting is None or state.meeting.done():
+            state.meeting = asyncio.create_task(self._renew(state, deadline_s))
+            state.meeting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            await self._until(state.meeting, deadline_s)
+        except StaleSession:
+            state.met = connection  # the request itself finds out, and begins another session
+        except Unavailable as error:
+            error.may_be_applied = False  # the request itself was not sent
+            raise
+
+    def shard_of(self, inode: int) -> int:
+        """The number of the shard that has the inode, and the names in it."""
+        return self._view.map.shard_of_partition[partition_of(inode)]
+
+    def session_of(self, inode: int) -> int:
+        """The session at the inode's shard; 0: none at the moment."""
+        return self._shard_of(inode).session
+
+    def lives(self, session: int) -> bool:
+        """Whether it is one of ours at any shard: locks move from session to session with their partition."""
+        return any(state.session == session for state in self._shards.values())
+
+    def was_taken_up(self, inode: int) -> bool:
+        """Whether the session at the inode's shard is that of the process before us."""
+        state = self._shard_of(inode)
+        return state.taken_up == state.generation
+
+    def _shard_of(self, inode: int) -> ShardSession:
+        shard = self._view.map.shard_of_partition[inode >> COUNTER_BITS]
+        return self._shards.get(shard) or self._state(shard)
+
+    def _state(self, shard: int) -> ShardSession:
+        state = self._shards.get(shard)
+        if state is None:
+            state = self._shards[shard] = ShardSession(shard)
+        return state
+
+    async def _mend(self, inode: int, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
+                    session: int, uncertain: bool = False) -> None:
+        """Do what `error` asks for before a repetition; raises it, or DeadlineExceeded, when the deadline has come. `session`
+        is the one that was refused: there may be a newer one by now."""
+        self.counters["repeats"] += 1
+        if isinstance(error, StaleSession):
+            self._lost(self._shard_of(inode), session)
+            if tries == 1:
+                return
+        elif isinstance(error, (StaleEpoch, WrongShard)) and await self._view.refresh():
+            return
+        await self._pause(error, reason, tries, deadline_s, uncertain)
+
+    async def _pause(self, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
+                     uncertain: bool = False) -> None:
+        left = deadline_s - self._clock.boottime_s()
+        if left <= 0 or self._closed:
+            raise at_the_deadline(error, reason, uncertain)
+        await pause(error, tries, left, self._view, self._options, self._clock)
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    async def _take_slot(self, state: ShardSession, deadline_s: float) -> tuple[int, int, int]:
+        """A free slot, its next sequence, and the generation of the session that it belongs to."""
+        while not state.slots:
+            future = asyncio.get_running_loop().create_future()
+            state.waiting.append(future)
+            try:
+                async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                    await future
+            except TimeoutError:
+                raise DeadlineExceeded("all request slots of the session stayed in use", may_be_applied=False) from None
+            except BaseException:
+                if state.slots:
+                    state.wake()  # it was woken and went away: the next one may have the slot
+                raise
+            finally:
+                if future in state.waiting:
+                    state.waiting.remove(future)
+            if not state.session:
+                raise StaleSession
+        slot, sequence = state.slots.popleft()
+        return slot, sequence + 1, state.generation
+
+    def leave(self, unique: int, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
+        """The slot is not used any more; where a request of the kernel has it, when that is answered."""
+        if unique and state is not None and state.generation == generation and sequence:
+            self.once.held[unique] = Held(state, slot, sequence, generation)
+        else:
+            self._give_back(state, slot, sequence, generation)
+
+    def take_over(self, opened: list[int]) -> None:
+        """Go on with the sessions of the process before us, which had these inodes open."""
+        for shard, (record, session, secret) in self._kept.shards().items():
+            state = self._state(shard)
+            state.record, state.earlier = record, (session, secret)
+            state.early = self.once.take_over(shard, record)
+        for inode in opened:
+            self._shard_of(inode).open[inode] = 1
+
+    def _give_back(self, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
+        if state is not None and state.generation == generation and sequence:
+            state.slots.append((slot, sequence))
+            state.wake()
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    async def ensure_session(self, state: ShardSession, deadline_s: float) -> None:
+        """On return there is one, in which all that is open has been named."""
+        if state.opening is None or state.opening.done():
+            state.opening = asyncio.create_task(self._open_session(state, deadline_s))
+            state.opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it meets it
+        await self._until(state.opening, deadline_s)
+
+    async def meet(self, inode: int) -> None:
+        """Have a session at the inode's shard, for who is to be lent what he asks for first. Errors as of one try of `ask`."""
+        await self.ensure_session(self._shard_of(inode), self._clock.boottime_s() + self._options.deadline_s)
+
+    async def _until(self, asked: asyncio.Task, deadline_s: float) -> None:
+        """Wait for what is asked once for several, each of whom may wait as long as he may."""
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                await asyncio.shield(asked)
+        except TimeoutError:
+            raise DeadlineExceeded("the shard has not told yet who it is", may_be_applied=False) from None
+        except asyncio.CancelledError:
+            if not asked.cancelled() or asyncio.current_task().cancelling():
+                raise
+            raise WrongShard("the shard has left the pool meanwhile") from None
+
+    async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
+        request = meta_pb2.OpenSessionRequest(client=self._name, watch=self._options.leases, identity=self._identity)
+        if state.earlier is not None:
+            request.session, request.secret = state.earlier
+            request.names_open, request.opened = True, data_codec.pack_inodes(list(state.open))
+            request.names_slots = True
+            request.slots.extend(state.early)
+            state.given_up.clear()
+        sent_s = self._clock.boottime_s()
+        try:
+            raw = await self._send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
+        except StaleSession:
+            if state.earlier is None:
+                raise
+            self._not_taken_up(state)
+            await self._open_session(state, deadline_s)
+            return
+        reply = decoded(meta_pb2.OpenSessionReply, raw)
+        state.generation += 1
+        state.lease_s = reply.lease_s or 60.0
+        if reply.name_key and self.name_hash is None:
+            self.name_hash = name_hasher(reply.name_key)
+        state.secret = reply.secret
+        if state.incarnation not in (0, reply.incarnation):
+            self.on_restart(state.shard)
+        state.incarnation = reply.incarnation
+        last = list(reply.sequences) or [0] * (reply.slots or SLOTS_PER_SESSION)
+        if state.earlier is None:
+            state.slots = deque(enumerate(last))
+            state.slot_count = len(last)
+            state.unnamed = bool(state.open)
+        else:
+            # Behind all that the processes before us may have sent: it may yet come, and must not be taken for ours.
+            first = self._kept.word(Word.LIVES) << _SEQUENCES_PER_LIFE_BITS
+            state.slots = deque((slot, max(first, sequence)) for slot, sequence in enumerate(last) if slot not in state.early)
+            state.slot_count = len(last)
+            state.earlier, state.unnamed, state.taken_up = None, False, state.generation
+            state.untold.clear()
+            if state.given_up:
+                self._release_at(state, [])
+        if self._kept is not None:
+            if state.record < 0:
+                state.record = self._kept.add_shard()
+            if not request.session:
+                self._kept.keep_session(state.record, state.shard, reply.session, reply.secret)
+        state.session = reply.session
+        self.leases.end_all(state.watch)
+        state.watch.number, state.watch.seen = reply.watch, 0
+        state.watch.until_s = sent_s + reply.watch_ms * WATCH_SHARE / 1000
+        state.watch.linger_s = reply.linger_ms * WATCH_SHARE / 1000
+        if state.watching is not None:
+            state.watching.cancel()
+        self._watch(state)
+        self.counters["sessions"] += 1
+        if state.unnamed:
+            await self._renew(state, deadline_s)
+        if state.renewal is None or state.renewal.done():
+            state.renewal = asyncio.create_task(self._keep(state))
+        for _ in range(min(len(state.waiting), len(state.slots))):
+            state.wake()
+
+    def _not_taken_up(self, state: ShardSession) -> None:
+        """The session of the process before us has ended."""
+        state.session, _ = state.earlier
+        state.earlier = None
+        self._lost(state, state.session)
+
+    def _lost(self, state: ShardSession, session: int) -> None:
+        """The shard does not know the session any more: the next request opens a new one."""
+        if session and state.session == session:
+            state.session = 0
+            if self.once is not None:
+                self.once.lost(state.shard)
+            self.leases.end_all(state.watch)
+            state.generation += 1
+            self.on_lost(state.shard)
+            state.slots.clear()
+            state.released.clear()
+            state.given_up.clear()
+            state.doubts.clear()
+            state.wake_all()
+
+    def _watch(self, state: ShardSession) -> None:
+        if not state.watch.number or self._closed:
+            return
+
+        async def send(request, deadline_s: float):
+            return await self._send(state, wire_pb2.META_WATCH, request, deadline_s)
+
+        async def ended(inodes: list[int]) -> None:
+            told = not state.untold.keys().isdisjoint(inodes)
+            await self.ended(inodes)
+            if told:
+                try:
+                    await self._tell(state)
+                except NvpoolError:
+                    pass  # who reads these asks first
+
+        state.watching = asyncio.create_task(keep_watch(state.watch, state.session, send=send, leases=self.leases, ended=ended,
+                                                        newer=self._view.look_for, options=self._options, clock=self._clock))
+
+    async def _keep(self, state: ShardSession) -> None:
+        """Renew the session for as long as the client lives; what fails is tried again after a second."""
+        pause = state.lease_s / 3
+        while not self._closed:
+            await asyncio.sleep(pause)
+            try:
+                deadline_s = self._clock.boottime_s() + state.lease_s
+                if not state.session:
+                    await self.ensure_session(state, deadline_s)
+                else:
+                    await self._renew(state, deadline_s)
+                    await self._look_at_held(state)
+                pause = state.lease_s / 3
+            except StaleSession:
+                self._lost(state, state.session)
+                pause = 0.0
+            except NvpoolError:
+                pause = min(1.0, state.lease_s / 6)
+
+    async def _renew(self, state: ShardSession, deadline_s: float) -> None:
+        """Say that we live, and where the shard does not know it all of what is open, until it has answered that it does."""
+        again = state.unnamed
+        if again:
+            state.released.clear()  # of registrations that the shard has forgotten: said now, they would end those that follow
+            state.untold.clear()
+            state.arrived.clear()
+        opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
+        session = state.session
+        for begin in range(0, max(len(opened), 1), RENEW_INODES_MAX):
+            request = meta_pb2.RenewSessionRequest(session=session, map_epoch=self._view.map.epoch, identity=self._identity,
+                                                   opened=data_codec.pack_inodes(opened[begin:begin + RENEW_INODES_MAX]),
+                                                   named=again and begin + RENEW_INODES_MAX >= len(opened))
+            raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
+        self.counters["renewals"] += 1
+        if again and state.session == session:
+            state.unnamed = False
+        reply = decoded(meta_pb2.RenewSessionReply, raw)
+        state.lease_s, state.held = reply.lease_s or state.lease_s, reply.held
+        if reply.map_epoch > self._view.map.epoch:
+            await self._view.refresh()
+        if reply.incarnation != state.incarnation:
+            state.incarnation = reply.incarnation
+            self.on_restart(state.shard)
+            if not again and state.open:
+                state.unnamed = True
+                await self._renew(state, deadline_s)
+
+    # -- open files ----------------------------------------------------------------------------------------------------
+
+    def opened(self, inode: int) -> None:
+        """The service has registered one more open of `inode` for us."""
+        state = self._shard_of(inode)
+        state.open[inode] = state.open.get(inode, 0) + 1
+
+    def opened_quietly(self, inode: int, now: bool) -> None:
+        """We have opened `inode` by a lease, without a question: the service is told soon (`now`: at once, while we go on), or
+        before it is changed. What is closed before that it is not told of."""
+        state = self._shard_of(inode)
+        state.open[inode] = state.open.get(inode, 0) + 1
+        state.untold[inode] = state.untold.get(inode, 0) + 1
+        if now:
+            state.tell_now.set()
+        if state.telling is None or state.telling.done():
+            state.telling = asyncio.create_task(self._tell_soon(state))
+
+    async def _tell_soon(self, state: ShardSession) -> None:
+        while state.untold and not self._closed:
+            try:
+                async with asyncio.timeout(self._options.tell_s):
+                    await state.tell_now.wait()
+            except TimeoutError:
+                pass
+            state.tell_now.clear()
+            try:
+                await self._tell(state)
+            except NvpoolError:
+                await asyncio.sleep(self._options.retry_last_s)  # it is said again; and who reads without a lease asks first
+
+    async def tell_opened(self, inode: int) -> None:
+        """On return the service knows all that is open of the inode."""
+        await self._tell(self._shard_of(inode))
+
+    async def _tell(self, state: ShardSession) -> None:
+        """Errors as `ask`; then it is said again."""
+        untold, state.untold = state.untold, {}
+        opened = [inode for inode, count in untold.items() for _ in range(count)]
+        if not opened:
+            return
+        try:
+            if not state.session:
+                # names all that is open
+                await self.ensure_session(state, self._clock.boottime_s() + self._options.deadline_s)
+                opened = []
+            for begin in range(0, len(opened), RENEW_INODES_MAX):
+                request = meta_pb2.RenewSessionRequest(opened=data_codec.pack_inodes(opened[begin:begin + RENEW_INODES_MAX]))
+                await self.ask_shard(state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply)
+        except BaseException:
+            for inode, count in untold.items():
+                if inode in state.open:
+                    state.untold[inode] = state.untold.get(inode, 0) + count
+            raise
+        self.told(list(untold))
+
+    async def close(self, deadline_s: float, *, say_so: bool = True) -> None:
+        """End the sessions, as far as shards answer by `deadline_s`; or leave them to end by themselves."""
+        self._closed = True
+        self.leases.on_end_all = lambda: None
+        self.primaries.close()
+        self.moved.close()
+        for one in self._shards.values():
+            self.leases.end_all(one.watch)
+            for task in filter(None, (one.renewal, one.releasing, one.opening, one.watching, one.telling, one.meeting)):
+                task.cancel()
+            if not one.session or not say_so:
+                continue
+            try:
+                request = meta_pb2.CloseSessionRequest(session=one.session)
+                await self._send(one, wire_pb2.META_CLOSE_SESSION, request, deadline_s)
+            except NvpoolError:
+                pass  # it ends by itself
+            one.session = 0
+
+
+async def _nothing(inodes: list[int]) -> None:
+    pass

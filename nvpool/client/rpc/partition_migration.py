@@ -1,0 +1,136 @@
+"""Partitions that are another shard's by a newer map: what this client has to do with them goes along.
+
+What is open there is named to the new shard; leases on both sides end, also those that answers under way would begin; locks
+need nothing, for sessions of one client are one to the shards. A change whose answer is missing is asked for again where it was
+sent first (`metaclient.change`): only that shard knows whether it has made it. A shard that holds nothing any more is told
+goodbye. Made by metaclient, called with each newer map; waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from nvpool.client.rpc.shard_session import ShardSession
+from nvpool.core.clock import Clock
+from nvpool.core.errors import NvpoolError
+from nvpool.core.ids import partition_of
+from nvpool.poolmap.model import PoolMap
+from nvpool.poolmap.shards.partition_moves import is_empty
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+
+if TYPE_CHECKING:
+    from nvpool.client.rpc.meta_client import MetaClient
+
+LEAVE_S = 60.0
+"""For changes under way to be answered by a shard that holds nothing any more."""
+LOOK_S = 0.1
+NAMES_MAX = 16_384
+
+
+class Moved:
+    def __init__(self, meta: MetaClient, pool_map: PoolMap, shards: dict[int, ShardSession], clock: Clock,
+                 deadline_s: float, state_of: Callable[[int], ShardSession]) -> None:
+        """`shards`: the metaclient's sessions, by shard; `state_of(shard)` makes one where there is none."""
+        self._meta = meta
+        self._state_of = state_of
+        self._owners = pool_map.shard_of_partition
+        self._shards = shards
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._tasks: set[asyncio.Task] = set()
+        self._leaving: set[int] = set()
+        self.count = 0
+        """Partitions that were seen to move."""
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        before, now = self._owners, pool_map.shard_of_partition
+        self._owners = now
+        if before != now:
+            moved = {partition: new for partition, (old, new) in enumerate(zip(before, now, strict=True)) if old != new}
+            self.count += len(moved)
+            for state in list(self._shards.values()):
+                self._carry(state, moved)
+        for number, state in list(self._shards.items()):
+            if number not in pool_map.shard_by_id:
+                self._forget(state)
+            elif state.session and is_empty(pool_map, number) and number not in self._leaving:
+                self._leaving.add(number)
+                self._behind(self._say_goodbye(state))
+
+    def _carry(self, state: ShardSession, moved: dict[int, int]) -> None:
+        for inode in [inode for inode in state.open if moved.get(partition_of(inode), state.shard) != state.shard]:
+            other = self._state_of(moved[partition_of(inode)])
+            count = state.open.pop(inode)
+            state.untold.pop(inode, None)
+            other.open[inode] = other.open.get(inode, 0) + count
+            other.arrived[inode] = other.arrived.get(inode, 0) + count
+            if other.naming is None or other.naming.done():
+                other.naming = self._behind(self._name_arrived(other))
+        for inode in [inode for inode in state.released if moved.get(partition_of(inode), state.shard) != state.shard]:
+            state.released.remove(inode)
+            other = self._state_of(moved[partition_of(inode)])
+            if other.session:  # else the shard hears with a renewal that it is not open
+                self._meta._release_at(other, [inode])
+        self._meta.leases.end_all(state.watch)  # what was asked before this moment begins no lease
+
+    async def _name_arrived(self, state: ShardSession) -> None:
+        while state.arrived:
+            arrived, state.arrived = state.arrived, {}
+            try:
+                await self._name(state, [inode for inode, count in arrived.items() for _ in range(count)])
+            except NvpoolError:
+                for inode, count in arrived.items():
+                    if inode in state.open:
+                        state.arrived[inode] = state.arrived.get(inode, 0) + count
+                await asyncio.sleep(LOOK_S)
+
+    async def _name(self, state: ShardSession, inodes: list[int]) -> None:
+        """Tell the shard what we have open of what has moved to it."""
+        if not state.session:
+            await self._meta.ensure_session(state, self._clock.boottime_s() + self._deadline_s)
+        else:
+            for begin in range(0, len(inodes), NAMES_MAX):
+                request = meta_pb2.RenewSessionRequest(opened=data_codec.pack_inodes(inodes[begin:begin + NAMES_MAX]),
+                                                       named=begin + NAMES_MAX >= len(inodes))
+                await self._meta.ask_shard(state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply)
+        self._meta.told(inodes)
+
+    async def _say_goodbye(self, state: ShardSession) -> None:
+        try:
+            until_s = self._clock.boottime_s() + LEAVE_S
+            while state.in_use and self._clock.boottime_s() < until_s:  # noqa: ASYNC110  (slots, no event)
+                await asyncio.sleep(LOOK_S)
+            if not any(shard == state.shard for shard in self._owners):
+                await self._meta.ask_shard(state.shard, wire_pb2.META_CLOSE_SESSION, meta_pb2.CloseSessionRequest(),
+                                           meta_pb2.CloseSessionReply)
+                self._forget(state)
+        except NvpoolError:
+            pass  # it ends by itself
+        finally:
+            self._leaving.discard(state.shard)
+
+    def _forget(self, state: ShardSession) -> None:
+        """Nothing is asked in this session any more."""
+        for task in (state.renewal, state.releasing, state.watching, state.telling, state.meeting):
+            if task is not None:
+                task.cancel()
+        state.session = 0
+        state.generation += 1
+        state.slots.clear()
+        if self._meta.once is not None:
+            self._meta.once.lost(state.shard)
+        self._meta.leases.end_all(state.watch)
+        state.wake_all()
+
+    def _behind(self, work) -> asyncio.Task:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()

@@ -1,0 +1,1 @@
+"""State that a client caches: attributes, leases, dirty and small files, the pool map."""

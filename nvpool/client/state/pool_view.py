@@ -1,0 +1,207 @@
+"""The newest pool map that this client knows, and where to get a newer one.
+
+Guarantees that the map only moves forward in epoch and that refreshes asked for at the same time are one. Called by
+metaclient and chunkclient when somebody answers that their map is old, or does not answer at all: then they wait for the next
+map, which nodes are asked to tell of as soon as there is one. Never invents a map: where none can be had the old one stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import NvpoolError, Unreachable, from_os_error
+from nvpool.core.futures import abandon
+from nvpool.poolmap.model import PoolMap, decode_map
+from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.v1 import pool_pb2, wire_pb2
+
+MAP_FILE = "poolmap.json"
+ASK_S = 5.0
+"""For one question for a map: a node that takes longer is not worth waiting for, the asker repeats anyway."""
+
+NEXT_S = 0.4
+"""Before another node is asked too: one that is gone says nothing at all."""
+
+FOLLOW_S = 2.0
+"""For so long the next map is looked out for after somebody has last waited for it. Who goes on waiting asks again."""
+FOLLOWED = 3
+"""Nodes that are asked to tell of the next map, at once: one may be dead and another cut off from the others."""
+TELL_S = 1.0
+"""For so long a node keeps that question; then another one gets it."""
+LOOK_S = 0.05
+"""Between two looks at the file, and between questions to nodes that answer at once and know nothing."""
+
+
+def read_map_file(directory: str) -> PoolMap:
+    """The map in DIR/poolmap.json. NotFound or AccessDenied as the file system says; CorruptRecord, WrongFormat."""
+    path = os.path.join(directory, MAP_FILE)
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise from_os_error(error, f"reading the pool map {path}") from None
+    return decode_map(raw)
+
+
+class PoolView:
+    """`map` is the newest; `changed` callables are told of each newer one."""
+
+    def __init__(self, pool_map: PoolMap, *, directory: str | None, dialer, clock: Clock):
+        self.map = pool_map
+        self.changed: list[Callable[[PoolMap], None]] = []
+        self._directory = directory
+        self._dialer = dialer
+        self._clock = clock
+        self._asking: asyncio.Task | None = None
+        self._turn = 0
+        self._next: asyncio.Future[None] | None = None
+        self._following: asyncio.Task | None = None
+        self._follow_until_s = 0.0
+        self._seen: tuple[int, int] | None = None
+        self._closed = False
+
+    def offer(self, pool_map: PoolMap) -> bool:
+        """Take `pool_map` when it is newer; whether it was."""
+        if pool_map.epoch <= self.map.epoch or pool_map.pool_id != self.map.pool_id:
+            return False
+        self.map = pool_map
+        for tell in self.changed:
+            tell(pool_map)
+        if self._next is not None:
+            self._next.set_result(None)
+            self._next = None
+        return True
+
+    @property
+    def next(self) -> asyncio.Future[None]:
+        """Done once there is a newer map than now. Not to be cancelled."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        return self._next
+
+    def follow(self) -> None:
+        """Look out for the next map, for FOLLOW_S."""
+        self._follow_until_s = self._clock.boottime_s() + FOLLOW_S
+        if not self._closed and (self._following is None or self._following.done()):
+            self._following = asyncio.create_task(self._follow())
+
+    async def newer(self, wait_s: float) -> bool:
+        """Whether there is a newer map than now, as soon as there is; after `wait_s` there is none. It is looked out for."""
+        coming = self.next
+        self.follow()
+        await asyncio.wait([coming], timeout=wait_s)
+        return coming.done()
+
+    async def refresh(self) -> bool:
+        """Ask for a newer map once; whether there was one. Does not raise when nobody answers: the old map stays."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asking)
+
+    def look_for(self, epoch: int) -> None:
+        """Somebody knows the map of this epoch: ask for it, where ours is older; nobody waits for that."""
+        if epoch > self.map.epoch and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> bool:
+        if self._directory is not None:
+            try:
+                return self.offer(read_map_file(self._directory))
+            except NvpoolError:
+                return False
+        nodes = [node.endpoints for node in self.map.nodes if node.endpoints]
+        begin = self._turn % max(1, len(nodes))
+        asked: set[asyncio.Task] = set()
+        try:
+            for endpoints in [*nodes[begin:], *nodes[:begin]]:
+                asked.add(asyncio.create_task(fetch_map(self._dialer, endpoints, self._clock, newer_than=self.map.epoch)))
+                done, asked = await asyncio.wait(asked, timeout=NEXT_S, return_when=asyncio.FIRST_COMPLETED)
+                if (found := _first(done)) is not None:
+                    return self._took(*found)
+            while asked:
+                done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                if (found := _first(done)) is not None:
+                    return self._took(*found)
+            self._turn += 1
+            return False
+        finally:
+            for task in asked:
+                abandon(task)
+
+    async def _follow(self) -> None:
+        asked: dict[tuple[str, ...], asyncio.Task] = {}
+        try:
+            while (left_s := self._follow_until_s - self._clock.boottime_s()) > 0:
+                if self._directory is not None:
+                    self._look(self._directory)
+                    await asyncio.sleep(LOOK_S)
+                    continue
+                self._ask_to_be_told(asked)
+                if asked:
+                    await asyncio.wait(asked.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                for endpoints in [endpoints for endpoints, task in asked.items() if task.done()]:
+                    found = _first([asked.pop(endpoints)])
+                    if found is not None and found[0] is not None:
+                        self.offer(found[0])
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in asked.values():
+                abandon(task)
+
+    def _look(self, directory: str) -> None:
+        """Read the file where it is another than before."""
+        try:
+            there = os.stat(os.path.join(directory, MAP_FILE))
+            if self._seen != (there.st_ino, there.st_mtime_ns):
+                self.offer(read_map_file(directory))
+                self._seen = there.st_ino, there.st_mtime_ns
+        except (OSError, NvpoolError):
+            pass
+
+    def _ask_to_be_told(self, asked: dict[tuple[str, ...], asyncio.Task]) -> None:
+        """Have FOLLOWED nodes asked, each in its turn."""
+        nodes = list(dict.fromkeys(node.endpoints for node in self.map.nodes if node.endpoints))
+        for _ in nodes:
+            if len(asked) >= FOLLOWED:
+                return
+            endpoints = nodes[self._turn % len(nodes)]
+            self._turn += 1
+            if endpoints not in asked:
+                asked[endpoints] = asyncio.create_task(fetch_map(self._dialer, endpoints, self._clock,
+                                                                 newer_than=self.map.epoch, wait_s=TELL_S))
+
+    def _took(self, found: PoolMap | None) -> bool:
+        if found is not None and self.offer(found):
+            return True
+        self._turn += 1  # it may be one that hears of nothing: another is asked first the next time
+        return False
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in (self._asking, self._following):
+            if task is not None:
+                task.cancel()
+
+
+def _first(done: Iterable[asyncio.Task]) -> tuple[PoolMap | None] | None:
+    """What one of them was answered."""
+    for error in [task.exception() for task in done]:  # of each: what nobody has looked at is told in the log
+        if error is not None and not isinstance(error, NvpoolError):
+            raise error
+    return next(((task.result(),) for task in done if task.exception() is None), None)
+
+
+async def fetch_map(dialer, endpoints: tuple[str, ...], clock: Clock, *, newer_than: int = 0,
+                    wait_s: float = 0.0) -> PoolMap | None:
+    """The map of the node at `endpoints`, or None when it has nothing newer, and nothing newer comes there within `wait_s`.
+    Unreachable, DeadlineExceeded."""
+    request = pool_pb2.MapRequest(newer_than=newer_than, wait_s=wait_s).SerializeToString()
+    deadline_s = clock.boottime_s() + (2 * wait_s or ASK_S)
+    reply = await dialer.call(endpoints, wire_pb2.POOL_MAP, request, deadline_s=deadline_s)
+    raw = decoded(pool_pb2.MapReply, reply.message).map
+    if not raw and not newer_than:
+        raise Unreachable("the node has no pool map yet")
+    return decode_map(raw) if raw else None

@@ -1,0 +1,373 @@
+"""What all groups of the Vfs' operations stand on: the parts of the client, and how they are tied together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from nvpool.client.data.chunk_client import ChunkClient
+from nvpool.client.data.extents import Ranges
+from nvpool.client.data.key_cache import VolumeKeys
+from nvpool.client.data.short_circuit import ShortCut
+from nvpool.client.read.batch import BatchReader
+from nvpool.client.read.reader import Reader
+from nvpool.client.reverse_paths import KnownPaths
+from nvpool.client.rpc.fast_changes import Begun, OnEnd
+from nvpool.client.rpc.meta_client import MetaClient
+from nvpool.client.state.attr_cache import DIVIDED_FLAG, Cache, OpenInode
+from nvpool.client.state.leases import Lease
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.pool_view import PoolView
+from nvpool.client.state.types import Caller
+from nvpool.client.write.crash_journal import Keeping
+from nvpool.client.write.fast_writes import plain_writes
+from nvpool.client.write.quota_reservations import Rooms
+from nvpool.client.write.writeback import Writer
+from nvpool.core import grants
+from nvpool.core.clock import Clock
+from nvpool.core.errors import AccessDenied, LockLost, NotFound, Unavailable, WrongShard
+from nvpool.core.grants import READ, allows
+from nvpool.rpc.messages.data_codec import pack_inodes
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.shm.mount_state import KeptMemory
+
+PARTS_TRIES_MAX = 8
+"""Of asking for a directory whose attributes change all the time, and for its parts: then they are taken as they are."""
+SILENT_S = 1.0
+"""For an answer about a file that is open and can be read without one."""
+
+
+class Core:
+    """Makes the parts and owns them. `run_once` is called about once a second."""
+
+    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
+                 kept: KeptMemory | None = None, squashes_root: bool = False):
+        self.kept = kept
+        self.options = options
+        self.view = view
+        self.clock = clock
+        self.meta = MetaClient(view, dialer, options, clock, name=name, kept=kept)
+        self.leases = self.meta.leases
+        self.squashes_root = squashes_root
+        """Root of this machine counts as nobody. What it may open the service alone knows, which is asked each time."""
+        self.cache = Cache(options, clock, self.leases)
+        self.meta.ended = self._leases_ended
+        self.meta.told = self._opens_told
+        keys = VolumeKeys(self.meta, self._volume_of)
+        self.chunks = ChunkClient(view, dialer, options, clock, renew=self._refresh, keys=keys)
+        self.chunks.map_changed_files = self._forget_lanes
+        self.paths = KnownPaths(lambda: view.map, dialer, clock)
+        self.chunks.path_told = self.paths.told
+        self.cache.on_change = self.chunks.short.forget
+        self.keeping = Keeping(kept) if kept is not None else None
+        self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report,
+                             begin_report=self._begin_report, keeping=self.keeping)
+        self.cache.on_cut = self.writer.was_cut
+        batches = BatchReader(self.chunks, dialer, options, clock)
+        self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
+        self.writer.plain = plain_writes(self)
+        self.ranges = Ranges(self.chunks, dialer, clock)
+        self.rooms = Rooms(self.meta, clock)
+        view.changed.append(self.rooms.map_changed)
+        self.meta.on_restart = self._shard_restarted
+        self._renewals: set[asyncio.Task] = set()
+        self.on_lost: Callable[[int], None] = lambda inode: None
+        """Set by who keeps bytes of files beyond a call: of this inode he must not show any more. Must not wait."""
+        self.on_recall: Callable[[list[int]], Awaitable[None]] = _nothing
+        """Set by who keeps what he was told beyond a call: others change these inodes when it returns. It has to, soon."""
+        self.on_reported: Callable[[int, int], None] = lambda inode, change: None
+        """Set by the same: our writes, as we have just told the service, have brought the inode to this change number. Others
+        have changed it too if it has grown by more than one."""
+
+    @property
+    def on_unleased(self) -> Callable[[], None]:
+        """Set by who keeps what he was told beyond a call: nothing is promised any more of what a shard has lent, and nobody
+        was told of each inode. Must not wait."""
+        return self.leases.on_end_all
+
+    @on_unleased.setter
+    def on_unleased(self, tell: Callable[[], None]) -> None:
+        self.leases.on_end_all = tell
+
+    def _shard_restarted(self, shard: int) -> None:
+        self.cache.begin_anew(lambda inode: self.meta.shard_of(inode) == shard)
+        self.rooms.shard_restarted(shard)
+
+    @property
+    def short_cut(self) -> ShortCut:
+        return self.chunks.short
+
+    def hold_reads(self) -> None:
+        """Reads that begin before `send_reads`, in the same turn of the loop, travel together: one message per target."""
+        self.chunks.hold()
+
+    def send_reads(self) -> None:
+        self.chunks.send_held()
+
+    def _forget_lanes(self) -> None:
+        for file in self.cache.open.values():
+            file.lanes.clear()
+            self.chunks.short.forget(file)
+
+    # -- attributes and grants of open inodes --------------------------------------------------------------------------
+
+    async def _refresh(self, file: OpenInode, rights: int) -> None:
+        """New attributes of an open inode, and a grant with `rights` besides those it has, or with `rights` alone where some of
+        those were taken back. One question at a time. LockLost, AccessDenied."""
+        wanted, rights = rights, rights | file.grant_rights
+        if file.renewal is None or file.renewal.done():
+            file.renewal = asyncio.create_task(self._ask_attr(file, rights))
+            file.renewal.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it meets it
+        try:
+            await asyncio.shield(file.renewal)
+        except AccessDenied:
+            file.give_up_grant()
+            rights = wanted
+        if rights & ~file.grant_rights:
+            await self._ask_attr(file, rights)
+
+    async def _look(self, file: OpenInode, rights: int = 0) -> None:
+        """New attributes of an open inode for who only looks. Where the service is silent, those that are known do after
+        SILENT_S, and at once while a question is out for longer; so a file that is open can be read as long as its grant
+        lasts. Fails as MetaClient.ask does without such a grant."""
+        now_s = self.clock.boottime_s()
+        asked = file.looking
+        if asked is None or asked.done() or file.looking_s + SILENT_S > now_s:
+            asked = asyncio.create_task(self._ask_attr(file, rights | file.grant_rights))
+            self._renewals.add(asked)
+            asked.add_done_callback(self._looked)
+            if file.looking is None or file.looking.done():
+                file.looking, file.looking_s = asked, now_s
+            await asyncio.wait([asked], timeout=SILENT_S)
+        try:
+            if asked.done() or not self._may_read(file):
+                await asyncio.shield(asked)
+        except Unavailable:
+            if not self._may_read(file):
+                raise
+        except AccessDenied:
+            file.give_up_grant()  # perhaps only the right to write was taken back
+            await self._ask_attr(file, rights)
+
+    def _looked(self, task: asyncio.Task) -> None:
+        self._renewals.discard(task)
+        if not task.cancelled():
+            task.exception()  # who waited long enough has met it
+
+    def _may_read(self, file: OpenInode) -> bool:
+        return bool(file.grant) and grants.read(file.grant).ends_ms > self.clock.wall_ns() // 1_000_000
+
+    async def _ask_attr(self, file: OpenInode, rights: int) -> None:
+        request = meta_pb2.GetAttrRequest(inode=file.inode, rights=rights)
+        if file.lost:
+            raise LockLost()
+        sent_s = self.clock.boottime_s()
+        entry = await self.meta.ask(file.inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        if file.lost:
+            raise LockLost()  # the question found out: a grant of the new session must not carry what was written in the old
+        self._take(entry, file)
+        self._leased(entry, sent_s)
+
+    def _leased(self, entry, sent_s: float) -> Lease | None:
+        """The lease of an answer to a request that was sent then, if it has one."""
+        if not entry.lease_ms:
+            return None
+        return self.leases.take(entry.attr.inode, entry.lease_ms, sent_s, entry.grant if allows(entry.grant, READ) else b"")
+
+    async def _leases_ended(self, inodes: list[int]) -> None:
+        for inode in inodes:
+            self.cache.grow_old(inode)
+            file = self.cache.open.get(inode)
+            if file is not None:
+                self.reader.changed(file)
+            else:
+                self.reader.forget_content(inode)
+        await self.on_recall(inodes)
+
+    def lease_until_s(self, inode: int) -> float:
+        """On the clock's boottime_s: until when we are told before others change the inode; 0: we are not."""
+        lease = self.leases.held(inode)
+        return lease.until_s if lease is not None else 0.0
+
+    def is_open(self, inode: int) -> bool:
+        return inode in self.cache.open
+
+    def size_here(self, inode: int) -> int | None:
+        """Of a file that is open here, as it is known; None: it is not open."""
+        file = self.cache.open.get(inode)
+        return None if file is None else file.size
+
+    def _opens_told(self, inodes: list[int]) -> None:
+        for inode in inodes:
+            file = self.cache.open.get(inode)
+            # longer without a lease it may have been told too late: then who reads next asks
+            if file is not None and self.leases.keeps_bytes(inode):
+                file.untold = False
+
+    async def _confirm(self, file: OpenInode) -> None:
+        """Bytes were read by an open that the service may not know of, and no lease holds any more: if the inode is still there
+        when it does know, they were the file's. NotFound: they may be those of a hole."""
+        await self.meta.tell_opened(file.inode)
+        await self._ask_attr(file, READ)
+        file.untold = False
+
+    def _take(self, entry, file: OpenInode | None = None) -> Attr:
+        """Believe an answer: attributes, and the grant where the inode is open."""
+        attr = entry.attr
+        if attr.flags & DIVIDED_FLAG:  # it is not the whole
+            self.cache.grow_old(attr.inode)
+            return attr
+        self.cache.put_attr(attr)
+        if entry.grant:
+            file = file or self.cache.open.get(attr.inode)
+            if file is not None:
+                file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
+        return self.cache.newer(attr.inode, attr.change) or attr
+
+    async def _report(self, file: OpenInode, end: int, stored: int, wrote: bool, sync: bool, withdrawn: int = 0) -> None:
+        request = meta_pb2.ReportRequest(inode=file.inode, cut=file.cut, end=end, wrote=wrote, sync=sync,
+                                         blocks_delta=(stored + 511) // 512, withdrawn=withdrawn)
+        self._reported(file, wrote, await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply,
+                                                           file=file))
+
+    def _begin_report(self, file: OpenInode, end: int, stored: int, wrote: bool, on_end: OnEnd) -> Begun | None:
+        return self.meta.begin(file.inode, wire_pb2.META_REPORT, self.report_request(file, file.cut, end, stored, wrote),
+                               meta_pb2.AttrReply,
+                               partial(self._begun_reported, file, wrote, on_end), file=file)
+
+    @staticmethod
+    def report_request(file: OpenInode, cut: int, end: int, stored: int, wrote: bool) -> meta_pb2.ReportRequest:
+        return meta_pb2.ReportRequest(inode=file.inode, cut=cut, end=end, wrote=wrote, blocks_delta=(stored + 511) // 512)
+
+    def _begun_reported(self, file: OpenInode, wrote: bool, on_end: OnEnd, reply, error: BaseException | None) -> None:
+        on_end(None, error)
+        if error is None:
+            self._reported(file, wrote, reply)
+
+    def _reported(self, file: OpenInode, wrote: bool, reply) -> None:
+        if reply.HasField("attr"):
+            self.cache.put_attr(reply.attr, ours=True)
+            if wrote:
+                self.on_reported(file.inode, reply.attr.change)
+        else:
+            self.cache.forget_attr(file.inode)
+
+    async def _settle(self, inode: int) -> None:
+        """Let the service know of our writes to the inode before somebody looks: the time of a write is its to give, and must
+        not change again when the file is closed."""
+        file = self.cache.open.get(inode)
+        if file is not None and file.written is not None and file.written.unsettled:
+            await self.writer.store(file)
+            await self.writer.settle(file)
+
+    def _merged(self, attr: Attr) -> Attr:
+        """`attr` as an application on this client has to see it: with what it wrote. Not to be changed by the caller."""
+        file = self.cache.open.get(attr.inode)
+        if file is None or file.written is None or file.written.end <= attr.size:
+            return attr
+        seen = Attr()
+        seen.CopyFrom(attr)
+        seen.size = file.written.end
+        seen.blocks = max(attr.blocks, (seen.size + 511) // 512)
+        return seen
+
+    async def _fetch_attr(self, inode: int, rights: int = 0) -> Attr:
+        request = meta_pb2.GetAttrRequest(inode=inode, rights=rights)
+        sent_s = self.clock.boottime_s()
+        entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        if entry.attr.flags & DIVIDED_FLAG:
+            return await self._with_parts(entry, request, sent_s)
+        attr = self._take(entry)
+        self._leased(entry, sent_s)
+        return attr
+
+    async def _with_parts(self, entry, request: meta_pb2.GetAttrRequest, sent_s: float) -> Attr:
+        """The attributes of a wide directory of which shards have parts (meta.proto): what all of them say, of a time in which
+        its own record did not change, since what changes that takes the parts into it."""
+        inode = request.inode
+        for _ in range(PARTS_TRIES_MAX):
+            replies = await self.ask_all(wire_pb2.META_PARTS, meta_pb2.PartsReply,
+                                          lambda: meta_pb2.PartsRequest(inodes=pack_inodes((inode,))))
+            before = entry.attr.change
+            entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+            if not entry.attr.flags & DIVIDED_FLAG:
+                return self._take(entry)
+            if entry.attr.change == before:
+                break
+        attr = entry.attr
+        parts = [part for reply in replies for part in reply.parts]
+        attr.size = max(0, attr.size + sum(part.entries for part in parts))  # one alone may take away more than there is so far
+        attr.links = max(2, attr.links + sum(part.subdirectories for part in parts))
+        for part in parts:
+            attr.mtime_ns = max(attr.mtime_ns, part.mtime_ns)
+            attr.ctime_ns = max(attr.ctime_ns, part.ctime_ns)
+            attr.change += part.change
+        attr.flags &= ~DIVIDED_FLAG
+        self._take(entry)
+        if not self.leases.is_news(inode, sent_s):  # we have changed it since
+            self.cache.grow_old(inode)
+        return attr
+
+    async def ask_all(self, method: int, reply_type, make_request: Callable[[], object]) -> list:
+        """The answers of all shards; of one that has left the pool meanwhile there is none."""
+        async def ask(shard: int):
+            try:
+                return await self.meta.ask_shard(shard, method, make_request(), reply_type)
+            except WrongShard:
+                if shard in self.view.map.shard_by_id:
+                    raise
+                return None
+
+        replies = await asyncio.gather(*(ask(shard.id) for shard in self.view.map.shards))
+        return [reply for reply in replies if reply is not None]
+
+    async def _growing(self, file: OpenInode, change: Callable[[], Awaitable]):
+        """The answer to a change that may make an open file longer; see Rooms.repeat."""
+        if not file.volume:
+            return await change()
+        return await self.rooms.repeat(file, file.volume, change, lambda: self.writer.settle(file))
+
+    async def _change(self, inode: int, method: int, request, reply_type, caller: Caller, file: OpenInode | None = None):
+        return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid, file=file, once=True)
+
+    # -- background ----------------------------------------------------------------------------------------------------
+
+    async def run_once(self) -> None:
+        """Send and report what has waited long enough; renew grants in use that are past half their life."""
+        await self.writer.run_once()
+        self.chunks.short.run_once()
+        self.rooms.run_once()
+        if self.kept is not None:
+            self.kept.trim()
+        now_ms = self.clock.wall_ns() // 1_000_000
+        for file in list(self.cache.open.values()):
+            if file.grant_used and file.grant and file.grant_half_ms <= now_ms and len(self._renewals) < 64:
+                file.grant_used = False
+                task = asyncio.create_task(self._renew_quietly(file))
+                self._renewals.add(task)
+                task.add_done_callback(self._renewals.discard)
+
+    async def _renew_quietly(self, file: OpenInode) -> None:
+        try:
+            await self._refresh(file, file.grant_rights)
+        except Exception as error:
+            # who uses the file next meets it and reports it
+            if not isinstance(error, NotFound):
+                file.grant_used = True
+
+    async def close(self, deadline_s: float) -> None:
+        """Store and report what was written, give the session back, stop; all by `deadline_s`."""
+        sent = await self.writer.close(deadline_s)
+        self.rooms.close()
+        for task in list(self._renewals):
+            task.cancel()
+        self.paths.close()
+        await self.chunks.close()
+        # What is on its way may yet arrive: then our locks must not be given on before our grants have ended.
+        await self.meta.close(min(deadline_s, self.clock.boottime_s() + 2.0), say_so=sent)
+
+
+async def _nothing(inodes: list[int]) -> None:
+    """Nothing is kept."""

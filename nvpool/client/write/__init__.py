@@ -1,0 +1,1 @@
+"""Writes of files: writeback, quota reservations and the journal for crashes."""

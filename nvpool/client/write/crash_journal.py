@@ -1,0 +1,119 @@
+"""What was written and no store has yet, also in the memory that outlives this process (shm/mount_state).
+
+A piece of a write lies there before the write is answered, and goes when a store has it; how far stores have a file that the
+service has not been told of goes when it has. Pieces never cross a unit's border: so those that overlap are in one segment, or
+the older one is stored before the newer is sent, and they go in the order of their numbers. What the successor finds it lays
+over one another in that order. Called by the writer, and by vfs/takeover at the start of a successor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nvpool.client.state.dirty_file import Record, Segment, WrittenFile
+from nvpool.shm.mount_state import KeptMemory, Word
+
+
+class KeptPiece(NamedTuple):
+    """Of a write of the process before us."""
+
+    offset: int
+    data: memoryview
+    record: Record
+
+
+class KeptFile(NamedTuple):
+    """What it has left of a file: see shm/mount_state.FILE."""
+
+    entry: int
+    stored_end: int
+    stored_bytes: int
+    cut: int
+    error: int
+    met: int
+    pieces: list[KeptPiece]
+
+
+class Keeping:
+    def __init__(self, memory: KeptMemory) -> None:
+        self.memory = memory
+        self._number = max((record[-1] for record in memory.writes.all()), default=0)
+        self._unflushed = bool(memory.word(Word.UNFLUSHED))
+
+    def has_room(self, length: int) -> bool:
+        return self.memory.has_room(length)
+
+    def keep(self, written: WrittenFile, offset: int, data, unique: int, last: bool) -> tuple[Record, memoryview]:
+        """The piece outlives us now; what stands for it here, and its bytes as they lie there."""
+        self._number += 1
+        index, kept = self.memory.keep_write(written.file.inode, offset, data, unique, last, self._number)
+        return (self._number, index), kept
+
+    def drop(self, records: list[Record]) -> None:
+        for _, index in records:
+            self.memory.drop_write(index)
+        records.clear()
+
+    def clip(self, segment: Segment, size: int) -> None:
+        """Nothing of the segment lies at or behind `size` any more."""
+        kept = []
+        for record in segment.records:
+            _, offset, _, _, length, _, _ = self.memory.writes.read(record[1])
+            if offset >= size:
+                self.memory.drop_write(record[1])
+                continue
+            if offset + length > size:
+                self.memory.shorten_write(record[1], size - offset)
+            kept.append(record)
+        segment.records = kept
+
+    def begin(self, written: WrittenFile) -> None:
+        """The file is written from now on. TooManyOpen."""
+        written.entry = self.memory.files.take()
+        self.note(written)
+
+    def note(self, written: WrittenFile) -> None:
+        """What stores have and the service has not, as it is now: before the pieces that stand for it go, and after it was
+        told."""
+        file = written.file
+        error = written.error.errno if written.error is not None else 0
+        met = written.met.errno if written.met is not None else 0
+        self.memory.files.put(written.entry, written.stored_up_to, written.stored_bytes, file.cut, error, met, file.inode)
+
+    def end(self, written: WrittenFile) -> None:
+        """Nothing of the file is here any more, but what is on its way: that goes when it has arrived."""
+        for segments in written.dirty.values():
+            for segment in segments:
+                self.drop(segment.records)
+        if written.entry >= 0:
+            self.memory.files.give_back(written.entry)
+            written.entry = -1
+
+    def note_unflushed(self, there_is: bool) -> None:
+        if there_is != self._unflushed:
+            self._unflushed = there_is
+            self.memory.set_word(Word.UNFLUSHED, there_is)
+
+    def left(self) -> dict[int, KeptFile]:
+        """By inode, what the process before us has left; pieces in the order in which they were written."""
+        found = {}
+        for entry, end, byte_count, cut, error, met, inode in self.memory.files.valid():
+            found[inode] = KeptFile(entry, end, byte_count, cut, error, met, [])
+        pieces = sorted(self.memory.writes.valid(), key=lambda record: record[-1])
+        for index, inode, offset, place, _, length, _, number in pieces:
+            kept = found.get(inode)
+            if kept is None:
+                kept = found[inode] = KeptFile(-1, 0, 0, 0, 0, 0, [])
+            kept.pieces.append(KeptPiece(offset, self.memory.payloads[place:place + length], (number, index)))
+        return found
+
+    def finished(self) -> dict[int, int]:
+        """Requests of the kernel whose writes are kept, or were stored a short time ago: unique -> bytes."""
+        found: dict[int, int] = {}
+        ended = set()
+        for _, _, _, _, unique, _, taken, _ in self.memory.writes.all():
+            if unique:
+                found[unique] = found.get(unique, 0) + (taken >> 1)
+                if taken & 1:
+                    ended.add(unique)
+        return {unique: count for unique, count in found.items() if unique in ended}

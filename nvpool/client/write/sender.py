@@ -1,0 +1,387 @@
+"""How what was written goes to the stores and is told to the metadata service: a part of `client/write/writeback`, which has
+the rest.
+
+Mostly nothing stands in the way: the chunk has one target and a connection, the service a free slot. Then a write leaves where
+it is taken, its answer has the report sent where that is all that a flush waits for, and the report's answer ends the flush: no
+task, and no turn of the loop in between. Whatever is not so goes the ordinary way (`_send`, `Writer.settle`), which alone
+repeats and has errors: what was begun goes on there under the name that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, NamedTuple
+
+from nvpool.client.data.unstable_writes import Unflushed
+from nvpool.client.rpc.fast_changes import Begun, OnEnd
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.dirty_file import Segment, WrittenFile, prepared
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.write.append_reservations import open_end
+from nvpool.client.write.crash_journal import Keeping
+from nvpool.client.write.write_call import Writing
+from nvpool.core.clock import Clock
+from nvpool.core.errors import Cancelled, LockLost, NotFound, NvpoolError, StaleCut
+from nvpool.core.grants import WRITE
+from nvpool.core.units import BLOCK_BYTES, WITHDRAW_ANY
+
+log = logging.getLogger(__name__)
+
+BeginReport = Callable[[OpenInode, int, int, bool, OnEnd], Begun | None]
+"""Of file, end, bytes that stores have, whether it was written; `on_end` comes before the service's attributes are believed."""
+
+
+class Told(NamedTuple):
+    """What a report says, or has said."""
+
+    end: int
+    stored: int
+    wrote: bool
+    cut: int
+    withdrawn: int = 0
+
+
+class Sending:
+    _chunks: object
+    _options: ClientOptions
+    _clock: Clock
+    _refresh: Callable[[OpenInode, int], Awaitable[None]]
+    _begin_report: BeginReport
+    _keeping: Keeping | None
+    _in_flight: int
+    _number: int
+    _stalled: OrderedDict[int, WrittenFile]
+    _tasks: set[asyncio.Task]
+    _begun: set[Writing]
+    _unflushed: Unflushed
+    plain: Any
+    _hold: Callable[[WrittenFile, int], None]
+    _clip: Callable[[WrittenFile, int], None]
+    _give_up: Callable[[WrittenFile, int], None]
+    take_error: Callable[[WrittenFile], NvpoolError]
+
+    def _own(self, work: Coroutine) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _all_due(written: WrittenFile) -> None:
+        for segments in written.dirty.values():
+            for segment in segments:
+                segment.due = True
+
+    def _pump(self, written: WrittenFile) -> None:
+        """Send what is due, as far as flight room allows and nothing on the way touches the same blocks."""
+        if written.paused:
+            return
+        for unit, segments in list(written.dirty.items()):
+            kept = []
+            for segment in segments:
+                if not segment.due or self._overlaps_sending(written, unit, segment):
+                    kept.append(segment)
+                elif self._in_flight and self._in_flight + segment.end - segment.start > self._options.write_flight_bytes:
+                    kept.append(segment)
+                    self._stalled[written.file.inode] = written
+                else:
+                    self._set_out(written, unit, segment)
+            if kept:
+                written.dirty[unit] = kept
+            else:
+                del written.dirty[unit]
+
+    def _set_out(self, written: WrittenFile, unit: int, segment: Segment) -> None:
+        self._in_flight += segment.end - segment.start
+        written.sending.setdefault(unit, []).append(segment)
+        if not self._begin(written, unit, segment):
+            self._own(self._send(written, unit, segment))
+
+    @staticmethod
+    def _overlaps_sending(written: WrittenFile, unit: int, segment: Segment) -> bool:
+        sending = written.sending.get(unit)
+        if not sending:
+            return False
+        first, last = segment.start // BLOCK_BYTES, (segment.end - 1) // BLOCK_BYTES
+        return any(s.start // BLOCK_BYTES <= last and (s.end - 1) // BLOCK_BYTES >= first for s in sending)
+
+    def _deadline_s(self, segment: Segment) -> float:
+        """Counted from the write, not from the sending: what waited behind others does not wait as long again."""
+        return max(segment.born_s + self._options.deadline_s, self._clock.boottime_s() + min(1.0, self._options.deadline_s))
+
+    def _begin(self, written: WrittenFile, unit: int, segment: Segment) -> bool:
+        """Whether the segment has been sent, and its end is seen to without a task."""
+        file = written.file
+        index = segment.start >> file.chunk_bits
+        way = self._chunks.way_to_write(file, index)
+        if way is None:
+            return False
+        parts, checksums = prepared(segment)
+        on_end = partial(self._was_sent, written, unit, segment)
+        writing = self._chunks.begin_write(way, file, index, segment.start & file.chunk_mask, segment.end - segment.start,
+                                           parts, checksums, self._deadline_s(segment), on_end)
+        self._begun.add(writing)
+        return True
+
+    def _was_sent(self, written: WrittenFile, unit: int, segment: Segment, writing: Writing,
+                  error: BaseException | None) -> None:
+        self._begun.discard(writing)
+        if isinstance(error, asyncio.CancelledError):
+            written.meet(_closed())
+        elif error is not None:
+            self._own(self._send(written, unit, segment, writing))
+            return
+        elif written.file.lost:
+            self._dropped(written, segment, LockLost())
+        else:
+            self._has_stored(written, segment, writing.cut)
+        self._left(written, unit, segment, None if error is not None else writing)
+
+    async def _send(self, written: WrittenFile, unit: int, segment: Segment, begun: Writing | None = None) -> None:
+        """`begun`: what has become of it."""
+        file = written.file
+        try:
+            parts, checksums = prepared(segment)
+            deadline_s = self._deadline_s(segment)
+            offset = segment.start & file.chunk_mask
+            index = segment.start >> file.chunk_bits
+            while True:
+                cut = file.cut
+                try:
+                    named = {} if begun is None else {"begun": begun}
+                    begun = None
+                    stored = await self._chunks.write(file, index, offset, segment.end - segment.start, parts, checksums,
+                                                      deadline_s, **named)
+                    break
+                except StaleCut:
+                    # the file was cut by somebody else since: our bytes were never seen by others, so they come after the cut
+                    if self._clock.boottime_s() > deadline_s:
+                        raise
+                    await self._refresh(file, WRITE)
+                    if written.appended is not None and segment.number in written.appended.void:
+                        return  # appended before the file was cut, and gone with what was cut
+                    if file.cut == cut:
+                        await asyncio.sleep(self._options.retry_first_s)
+            if file.lost:
+                raise LockLost()
+            self._has_stored(written, segment, stored.cut)
+            self._unflushed.note(file.inode, stored)
+        except NvpoolError as error:
+            self._dropped(written, segment, error)
+        except asyncio.CancelledError:
+            written.meet(_closed())
+            raise
+        finally:
+            self._left(written, unit, segment)
+
+    def _has_stored(self, written: WrittenFile, segment: Segment, cut: int) -> None:
+        """A store has it, under this cut number."""
+        if written.file.truncated <= cut:
+            end = segment.end if not written.is_broken else min(segment.end, written.appended.broken)
+            written.has_stored(segment, end)
+            written.stored_bytes += segment.end - segment.start
+        # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
+        # and only one more stamp tells.
+        written.wrote = True
+        if self._keeping is not None:
+            self._note(written)
+
+    def _dropped(self, written: WrittenFile, segment: Segment, error: NvpoolError) -> None:
+        log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", segment.end - segment.start,
+                  segment.start, written.file.inode, error)
+        written.meet(error)
+        appended = written.appended
+        if appended is not None and segment.end > appended.start and segment.start < open_end(written):
+            self._give_up(written, max(segment.start, appended.start))
+
+    def _left(self, written: WrittenFile, unit: int, segment: Segment, stored: Writing | None = None) -> None:
+        """The segment is not here any more: it is `stored`, or was noted so before, or was dropped."""
+        length = segment.end - segment.start
+        self._in_flight -= length
+        sending = written.sending[unit]
+        sending.remove(segment)
+        if not sending:
+            del written.sending[unit]
+        if written.ahead:
+            written.catch_up()
+        if written.appended is not None and written.appended.void:
+            written.appended.void.discard(segment.number)
+            written.find_end()
+        if written.flushing is not None:
+            written.flushing.look()  # what it sends now the service works at while we go on
+        if stored is not None:  # before the pieces that stand for it go: a successor has to know that it is to be flushed
+            self._unflushed.note(written.file.inode, stored.stored())
+        if self._keeping is not None:
+            self._keeping.drop(segment.records)
+        self._hold(written, -length)
+        if written.error is not None:
+            written.find_end()
+            self._note(written)
+        self._tell(written)
+        if written.dirty:
+            self._pump(written)
+        for _ in range(len(self._stalled)):  # once round: who finds no room waits for the next that ends
+            if self._in_flight >= self._options.write_flight_bytes:
+                break
+            self._pump(self._stalled.popitem(last=False)[1])
+
+    def _note(self, written: WrittenFile) -> None:
+        if written.entry >= 0:
+            self._keeping.note(written)
+
+    @staticmethod
+    def _tell(written: WrittenFile) -> None:
+        """Wake who waits for segments to end: one has been stored, dropped or cut away."""
+        if written.flushing is not None:
+            written.flushing.look()
+        if written.changed is not None and not written.changed.done():
+            written.changed.set_result(None)
+
+    # -- telling the service -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _telling(written: WrittenFile) -> Told:
+        """What there is to be reported; if there is anything, it counts as said."""
+        told = Told(written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written))
+        written.wrote = False
+        written.stored_bytes = 0
+        return told
+
+    def _was_told(self, written: WrittenFile, told: Told) -> None:
+        if told.withdrawn:
+            written.appended.close()
+        if written.stored_end <= told.end:
+            written.stored_end = 0
+            written.find_end()
+        self._note(written)
+
+    def _not_told(self, written: WrittenFile, told: Told, error: BaseException) -> None:
+        if isinstance(error, NotFound):
+            written.stored_end = 0  # the inode is gone: nobody will ever ask for its size
+            self._note(written)
+            return
+        written.wrote = written.wrote or told.wrote
+        if not isinstance(error, StaleCut):
+            written.stored_bytes += told.stored
+
+    def begin_flush(self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]) -> Flush | bool | None:
+        """As Files.begin_flush. `otherwise` makes what does all of it the ordinary way."""
+        written = file.written
+        if (written.flushing is not None or written.paused or written.error is not None or written.reporting.taken
+                or written.is_broken):
+            return None
+        flush = (self.plain.flush(written, self._number, on_end, otherwise) if self.plain is not None
+                 else Flush(self, written, self._number, on_end, otherwise))
+        if written.dirty or written.sending:
+            for segment in written.segments():
+                segment.due = True
+            if written.dirty:
+                self._pump(written)
+            written.flushing = flush
+        elif not written.wrote and not written.stored_end:
+            return True
+        elif not flush.report():
+            return None
+        return flush
+
+
+class Flush:
+    """close(2) on its way: until each segment up to `number` is stored or dropped, and what that has brought was reported.
+    `on_end(None, error)` is called once, before our books are kept."""
+
+    __slots__ = ("on_end", "_writer", "_written", "_number", "_otherwise", "_told", "_report", "_task", "_ended")
+
+    def __init__(self, writer: Sending, written: WrittenFile, number: int, on_end: OnEnd,
+                 otherwise: Callable[[], Coroutine]) -> None:
+        self.on_end = on_end
+        self._writer = writer
+        self._written = written
+        self._number = number
+        self._otherwise = otherwise
+        self._told: Told | None = None
+        self._report: Begun | None = None
+        self._task: asyncio.Task | None = None
+        self._ended = False
+
+    def look(self) -> None:
+        """A segment has ended."""
+        written, number = self._written, self._number
+        if written.sending or written.dirty:
+            for segment in written.segments():
+                if segment.number <= number:
+                    return
+        written.flushing = None
+        if not self.report():
+            self._do_otherwise()
+
+    def report(self) -> bool:
+        """Whether that was begun; else nothing has happened."""
+        writer, written = self._writer, self._written
+        if written.error is not None or written.is_broken or written.paused \
+                or not (written.wrote or written.stored_end) or not written.reporting.take():
+            return False
+        told = writer._telling(written)
+        report = writer._begin_report(written.file, told.end, told.stored, told.wrote, self._reported)
+        if report is None:
+            written.wrote, written.stored_bytes = told.wrote, told.stored
+            written.reporting.release()
+            return False
+        self._told, self._report = told, report
+        return True
+
+    def _reported(self, _, error: BaseException | None) -> None:
+        writer, written, told = self._writer, self._written, self._told
+        self._report = None
+        if error is None:
+            self._end(writer.take_error(written) if written.error is not None else None)
+            writer._was_told(written, told)
+            written.reporting.release()
+            return
+        writer._not_told(written, told, error)
+        written.reporting.release()
+        if isinstance(error, StaleCut | NotFound):
+            self._do_otherwise()
+        else:
+            self._end(error)
+
+    def _do_otherwise(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._otherwise())
+        self._task.add_done_callback(self._was_done_otherwise)
+
+    def _was_done_otherwise(self, task: asyncio.Task) -> None:
+        self._end(asyncio.CancelledError() if task.cancelled() else task.exception())
+
+    def cancel(self) -> bool:
+        """The listener is told a CancelledError; what is on its way goes on. False where it has ended."""
+        if self._ended:
+            return False
+        if self._task is not None:
+            return self._task.cancel()
+        if self._report is not None:
+            return self._report.cancel()
+        self._written.flushing = None
+        self._end(asyncio.CancelledError())
+        return True
+
+    def _end(self, error: BaseException | None) -> None:
+        self._ended = True
+        self.on_end(None, error)
+
+
+def withdrawn(written: WrittenFile) -> int:
+    """ReportRequest.withdrawn: where the reservation ends of which nothing is on its way any more; 0: it stays."""
+    if not written.is_broken:
+        return 0
+    appended = written.appended
+    if any(segment.end > appended.broken for segment in written.segments()):
+        return 0
+    return WITHDRAW_ANY if appended.doubtful or not appended.end else appended.end  # 0: a truncation has closed it meanwhile
+
+
+def _closed() -> Cancelled:
+    return Cancelled("the client was closed before the bytes were stored")

@@ -1,0 +1,123 @@
+"""A write to a store that was begun without a task: sent at once under its name, and told of in the callback of its answer.
+Made by chunkclient, for the writer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from nvpool.client.data.commit import Stored
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.core import errors
+from nvpool.core.errors import CorruptFrame, StaleEpoch, Unavailable
+from nvpool.rpc.api import Reply
+from nvpool.rpc.messages.data_codec import WRITE_ENTRY, decode_write_reply, encode_write_request
+from nvpool.rpc.v1.wire_pb2 import DATA_WRITE
+
+if TYPE_CHECKING:
+    from nvpool.client.data.chunk_client import ChunkClient
+    from nvpool.client.data.target_queue import Lane
+    from nvpool.poolmap.model import Chain
+
+
+class Writing:
+    """`on_end` is called once with this and None, or an error; the first thing to do then may be what waits for it, and
+    `stored()` comes after. After an error that is none of a cancellation the write still has its name, `slot` and `sequence`,
+    and goes on by ChunkClient.write."""
+
+    __slots__ = ("slot", "sequence", "cut", "error", "_chunks", "_file", "_index", "_epoch", "_on_end", "_connection",
+                 "_number", "_ended")
+
+    def __init__(self, chunks: ChunkClient, file: OpenInode, index: int, epoch: int, slot: int, sequence: int,
+                 on_end: Callable[[Writing, BaseException | None], None]) -> None:
+        self.slot = slot
+        self.sequence = sequence
+        self.error: BaseException | None = None
+        self._chunks = chunks
+        self._file = file
+        self._index = index
+        self._epoch = epoch
+        self.cut = file.cut
+        self._on_end = on_end
+        self._ended = False
+
+    def send(self, way: tuple[Chain, Lane, object], map_epoch: int, offset: int, length: int, parts: Sequence, checksums: bytes,
+             deadline_s: float) -> None:
+        _, lane, connection = way
+        file = self._file
+        header = WRITE_ENTRY.pack(file.inode, self.cut, self.sequence, self._index, offset, length, 0, 0)
+        self._connection = connection
+        self._number = connection.submit(
+            DATA_WRITE, encode_write_request(map_epoch, lane.target, file.grant, header, checksums, file.grant_session,
+                                             self.slot),
+            parts, deadline_s=deadline_s, on_done=self._done)
+
+    def cancel(self) -> None:
+        """The listener is told a CancelledError now. The store may have it all the same."""
+        if not self._ended:
+            self._connection.give_up(self._number)
+            self._end(asyncio.CancelledError())
+
+    def stored(self) -> Stored:
+        """What to flush. To be called once it has ended well."""
+        return self._chunks.was_written(self._file, self._index, self._epoch, self.cut)
+
+    def _done(self, reply: Reply | None, error: BaseException | None) -> None:
+        if self._ended:
+            return
+        if error is None:
+            try:
+                results = decode_write_reply(reply.message)
+            except CorruptFrame as corrupt:
+                error = corrupt
+            else:
+                status = results[0] | results[1] << 8 if len(results) == 16 else -1
+                if not status:
+                    self._end(None)
+                    return
+                error = CorruptFrame("a store's answer to a write does not fit the question") if status < 0 \
+                    else errors.BY_WIRE_CODE.get(status, Unavailable)()
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._ended = True
+        self.error = error
+        self._on_end(self, error)
+        if error is None or isinstance(error, asyncio.CancelledError):
+            self._chunks.leave(self)
+
+
+class BeginsWrites:
+    def way_to_write(self: ChunkClient, file: OpenInode, index: int) -> tuple[Chain, Lane, object] | None:
+        """Where `begin_write` of the chunk may go, where nothing has to be waited for and nobody else can take its place."""
+        if not self._slots or self._slot_waiters:
+            return None
+        try:
+            chain = self.chain(file, index)
+            lane = self.lane(chain.targets[0])
+        except StaleEpoch:
+            return None
+        if len(chain.targets) > 1 or chain.joining or file.encrypted:
+            return None
+        connection = self._dialer.live(lane.endpoints)
+        return None if connection is None else (chain, lane, connection)
+
+    def begin_write(self: ChunkClient, way: tuple[Chain, Lane, object], file: OpenInode, index: int, offset: int, length: int,
+                    parts: Sequence, checksums: bytes, deadline_s: float, on_end) -> Writing:
+        """`write`, sent already, the way that `way_to_write` has just told; see Writing."""
+        self.counters["writes"] += 1
+        self.sequence += 1
+        file.grant_used = True
+        writing = Writing(self, file, index, way[0].epoch, self._slots.pop(), self.sequence, on_end)
+        writing.send(way, self.epoch, offset, length, parts, checksums, deadline_s)
+        return writing
+
+    def was_written(self: ChunkClient, file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
+        self.short.forget_chunk(file, index)
+        return self.replicas.stored(file, index, epoch, cut)
+
+    def leave(self: ChunkClient, writing: Writing) -> None:
+        """Its name is not used any more."""
+        self._slots.append(writing.slot)
+        self._wake()

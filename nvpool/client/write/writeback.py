@@ -1,0 +1,585 @@
+"""What applications have written and the stores do not have yet.
+
+Guarantees: bytes are kept until a store has them or the deadline has passed; then the error is reported once, at the next
+write, fsync or close of the file, and not forgotten before. Of two writes to the same blocks the later one is sent when the
+earlier has ended, so that merges of parts of a block are never lost. The size that is reported to the metadata service is
+the end of what stores have, and covers nothing older that they do not have yet. Memory is bounded over all files; writers
+wait for room. Called by vfs and reader; never reads.
+
+Bytes gather in segments, within units of at most 1 MiB that never cross a chunk: a segment that reaches its unit's end is
+sent at once and so is what begins a new file, others when the file is flushed, after a second, or when memory is short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from nvpool.client.data.commit import Stored
+from nvpool.client.data.unstable_writes import Unflushed
+from nvpool.client.rpc.exactly_once import asking
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.dirty_file import Record, Segment, WrittenFile, copies, kept
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.write.append_reservations import PUBLISH_S, Appended, open_end
+from nvpool.client.write.crash_journal import Keeping, KeptFile
+from nvpool.client.write.sender import BeginReport, Sending, withdrawn
+from nvpool.client.write.write_call import Writing
+from nvpool.core.clock import Clock
+from nvpool.core.errors import DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
+from nvpool.core.grants import WRITE
+from nvpool.core.units import BLOCK_BYTES, KIB
+
+log = logging.getLogger(__name__)
+
+_LAST = 1 << 62
+"""Above the number of any segment."""
+_TAIL_BYTES = 256 * KIB
+"""Up to this size small writes grow one buffer: growing larger ones would copy too much."""
+
+
+class Writer(Sending):
+    """`refresh(file, rights)` gets new attributes and a grant; `report(file, end, bytes, wrote, sync)` tells the service,
+    whose attributes for the file it puts into the cache; `begin_report` as `vfs/client` has it."""
+
+    def __init__(self, chunks, options: ClientOptions, clock: Clock, *,
+                 refresh: Callable[[OpenInode, int], Awaitable[None]],
+                 report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]],
+                 begin_report: BeginReport = lambda *_: None, keeping: Keeping | None = None):
+        self._chunks = chunks
+        self._options = options
+        self._clock = clock
+        self._refresh = refresh
+        self._report = report
+        self._begin_report = begin_report
+        self._keeping = keeping
+        self._files: dict[int, WrittenFile] = {}
+        self._held = 0
+        self._in_flight = 0
+        self._number = 0
+        self._room: list[asyncio.Future] = []
+        self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()   # wait for flight room, in order
+        self._tasks: set[asyncio.Task] = set()
+        self._begun: set[Writing] = set()
+        self.plain: Any = None
+        """What of client/write/fast_writes takes the first bytes of small new files, and makes a Flush; None: nothing does."""
+        self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None,
+                                    self._was_lost)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    async def write(self, file: OpenInode, offset: int, buffer) -> int:
+        """Take `buffer` as bytes of the file from `offset`; its length. The buffer may be reused by the caller on return.
+
+        Raises what an earlier write of the file has met, once. Waits only for room: DeadlineExceeded when there is none
+        in time, and then nothing of this write is kept.
+        """
+        written = file.written
+        if written is None:
+            written = self._written(file)
+        if written.error is not None:
+            raise self.take_error(written)
+        length = len(buffer)
+        if not self._has_room(length):
+            await self._wait_for_room(length)
+        self._put(written, offset, buffer if type(buffer) is bytes else memoryview(buffer), asking())
+        return length
+
+    def write_now(self, file: OpenInode, offset: int, buffer, unique: int = 0) -> bool:
+        """Whether `buffer` was taken, as `write` would do; else `write` has to be asked. `unique`: of the kernel's request."""
+        written = file.written or self._written(file)
+        if written.error is not None or not self._has_room(len(buffer)):
+            return False
+        self._put(written, offset, buffer, unique)
+        return True
+
+    def _has_room(self, length: int) -> bool:
+        if self._held + length > self._options.write_buffer_bytes and self._held:
+            return False
+        return self._keeping is None or self._keeping.has_room(length)
+
+    def _written(self, file: OpenInode) -> WrittenFile:
+        written = WrittenFile(file)
+        if self._keeping is not None:
+            self._keeping.begin(written)
+        file.written = written
+        self._files[file.inode] = written
+        return written
+
+    def take_over(self, file: OpenInode, left: KeptFile) -> None:
+        """Go on with what the process before us has left of the file, which is open."""
+        written = file.written = WrittenFile(file)
+        self._files[file.inode] = written
+        written.entry = left.entry
+        if left.entry < 0:
+            self._keeping.begin(written)
+        if left.error or left.met:  # which of the open files were told of it is not known: all are
+            written.met = WritesLost("bytes written earlier could not be stored, as the process before this one has met")
+            written.error = written.met if left.error else None
+        written.wrote = written.begun = True
+        written.wrote_s = self._clock.boottime_s()
+        if file.truncated <= left.cut:
+            written.stored_bytes = left.stored_bytes
+            if left.pieces:
+                written.ahead = ((_LAST, left.stored_end),) if left.stored_end else ()
+            else:
+                written.stored_end = left.stored_end
+        for piece in left.pieces:
+            self._put_unit(written, piece.offset >> written.unit_bits, piece.offset, piece.data, written.wrote_s, piece.record)
+        written.find_end()
+        self._keeping.note(written)
+        self._all_due(written)
+        self._pump(written)
+
+    def flushes_all(self, unflushed: bool) -> None:
+        """`unflushed`: stores may have bytes of any inode that the process before us has not flushed."""
+        self._unflushed.unknown = unflushed
+
+    def meet(self, file: OpenInode, error: NvpoolError) -> WrittenFile:
+        """What was written to the file, which is open, is lost: each who has it open is told, by a successor of this process
+        too."""
+        written = file.written or self._written(file)
+        written.meet(error)
+        self._note(written)
+        return written
+
+    def _was_lost(self, inode: int) -> None:
+        """Some of what stores had of it, unflushed, is gone."""
+        written = self._files.get(inode)
+        log.error("inode %d: %s", inode, WritesLost())
+        if written is not None:
+            self.meet(written.file, WritesLost())
+
+    def _put(self, written: WrittenFile, offset: int, data, unique: int = 0) -> None:
+        length = len(data)
+        if not length:
+            return
+        now_s = self._clock.boottime_s()
+        if not written.wrote:
+            written.wrote = True
+            written.wrote_s = now_s
+        bits = written.unit_bits
+        end = offset + length
+        if end > written.end:
+            written.end = end
+        # What begins a file is on its way while the application still thinks of its next call: most files are small, and
+        # their close follows at once. A longer one pays with one message more; less than a block would have to be merged.
+        begins = not offset and BLOCK_BYTES <= length <= _TAIL_BYTES and not written.begun and not written.file.attr.size
+        written.begun = True
+        if begins and not (written.dirty or written.sending or written.paused or self._in_flight or end > 1 << bits):
+            self._begin_with(written, end, data, now_s, unique)
+            return
+        ready = False
+        keeping, record = self._keeping, None
+        if (end - 1) >> bits == offset >> bits:
+            if keeping is not None:
+                record, data = keeping.keep(written, offset, data, unique, True)
+            ready = self._put_unit(written, offset >> bits, offset, data, now_s, record)
+            if begins:
+                ready = written.dirty[offset >> bits][0].due = True
+        else:
+            view = memoryview(data)
+            place = offset
+            while place < end:
+                border = min((place >> bits) + 1 << bits, end)
+                part = view[place - offset:border - offset]
+                if keeping is not None:
+                    record, part = keeping.keep(written, place, part, unique, border == end)
+                ready = self._put_unit(written, place >> bits, place, part, now_s, record) or ready
+                place = border
+        if ready:
+            self._pump(written)
+
+    def _begin_with(self, written: WrittenFile, end: int, data, now_s: float, unique: int) -> None:
+        """The first bytes of a new file, in one unit, are sent; as what follows would do, and nothing is on the way."""
+        record = None
+        if self._keeping is not None:
+            record, data = self._keeping.keep(written, 0, data, unique, True)
+        self._hold(written, end)
+        self._number += 1
+        segment = Segment(0, end, [kept(data, record is not None)], self._number, now_s)
+        segment.due = True
+        if record is not None:
+            segment.records.append(record)
+        self._set_out(written, 0, segment)
+
+    def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float, record: Record | None) -> bool:
+        """Whether a segment has become ready to be sent."""
+        length = len(data)
+        end = start + length
+        segments = written.dirty.get(unit)
+        if segments is None:
+            segments = written.dirty[unit] = []
+        last = segments[-1] if segments else None
+        if last is not None and last.end == start:
+            self._hold(written, length)
+            tail = last.parts[-1]
+            if type(tail) is bytearray and len(tail) + length <= _TAIL_BYTES:
+                tail += data
+            else:
+                last.parts.append(kept(data, record is not None))
+            last.end = end
+            segment = last
+        elif last is None or start > last.end:
+            self._hold(written, length)
+            self._number += 1
+            segment = Segment(start, end, [kept(data, record is not None)], self._number, now_s)
+            segments.append(segment)
+        else:
+            segment = self._merge(written, segments, start, end, data, now_s)
+        if record is not None:
+            segment.records.append(record)
+        if end & (1 << written.unit_bits) - 1 == 0:
+            segment.due = True
+        return segment.due
+
+    def _merge(self, written: WrittenFile, segments: list[Segment], start: int, end: int, data, now_s: float) -> Segment:
+        """Lay `data` over what is there; what it touches becomes one segment, which keeps the oldest one's place in line."""
+        touched = [s for s in segments if s.start <= end and s.end >= start]
+        if len(touched) == 1 and touched[0].start <= start and touched[0].end >= end:
+            segment = touched[0]
+            segment.bytes()[start - segment.start:end - segment.start] = data
+            return segment
+        first = min([start, *[s.start for s in touched]])
+        last = max([end, *[s.end for s in touched]])
+        whole = bytearray(last - first)
+        for old in touched:
+            whole[old.start - first:old.end - first] = old.bytes()
+        whole[start - first:end - first] = data
+        self._number += 1
+        segment = Segment(first, last, [whole], min([self._number, *[s.number for s in touched]]),
+                          min([now_s, *[s.born_s for s in touched]]))
+        segment.due = any(s.due for s in touched)
+        segment.records = sorted(record for s in touched for record in s.records)
+        self._hold(written, len(whole) - sum(s.end - s.start for s in touched))
+        rest = [s for s in segments if s not in touched]
+        segments[:] = sorted([*rest, segment], key=lambda s: s.start)
+        return segment
+
+    def _hold(self, written: WrittenFile, count: int) -> None:
+        written.held += count
+        self._held += count
+        if count < 0:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        waiting, self._room = self._room, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def _wait_for_room(self, length: int) -> None:
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        while self._held and not self._has_room(length):
+            for written in list(self._files.values()):
+                self._all_due(written)
+                self._pump(written)
+            if not self._held or self._has_room(length):
+                return
+            future = asyncio.get_running_loop().create_future()
+            self._room.append(future)
+            try:
+                async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                    await future
+            except TimeoutError:
+                raise DeadlineExceeded("the stores took none of what was written", may_be_applied=False) from None
+
+    # -- flushing ------------------------------------------------------------------------------------------------------
+
+    async def store(self, file: OpenInode) -> None:
+        """Return when no byte written before the call is here only: each is at its store, or its error is kept.
+
+        Raises nothing of the writes themselves; see `take_error`."""
+        written = file.written
+        if written is None:
+            return
+        number = self._number
+        while True:
+            waits = False
+            for segment in written.segments():
+                if segment.number <= number:
+                    segment.due = waits = True
+            if not waits:
+                return
+            self._pump(written)
+            if written.changed is None or written.changed.done():
+                written.changed = asyncio.get_running_loop().create_future()
+            await asyncio.shield(written.changed)
+
+    async def settle(self, file: OpenInode, *, sync: bool = False) -> None:
+        """What stores have of the file is known to the service, in size and time; with `sync` durably.
+
+        Raises what the service answers; what was to be reported is then kept for the next time."""
+        written = file.written
+        if written is None:
+            if sync:
+                await self._report(file, 0, 0, False, True)
+            return
+        async with written.reporting:
+            while True:
+                if not (written.wrote or written.stored_end or sync or withdrawn(written)):
+                    return
+                told = self._telling(written)
+                try:
+                    report = partial(self._report, file, told.end, told.stored, told.wrote, sync)
+                    await (report(told.withdrawn) if told.withdrawn else report())
+                except BaseException as error:
+                    self._not_told(written, told, error)
+                    if not isinstance(error, StaleCut):
+                        raise
+                    await self._refresh(file, WRITE)
+                    if file.cut == told.cut:
+                        raise
+                else:
+                    self._was_told(written, told)
+                    return
+
+    def take_error(self, written: WrittenFile) -> NvpoolError:
+        """The kept error, which is forgotten by this: to be raised to an application."""
+        error, written.error = written.error, None
+        self._note(written)
+        return error
+
+    def raise_error(self, file: OpenInode) -> None:
+        """Raise the file's kept error, when there is one, once."""
+        if file.written is not None and file.written.error is not None:
+            raise self.take_error(file.written)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is here, or at stores and not flushed, at all."""
+        return bool(self._files or self._unflushed)
+
+    def unflushed(self, inode: int) -> bool:
+        """Whether stores have bytes of the inode that were not flushed since we sent them."""
+        return inode in self._unflushed
+
+    async def make_durable(self, inode: int) -> None:
+        """Return when what we have stored of the inode survives the loss of power. WritesLost, once."""
+        await self._unflushed.flush(inode)
+
+    # -- cutting -------------------------------------------------------------------------------------------------------
+
+    async def begin_cut(self, file: OpenInode, size: int) -> None:
+        """Before the service cuts the file to `size`: forget what lies behind it, wait for what is on the way, send nothing
+        until `end_cut`. What stays is sent after it, with the new cut number."""
+        written = file.written
+        if written is None:
+            return
+        self._clip(written, size)
+        await self.pause(file)
+        written.stored_end = min(written.stored_end, size)
+        written.ahead = tuple((number, min(end, size)) for number, end in written.ahead)
+        if written.appended is not None:
+            written.appended.close()  # with the truncation: what stays of it lies before the file's end
+        written.find_end()
+        self._note(written)
+
+    async def pause(self, file: OpenInode) -> None:
+        """Wait for what is on the way, and send nothing until `end_cut`."""
+        written = file.written
+        if written is None:
+            return
+        written.paused += 1
+        try:
+            while written.sending:
+                if written.changed is None or written.changed.done():
+                    written.changed = asyncio.get_running_loop().create_future()
+                await asyncio.shield(written.changed)
+        except BaseException:
+            self.end_cut(file)
+            raise
+
+    def end_cut(self, file: OpenInode) -> None:
+        written = file.written
+        if written is not None and written.paused:
+            written.paused -= 1
+            self._pump(written)
+
+    def _clip(self, written: WrittenFile, size: int) -> None:
+        freed = 0
+        for unit, segments in list(written.dirty.items()):
+            kept = []
+            for segment in segments:
+                if self._keeping is not None and segment.end > size:
+                    self._keeping.clip(segment, size)
+                if segment.start >= size:
+                    freed += segment.end - segment.start
+                    continue
+                if segment.end > size:
+                    freed += segment.end - size
+                    del segment.bytes()[size - segment.start:]
+                    segment.end = size
+                kept.append(segment)
+            if kept:
+                written.dirty[unit] = kept
+            else:
+                del written.dirty[unit]
+        written.find_end()
+        self._hold(written, -freed)
+        if freed:
+            self._tell(written)
+
+    def was_cut(self, file: OpenInode) -> None:
+        """The file was truncated, by others or by us. Appends that others cut are gone, as if they had been there before; other
+        bytes that are here come after the truncation."""
+        written = file.written
+        appended = written.appended
+        if appended is not None and appended.end > file.attr.size:
+            appended.void.update(segment.number for segments in written.sending.values() for segment in segments
+                                 if segment.end > appended.start)
+            self._clip(written, appended.start)
+            appended.close()
+        written.was_cut()
+
+    # -- appends -------------------------------------------------------------------------------------------------------
+
+    def appended(self, file: OpenInode) -> Appended:
+        """State of appends to the file."""
+        written = file.written or self._written(file)
+        if written.appended is None:
+            written.appended = Appended()
+        return written.appended
+
+    def _give_up(self, written: WrittenFile, place: int) -> None:
+        """What was appended from `place` on can not be stored, or not taken: nothing of it comes."""
+        appended = written.appended
+        if appended.broken is not None:
+            place = min(place, appended.broken)
+        appended.broken = place
+        self._clip(written, place)
+        written.ahead = tuple((number, min(end, place)) for number, end in written.ahead)
+        written.find_end()
+
+    def withdraw(self, file: OpenInode, place: int, doubtful: bool = False) -> None:
+        """A place that was reserved for an append, or may have been, is not used. Bytes that others here have written behind it
+        are cut with it, and they are told."""
+        appended = self.appended(file)
+        if file.written.end > place:
+            self.meet(file, WritesLost())
+        appended.doubtful = appended.doubtful or doubtful
+        self._give_up(file.written, place)
+        self.publish(file)
+
+    def publish(self, file: OpenInode) -> None:
+        """Send and report what was appended, soon."""
+        written = file.written
+        if not written.appended.publishing:
+            written.appended.publishing = True
+            self._own(self._publish(file, written))
+
+    async def _publish(self, file: OpenInode, written: WrittenFile) -> None:
+        appended = written.appended
+        try:
+            while file.written is written and written.unsettled and (open_end(written) or written.is_broken):
+                if not (appended.shared or appended.broken is not None):
+                    await asyncio.sleep(PUBLISH_S)
+                await self.store(file)
+                await self.settle(file)
+        except NvpoolError:
+            pass  # kept, and told again with the next flush or in a second
+        finally:
+            appended.publishing = False
+
+    # -- what is written without bytes of ours ---------------------------------------------------------------------------
+
+    def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, stored: Stored | None = None) -> None:
+        """Under cut number `cut`, `byte_count` bytes up to `end` came to be at a store. `stored`: what to flush, None: hole."""
+        written = file.written or self._written(file)
+        written.begun = True
+        if not written.wrote:
+            written.wrote = True
+            written.wrote_s = self._clock.boottime_s()
+        if file.truncated <= cut:
+            written.stored_end = max(written.stored_end, end)
+            written.stored_bytes += byte_count
+            written.find_end()
+        self._note(written)
+        if stored is not None:
+            self._unflushed.note(file.inode, stored)
+
+    # -- reading one's own -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def overlay(file: OpenInode, start: int, end: int) -> list[tuple[int, int, bytes]]:
+        """Copies of what is here of [start, end), in the order in which they are to be laid over what the stores have."""
+        return copies(file.written, start, end)
+
+    # -- background ------------------------------------------------------------------------------------------------------
+
+    async def run_once(self) -> None:
+        """Send and report what is older than `write_age_s`, and let go of files that are closed and clean."""
+        oldest_s = self._clock.boottime_s() - self._options.write_age_s
+        for written in list(self._files.values()):
+            file = written.file
+            for segments in written.dirty.values():
+                for segment in segments:
+                    if segment.born_s <= oldest_s:
+                        segment.due = True
+            if written.dirty:
+                self._pump(written)
+            if (written.stored_end or written.wrote and written.wrote_s <= oldest_s or written.is_broken) \
+                    and not written.reporting.taken:
+                self._own(self._settle_quietly(file))
+            elif written.clean and not file.handles:
+                self._drop(written)
+                if file.written is written:
+                    file.written = None
+
+    async def _settle_quietly(self, file: OpenInode) -> None:
+        try:
+            await self.settle(file)
+        except NvpoolError:
+            pass  # kept, and told again with the next flush or in a second
+
+    def forget(self, file: OpenInode) -> None:
+        """The last handle is closed: nothing of the file is kept here any more, stored or not."""
+        written = self._files.get(file.inode)
+        if written is not None and written is file.written:
+            self._drop(written)
+            freed = sum(s.end - s.start for segments in written.dirty.values() for s in segments)
+            written.dirty.clear()
+            self._hold(written, -freed)
+            self._tell(written)
+
+    def _drop(self, written: WrittenFile) -> None:
+        del self._files[written.file.inode]
+        if self._keeping is not None:
+            self._keeping.end(written)
+
+    def lose(self, file: OpenInode) -> None:
+        """What is not stored must not be sent any more, and what is not reported must not be: the locks under which it was
+        written are gone. Told to whoever has the file open."""
+        written = file.written
+        if written is None:
+            return
+        if not written.clean:
+            written.meet(LockLost())
+        written.stored_end, written.stored_bytes, written.wrote, written.ahead = 0, 0, False, ()
+        self.forget(file)
+        written.find_end()
+
+    async def close(self, deadline_s: float) -> bool:
+        """Send and report all, as far as that is done by `deadline_s`; then stop. Whether all was sent."""
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                for written in list(self._files.values()):
+                    await self.store(written.file)
+                    await self._settle_quietly(written.file)
+        except TimeoutError:
+            pass
+        sent = not self._held
+        for writing in list(self._begun):
+            writing.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=1.0)
+        return sent
+
+    def held_bytes(self) -> int:
+        return self._held

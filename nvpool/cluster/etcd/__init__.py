@@ -1,0 +1,1 @@
+"""Coordinator on etcd: client, leases and election."""

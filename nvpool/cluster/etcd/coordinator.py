@@ -1,0 +1,449 @@
+"""The coordinator of a pool of several machines: the pool map, who is there and who leads, in etcd.
+
+One stream follows these three; it is begun anew, with a look at all of them, when it breaks, is silent, or etcd has
+forgotten what we missed. What is known here may so be old where etcd can not be reached, and is never ahead of it. Changes are
+one transaction each, guarded by the map's revision in etcd and by the leader's key; one whose answer was lost is looked for.
+
+Keys, all under nvpool/POOL_ID/ :
+
+    map                 JSON of poolmap/model, the newest
+    maps/EPOCH          the last KEPT_MAPS of them, for an operator's eyes; EPOCH has 20 digits
+    leader, leads       the name of who leads, and his sign of life (cluster/etcd/election)
+    present/NAME        what was announced, under a lease
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from aetcd import rpc
+
+from nvpool.cluster.api import Lease
+from nvpool.cluster.etcd.client import END_OF_STREAM, STREAM_ERRORS, Certificates, EtcdCalls
+from nvpool.cluster.etcd.election import LEADER, SIGN, EtcdReign, follows, read_sign
+from nvpool.cluster.etcd.election_timing import Succession
+from nvpool.cluster.etcd.leases import EtcdLease, give_up
+from nvpool.cluster.watchers import Told
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.errors import (
+    CorruptRecord,
+    InvalidRequest,
+    NvpoolError,
+    StaleEpoch,
+    StaleLease,
+    Unavailable,
+    from_os_error,
+)
+from nvpool.poolmap.model import PoolMap, check_map, decode_map, encode_map, problems_of
+from nvpool.poolmap.nodes.etcd_membership import Add, Found, Promote, Remove
+
+log = logging.getLogger(__name__)
+
+KEPT_MAPS = 64
+CHANGE_S = 10.0
+"""A change of the map, or a lease, waits so long for etcd: longer than an election there."""
+BEAT_S = 0.25
+SILENT_S = 1.0
+"""The stream is asked each BEAT_S whether it lives; one that has said nothing for SILENT_S is begun anew, at another member:
+before the lease of who leads ends, whose signs of life come with it."""
+SILENCE_S = 5.0
+"""Without a word for so long etcd is said to be silent: longer than an election takes."""
+AGAIN_S = 0.2
+
+
+_AnyLease = TypeVar("_AnyLease", EtcdLease, EtcdReign)
+
+
+class EtcdCoordinator:
+    """Made by `found` or `open`."""
+
+    def __init__(self, calls: EtcdCalls, clock: Clock, pool_id: str, pool_map: PoolMap,
+                 publish: Callable[[bytes], None], only: str = "") -> None:
+        self._calls = calls
+        self._clock = clock
+        self._root = _root(pool_id)
+        self._publish = publish
+        self._told = Told(pool_map)
+        self._map_revision = 0
+        self._leases: set[EtcdLease | EtcdReign] = set()
+        self._succession = Succession(only)
+        self._about_leader: dict[bytes, rpc.KeyValue] = {}
+        self._turn = asyncio.Lock()
+        self._following: asyncio.Task | None = None
+        self._heard_s = clock.boottime_s()
+
+    @classmethod
+    async def found(cls, members: Sequence[str], first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None, *,
+                    certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+        """A coordinator of a pool that etcd does not know, with the map `first`; `only` as of `over`. InvalidRequest when it
+        has one already: `open` it. Unavailable: or it has it now."""
+        if problems := check_map(first):
+            raise InvalidRequest("; ".join(problems))
+        calls = EtcdCalls(members, clock, certificates)
+        key = _root(first.pool_id) + b"map"
+        try:
+            done = await calls.transact(rpc.TxnRequest(compare=[_is_absent(key)], success=_writes(_root(first.pool_id), first)),
+                                        CHANGE_S)
+            if not done.succeeded:
+                raise InvalidRequest("etcd holds a map of this pool already")
+        except BaseException:
+            await calls.close()
+            raise
+        await calls.close()
+        return await cls.open(members, first.pool_id, publish, certificates=certificates, clock=clock, only=only)
+
+    @staticmethod
+    async def answers(members: Sequence[str], certificates: Certificates | None = None, *, wait_s: float = 2.0,
+                      clock: Clock = SYSTEM_CLOCK) -> None:
+        """On return a member, and most of them, have answered. Unavailable when none does in that time."""
+        calls = EtcdCalls(members, clock, certificates)
+        try:
+            await calls.range(rpc.RangeRequest(key=b"nvpool/", count_only=True), wait_s)
+        finally:
+            await calls.close()
+
+    @classmethod
+    async def open(cls, members: Sequence[str], pool_id: str, publish: Callable[[bytes], None] = lambda raw: None, *,
+                   certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+        """The coordinator of the pool that etcd knows; `only` as of `over`. CorruptRecord when there is no map of it, or a bad
+        one. Unavailable."""
+        return await cls.over(EtcdCalls(members, clock, certificates), pool_id, publish, clock, only)
+
+    @classmethod
+    async def over(cls, calls: EtcdCalls, pool_id: str, publish: Callable[[bytes], None] = lambda raw: None,
+                   clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+        """As `open`, through `calls`, which are its own from here on. `only`: the name under which nobody leads but this
+        process and those before it, which have ended: it does not wait for their lease."""
+        try:
+            found = await calls.ranges(_ranges(_root(pool_id)), CHANGE_S)
+            raw = next((kv.value for answer in found.responses for kv in answer.response_range.kvs
+                        if kv.key == _root(pool_id) + b"map"), None)
+            if raw is None:
+                raise CorruptRecord(f"etcd holds no map of pool {pool_id}")
+            coordinator = cls(calls, clock, pool_id, decode_map(raw), publish, only)
+            publish(raw)
+            coordinator._take(found)
+        except BaseException:
+            await calls.close()
+            raise
+        coordinator._following = asyncio.get_running_loop().create_task(coordinator._follow())
+        return coordinator
+
+    @staticmethod
+    async def overwrite(members: Sequence[str], pool_id: str, after: Callable[[PoolMap], PoolMap], *,
+                        certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Make `after` of the map that etcd holds the newest one, whatever its epoch: for recovery. CorruptRecord when there is
+        no map of the pool. Unavailable: or it is done."""
+        calls, root = EtcdCalls(members, clock, certificates), _root(pool_id)
+        try:
+            found = await calls.range(rpc.RangeRequest(key=root + b"map"), CHANGE_S)
+            if not found.kvs:
+                raise CorruptRecord(f"etcd holds no map of pool {pool_id}")
+            await calls.transact(rpc.TxnRequest(success=_writes(root, after(decode_map(found.kvs[0].value)))), CHANGE_S)
+        finally:
+            await calls.close()
+
+    @staticmethod
+    async def forget(members: Sequence[str], pool_id: str, node: int, *, certificates: Certificates | None = None,
+                     wait_s: float = CHANGE_S, clock: Clock = SYSTEM_CLOCK) -> tuple[int, ...]:
+        """The pool is destroyed on this node: on return no key of it is in etcd where it was the last of the map's nodes, else
+        the others. May be repeated. Unavailable: perhaps nothing was done."""
+        calls, root = EtcdCalls(members, clock, certificates), _root(pool_id)
+        try:
+            found = await calls.range(rpc.RangeRequest(key=root + b"map"), wait_s)
+            if found.kvs:
+                await calls.transact(rpc.TxnRequest(success=[_put(root + b"destroyed/%d" % node, b"")]), wait_s)
+                below = root + b"destroyed/"
+                marked = await calls.range(rpc.RangeRequest(key=below, range_end=_behind(below)), wait_s)
+                gone = {int(pair.key.rpartition(b"/")[2]) for pair in marked.kvs}
+                if left := tuple(one.id for one in decode_map(found.kvs[0].value).nodes if one.id not in gone):
+                    return left
+            await calls.transact(rpc.TxnRequest(success=[rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(
+                key=root, range_end=_behind(root)))]), wait_s)
+            return ()
+        finally:
+            await calls.close()
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    @property
+    def pool_map(self) -> PoolMap:
+        return self._told.pool_map
+
+    async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
+        return await self._told.watch(newer_than, wait_s)
+
+    def present(self) -> Mapping[str, bytes]:
+        return self._told.present
+
+    async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
+        return await self._told.watch_present(known, wait_s)
+
+    def leader(self) -> str | None:
+        return self._succession.leader(self._clock.boottime_s())
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing can be changed."""
+        return self._clock.boottime_s() - self._heard_s > SILENCE_S
+
+    def use(self, members: Sequence[str], certificates: Certificates | None) -> None:
+        """Ask these members from now on, under these certificates."""
+        self._calls.use(members, certificates)
+
+    async def _follow(self) -> None:
+        """Know what etcd knows, until the end: from the first member, unless that has just let us down."""
+        at = 0
+        while True:
+            pause_s, began_s = AGAIN_S, self._clock.boottime_s()
+            try:
+                await self._follow_stream(await self._look() + 1, at)
+            except STREAM_ERRORS as error:
+                log.debug("what etcd tells is begun anew: %s", error)
+            except NvpoolError as error:
+                log.error("what etcd tells can not be used: %s", error)
+                pause_s = SILENCE_S
+            at = at + 1 if self._clock.boottime_s() - began_s < SILENCE_S else 0
+            await asyncio.sleep(pause_s)
+
+    async def _look(self) -> int:
+        """At everything; the revision that was seen."""
+        found = await self._calls.ranges(_ranges(self._root), CHANGE_S)
+        self._take(found)
+        return found.header.revision
+
+    def _take(self, found: rpc.TxnResponse) -> None:
+        """What a look has shown."""
+        self._heard_s = self._clock.boottime_s()
+        present, about_leader = {}, {}
+        for kv in (kv for answer in found.responses for kv in answer.response_range.kvs):
+            name = kv.key[len(self._root):]
+            if name == b"map":
+                self._take_map(kv)
+            elif name in (LEADER, SIGN):
+                about_leader[name] = kv
+            elif name.startswith(b"present/"):
+                present[name[8:].decode()] = kv.value
+        self._take_rest(present, about_leader)
+
+    async def _follow_stream(self, revision: int, at: int = 0) -> None:
+        members, stream, beating = self._calls.members, self._calls.watch(at), None
+        try:
+            for first, behind in _ranges(self._root):
+                await stream.write(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(
+                    key=first, range_end=behind, start_revision=revision)))
+            beating = asyncio.get_running_loop().create_task(_beat(stream))
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    said = await stream.read()
+                if said is END_OF_STREAM or said.canceled or self._calls.members != members:
+                    raise Unavailable("the stream has ended, or another member is to be asked")
+                self._heard_s = self._clock.boottime_s()
+                self._take_events(said.events)
+        except TimeoutError:
+            raise Unavailable("the stream is silent") from None
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise Unavailable("the channel of the stream was closed") from None
+        finally:
+            if beating is not None:
+                beating.cancel()
+            stream.cancel()
+
+    def _take_events(self, events: Sequence[rpc.Event]) -> None:
+        present, about_leader = dict(self._told.present), dict(self._about_leader)
+        for event in events:
+            kv, gone = event.kv, event.type == rpc.Event.EventType.DELETE
+            name = kv.key[len(self._root):]
+            if name == b"map" and not gone:
+                self._take_map(kv)
+            elif name in (LEADER, SIGN):
+                about_leader.pop(name, None)
+                if not gone:
+                    about_leader[name] = kv
+            elif name.startswith(b"present/"):
+                present.pop(name[8:].decode(), None)
+                if not gone:
+                    present[name[8:].decode()] = kv.value
+        self._take_rest(present, about_leader)
+
+    def _take_rest(self, present: dict[str, bytes], about_leader: dict[bytes, rpc.KeyValue]) -> None:
+        self._about_leader = about_leader
+        sign = read_sign(about_leader.get(LEADER), about_leader.get(SIGN))
+        another = self._succession.see(sign, self._clock.boottime_s())
+        if present != self._told.present or another:
+            self._told.present = present
+            self._told.tell()
+
+    def _take_map(self, kv: rpc.KeyValue) -> None:
+        """The newest that we know, and its revision."""
+        if kv.mod_revision == self._map_revision:
+            return
+        new = decode_map(kv.value)
+        if kv.mod_revision < self._map_revision and new.epoch <= self.pool_map.epoch:
+            return  # else etcd has begun anew (recovery), and counts from one again
+        if problems := problems_of(self.pool_map, new):
+            raise CorruptRecord(f"the map with epoch {new.epoch} in etcd can not be used: {'; '.join(problems)}")
+        self._map_revision = kv.mod_revision
+        if new.epoch > self.pool_map.epoch:
+            self._told.pool_map = new
+            try:
+                self._publish(kv.value)
+            except OSError as error:
+                raise from_os_error(error, "write the copy of the pool map") from error
+            finally:
+                self._told.tell()
+
+    # -- changes -------------------------------------------------------------------------------------------------------
+
+    async def newest(self) -> PoolMap:
+        await self._look()
+        return self.pool_map
+
+    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+        async with self._turn:
+            if new.epoch != self.pool_map.epoch + 1:
+                await self._look()  # we may be behind
+            if new.epoch != self.pool_map.epoch + 1:
+                raise StaleEpoch(f"the pool map has epoch {self.pool_map.epoch}, so the next is {self.pool_map.epoch + 1}, "
+                                 f"not {new.epoch}")
+            if problems := problems_of(self.pool_map, new):
+                raise InvalidRequest("; ".join(problems))
+            if leader is not None and not leader.holds:
+                raise StaleLease("who asks for this map does not lead any more")
+            compare = [rpc.Compare(key=self._root + b"map", target=rpc.Compare.CompareTarget.MOD,
+                                   result=rpc.Compare.CompareResult.EQUAL, mod_revision=self._map_revision)]
+            if leader is not None:
+                compare.append(follows(self._root, leader.revision))
+            writes = _writes(self._root, new)
+            try:
+                await self._calls.transact(rpc.TxnRequest(compare=compare, success=writes), CHANGE_S)
+                # Also where it is said to have failed: the first of two tries may have been carried out.
+                await self._look()
+            except Unavailable:
+                if self.pool_map != new:  # else the watch has told of it: a member of etcd may end for what the map says
+                    raise
+            if self.pool_map == new or self.pool_map.epoch > new.epoch and await self._was_made(new):
+                return
+            if self.pool_map.epoch >= new.epoch:
+                raise StaleEpoch(f"somebody else made the map with epoch {new.epoch}")
+            raise StaleLease("who asks for this map does not lead any more")
+
+    async def _was_made(self, new: PoolMap) -> bool:
+        """Whether the map of that epoch was this one; there are later ones. Who is told that it was not makes it twice."""
+        found = await self._calls.range(rpc.RangeRequest(key=self._root + b"maps/%020d" % new.epoch), CHANGE_S)
+        return any(kv.value == encode_map(new) for kv in found.kvs)
+
+    # -- leases --------------------------------------------------------------------------------------------------------
+
+    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+        lease = self._kept(await EtcdLease.take(self._calls, self._clock, lease_s, CHANGE_S))
+        key = self._root + b"present/" + name.encode()
+        try:
+            await self._calls.transact(rpc.TxnRequest(success=[_put(key, value, lease.number)]), CHANGE_S)
+        except BaseException:
+            await lease.release()
+            raise
+        return lease
+
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+        until_s = self._clock.boottime_s() + wait_s
+        while not self._told.closed:
+            free_s = self._succession.free_in_s(self._clock.boottime_s())
+            if free_s <= 0:
+                try:
+                    reign = await EtcdReign.take(self._calls, self._clock, self._root, name, lease_s, self._succession)
+                except Unavailable:
+                    if self._clock.boottime_s() > until_s:
+                        raise
+                    reign = None
+                if reign is not None:
+                    return self._kept(reign)
+                await asyncio.sleep(AGAIN_S)  # the stream may be behind what etcd has just seen
+            left_s = until_s - self._clock.boottime_s()
+            if left_s <= 0:
+                return None
+            if free_s > 0:
+                await self._told.wait(lambda: not self._succession.seen.reign, min(free_s, left_s))
+        return None
+
+    def _kept(self, lease: _AnyLease) -> _AnyLease:
+        """To be given up at the end."""
+        self._leases.add(lease)
+        lease.lost.add_done_callback(lambda lost: self._leases.discard(lease))
+        return lease
+
+    # -- etcd's members ------------------------------------------------------------------------------------------------------
+
+    async def members(self) -> tuple[Found, ...]:
+        """As of now. Unavailable."""
+        found = await self._calls.list_members(CHANGE_S)
+        return tuple(Found(f"{one.ID:x}", tuple(url.partition("://")[2] for url in one.peerURLs), one.isLearner, bool(one.name))
+                     for one in found)
+
+    async def change_members(self, step: Add | Promote | Remove, scheme: str) -> None:
+        """On return it is done. Unavailable, with the reason: not now, or etcd refuses it."""
+        if isinstance(step, Add):
+            await self._calls.add_member(f"{scheme}://{step.peer}", CHANGE_S)
+        elif isinstance(step, Promote):
+            await self._calls.promote_member(int(step.id, 16), CHANGE_S)
+        else:
+            await self._calls.remove_member(int(step.id, 16), CHANGE_S)
+
+    async def close(self) -> None:
+        if self._told.closed:
+            return
+        self._told.close()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await give_up(list(self._leases))
+        await self._calls.close()
+
+
+async def _beat(stream) -> None:
+    """Ask the stream again and again whether it lives."""
+    try:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await stream.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
+    except STREAM_ERRORS:
+        pass  # who reads from it will see
+
+
+def _ranges(root: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    """Of the keys that are known here. Not of the maps that were: they are too much for a look at each change."""
+    present = root + b"present/"
+    return (root + b"leader", root + b"map\0"), (present, _behind(present))
+
+
+def _root(pool_id: str) -> bytes:
+    return b"nvpool/" + pool_id.encode() + b"/"
+
+
+def _behind(prefix: bytes) -> bytes:
+    """The first key behind all with this prefix, which ends in '/'."""
+    return prefix[:-1] + b"0"
+
+
+def _put(key: bytes, value: bytes, lease: int = 0) -> rpc.RequestOp:
+    return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value, lease=lease))
+
+
+def _is_absent(key: bytes) -> rpc.Compare:
+    return rpc.Compare(key=key, target=rpc.Compare.CompareTarget.CREATE, result=rpc.Compare.CompareResult.EQUAL,
+                       create_revision=0)
+
+
+def _writes(root: bytes, new: PoolMap) -> list[rpc.RequestOp]:
+    """What makes it the newest map."""
+    raw = encode_map(new)
+    writes = [_put(root + b"map", raw), _put(root + b"maps/%020d" % new.epoch, raw)]
+    if new.epoch > KEPT_MAPS:
+        old = root + b"maps/%020d" % (new.epoch - KEPT_MAPS)
+        writes.append(rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=old)))
+    return writes

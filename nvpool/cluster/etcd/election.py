@@ -1,0 +1,148 @@
+"""The lead of the pool, held in etcd: two keys, of which one says who leads and one is his sign of life, written five times in
+each lease.
+
+Not a lease of etcd's: that one begins anew with each leader of etcd, and is looked at twice a second, so that those who wait
+for its end wait for an election there, for all of it, and for that, one after the other. Here each candidate counts for himself
+while they elect (cluster/etcd/election_timing).
+
+Guarantees: it ends here before anybody else may take it, since it counts from the sending of the last sign that was answered
+and by a clock that may be slow; a sign that took longer than half of it counts for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from aetcd import rpc
+
+from nvpool.cluster.etcd.client import EtcdCalls
+from nvpool.cluster.etcd.election_timing import Sign, Succession
+from nvpool.cluster.etcd.leases import CLOCKS_DIFFER, Renewed
+from nvpool.core.clock import Clock
+from nvpool.core.errors import CorruptRecord, Unavailable
+
+LEADER, SIGN = b"leader", b"leads"
+"""Keys below the pool's root: the name of who leads; LEASE TOKEN LED, its sign of life: the lease, and how long it leads,
+in seconds (the first sign has no LED)."""
+_SIGNS = 5
+"""In a lease: four may be lost or late."""
+
+
+def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> Sign:
+    """What these keys say; None: the key is not there. CorruptRecord."""
+    if leader is None:
+        return Sign()
+    name = leader.value.decode()
+    if leader.lease or sign is None:
+        return Sign(name, leader.mod_revision)
+    lease_s, token, led_s = (*sign.value.decode().split(" "), "", "")[:3]
+    try:
+        return Sign(name, leader.mod_revision, sign.mod_revision, float(lease_s), token, float(led_s or 0))
+    except ValueError:
+        raise CorruptRecord(f"the sign of life of node {name}, which leads the pool, can not be read: {sign.value!r}") from None
+
+
+def follows(root: bytes, revision: int, key: bytes = LEADER) -> rpc.Compare:
+    """That the key is as it was made at this revision; 0: that it is not there."""
+    return rpc.Compare(key=root + key, target=rpc.Compare.CompareTarget.MOD, result=rpc.Compare.CompareResult.EQUAL,
+                       mod_revision=revision)
+
+
+def _put(key: bytes, value: bytes) -> rpc.RequestOp:
+    return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value))
+
+
+class EtcdReign(Renewed):
+    """The lease of which there is one in the pool."""
+
+    def __init__(self, calls: EtcdCalls, clock: Clock, root: bytes, sign: bytes, revision: int, lease_s: float, sent_s: float,
+                 former: str | None, former_led_s: float, ran_out: Callable[[], None]) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._root = root
+        self._sign = sign
+        self._lease_s = lease_s
+        self._begun_s = self._sent_s = sent_s
+        self._ran_out = ran_out
+        self.revision = revision
+        """At which it has begun: the guard of what is changed under it."""
+        self.former = former
+        self.former_led_s = former_led_s
+        self._begin(self._renew())
+
+    @classmethod
+    async def take(cls, calls: EtcdCalls, clock: Clock, root: bytes, name: str, lease_s: float,
+                   succession: Succession) -> EtcdReign | None:
+        """The lead; None where it is somebody else's, or there are signs of him that `succession` has not seen. Unavailable."""
+        seen, former, token, sent_s = succession.seen, succession.former(), clock.secret(8).hex(), clock.boottime_s()
+        former_led_s = succession.led_s(sent_s)
+        succession.begins(token)
+        sign = f"{lease_s} {token}".encode()
+        looks = [rpc.RequestOp(request_range=rpc.RangeRequest(key=root + key)) for key in (LEADER, SIGN)]
+        done = None
+        try:
+            done = await calls.transact(rpc.TxnRequest(
+                compare=[follows(root, seen.reign), follows(root, seen.renewed, SIGN)],
+                success=[_put(root + LEADER, name.encode()), _put(root + SIGN, sign)], failure=looks), lease_s / 2)
+        finally:
+            if done is None:
+                succession.has_ended(token, former)
+        revision = done.header.revision
+        if not done.succeeded:
+            # perhaps by a first try of ours, whose answer was lost
+            leader, found = (next(iter(answer.response_range.kvs), None) for answer in done.responses)
+            if found is None or found.value != sign or leader is None:
+                return None
+            revision = leader.mod_revision
+        return cls(calls, clock, root, sign, revision, lease_s, sent_s, former, former_led_s,
+                   lambda: succession.has_ended(token, name))
+
+    @property
+    def _until_s(self) -> float:
+        return self._sent_s + self._lease_s * (1 - CLOCKS_DIFFER)
+
+    @property
+    def left_s(self) -> float:
+        return 0.0 if self.lost.done() else max(0.0, self._until_s - self._clock.boottime_s())
+
+    @property
+    def holds(self) -> bool:
+        return self.left_s > 0
+
+    @property
+    def in_doubt(self) -> bool:
+        return self.left_s < self._lease_s / 2
+
+    async def _renew(self) -> None:
+        """A sign waits for none before it: one that is slow is made up for by the next."""
+        next_s = self._sent_s
+        try:
+            async with asyncio.TaskGroup() as signs:
+                while not self.lost.done():
+                    next_s = max(next_s + self._lease_s / _SIGNS, self._clock.boottime_s())
+                    await asyncio.sleep(max(0.0, min(next_s, self._until_s) - self._clock.boottime_s()))
+                    if not self.holds:
+                        self._end()
+                        self._ran_out()
+                        return
+                    signs.create_task(self._give_sign(self._clock.boottime_s()))
+        finally:
+            self._end()
+
+    async def _give_sign(self, sent_s: float) -> None:
+        led_s = (sent_s - self._begun_s) * (1 - CLOCKS_DIFFER)
+        sign = b"%s %.1f" % (self._sign, led_s)
+        try:
+            done = await self._calls.transact(rpc.TxnRequest(
+                compare=[follows(self._root, self.revision)], success=[_put(self._root + SIGN, sign)]), self._lease_s / 2)
+        except Unavailable:
+            return
+        if not done.succeeded:
+            self._end()
+        elif self._clock.boottime_s() - sent_s < self._lease_s / 2:
+            self._sent_s = max(self._sent_s, sent_s)
+
+    async def _give_back(self, wait_s: float) -> None:
+        drops = [rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._root + key)) for key in (LEADER, SIGN)]
+        await self._calls.transact(rpc.TxnRequest(compare=[follows(self._root, self.revision)], success=drops), wait_s)

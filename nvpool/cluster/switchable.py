@@ -1,0 +1,120 @@
+"""A coordinator whose place can be taken by another while it is in use, and one that only holds the map at hand.
+
+The supervisor has one Relay for life: over the embedded coordinator, then over etcd, and over a HeldMap while neither can be
+asked. Whoever watches notices nothing of a change but a new map; leases end with the coordinator that gave them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from nvpool.cluster.api import WATCH_S_MAX, Coordinator, Lease
+from nvpool.cluster.watchers import Told
+from nvpool.core.errors import Unavailable
+from nvpool.poolmap.model import PoolMap
+
+
+class HeldMap:
+    """The map at hand, which can not be changed: `reason` says why. A lost etcd stops no reads and writes."""
+
+    def __init__(self, pool_map: PoolMap, reason: str) -> None:
+        self._told = Told(pool_map)
+        self._reason = reason
+
+    @property
+    def pool_map(self) -> PoolMap:
+        return self._told.pool_map
+
+    def take(self, pool_map: PoolMap) -> bool:
+        """Hold this map where it is newer; whether it is."""
+        if pool_map.epoch <= self.pool_map.epoch:
+            return False
+        self._told.pool_map = pool_map
+        self._told.tell()
+        return True
+
+    async def newest(self) -> PoolMap:
+        raise Unavailable(self._reason, retry_after_s=1.0)
+
+    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+        raise Unavailable(self._reason, retry_after_s=1.0)
+
+    async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
+        return await self._told.watch(newer_than, wait_s)
+
+    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+        raise Unavailable(self._reason, retry_after_s=1.0)
+
+    def present(self) -> Mapping[str, bytes]:
+        return {}
+
+    async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
+        return await self._told.watch_present(known, wait_s)
+
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+        raise Unavailable(self._reason, retry_after_s=1.0)
+
+    def leader(self) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        self._told.close()
+
+
+class Relay:
+    """Passes everything on to `inner`."""
+
+    def __init__(self, inner: Coordinator) -> None:
+        self.inner = inner
+        self.turn = asyncio.Lock()
+        """Held while a map is replaced; who holds it knows that none is."""
+
+    async def switch(self, inner: Coordinator) -> None:
+        """Go on with `inner`, whose map is at least as new, and close the one before. Takes no turn."""
+        before, self.inner = self.inner, inner
+        await before.close()
+
+    @property
+    def pool_map(self) -> PoolMap:
+        return self.inner.pool_map
+
+    async def newest(self) -> PoolMap:
+        return await self.inner.newest()
+
+    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+        async with self.turn:
+            await self.inner.replace(new, leader)
+
+    async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + min(wait_s, WATCH_S_MAX)
+        while True:
+            asked = self.inner
+            found = await asked.watch(newer_than, max(0.0, until_s - loop.time()))
+            if found is not None or self.inner is asked:
+                return found
+
+    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+        return await self.inner.announce(name, value, lease_s)
+
+    def present(self) -> Mapping[str, bytes]:
+        return self.inner.present()
+
+    async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + min(wait_s, WATCH_S_MAX)
+        while True:
+            asked = self.inner
+            found = await asked.watch_present(known, max(0.0, until_s - loop.time()))
+            if found != known or self.inner is asked:
+                return found
+
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+        return await self.inner.lead(name, lease_s, wait_s)
+
+    def leader(self) -> str | None:
+        return self.inner.leader()
+
+    async def close(self) -> None:
+        await self.inner.close()

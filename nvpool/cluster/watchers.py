@@ -1,0 +1,50 @@
+"""What a coordinator knows now, and those who wait to be told: the same for all kinds of coordinators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from nvpool.cluster.api import WATCH_S_MAX
+from nvpool.poolmap.model import PoolMap
+
+
+class Told:
+    """`pool_map` only grows in epoch; `present` and `leader` are replaced as a whole when they change. Used from one loop."""
+
+    def __init__(self, pool_map: PoolMap) -> None:
+        self.pool_map = pool_map
+        self.present: Mapping[str, bytes] = {}
+        self.leader: str | None = None
+        self.closed = False
+        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def tell(self) -> None:
+        """Something has changed: who waits looks again."""
+        told, self._next = self._next, asyncio.get_running_loop().create_future()
+        if not told.done():
+            told.set_result(None)
+
+    async def wait(self, is_so: Callable[[], bool], wait_s: float) -> bool:
+        """Whether it is so now, or becomes so within `wait_s` (at most WATCH_S_MAX) and before the end."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + min(wait_s, WATCH_S_MAX)
+        while not is_so():
+            left_s = until_s - loop.time()
+            if self.closed or left_s <= 0:
+                return False
+            await asyncio.wait([self._next], timeout=left_s)
+        return True
+
+    async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
+        """See Coordinator.watch."""
+        return self.pool_map if await self.wait(lambda: self.pool_map.epoch > newer_than, wait_s) else None
+
+    async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
+        """See Coordinator.watch_present."""
+        await self.wait(lambda: self.present != known, wait_s)
+        return self.present
+
+    def close(self) -> None:
+        self.closed = True
+        self.tell()

@@ -1,0 +1,62 @@
+"""CRC32C (RFC 3720 appendix B.4) of blocks: made by the writer, kept with the index, checked by whoever receives.
+
+Checksums of many blocks travel as packed little-endian u32, one per 4 KiB block. They are made by the compiled module
+`_blocks` where it is there and the processor has the instruction (1 MiB in 45 µs), else block by block (110).
+"""
+
+from __future__ import annotations
+
+import struct
+
+from crc32c import crc32c
+
+from nvpool.core.units import BLOCK_BYTES
+
+try:
+    from nvpool.core import _checksum
+except ImportError:  # not compiled
+    _checksum = None
+
+__all__ = ["crc32c", "block_checksums", "block_checksums_plain", "piece_checksums", "first_bad_block", "ZERO_BLOCK",
+           "ZERO_BLOCK_CHECKSUM"]
+
+ZERO_BLOCK = bytes(BLOCK_BYTES)
+ZERO_BLOCK_CHECKSUM = crc32c(ZERO_BLOCK)
+
+
+def block_checksums_plain(buffer) -> bytes:
+    """Packed checksums of the whole blocks in `buffer`, whose length is a multiple of 4 KiB."""
+    view = memoryview(buffer)
+    count, rest = divmod(len(view), BLOCK_BYTES)
+    if rest:
+        raise ValueError(f"{len(view)} bytes are not whole blocks")
+    if count == 1:
+        return crc32c(view).to_bytes(4, "little")
+    return struct.pack(f"<{count}I", *[crc32c(view[at:at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)])
+
+
+block_checksums = _checksum.block_checksums if _checksum is not None and _checksum.is_of_use() else block_checksums_plain
+
+
+def piece_checksums(buffer, offset: int) -> bytes:
+    """Packed checksums of the pieces into which block borders divide `buffer`, when it lies at byte `offset`."""
+    view = memoryview(buffer)
+    first = -offset % BLOCK_BYTES
+    if not first and not len(view) % BLOCK_BYTES:
+        return block_checksums(view)
+    borders = [0, *range(first or BLOCK_BYTES, len(view), BLOCK_BYTES), len(view)]
+    return struct.pack(f"<{len(borders) - 1}I", *[crc32c(view[a:b]) for a, b in zip(borders, borders[1:], strict=False)])
+
+
+def first_bad_block(buffer, checksums) -> int:
+    """Index of the first block of `buffer` whose checksum is not the packed one, or -1 when all fit."""
+    view = memoryview(buffer)
+    if len(view) == BLOCK_BYTES:
+        return -1 if crc32c(view) == int.from_bytes(checksums, "little") else 0
+    if block_checksums(view) == bytes(checksums):
+        return -1
+    for block in range(len(view) // BLOCK_BYTES):
+        expected = int.from_bytes(checksums[block * 4:block * 4 + 4], "little")
+        if crc32c(view[block * BLOCK_BYTES:(block + 1) * BLOCK_BYTES]) != expected:
+            return block
+    return len(view) // BLOCK_BYTES

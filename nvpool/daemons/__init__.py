@@ -1,0 +1,1 @@
+"""Main functions of the daemons."""

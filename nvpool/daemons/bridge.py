@@ -1,0 +1,214 @@
+"""The bridge: `python -m nvpool.daemons.bridge POOL` gives containers volumes of a pool, by Docker's plugin protocol
+and by Kubernetes' CSI.
+
+Started by the CLI (`nvpool bridge`) and by systemd; stays in the foreground, one per state directory. Exit codes as in
+runtime/daemon_process. Ready when its sockets answer. When it ends, in whatever way, containers go on: what they see are
+mounts, and those have processes of their own. Its successor finds in the state directory who uses what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+
+from nvpool.bridge.docker import FACE, DockerFace, check_path
+from nvpool.bridge.metrics import Counts
+from nvpool.bridge.options import checked_holder
+from nvpool.bridge.pool_mount import PoolMount
+from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes, our_errors
+from nvpool.client.state.options import configured
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.config import Config, load, parse_address
+from nvpool.core.errors import AccessDenied, BadConfiguration, NvpoolError, Refused, Unavailable, from_os_error
+from nvpool.core.programs import Program
+from nvpool.host.pool_directory import Flock, PoolDirectory
+from nvpool.metrics import registry as metrics
+from nvpool.metrics.exposition import Page
+from nvpool.metrics.http import serve_metrics
+from nvpool.runtime.daemon_process import Stop, exit_code, keep_alive, notify_ready, run
+from nvpool.runtime.logging_setup import start_log
+from nvpool.runtime.metrics import own_page
+from nvpool.sdk.aio import AsyncFileSystem
+
+STATE = Path("/var/lib/nvpool-bridge")
+DOCKER_SOCKET = Path("/run/docker/plugins/nvpool.sock")
+CLIENT_DEADLINE_S = 20.0
+"""Of one question to the pool: a request of an engine may take several, and has 50 s."""
+UPKEEP_S = 30.0
+
+log = logging.getLogger("nvpool.daemons.bridge")
+
+
+def parse_words(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {Program.BRIDGE.module}", description="Volumes of a pool for containers.")
+    parser.add_argument("pool", help="directory of a pool or of a client on this machine, or HOST:PORT of any node")
+    parser.add_argument("--state", type=Path, default=STATE, help=f"directory of the bridge's own ({STATE})")
+    parser.add_argument("--mountpoint", type=Path, help="where the whole pool is mounted, or will be (pool in the state "
+                        "directory)")
+    parser.add_argument("--docker-socket", default=str(DOCKER_SOCKET), help=f"empty: none ({DOCKER_SOCKET})")
+    parser.add_argument("--no-mount", action="store_true", help="use the mount at --mountpoint; make none where there is none")
+    parser.add_argument("--csi", default="", metavar="ADDRESS", help="serve CSI at this unix socket, as unix:///csi/csi.sock")
+    parser.add_argument("--csi-controller", action="store_true", help="CSI's Controller service, and not Node")
+    parser.add_argument("--csi-node", action="store_true", help="CSI's Node service, and not Controller")
+    parser.add_argument("--csi-pool", default="", help="how nodes are labeled that have the pool (the pool's name)")
+    parser.add_argument("--metrics", metavar="HOST:PORT", default="", help="tell Prometheus at http://HOST:PORT/metrics")
+    parser.add_argument("--settled-s", type=float, default=SETTLED_S, help="from which age on a use of a volume without a "
+                        f"container counts as lost ({SETTLED_S:.0f})")
+    parser.add_argument("--node", default="", help="name of this host for the pool (its host name)")
+    parser.add_argument("--log", type=Path, help="file to log to (stderr)")
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="as node.toml says, info")
+    parser.add_argument("--log-format", choices=["text", "json"], help="as node.toml says, text")
+    return parser.parse_args(words)
+
+
+def mount_words(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """For the mount that the bridge makes: it logs as the bridge was told to."""
+    told = (("--log-level", arguments.log_level), ("--log-format", arguments.log_format))
+    return tuple(f"{word}={value}" for word, value in told if value)
+
+
+def _check_words(arguments: argparse.Namespace) -> None:
+    """BadConfiguration, before anything is made."""
+    if arguments.csi:
+        from nvpool.bridge.csi.server import check_label, socket_path
+        socket_path(arguments.csi)
+        if arguments.csi_pool:
+            check_label(arguments.csi_pool)
+    if arguments.docker_socket:
+        check_path(Path(arguments.docker_socket))
+    for word, given, check in (("--metrics", arguments.metrics, parse_address), ("--node", arguments.node, checked_holder)):
+        if given:
+            try:
+                check(given)
+            except Refused as error:
+                raise BadConfiguration(f"{word}: {error}") from None
+
+
+def main(words: list[str]) -> int:
+    arguments = parse_words(words)
+    # gRPC's handlers for fork end the children that make binds, before they begin (SIGSEGV in their place; gRPC 1.85).
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+    config, directory = Config(), PoolDirectory(arguments.pool)
+    try:
+        here = "://" not in arguments.pool and directory.exists()
+        if here:
+            directory.check()
+            config = load(directory.node_toml)
+        start_log("bridge", arguments.log_level or config.log.level, arguments.log,
+                  form=arguments.log_format or config.log.format,
+                  node_toml=directory.node_toml if here and arguments.log_level is None else None)
+        if os.geteuid():
+            raise AccessDenied("the bridge makes mounts for containers; run it as root")
+        if not arguments.docker_socket and not arguments.csi:
+            raise BadConfiguration("the bridge has no socket to answer at; give it --docker-socket or --csi")
+        _check_words(arguments)
+        arguments.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = Flock.take(arguments.state / "lock", f"the state directory {arguments.state}")
+    except NvpoolError as error:
+        start_log("bridge", "info", arguments.log, form=arguments.log_format or config.log.format)
+        log.error("%s", error)
+        return exit_code(error)
+    except OSError as error:
+        log.error("%s", from_os_error(error, f"use {arguments.state}"))
+        return 1
+    try:
+        place = Path(os.path.abspath(arguments.mountpoint or arguments.state / "pool"))
+        return run(lambda stop: _serve(arguments, config, place, stop))
+    finally:
+        lock.release()
+
+
+async def _serve(arguments: argparse.Namespace, config: Config, place: Path, stop: Stop) -> None:
+    node = arguments.node or socket.gethostname()
+    with our_errors():
+        pool = await AsyncFileSystem.connect(
+            arguments.pool, name=f"bridge {node}",
+            options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_cut=False))
+    try:
+        name = pool.client.pool_map.name
+        mount = PoolMount(arguments.pool, name, place, mount_words(arguments), make=not arguments.no_mount)
+        volumes = BridgeVolumes(pool, mount.place, arguments.state, node=node, mounted=mount.ensure,
+                                settled_s=arguments.settled_s)
+        await volumes.begin()
+        counts = Counts()
+        docker = DockerFace(volumes, counts=counts) if arguments.docker_socket else None
+        if docker is not None:
+            await docker.start(Path(arguments.docker_socket))
+            log.info("volumes of the pool %s for Docker at %s, as %s", name, arguments.docker_socket, node)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                upkeep = [tasks.create_task(keep_alive()), tasks.create_task(_keep_up(volumes, docker))]
+                if arguments.metrics:
+                    upkeep.append(tasks.create_task(serve_metrics(arguments.metrics, partial(_page, volumes, counts))))
+                if arguments.csi:
+                    answers = asyncio.Event()
+                    upkeep.append(tasks.create_task(_serve_csi(volumes, arguments, name, answers, counts)))
+                    await answers.wait()
+                # who could not listen leaves no mount behind
+                if arguments.docker_socket or arguments.csi_node or not arguments.csi_controller:
+                    try:
+                        await mount.ensure()
+                    except Unavailable as error:
+                        log.warning("%s; it is tried again with the first volume that is used", error)
+                notify_ready()
+                await stop.asked.wait()
+                for task in upkeep:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1 and isinstance(group.exceptions[0], NvpoolError):
+                raise group.exceptions[0] from None  # its sentence says enough
+            raise
+        finally:
+            if docker is not None:
+                await docker.close()
+    finally:
+        await pool.close()
+
+
+async def _page(volumes: BridgeVolumes, counts: Counts, wait_s: float) -> Page:
+    def measure(page: Page) -> None:
+        page.set(metrics.UP, 1)
+        counts.measure(page)
+        in_use, untold = volumes.uses()
+        page.set(metrics.BRIDGE_USES, in_use)
+        page.set(metrics.BRIDGE_UNTOLD, untold)
+
+    return own_page(measure)
+
+
+async def _serve_csi(volumes: BridgeVolumes, arguments: argparse.Namespace, name: str, answers: asyncio.Event,
+                     counts: Counts) -> None:
+    from nvpool.bridge.csi.server import serve_csi  # gRPC takes 30 MB, and Docker has no use for it
+    await serve_csi(volumes, arguments.csi, pool=arguments.csi_pool or name, started=answers.set, counts=counts,
+                    controller=arguments.csi_controller or not arguments.csi_node,
+                    node=arguments.csi_node or not arguments.csi_controller)
+
+
+async def _keep_up(volumes: BridgeVolumes, docker: DockerFace | None) -> None:
+    """What ended while nobody could be told, from time to time; what is in use, when an engine has started, until what it
+    found has settled."""
+    activated, look_until_s = docker.activated if docker is not None else asyncio.Event(), 0.0
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(UPKEEP_S):
+                await activated.wait()
+        if activated.is_set():
+            activated.clear()
+            look_until_s = SYSTEM_CLOCK.boottime_s() + volumes.settled_s + UPKEEP_S
+        try:
+            if SYSTEM_CLOCK.boottime_s() <= look_until_s:
+                await volumes.reconcile(FACE)
+            await volumes.settle()
+        except NvpoolError as error:
+            log.warning("what is in use could not be looked at: %s", error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""A store's signs of life: some times in each lease it tells the manager of its node that it serves, and what it has caught up
+with.
+
+Made by daemons/store. A sign waits for nothing but the answer to the one before; it is sent at once when a new map is known,
+so that those who wait for that do not wait long. An answer that comes late is worth less by that: the lease counts from the
+sending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import struct
+from collections.abc import Callable
+
+from nvpool.cluster.manager import BEAT_S, EQUAL
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.errors import NvpoolError
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.lease_calls import LeaseCalls
+from nvpool.rpc.v1.pool_pb2 import AliveReply, AliveRequest
+from nvpool.rpc.v1.wire_pb2 import POOL_ALIVE
+from nvpool.store.replication.reachability import Reach
+from nvpool.store.server.service import StoreService
+
+_ANSWER_S = 1.0
+_AGAIN_S = 0.15
+"""After a sign that nobody took: while another one begins to lead."""
+_USED_EVERY = 4
+"""Beats: what is used changes slowly."""
+
+log = logging.getLogger("nvpool.daemons.heartbeat")
+
+
+class Beating:
+    def __init__(self, service: StoreService, dialer: Dialer, endpoints: Callable[[], tuple[str, ...]],
+                 clock: Clock = SYSTEM_CLOCK):
+        """`endpoints`: where the manager is to be had at this moment."""
+        self._service = service
+        self._calls = LeaseCalls(dialer, clock)
+        self._endpoints = endpoints
+        self._clock = clock
+        self._news = asyncio.Event()
+        peers = service.replica.peers
+        self._reach = None if peers is None else Reach(peers, Dialer(dialer.greeting, clock=clock), clock,
+                                                       on_change=self._news.set)
+        self._used_bytes = 0
+        self._count = 0
+        self._silent = False
+
+    async def run(self) -> None:
+        """Beat until cancelled. Nothing that a manager answers, or that nobody does, ends it."""
+        self._service.tenure.changed = self._news.set
+        async with asyncio.TaskGroup() as parts:
+            parts.create_task(self._beat_on())
+            if self._reach is not None:
+                parts.create_task(self._reach.run())
+
+    async def _beat_on(self) -> None:
+        while True:
+            self._news.clear()
+            sent_s = self._clock.boottime_s()
+            await self.beat()
+            next_s = sent_s + BEAT_S - self._clock.boottime_s()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.05, min(next_s, _AGAIN_S) if self._silent else next_s)):
+                    await self._news.wait()
+            await asyncio.sleep(0.01)  # of several maps at once only the last
+
+    async def beat(self) -> None:
+        """Tell once, and take the answer."""
+        service, tenure = self._service, self._service.tenure
+        if self._count % _USED_EVERY == 0:
+            self._used_bytes = service.store.status()["used_bytes"]
+        self._count += 1
+        upkeep = getattr(service, "upkeep", None)
+        equal = upkeep.resync.equal if upkeep is not None else {}
+        request = AliveRequest(target=tenure.target, pid=os.getpid(), epoch=tenure.epoch, used_bytes=self._used_bytes,
+                               equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
+                               copied_bytes=upkeep.resync.progress.bytes_copied if upkeep is not None else 0,
+                               verifier=tenure.verifier,
+                               unreachable=sorted(self._reach.unreachable) if self._reach is not None else ())
+        sent_s = self._clock.boottime_s()
+        try:
+            reply = await self._calls.call(self._endpoints(), POOL_ALIVE, request.SerializeToString(),
+                                           deadline_s=sent_s + _ANSWER_S)
+            answer = AliveReply.FromString(bytes(reply.message))
+        except (NvpoolError, struct.error) as error:
+            if not self._silent:
+                log.warning("target %d: no answer to its sign of life: %s", tenure.target, error)
+            self._silent, tenure.refused = True, str(error)
+            return
+        self._silent, tenure.refused = False, answer.left_out or ("" if answer.lease_s else "the leader gives no lease")
+        tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)

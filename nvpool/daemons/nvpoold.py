@@ -1,0 +1,160 @@
+"""The supervisor's program: `nvpoold DIR`, also `nvpool serve DIR` and `python -m nvpool.daemons.nvpoold DIR`.
+
+Runs in the foreground, under systemd or in a terminal, until SIGTERM or SIGINT. Started by an operator, by `nvpool dev up`, or
+by an orphaned child with --inherit-lock (then it leaves that child's process at once; nothing heavy is imported before that
+fork).
+Takes DIR/lock before it touches anything else: two daemons on one directory are refused with the pid of the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+
+from nvpool.core.config import load
+from nvpool.core.errors import Fenced, InvalidRequest, NotFound, NvpoolError, WrongFormat
+from nvpool.host.file_modes import group_number, protect
+from nvpool.host.pool_directory import Flock, PoolDirectory
+
+log = logging.getLogger("nvpool.daemons.nvpoold")
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "nvpoold", description="Serve the part of a pool that is on this node, in the foreground.",
+        epilog="example: nvpoold /srv/pool   (make one with: nvpool pool create /srv/pool --drive PATH)")
+    parser.add_argument("directory", metavar="DIR", help="pool directory of this node")
+    parser.add_argument("--log", choices=("file", "stderr"),
+                        help="where to write the log (default: the terminal, else as node.toml says)")
+    parser.add_argument("--inherit-lock", type=int, metavar="FD", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    directory = PoolDirectory(arguments.directory)
+    if arguments.inherit_lock is not None and os.fork():
+        os._exit(0)  # our parent waits for this one only; the lock lives on in the child's descriptor
+    from nvpool.runtime import daemon_process, logging_setup  # heavy: after the fork
+    logging_setup.start_log("nvpoold", "info", None)
+    try:
+        directory.check()
+        if directory.node == 0:
+            raise InvalidRequest(f"{directory.path} is a client's directory, which serves nothing; mount it with: nvpool mount "
+                                 f"{directory.path} MOUNTPOINT")
+        config = load(directory.node_toml)
+        if arguments.inherit_lock is not None:
+            lock = Flock.inherited(arguments.inherit_lock, directory.lock)
+        else:
+            lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
+            check_formats(directory)
+        protect(directory, group_number(config.access.operators, "access.operators"))
+    except NvpoolError as error:
+        log.error("%s", error)
+        return daemon_process.exit_code(error)
+    to_file = (arguments.log or ("stderr" if sys.stderr.isatty() else config.log.to)) == "file"
+    logging_setup.start_log(
+        "nvpoold",
+        config.log.level,
+        directory.log / "nvpoold.log" if to_file else None,
+        form=config.log.format,
+        node_toml=directory.node_toml,
+    )
+    try:
+        return daemon_process.run(lambda stop: _serve(directory, config, stop))
+    finally:
+        lock.release()
+
+
+def check_formats(directory: PoolDirectory) -> None:
+    """WrongFormat when a part of the pool on this node was made by another version: then nothing is started, since its daemon
+    would end again and again. What is missing is left to its daemon: a drive that is gone must not keep the others from work.
+    """
+    from pathlib import Path
+
+    from nvpool.kv.data_dir import FORMAT
+    from nvpool.poolmap.shards.members import endpoints_of, members, node_and_path
+    from nvpool.runtime.service import read_map
+    from nvpool.store.chunks.api import FORMAT_TEXT
+    try:
+        pool_map = read_map(directory)
+    except NvpoolError:
+        return  # it is published anew from the coordinator's records
+    paths = {drive.id: drive.path for drive in pool_map.drives}
+    node = directory.node
+    stores = [directory.store(paths[target.drive], target.id) for target in pool_map.targets
+              if target.node == node and target.state != "gone"]
+    # The path of a member without endpoints is not its own: it is that of the store beside which the member is to be made.
+    places = [(shard, *node_and_path(shard, member)) for shard in pool_map.shards for member in members(shard)
+              if endpoints_of(shard, member)]
+    shards = [Path(path) if path else directory.shard(shard.id) for shard, where, path in places if where == node]
+    parts = [(directory.map, FORMAT), *((shard, FORMAT) for shard in shards),
+             *((store, FORMAT_TEXT) for store in stores), *((store / "index", FORMAT) for store in stores)]
+    for path, known in parts:
+        try:
+            found = (path / "FORMAT").read_bytes()
+        except OSError:
+            continue
+        if found != known.encode():
+            raise WrongFormat(f"{path} has the format {found[:40].decode(errors='replace').strip()!r}, this nvpool knows "
+                              f"{known.strip()!r}; use the version of nvpool that made it. Nothing was started")
+
+
+async def _serve(directory: PoolDirectory, config, stop) -> None:
+    from nvpool.core.clock import SYSTEM_CLOCK
+    from nvpool.core.endpoint import parse_endpoint
+    from nvpool.host.pool_directory import announcement
+    from nvpool.node.admin.certificate_renewal import settle_keys
+    from nvpool.node.coordination.map_backend import MapKeeper
+    from nvpool.node.supervisor import Supervisor
+    from nvpool.rpc.api import Greeting
+    from nvpool.runtime.service import follow_members, is_wanted, limits_of, listen_on
+    from nvpool.security.tls import identity_in
+
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fence(reason: str) -> None:
+        """The map's records can not be vouched for any more: end, so that the next supervisor reads what the drive holds."""
+        if not failed.done():
+            failed.set_exception(Fenced(reason))
+            failed.exception()  # seen, also where the end comes from elsewhere
+
+    settle_keys(directory)
+    keeper = await MapKeeper.open(directory, config, fence)
+    coordinator = keeper.relay
+    directory.keep_reserve()
+    pool_map = coordinator.pool_map
+    if directory.node not in pool_map.node_by_id:
+        raise NotFound(f"this node was removed from the pool, and serves nothing; what it had can go: nvpool pool destroy "
+                       f"{directory.path}")
+    identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
+    greeting = Greeting("supervisor", pool_map.fingerprint, identity=identity, limits=limits_of(config))
+    supervisor = Supervisor(directory, config, coordinator, stop, failed, directory.node, greeting, keeper)
+    listeners = []
+    try:
+        follow_members(identity, pool_map)
+        directory.make_socket_directory()
+        endpoints = tuple(endpoint for endpoint in pool_map.node_by_id[directory.node].endpoints
+                          if is_wanted(endpoint, config.network))
+        for endpoint in endpoints:
+            where = parse_endpoint(endpoint)
+            secured = identity is not None and identity.covers(where)
+            listeners += await listen_on((endpoint,), greeting._replace(strangers=secured, local_users=True),
+                                         supervisor.handle_secured if secured else supervisor.handle)
+        directory.show_socket([path for endpoint in endpoints if (path := parse_endpoint(endpoint).path)])
+        directory.announce("supervisor", announcement("supervisor", endpoints=endpoints,
+                                                      now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
+        await supervisor.run()
+    finally:
+        directory.withdraw("supervisor")
+        await supervisor.close()
+        for listener in listeners:
+            await listener.close(0.0)
+        await keeper.close(config.supervisor.drain_s, stop.hurry, stop=stop.asked.is_set())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The store daemon: `python -m nvpool.daemons.store DIR TARGET [DESCRIPTOR SINCE]` serves the chunks of one target until it
+is told to stop. DESCRIPTOR is that of memory which the processes of this target have in common since then; see
+store/chunks/location_leases.
+
+Started by the supervisor. Exit codes as in runtime/daemon_process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from functools import partial
+
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.programs import Program
+from nvpool.daemons.heartbeat import Beating
+from nvpool.host.file_modes import group_number
+from nvpool.host.pool_directory import write_whole
+from nvpool.rpc.fd_passing import path_beside
+from nvpool.runtime.service import Opened, main, read_map
+from nvpool.store.chunks.api import LEND_S, StoreOptions, open_chunk_store
+from nvpool.store.chunks.location_leases import KeptTable
+from nvpool.store.server.service import StoreService
+from nvpool.store.server.serving_lease import Tenure
+
+log = logging.getLogger(__name__)
+
+
+class _Store(StoreService):
+    """The service together with its signs of life, which end before it."""
+
+    beating: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        # A tenure that nobody renews keeps the rest from being served, which is all that is needed when this ends.
+        self.beating = asyncio.ensure_future(self._beats.run())
+        self.beating.add_done_callback(lambda ended: ended.cancelled() or self._opened.fail(
+            f"the signs of life have stopped: {ended.exception()}"))
+
+    def follow(self, opened: Opened) -> None:
+        self._opened = opened
+        node = opened.directory.node
+        self._beats = Beating(self, opened.dialer, lambda: (self._map or opened.pool_map).node_by_id[node].endpoints)
+
+    def begin_drain(self) -> None:
+        """Nothing that waits here waits for other requests."""
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        if self.beating is not None:
+            self.beating.cancel()
+        await super().close(drain_s)
+        if self.ended_equal:
+            write_whole(self._opened.directory.ended(self.target), b"%d" % self.tenure.epoch)
+
+
+async def _open(kept_table: KeptTable | None, opened: Opened) -> StoreService:
+    fenced = opened.directory.fenced(opened.number)
+
+    def on_fence(reason: str) -> None:
+        opened.fail(reason)
+        try:
+            fenced.write_text(reason)  # not synced: after a boot nobody asks
+        except OSError as error:
+            log.warning("that target %d was fenced could not be noted: %s", opened.number, error)
+
+    drive = next(d for d in opened.pool_map.drives if d.id == opened.pool_map.target_by_id[opened.number].drive)
+    journal, configured = opened.config.journal, opened.config.store
+    options = StoreOptions(direct=configured.direct, uring=configured.reads == "auto", reserve_share=configured.reserve_share,
+                           give_back=configured.give_back, lend_s=LEND_S if configured.short_cut else 0.0,
+                           kept_table=kept_table, sync_interval_s=journal.sync_interval_s,
+                           index_bytes_max=journal.map_bytes_max, doubted=fenced.exists())
+    store = await open_chunk_store(opened.directory.store(drive.path, opened.number), target=opened.number, options=options,
+                                   clock=SYSTEM_CLOCK, on_fence=on_fence)
+    fenced.unlink(missing_ok=True)
+    paths = [parse_endpoint(endpoint).path for endpoint in opened.pool_map.target_by_id[opened.number].endpoints
+             if endpoint.startswith("stream+unix://")]
+    service = _Store(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK,
+                     refresh_map=lambda: service.update_map(read_map(opened.directory)),
+                     handover_path=path_beside(paths[0]) if paths else "",
+                     handover_group=group_number(configured.short_cut_group, "store.short_cut_group"), dialer=opened.dialer,
+                     resync_bytes_per_s=configured.resync_bytes_s, scrub_interval_s=configured.scrub_interval_s,
+                     scrub_bytes_per_s=configured.scrub_bytes_s, on_fail=opened.fail, callers=opened.callers,
+                     pool_keys=opened.pool_keys,
+                     tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier))
+    service.follow(opened)
+    return service
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (3, 5) or not sys.argv[2].isdigit():
+        sys.exit(f"usage: python -m {Program.STORE.module} DIR TARGET [DESCRIPTOR SINCE]")
+    target = int(sys.argv[2])
+    kept = KeptTable(int(sys.argv[3]), float(sys.argv[4])) if sys.argv[3:] else None
+    if kept is not None:
+        os.set_inheritable(kept.descriptor, False)
+    sys.exit(main("store", f"target-{target}", sys.argv[1], target,
+                  lambda pool_map: pool_map.target_by_id[target].endpoints, partial(_open, kept)))

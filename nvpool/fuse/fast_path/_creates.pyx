@@ -1,0 +1,778 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""New files, from the kernel's request to the shard's frame, and back. See creates.py, which says what is promised."""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.ref cimport PyObject
+from libc.errno cimport errno
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memchr, memcpy, memset
+from posix.unistd cimport write
+
+import os
+
+from nvpool.core.clock import SystemClock, stopwatch_s
+from nvpool.core.ids import COUNTER_BITS, PARTITION_COUNT
+from nvpool.shm.mount_state import HANDLE, HANDLES_MAX, SHARD, SHARD_BYTES, SLOT
+from nvpool.core.containers.bounded_map import too_old
+from nvpool.core.units import SLOTS_PER_SESSION
+from nvpool.client.state import attr_cache as cache_module
+from nvpool.client.rpc.fast_changes import Sent
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.leases import NEVER_S, WATCH_SHARE, Lease
+from nvpool.client.state.types import Caller, FileHandle
+from nvpool.fuse.ops import kernel_cache as cached_ops
+from nvpool.fuse.protocol import replies
+from nvpool.fuse.protocol.constants import RESENT, Op, Opening
+from nvpool.rpc.transports._frame cimport Asking, Taker, note
+from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
+from nvpool.rpc.messages.direntries import change_of
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
+from nvpool.rpc.transports.stream import StreamConnection
+from nvpool.rpc.v1.meta_pb2 import Attr
+from nvpool.rpc.v1.wire_pb2 import META_CREATE
+
+cdef extern from "_clock.h":
+    double boottime_s() nogil
+    long long wall_ns() nogil
+
+cdef extern from "_mount_state.h":
+    void put_mark(uint8_t *at, uint64_t mark) nogil
+
+cdef extern from "_fields.h":
+    uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value) nogil
+
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
+    uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint16_t get16(const uint8_t *at) nogil
+    uint32_t get32(const uint8_t *at) nogil
+    uint64_t get64(const uint8_t *at) nogil
+    void put32(uint8_t *at, uint32_t value) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
+
+crc_begin(0)
+
+cdef enum:
+    REQUEST_BYTES = 56          # of CREATE before the name: requests._CREATE_WHOLE
+    ANSWER_BYTES = 160          # replies._CREATE_OUT
+    FRAME_MAX = 400             # a name of 255 bytes, and some numbers
+    NAME_MAX = 255
+    GRANT_BYTES = 60
+    BURST = 64                  # frames that wait for the end of a burst
+    TURN = 16                   # answers before what was asked for meanwhile is taken
+    HANDLE_BYTES = 40
+    SLOT_BYTES = 24
+    S_IFMT = 0o170000
+    S_IFREG = 0o100000
+    READ_RIGHT = 1
+
+cdef uint32_t ACCESS = os.O_ACCMODE, EXCLUSIVE = os.O_EXCL, TRUNCATE = os.O_TRUNC, APPEND = os.O_APPEND
+cdef uint32_t DIRECT = os.O_DIRECT
+cdef uint32_t WRITES_ONLY = os.O_WRONLY, READS_AND_WRITES = os.O_RDWR
+
+cdef uint64_t FIRST = RESENT - 1
+cdef int64_t SECOND_NS = 1_000_000_000
+cdef uint32_t opcode_of_creates = Op.CREATE
+cdef object opcode_key = int(Op.CREATE), method_key = int(META_CREATE)
+cdef uint16_t method_of_creates = META_CREATE
+cdef uint32_t block_bytes = replies.BLOCK_BYTES
+cdef uint32_t DIRECT_IO = Opening.DIRECT_IO.value, KEEP_CACHE = Opening.KEEP_CACHE.value, NOFLUSH = Opening.NOFLUSH.value
+cdef uint32_t has_xattrs = cached_ops.HAS_XATTRS
+cdef Py_ssize_t slots_max = SLOTS_PER_SESSION
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, handles_max = HANDLES_MAX, renamed_max = cache_module._RENAMED_MAX
+cdef Py_ssize_t told_max = cached_ops.TOLD_MAX, seen_max = cached_ops.SEEN_MAX
+cdef Py_ssize_t named_together = cached_ops.NAMED_TOGETHER
+cdef int counter_bits = COUNTER_BITS, index_bits = HANDLES_MAX.bit_length() - 1
+cdef double watch_share = WATCH_SHARE
+cdef Py_ssize_t shard_bytes = SHARD_BYTES, shard_head_bytes = SHARD.size
+cdef object attr_from = Attr.FromString
+
+assert HANDLE.size == HANDLE_BYTES and SLOT.size == SLOT_BYTES and PARTITION_COUNT == 1 << 63 - COUNTER_BITS
+
+
+# -- messages --------------------------------------------------------------------------------------------------------------
+
+cdef struct Wish:
+    uint64_t session, sequence, epoch, parent
+    uint32_t slot, uid, gid, mode, rights, masked
+    bint exclusive, truncate
+    const uint8_t *name
+    uint32_t name_bytes
+
+
+cdef Py_ssize_t pack_request(uint8_t *message, const Wish *w) noexcept nogil:
+    """CreateRequest as protobuf writes it, which the shard reads in one step; its length."""
+    cdef uint8_t *at = message + 2
+    at = put_fixed(at, 0x09, w.session)
+    at = put_number(at, 0x10, w.slot)
+    at = put_number(at, 0x18, w.sequence)
+    at = put_fixed(at, 0x21, w.epoch)
+    at = put_number(at, 0x28, w.uid)
+    at = put_number(at, 0x30, w.gid)
+    message[0], message[1] = 0x0A, <uint8_t>(at - message - 2)
+    at = put_fixed(at, 0x11, w.parent)
+    at = put_number(at, 0x1A, w.name_bytes)
+    memcpy(at, w.name, w.name_bytes)
+    at = put_number(at + w.name_bytes, 0x20, w.mode)
+    at = put_number(at, 0x38, 1)
+    at = put_number(at, 0x40, w.rights)
+    at = put_number(at, 0x48, w.exclusive)
+    at = put_number(at, 0x58, w.truncate)
+    at = put_number(at, 0x70, w.masked)
+    return at - message
+
+
+cdef struct Shown:
+    uint64_t inode, size, blocks, cut, change, parent, punches, volume
+    uint64_t atime, mtime, ctime
+    uint64_t mode, links, uid, gid, rdev, table, chunk_bits, flags
+    const uint8_t *begin
+    Py_ssize_t length
+
+
+cdef struct Born:
+    Shown file, parent
+    const uint8_t *grant
+    uint64_t lease_ms
+    bint created
+
+
+cdef bint take_attr(const uint8_t *at, const uint8_t *end, Shown *a) noexcept nogil:
+    """False where there is anything that Attr does not have."""
+    cdef uint64_t tag
+    cdef uint64_t *place
+    a.begin, a.length = at, end - at
+    while at < end:
+        at = take_varint(at, end, &tag)
+        if at is NULL:
+            return False
+        if tag == 0x09: place = &a.inode
+        elif tag == 0x10: place = &a.mode
+        elif tag == 0x18: place = &a.links
+        elif tag == 0x20: place = &a.uid
+        elif tag == 0x28: place = &a.gid
+        elif tag == 0x30: place = &a.size
+        elif tag == 0x38: place = &a.blocks
+        elif tag == 0x41: place = &a.atime
+        elif tag == 0x49: place = &a.mtime
+        elif tag == 0x51: place = &a.ctime
+        elif tag == 0x58: place = &a.rdev
+        elif tag == 0x60: place = &a.table
+        elif tag == 0x68: place = &a.chunk_bits
+        elif tag == 0x70: place = &a.cut
+        elif tag == 0x78: place = &a.flags
+        elif tag == 0x80: place = &a.change
+        elif tag == 0x89: place = &a.parent
+        elif tag == 0x90: place = &a.punches
+        elif tag == 0x99: place = &a.volume
+        else: return False
+        if tag & 7:
+            if end - at < 8:
+                return False
+            place[0] = get64(at)
+            at += 8
+        else:
+            at = take_varint(at, end, place)
+            if at is NULL:
+                return False
+    return (a.inode and a.change and not (a.mode | a.links | a.uid | a.gid | a.rdev | a.table | a.chunk_bits | a.flags) >> 32
+            and not (a.atime | a.mtime | a.ctime | a.inode | a.size | a.blocks | a.change | a.cut | a.punches) >> 63)
+
+
+cdef bint take_entry(const uint8_t *at, const uint8_t *end, Born *b) noexcept nogil:
+    cdef uint64_t tag, length
+    while at < end:
+        at = take_varint(at, end, &tag)
+        if at is NULL:
+            return False
+        at = take_varint(at, end, &length)
+        if at is NULL:
+            return False
+        if tag == 0x18:
+            b.lease_ms = length
+            continue
+        if length > <uint64_t>(end - at):
+            return False
+        if tag == 0x0A and b.file.begin is NULL:
+            if not take_attr(at, at + length, &b.file):
+                return False
+        elif tag == 0x12 and length == GRANT_BYTES and at[0] == 1:
+            b.grant = at
+        else:
+            return False
+        at += length
+    return True
+
+
+cdef bint take_reply(const uint8_t *at, Py_ssize_t count, Born *b) noexcept nogil:
+    """Whether that is a CreateReply of a new file in its directory's own shard, outside of volumes, with all that belongs to
+    it, and nothing else."""
+    cdef const uint8_t *end = at + count
+    cdef uint64_t tag, length
+    memset(b, 0, sizeof(Born))
+    while at < end:
+        at = take_varint(at, end, &tag)
+        if at is NULL:
+            return False
+        at = take_varint(at, end, &length)
+        if at is NULL:
+            return False
+        if tag == 0x10:
+            if length != 1:
+                return False
+            b.created = True
+            continue
+        if length > <uint64_t>(end - at):
+            return False
+        if tag == 0x0A:
+            if not take_entry(at, at + length, b):
+                return False
+        elif tag == 0x1A and b.parent.begin is NULL:
+            if not take_attr(at, at + length, &b.parent):
+                return False
+        else:
+            return False
+        at += length
+    return (b.created and b.file.begin is not NULL and b.parent.begin is not NULL and b.grant is not NULL
+            and b.lease_ms and not b.lease_ms >> 32 and b.file.mode & S_IFMT == S_IFREG and not b.file.volume and not b.parent.volume
+            and not b.file.size and b.file.chunk_bits < 64)
+
+
+cdef void pack_answer(uint8_t *at, uint64_t unique, const Shown *a, const uint64_t *seconds, const uint32_t *nanoseconds,
+                      uint64_t handle, uint32_t flags) noexcept nogil:
+    """As replies.created."""
+    cdef uint32_t *words = <uint32_t *>at
+    cdef uint64_t *wide = <uint64_t *>at
+    memset(at, 0, ANSWER_BYTES)
+    words[0], wide[1] = ANSWER_BYTES, unique
+    wide[2] = a.inode
+    wide[4], wide[5] = seconds[0], seconds[1]
+    words[12], words[13] = nanoseconds[0], nanoseconds[1]
+    wide[7], wide[8], wide[9] = a.inode, a.size, a.blocks
+    wide[10], wide[11], wide[12] = a.atime // SECOND_NS, a.mtime // SECOND_NS, a.ctime // SECOND_NS
+    words[26], words[27] = <uint32_t>(a.atime % SECOND_NS), <uint32_t>(a.mtime % SECOND_NS)
+    words[28], words[29] = <uint32_t>(a.ctime % SECOND_NS), <uint32_t>a.mode
+    words[30], words[31], words[32], words[33] = <uint32_t>a.links, <uint32_t>a.uid, <uint32_t>a.gid, <uint32_t>a.rdev
+    words[34] = block_bytes
+    wide[18] = handle
+    words[38] = flags
+
+
+cdef int trim(dict known, count_max) except -1:
+    for old in too_old(known, count_max):
+        del known[old]
+    return 0
+
+
+# -- a file that is being made ---------------------------------------------------------------------------------------------
+
+cdef class Making(Taker):
+    """In the engine's table as what waits, in the connection's as who is told."""
+    cdef Creates creates
+    cdef object connection, state
+    cdef bytes name, message
+    cdef uint64_t parent, unique
+    cdef uint32_t mode, flags, uid, gid, pid, umask, number
+    cdef object slot, slot_sequence, generation
+    cdef double since_s, sent_s, deadline_s
+    cdef bint told
+
+    def cancel(self):
+        """Its caller dies, or the mount is gone. False where it has ended."""
+        if self.told:
+            return False
+        return self.otherwise().cancel()
+
+    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+        """Where it tells of a new file."""
+        if self.told or payload_bytes:
+            return None
+        try:
+            if not self.creates.take_made(self, message, message_bytes):
+                return None
+        except Exception as error:
+            self.creates.broken(self, error)
+        return self.creates
+
+    def __call__(self, reply, error):
+        """What came of it, where it was not taken from the buffer."""
+        cdef bytes message
+        if self.told:
+            return
+        if error is None:
+            message = bytes(reply.message)
+            try:
+                if self.creates.take_made(self, <const uint8_t *>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message)):
+                    self.creates.engine._some_ended()
+                    return
+            except Exception as bug:
+                self.creates.broken(self, bug)
+                return
+        self.otherwise().begun.answered(reply, error)
+
+    cdef object otherwise(self):
+        """As if it had been begun the ordinary way, which goes on with it."""
+        self.told = True
+        return self.creates.engine.create_otherwise(
+            self.unique, self.parent, self.name, self.mode, self.flags, Caller(self.uid, self.gid, self.pid, self.umask),
+            Sent(self.message, self.sent_s, self.deadline_s, self.connection, self.number, self.state, self.slot,
+                 self.slot_sequence, self.generation))
+
+
+cdef class Way:
+    """A connection, and the frames for it that wait for the end of a burst."""
+    cdef object connection
+    cdef Py_ssize_t count, filled
+    cdef uint8_t[BURST * FRAME_MAX] frames
+
+    cdef int send(self) except -1:
+        cdef Py_ssize_t filled = self.filled
+        if filled:
+            self.count = self.filled = 0
+            transport = self.connection._transport
+            if not transport.is_closing():
+                transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, filled))
+        return 0
+
+
+cdef class Creates(Asking):
+    """As creates.py says. `engine` has read the request into its buffer, and keeps what waits in its table."""
+    cdef readonly object engine
+    cdef readonly uint64_t made     # files
+    cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
+    cdef object partition_shards, writer
+    cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, wholes, lent, told, seen, ways, endpoints
+    cdef dict appending, barred, counters
+    cdef bytearray buffer
+    cdef list waiting
+    cdef uint8_t *kept
+    cdef Py_buffer view_of_kept
+    cdef Py_ssize_t handles_place, shards_place
+    cdef uint64_t epoch
+    cdef int fd
+    cdef bint is_system, is_single, writeback, names_count, has_kept
+    cdef double patience_s
+    cdef Py_ssize_t in_work_max, cached_max
+    cdef uint64_t[2] keep_s
+    cdef uint32_t[2] keep_ns
+
+    def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
+        memory, meta, cache = ops.kept, vfs.meta, vfs.cache
+        self.engine, self.ops, self.vfs, self.meta, self.in_work_max = engine, ops, vfs, meta, in_work_max
+        self.fd, self.buffer, self.work = engine._fd, engine._buffer, engine._work
+        self.view, self.dialer, self.shards = meta._view, meta._dialer, meta._shards
+        self.counters, self.held, self.early = meta.counters, meta.once.held, meta.once._early
+        self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache._attrs, cache._entries
+        self.renamed, self.wholes, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
+        self.leases, self.lent, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
+        self.handles, self.table, self.published, self.barred = ops._handles, memory.handles, ops.published, ops.published._barred
+        self.files, self.appending, self.told, self.seen = ops._files, ops._appending, ops._told, ops._seen
+        self._clock = meta._clock
+        self.is_system = type(meta._clock) is SystemClock
+        self.patience_s = meta._options.deadline_s
+        self.writeback, self.names_count = ops.options.writeback, bool(ops.options.entry_timeout_s)
+        self.turn = TURN
+        self.keep_s[0], self.keep_ns[0] = engine._keep_entry
+        self.keep_s[1], self.keep_ns[1] = engine._keep_attr
+        self.ways, self.endpoints, self.waiting = {}, {}, []
+        self.handles_place, self.shards_place = memory.handles.place, memory.shards_place
+        PyObject_GetBuffer(memory._memory, &self.view_of_kept, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        self.kept, self.has_kept = <uint8_t *>self.view_of_kept.buf, True
+
+    def __dealloc__(self):
+        if self.has_kept:
+            PyBuffer_Release(&self.view_of_kept)
+
+    cdef double now_s(self) except -1:
+        return boottime_s() if self.is_system else self._clock.boottime_s()
+
+    # -- from the kernel to the shard
+
+    def begin(self, Py_ssize_t count):
+        """Whether the CREATE of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing
+        has happened."""
+        cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self.buffer)
+        cdef Wish w
+        cdef uint64_t unique
+        cdef uint32_t flags, mode, pid, umask
+        cdef PyObject *found
+        cdef Py_ssize_t used, free
+        if count < REQUEST_BYTES + 2 or count > REQUEST_BYTES + NAME_MAX + 1 or count > PyByteArray_GET_SIZE(self.buffer):
+            return False
+        memcpy(&unique, at + 8, 8)
+        memcpy(&w.parent, at + 16, 8)
+        memcpy(&w.uid, at + 24, 4)
+        memcpy(&w.gid, at + 28, 4)
+        memcpy(&pid, at + 32, 4)
+        memcpy(&flags, at + 40, 4)
+        memcpy(&mode, at + 44, 4)
+        memcpy(&umask, at + 48, 4)
+        w.name, w.name_bytes = at + REQUEST_BYTES, <uint32_t>(count - REQUEST_BYTES - 1)
+        if (get32(at) != count or get32(at + 4) != opcode_of_creates or not unique or unique > FIRST or get16(at + 36)
+                or w.name[w.name_bytes] or memchr(w.name, 0, w.name_bytes) is not NULL
+                or memchr(w.name, 47, w.name_bytes) is not NULL
+                or w.name[0] == 46 and (w.name_bytes == 1 or w.name_bytes == 2 and w.name[1] == 46)):
+            return False
+        if flags & ACCESS == ACCESS or w.parent >> 63:
+            return False
+        if self.writeback:  # as CachedOps.flags_below
+            flags &= ~APPEND
+            if flags & ACCESS == WRITES_ONLY:
+                flags ^= WRITES_ONLY | READS_AND_WRITES
+        engine = self.engine
+        if engine._from or engine._stopped or engine._leaving or len(self.work) + 1 >= self.in_work_max:
+            return False
+        w.rights = 3 if flags & ACCESS else READ_RIGHT
+        w.exclusive, w.truncate = (flags & EXCLUSIVE) != 0, (flags & TRUNCATE) != 0
+        # the shard, its session and its connection
+        pool_map = self.view.map
+        if pool_map is not self.known_map:
+            self.use_map(pool_map)
+        found = PyDict_GetItem(self.shards, (<tuple>self.partition_shards)[<Py_ssize_t>(w.parent >> counter_bits)])
+        if found is NULL:
+            return False
+        state = <object>found
+        session, slots = state.session, state.slots
+        if (not session or not slots or state.waiting or self.meta._closed or state.record < 0
+                or state.slot_count > slots_max):
+            return False
+        found = PyDict_GetItem(self.endpoints, state.shard)
+        if found is NULL:
+            return False
+        found = PyDict_GetItem(self.dialer._live, <object>found)
+        if found is NULL:
+            return False
+        connection = <object>found
+        if (connection is not state.met or connection.closed or not isinstance(connection, StreamConnection)
+                or connection.upgraded):
+            return False
+        cdef dict in_flight = connection._in_flight
+        if not connection._writable or connection._waiting or len(in_flight) >= in_flight_max:
+            return False
+        unique_key = unique
+        if unique_key in self.held or unique_key in self.early:
+            return False
+        # room for its handle, as Handles.has_room
+        free, used = len(self.table._free), self.table.used
+        if free + handles_max - used <= 4096:
+            return False
+        cdef bytes name = PyBytes_FromStringAndSize(<const char *>w.name, w.name_bytes)
+        parent_key = w.parent
+        if not self.is_single and not self.vfs._is_together(parent_key):
+            return False
+        if w.truncate and not w.exclusive and self.writer.busy and self.vfs.may_be_written(parent_key, name):
+            return False
+        cdef double now_s = self.now_s(), deadline_s = now_s + self.patience_s
+        cdef double left = self.patience_s * 1000
+        cdef uint32_t left_ms = <uint32_t>min(left, <double>0xFFFFFFFF)
+        if not left_ms:
+            return False
+        cdef Way way = self.way_of(connection)
+        if way.count == BURST:
+            way.send()
+        # It is begun: what follows can not fail.
+        slot, sequence = slots.popleft()
+        w.session, w.slot, w.sequence, w.epoch = session, slot, <uint64_t>sequence + 1, self.epoch
+        w.masked = mode & umask & 0o777  # as Caller.masked
+        w.mode = S_IFREG | mode & 0o7777 ^ w.masked
+        cdef Making one = Making.__new__(Making)
+        one.creates, one.connection, one.state, one.name = self, connection, state, name
+        one.parent, one.unique = w.parent, unique
+        one.mode, one.flags, one.uid, one.gid, one.pid, one.umask = mode, flags, w.uid, w.gid, pid, umask
+        one.slot, one.slot_sequence, one.generation = slot, w.sequence, state.generation
+        one.since_s, one.sent_s, one.deadline_s, one.told = engine._since_s, now_s, deadline_s, False
+        self.counters["changes"] += 1
+        # before it is sent: the successor of this process sends it under this name
+        cdef uint8_t *record = self.slot_of(state.record, w.slot)
+        put64(record, w.sequence)
+        put64(record + 8, method_of_creates)
+        put_mark(record + 16, unique)
+        cdef uint8_t *frame = way.frames + way.filled
+        cdef Py_ssize_t length = pack_request(frame + HEADER_BYTES, &w)
+        one.message = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, length)
+        cdef uint32_t number = note(connection, in_flight, one, deadline_s, 0, method_key, now_s)
+        one.number = number
+        put_head(frame, REQUEST, method_of_creates, number, left_ms, <uint32_t>length, 0, crc_of(frame + HEADER_BYTES, length))
+        if not way.count:
+            self.waiting.append(way)
+        way.count += 1
+        way.filled += HEADER_BYTES + length
+        self.entries.pop((parent_key, name), None)
+        self.renamed_now(parent_key, now_s)
+        self.work[unique_key] = one, pid, opcode_key, one.since_s
+        engine._kept += 1
+        return True
+
+    cdef int use_map(self, pool_map) except -1:
+        self.known_map = None
+        self.partition_shards, self.is_single = pool_map.shard_of_partition, len(pool_map.shards) == 1
+        self.endpoints = {shard.id: shard.endpoints for shard in pool_map.shards if not shard.standbys}
+        self.epoch = pool_map.epoch
+        self.known_map = pool_map
+        return 0
+
+    cdef uint8_t *slot_of(self, Py_ssize_t number, Py_ssize_t slot) noexcept:
+        """As KeptMemory.keep_slot."""
+        return self.kept + self.shards_place + number * shard_bytes + shard_head_bytes + slot * SLOT_BYTES
+
+    cdef int renamed_now(self, parent, now) except -1:
+        """As Cache.forget_entry, of the directory."""
+        cdef dict renamed = self.renamed
+        renamed.pop(parent, None)
+        renamed[parent] = now
+        if len(renamed) > renamed_max:
+            for old in too_old(renamed, renamed_max):
+                self.cache._renamed_floor_s = max(self.cache._renamed_floor_s, renamed.pop(old))
+        return 0
+
+    cdef Way way_of(self, connection):
+        cdef PyObject *found = PyDict_GetItem(self.ways, connection)
+        cdef Way way
+        if found is not NULL:
+            return <Way><object>found
+        for known in list(self.ways):
+            if known.closed:
+                del self.ways[known]
+        way = Way.__new__(Way)
+        way.connection = connection
+        self.ways[connection] = way
+        return way
+
+    def send(self):
+        """What was begun goes to the shard."""
+        cdef list waiting = self.waiting
+        if waiting:
+            self.waiting = []
+            for way in waiting:
+                (<Way>way).send()
+
+    # -- from the shard to the kernel
+
+    cdef bint take_made(self, Making one, const uint8_t *message, Py_ssize_t count) except -1:
+        """Whether that answer tells of a new file, and of nothing else: then the kernel is told, and our books are kept. Else
+        nothing has happened."""
+        cdef Born born
+        cdef uint8_t[ANSWER_BYTES] answer
+        cdef uint8_t *record
+        cdef uint64_t handle, index
+        cdef int code
+        cdef uint32_t flags = one.flags, told = 0
+        cdef PyObject *found
+        cdef bint reads_only = flags & ACCESS == 0
+        if not take_reply(message, count, &born):
+            return False
+        cdef object engine = self.engine, ops = self.ops, state = one.state, inode = born.file.inode
+        cdef object handles = self.handles, table = self.table
+        if (inode in self.opened or state.generation != one.generation or born.parent.inode != one.parent
+                or born.file.inode >> counter_bits != one.parent >> counter_bits):
+            return False
+        if self.view.map is not self.known_map:
+            self.use_map(self.view.map)
+        found = PyDict_GetItem(self.shards, (<tuple>self.partition_shards)[<Py_ssize_t>(one.parent >> counter_bits)])
+        if found is NULL or <object>found is not state or one.parent in self.opened:
+            return False
+        found = PyDict_GetItem(self.work, one.unique)
+        if found is NULL or (<tuple><object>found)[0] is not one:
+            return False
+        free = table._free
+        if not free and table.used >= handles_max:
+            return False
+        one.told = True
+        # The handle is kept before the kernel hears of it.
+        index = free.pop() if free else table.take()
+        cdef uint64_t serial = <uint64_t>handles._last + 1
+        handles._last = serial
+        handle = serial << index_bits | index
+        record = self.kept + self.handles_place + index * HANDLE_BYTES
+        put64(record, born.file.inode)
+        put32(record + 8, flags)
+        put32(record + 12, one.uid)
+        put32(record + 16, one.gid)
+        put32(record + 20, one.pid)
+        put64(record + 24, one.unique)
+        put_mark(record + 32, handle)
+        if flags & APPEND and not reads_only:
+            told |= DIRECT_IO
+        if self.writeback:
+            told |= KEEP_CACHE
+        if reads_only:
+            told |= NOFLUSH
+        pack_answer(answer, one.unique, &born.file, self.keep_s, self.keep_ns, handle, told)
+        ops._changes += 1
+        if write(self.fd, answer, ANSWER_BYTES) < 0:
+            code = errno
+            engine._not_taken(OSError(code, os.strerror(code)), [PyBytes_FromStringAndSize(<const char *>answer, ANSWER_BYTES)])
+        del self.work[one.unique]
+        try:
+            engine.spent.add(opcode_key, max(0.0, stopwatch_s() - one.since_s))
+            if engine._interrupted:
+                engine._interrupted.pop(one.unique, None)
+            if self.held:
+                ops.answered(one.unique)
+            self.keep_books(one, &born, handle, inode)
+        finally:
+            # the request is answered: its slot is free
+            put_mark(self.slot_of(state.record, one.slot) + 16, 0)
+            state.slots.append((one.slot, one.slot_sequence))
+            if state.waiting:
+                state.wake()
+        self.made += 1
+        return True
+
+    cdef int keep_books(self, Making one, const Born *born, uint64_t handle, inode) except -1:
+        """As Files._opened and _created, and Creating.opened."""
+        cdef const Shown *file = &born.file
+        cdef const Shown *directory = &born.parent
+        cdef PyObject *found
+        cdef double now_s = self.now_s(), until_s
+        cdef object now = now_s, parent = one.parent, change = file.change, state = one.state, watch, lease = None
+        cdef object ops = self.ops, cache = self.cache, number = handle
+        cdef bytes grant = PyBytes_FromStringAndSize(<const char *>born.grant, GRANT_BYTES)
+        cdef bint reads_only = one.flags & ACCESS == 0
+        cdef dict attrs = self.attrs
+        cdef int64_t now_ms, ends_ms
+        attr = attr_from(PyBytes_FromStringAndSize(<const char *>file.begin, file.length))
+        opened = OpenInode(attr)
+        self.opened[inode] = opened
+        attrs.pop(inode, None)
+        opened.handles = opened.opened = 1
+        opened.attr_born_s = now
+        if get64(born.grant + 20) >= file.cut:
+            now_ms = wall_ns() // 1_000_000 if self.is_system else self._clock.wall_ns() // 1_000_000
+            ends_ms = <int64_t>get64(born.grant + 28)
+            opened.grant = grant
+            opened.grant_session = get64(born.grant + 4)
+            opened.grant_cut = get64(born.grant + 20)
+            opened.grant_rights = born.grant[1]
+            opened.grant_half_ms = now_ms + (ends_ms - now_ms >> 1)
+        cdef dict registered = state.open
+        found = PyDict_GetItem(registered, inode)
+        registered[inode] = 1 if found is NULL else <object>found + 1
+        if born.lease_ms:
+            watch = state.watch
+            if (inode in self.lent or one.sent_s <= watch.floor_s
+                    or watch.ended and one.sent_s <= watch.ended.get(inode, NEVER_S)):
+                lease = self.leases.take(inode, born.lease_ms, one.sent_s, grant if born.grant[1] & READ_RIGHT else b"")
+            else:
+                until_s = one.sent_s + <double>born.lease_ms * watch_share / 1000
+                self.leases._number += 1
+                lease = tuple.__new__(Lease, (until_s, now, grant if born.grant[1] & READ_RIGHT else b"", watch,
+                                              self.leases._number))
+                self.lent[inode] = lease
+                if len(self.lent) > self.leases._count_max:
+                    trim(self.lent, self.leases._count_max)
+                if now_s >= until_s or now_s >= watch.until_s:
+                    lease = None
+                else:
+                    watch.used = True
+        opened_file = FileHandle(opened, one.flags)
+        # the name, and the directory
+        name = one.name
+        self.renamed_now(parent, now)
+        key = parent, name
+        self.entries.pop(key, None)
+        self.entries[key] = inode, now, one.sent_s, lease
+        if len(self.entries) > self.cached_max:
+            trim(self.entries, self.cached_max)
+        shown = attr_from(PyBytes_FromStringAndSize(<const char *>directory.begin, directory.length))
+        found = PyDict_GetItem(self.wholes, parent)
+        if found is not NULL:
+            cache.named_in_whole(shown, parent, name, True)
+        found = PyDict_GetItem(self.wholes, parent)
+        if found is not NULL and shown.change > (<object>found).change:
+            cache.forget_whole(parent)
+            found = NULL
+        held = attrs.pop(parent, None)
+        if held is not None:
+            before = (<tuple?>held)[0]
+            if (change_of(before) if type(before) is bytes else before.change) > shown.change:
+                shown = before
+        attrs[parent] = shown, now
+        if len(attrs) > self.cached_max:
+            trim(attrs, self.cached_max)
+        if found is NULL:
+            self.vfs._made_in(parent, directory.size)
+        # what the kernel was told
+        if self.names_count:
+            naming = ops._naming
+            if now_s >= <double>ops._naming_until_s or len(naming.told) >= named_together:
+                ops._name_anew()
+                naming = ops._naming
+            (<list?>naming.told).append((inode, parent, name, inode))
+        self.told[inode] = change
+        if len(self.told) > told_max:
+            ops._telling(attr)
+        self.seen[inode] = change, not file.flags & has_xattrs
+        if len(self.seen) > seen_max:
+            ops._keeps_pages(attr)
+        opened_file.number = number
+        self.files[number] = opened_file
+        if one.flags & DIRECT or one.flags & APPEND and not reads_only:  # as bypassing.bypasses
+            ops.pages.opened(inode)
+        if not reads_only:
+            self.published._writing.add(number)
+            found = PyDict_GetItem(self.barred, inode)
+            self.barred[inode] = 1 if found is NULL else <object>found + 1
+            if self.published._of:
+                self.published.take_back(inode)
+            if one.flags & APPEND:
+                self.appending[number] = Caller(one.uid, one.gid, one.pid)
+        return 0
+
+    cdef int go_on(self) except -1:
+        """Some were answered: what was asked for meanwhile is taken, before the others are answered."""
+        engine = self.engine
+        engine._some_ended()
+        if self.work and engine._reading and not engine._taking:
+            engine._take()
+        return 0
+
+    cdef int broken(self, Making one, error) except -1:
+        """A bug: who waits is told."""
+        one.told = True
+        self.meta.lost_sight()
+        entry = self.work.get(one.unique)
+        if entry is not None and entry[0] is one:
+            try:
+                self.engine._step_ended(one.unique, "create", self.engine._created, None, error)
+            finally:
+                self.meta.give_back_answered(one.unique, one.state, one.slot, one.slot_sequence, one.generation)
+        else:
+            self.engine._loop.call_exception_handler({"message": "what was made is not in our books", "exception": error})
+            self.engine._some_ended()
+        return 0
+
+    def close(self):
+        """What comes from now on is the ordinary way's."""
+        self.send()
+        self.ways.clear()
+
+
+# -- for tests: what is read and written above, by itself ------------------------------------------------------------------
+
+def request_of(session, slot, sequence, epoch, uid, gid, parent, bytes name, mode, rights, exclusive, truncate, masked=0):
+    cdef uint8_t[FRAME_MAX] message
+    cdef Wish w
+    w.session, w.slot, w.sequence, w.epoch, w.uid, w.gid, w.parent = session, slot, sequence, epoch, uid, gid, parent
+    w.name, w.name_bytes = <const uint8_t *>PyBytes_AS_STRING(name), <uint32_t>min(len(name), NAME_MAX)
+    w.mode, w.rights, w.exclusive, w.truncate, w.masked = mode, rights, exclusive, truncate, masked
+    return PyBytes_FromStringAndSize(<const char *>message, pack_request(message, &w))
+
+
+def answer_of(bytes message, unique, keep_entry, keep_attr, handle, flags):
+    """What the kernel is told of a CreateReply; None where it is left."""
+    cdef Born born
+    cdef uint8_t[ANSWER_BYTES] answer
+    cdef uint64_t[2] seconds
+    cdef uint32_t[2] nanoseconds
+    if not take_reply(<const uint8_t *>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message), &born):
+        return None
+    seconds[0], nanoseconds[0] = keep_entry
+    seconds[1], nanoseconds[1] = keep_attr
+    pack_answer(answer, unique, &born.file, seconds, nanoseconds, handle, flags)
+    return PyBytes_FromStringAndSize(<const char *>answer, ANSWER_BYTES)

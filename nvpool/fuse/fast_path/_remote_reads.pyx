@@ -1,0 +1,372 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Reads from the kernel's request to a store's frame, and back. See remote_reads.py, which says what is promised."""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.ref cimport PyObject
+from libc.errno cimport ECONNABORTED, ENODEV, ENOENT, errno
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+import asyncio
+
+from nvpool.security._xts cimport decrypting
+from nvpool.core.clock import SystemClock, stopwatch_s
+from nvpool.core.errors import Stale
+from nvpool.client.state.small_file_cache import SMALL_BYTES
+from nvpool.fuse.fast_path._read_requests cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
+from nvpool.fuse.protocol.constants import Op
+from nvpool.rpc.transports._frame cimport Asking, Taker, note
+from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
+from nvpool.rpc.transports.stream import StreamConnection
+from nvpool.rpc.v1.wire_pb2 import DATA_READ
+
+cdef extern from "_block_sums.h":
+    int has_instruction()
+    void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) nogil
+
+cdef extern from "_clock.h":
+    double boottime_s() nogil
+
+cdef extern from "_kernel.h":
+    ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
+
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
+    uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint32_t get32(const uint8_t *at) nogil
+    void put32(uint8_t *at, uint32_t value) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
+
+crc_begin(0)
+
+cdef enum:
+    LARGE_BLOCKS_MAX = LARGE_BYTES >> 12
+    BLOCKS_MAX = 16             # frame.SMALL_PAYLOAD_BYTES: for a larger payload the connection's buffer is made wide
+    MESSAGE_BYTES = 99          # codec._READ_REQUEST
+    FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
+    REPLY_BYTES = 29            # of a reply's message, before the checksums
+    BURST = 64                  # frames that wait for the end of a burst
+    SPARES_MAX = 64
+    TURN = 8                    # reads that are answered before what was asked for meanwhile is taken
+    LARGE_TURN = 2              # of those above BLOCKS_MAX
+
+cdef int opcode_of_reads = Op.READ
+cdef object opcode_key = int(Op.READ), method_key = int(DATA_READ)
+cdef uint16_t method_of_reads = DATA_READ
+cdef uint64_t small_bytes = SMALL_BYTES
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
+
+
+def is_of_use():
+    """Whether this processor has the instruction for checksums."""
+    return bool(has_instruction())
+
+
+cdef class Asked(Taker):
+    """A read that a store was asked for: in the engine's table as what waits, in the connection's as who is told."""
+    cdef Reads reads
+    cdef object file, lane, index
+    cdef uint64_t unique
+    cdef uint32_t size, skip, span, within
+    cdef double since_s, deadline_s
+    cdef bint told
+
+    def cancel(self):
+        """Its caller dies, or the mount is gone: it is answered now. False where it has been."""
+        entry = self.reads.engine._work.get(self.unique)
+        if entry is None or entry[0] is not self:
+            return False
+        self.told = True
+        self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
+        return True
+
+    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+        """Where it is all that was asked for."""
+        cdef Reads reads = self.reads
+        if not fits(self, message, message_bytes, payload, payload_bytes):
+            return None
+        # It is as it should be.
+        self.lane.in_flight -= 1
+        try:
+            if not self.told:
+                self.told = True
+                reads.tell(self, payload)
+        except Exception as error:  # a bug: who waits is told, and the others are answered
+            entry = reads._work.get(self.unique)
+            if entry is not None and entry[0] is self:
+                reads.engine.read_ended(self.unique, error)
+        return reads
+
+    def __call__(self, reply, error):
+        """What came of it, where that is not answered in one step: the ordinary way goes on with it from here."""
+        if error is None and not self.told and self.reads.whole(self, reply.message, reply.payload):
+            return
+        if self.told:  # and it is not used again: the engine's table may still name it
+            self.lane.in_flight -= 1
+            return
+        self.told = True
+        self.reads.engine.read_answered(self.unique, self.lane, self.file, self.index, self.within, self.span, self.skip,
+                                        self.size, self.deadline_s, reply, error)
+
+
+cdef class Way:
+    """A connection, and the frames for it that wait for the end of a burst."""
+    cdef object connection
+    cdef Py_ssize_t count
+    cdef uint8_t[BURST * FRAME_BYTES] frames
+
+    cdef int send(self) except -1:
+        cdef Py_ssize_t count = self.count
+        if count:
+            self.count = 0
+            transport = self.connection._transport
+            if not transport.is_closing():
+                transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, count * FRAME_BYTES))
+        return 0
+
+
+cdef class Reads(Asking):
+    """As farreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
+    cdef readonly object engine
+    cdef readonly uint64_t read_bytes
+    cdef object _ops, _paged, chunks, short_cut, dialer, replicas, _counters, _clock
+    cdef dict _files, _work, ways, scratches
+    cdef bytearray _buffer
+    cdef int _fd
+    cdef bint is_system
+    cdef double patience_s
+    cdef uint16_t flags
+    cdef Py_ssize_t in_work_max
+    cdef uint64_t large         # answers that were received elsewhere
+    cdef list spares, waiting
+
+    def __init__(self, engine, ops, chunks, Py_ssize_t in_work_max):
+        self.engine, self.chunks, self.in_work_max = engine, chunks, in_work_max
+        self._fd, self._buffer, self._work = engine._fd, engine._buffer, engine._work
+        self._ops, self._files, self._paged = ops, ops._files, ops._paged
+        self.short_cut, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
+        self._counters, self._clock = chunks.counters, chunks._clock
+        self.is_system = type(chunks._clock) is SystemClock
+        self.patience_s, self.flags = chunks._options.deadline_s, chunks._read_flags
+        self.ways, self.scratches, self.turn = {}, {}, TURN
+        self.spares, self.waiting = [], []
+
+    cdef double now_s(self) except -1:
+        return boottime_s() if self.is_system else self._clock.boottime_s()
+
+    def take(self, Py_ssize_t count):
+        """As `begin`, of a request that the engine has read."""
+        if not self.begin(count):
+            return False
+        self.engine._kept += 1
+        return True
+
+    cdef bint begin(self, Py_ssize_t count) except -1:
+        """Whether the READ of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing has
+        happened."""
+        cdef Wanted wanted
+        cdef PyObject *found
+        if (not is_read(self._buffer, count, &wanted) or self.engine._from or self.replicas.several
+                or len(self._work) >= self.in_work_max):
+            return False
+        opened = read_at_random(self._files, self._ops, self._paged, &wanted)
+        if opened is None:
+            return False
+        file, ahead = opened.file, opened.ahead
+        if file.encrypted and file.key is None:
+            return False
+        cdef uint64_t unique = wanted.unique, offset = wanted.offset, end
+        cdef uint32_t size = wanted.size
+        cdef uint64_t file_bytes = file.attr.size
+        end = offset + size
+        if end > file_bytes or file_bytes <= small_bytes:
+            return False
+        cdef int bits = file.chunk_bits
+        cdef uint64_t index = offset >> bits
+        if end - 1 >> bits != index or index >> 32:
+            return False
+        key = index
+        if file.located and key in file.located:
+            return False
+        lane = (<dict>file.lanes).get(key)
+        if lane is None:
+            try:
+                lane = self.chunks.find_lane(file, key)
+            except Stale:
+                return False
+        if lane.pending:
+            return False
+        cdef long target = lane.target
+        cdef bytes grant = file.grant
+        cdef uint64_t epoch = self.chunks.epoch
+        if not 0 < target < 128 or PyBytes_GET_SIZE(grant) != 60 or not epoch:
+            return False
+        if self.short_cut.on and self.short_cut.may_serve(target):
+            return False
+        found = PyDict_GetItem(self.dialer._live, lane.endpoints)
+        if found is NULL:
+            return False
+        connection = <object>found
+        if not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed:
+            return False
+        cdef dict in_flight = connection._in_flight
+        if not connection._writable or connection._waiting or len(in_flight) >= in_flight_max:
+            return False
+        cdef double now_s = self.now_s()
+        cdef double deadline_s = now_s + self.patience_s
+        cdef uint32_t left_ms = <uint32_t>min(self.patience_s * 1000, <double>0xFFFFFFFF)
+        if not left_ms:
+            return False
+        if ((offset & (PAGE - 1)) + size + PAGE - 1) >> 12 > LARGE_BLOCKS_MAX:
+            return False
+        cdef Asked one = <Asked>self.spares.pop() if self.spares else Asked.__new__(Asked)
+        one.reads, one.file, one.lane, one.index = self, file, lane, key
+        one.unique, one.size, one.told = unique, size, False
+        one.skip = offset & (PAGE - 1)
+        one.within = <uint32_t>((offset & <uint64_t>file.chunk_mask) - one.skip)
+        one.span = (one.skip + size + PAGE - 1) & ~<uint32_t>(PAGE - 1)
+        one.since_s, one.deadline_s = self.engine._since_s, deadline_s
+        if one.span > BLOCKS_MAX << 12:
+            connection._reader.widen()
+            self.turn = LARGE_TURN
+        else:
+            self.turn = TURN
+        cdef Way way = self.way_of(connection)
+        if way.count == BURST:
+            way.send()
+        cdef uint32_t number = note(connection, in_flight, one, deadline_s, one.span, method_key, now_s)
+        pack(way.frames + way.count * FRAME_BYTES, number, left_ms, epoch, <uint8_t>target, PyBytes_AS_STRING(grant),
+             file.inode, <uint32_t>index, one.within, one.span, self.flags)
+        way.count += 1
+        file.grant_used = True
+        ahead.run = 0
+        ahead.reads = 0
+        ahead.next = end
+        self._counters["messages"] += 1
+        self._counters["reads"] += 1
+        cdef long others = lane.in_flight
+        lane.in_flight = others + 1
+        self._work[unique] = one, wanted.pid, opcode_key, one.since_s
+        if not others:  # the store has nothing to do
+            way.send()
+        elif way.count == 1:
+            self.waiting.append(way)
+        return True
+
+    cdef Way way_of(self, connection):
+        cdef PyObject *found = PyDict_GetItem(self.ways, connection)
+        cdef Way way
+        if found is not NULL:
+            return <Way><object>found
+        for known in list(self.ways):
+            if known.closed:
+                del self.ways[known]
+        way = Way.__new__(Way)
+        way.connection = connection
+        self.ways[connection] = way
+        return way
+
+    def send(self):
+        """What was begun goes to the stores."""
+        cdef list waiting = self.waiting
+        if waiting:
+            self.waiting = []
+            for way in waiting:
+                (<Way>way).send()
+
+    cdef bint whole(self, Asked one, message, payload) except -1:
+        """Whether that answer, which was received elsewhere, is as it should be: then the kernel has it."""
+        cdef Py_buffer said, view
+        cdef bint is_good = False
+        PyObject_GetBuffer(message, &said, PyBUF_SIMPLE)
+        try:
+            PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
+            try:
+                is_good = fits(one, <const uint8_t *>said.buf, said.len, <const uint8_t *>view.buf, view.len)
+                if is_good:
+                    one.lane.in_flight -= 1
+                    one.told = True
+                    self.tell(one, <const uint8_t *>view.buf)
+            finally:
+                PyBuffer_Release(&view)
+        finally:
+            PyBuffer_Release(&said)
+        if is_good:
+            self.large += 1
+            if self.large & 1:
+                self.engine._some_ended()
+            else:
+                self.go_on()
+        return is_good
+
+    cdef int go_on(self) except -1:
+        """Some were answered: what was asked for meanwhile is taken, before the others are answered."""
+        engine = self.engine
+        engine._some_ended()
+        if self._work and engine._reading and not engine._taking:
+            engine._take()
+        return 0
+
+    cdef int tell(self, Asked one, const uint8_t *blocks) except -1:
+        """Answer the kernel."""
+        cdef int error
+        engine, file = self.engine, one.file
+        if file.encrypted:
+            blocks = decrypting(self.scratches, file.key).decrypted(blocks, one.span >> 12, file.inode, one.index,
+                                                                    one.within >> 12)
+        self.read_bytes += one.size
+        if answer(self._fd, one.unique, blocks + one.skip, one.size) < 0:
+            error = errno
+            if error not in (ENOENT, ENODEV, ECONNABORTED):
+                engine.answer_refused(one.unique, error, 16 + one.size)
+        del self._work[one.unique]
+        if engine._interrupted:
+            engine._interrupted.pop(one.unique, None)
+        engine.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))
+        one.file = one.lane = None
+        if len(self.spares) < SPARES_MAX:
+            self.spares.append(one)
+        return 0
+
+    def close(self):
+        """What comes from now on is the ordinary way's."""
+        self.send()
+        self.ways.clear()
+        self.spares.clear()
+
+
+cdef bint fits(Asked one, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+    """Whether an answer has all of the blocks that were asked for, with their checksums; which nobody looks at whose caller has
+    gone."""
+    cdef uint32_t count = one.span >> 12, sums_bytes = count * 4
+    cdef uint32_t sums[LARGE_BLOCKS_MAX]
+    cdef int wide = count >= 32  # its checksums' length takes two bytes
+    if (payload_bytes != one.span or message_bytes != REPLY_BYTES + wide + sums_bytes or message[0] != 0x09 or message[9] != 0x12
+            or message[10] != 16 or message[11] or message[12] or get32(message + 15) != one.span or message[27] != 0x1A):
+        return False
+    if message[28] != (sums_bytes & 127 | 128 if wide else sums_bytes) or wide and message[29] != sums_bytes >> 7:
+        return False
+    if one.told:
+        return True
+    sum_blocks(payload, count, sums)
+    return not memcmp(sums, message + REPLY_BYTES + wide, sums_bytes)
+
+
+cdef void pack(uint8_t *at, uint32_t number, uint32_t deadline_ms, uint64_t epoch, uint8_t target, const char *grant, uint64_t inode,
+               uint32_t index, uint32_t offset, uint32_t length, uint16_t flags) noexcept:
+    """As frame.pack_head of codec.encode_read_request."""
+    cdef uint8_t *message = at + HEADER_BYTES
+    message[0] = 0x09
+    put64(message + 1, epoch)
+    message[9], message[10], message[11], message[12] = 0x10, target, 0x1A, 60
+    memcpy(message + 13, grant, 60)
+    message[73], message[74] = 0x22, 24
+    put64(message + 75, inode)
+    put32(message + 83, index)
+    put32(message + 87, offset)
+    put32(message + 91, length)
+    message[95], message[96], message[97], message[98] = 0, 0, flags & 255, flags >> 8
+    put_head(at, REQUEST, method_of_reads, number, deadline_ms, MESSAGE_BYTES, 0, crc_of(message, MESSAGE_BYTES))

@@ -1,0 +1,577 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Small files as a whole, from the kernel's requests to one message for a store, and back. See small_files.py, which says what
+is promised."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.ref cimport PyObject
+from libc.errno cimport ECONNABORTED, ENODEV, ENOENT, errno
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+import asyncio
+
+from nvpool.security._xts cimport BATCH, Scratch, decrypting
+from nvpool.core.clock import SystemClock
+from nvpool.core.errors import Stale
+from nvpool.core.units import CHAINS_PER_TABLE
+from nvpool.client.data import chunk_client as chunkclient
+from nvpool.client.state import small_file_cache as contents
+from nvpool.client.state.attr_cache import OpenInode
+from nvpool.client.state.leases import ShardWatch
+from nvpool.client.state.types import FileHandle
+from nvpool.fuse.fast_path._leases cimport held_lease
+from nvpool.fuse.fast_path._read_requests cimport PAGE, Wanted, is_read
+from nvpool.fuse.fast_path._slots cimport assign, get, place
+from nvpool.fuse.protocol.constants import Op
+from nvpool.rpc.transports._frame cimport Asking, Taker, note
+from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
+from nvpool.rpc.transports.stream import StreamConnection
+from nvpool.rpc.v1.wire_pb2 import DATA_READ
+
+cdef extern from "_block_sums.h":
+    int has_instruction()
+    void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) nogil
+
+cdef extern from "_chunk_hash.h":
+    uint64_t chunk_hash(uint64_t inode, uint32_t index) nogil
+
+cdef extern from "_clock.h":
+    int slot_of(double took_s) nogil
+    double boottime_s() nogil
+    double stopwatch() nogil
+
+cdef extern from "_fields.h":
+    uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value) nogil
+
+cdef extern from "_kernel.h":
+    ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
+
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
+    uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint16_t get16(const uint8_t *at) nogil
+    uint32_t get32(const uint8_t *at) nogil
+    void put16(uint8_t *at, uint16_t value) nogil
+    void put32(uint8_t *at, uint32_t value) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
+
+crc_begin(0)
+
+cdef enum:
+    GRANT_BYTES = 60
+    READ_BYTES = 24             # codec.READ_ENTRY
+    RESULT_BYTES = 16
+    TOGETHER_MAX = 64           # reads that wait for the end of a burst
+    BLOCKS_AT_ONCE = 48         # whose checksums are looked at together
+    LANES_MAX = 4096
+
+cdef uint32_t opcode_of_reads = Op.READ
+cdef object opcode_key = int(Op.READ), method_key = int(DATA_READ)
+cdef uint16_t method_of_reads = DATA_READ
+cdef uint64_t small_bytes = contents.SMALL_BYTES
+cdef Py_ssize_t entry_bytes = contents._ENTRY_BYTES
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
+cdef Py_ssize_t gather_bytes = chunkclient.GATHER_BYTES, part_bytes = chunkclient.PART_BYTES
+cdef Py_ssize_t halved_reads = chunkclient.HALVED_READS
+cdef uint64_t chain_count = CHAINS_PER_TABLE
+cdef Py_ssize_t file_inode = place(OpenInode, "inode"), file_layout = place(OpenInode, "layout")
+cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(OpenInode, "attr_born_s")
+cdef Py_ssize_t file_grant = place(OpenInode, "grant"), file_grant_used = place(OpenInode, "grant_used")
+cdef Py_ssize_t file_lanes = place(OpenInode, "lanes"), file_written = place(OpenInode, "written")
+cdef Py_ssize_t file_located = place(OpenInode, "located"), file_missed = place(OpenInode, "missed")
+cdef Py_ssize_t file_encrypted = place(OpenInode, "encrypted"), file_key = place(OpenInode, "key"), file_lost = place(OpenInode, "lost"), file_untold = place(OpenInode, "untold")
+cdef Py_ssize_t file_fetching = place(OpenInode, "fetching")
+cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_readable = place(FileHandle, "readable")
+cdef Py_ssize_t handle_closed = place(FileHandle, "closed")
+cdef Py_ssize_t watch_until_s = place(ShardWatch, "until_s"), watch_used = place(ShardWatch, "used")
+cdef Py_ssize_t watch_linger_s = place(ShardWatch, "linger_s")
+
+
+def is_of_use():
+    """Whether this processor has the instruction for checksums."""
+    return bool(has_instruction())
+
+
+cdef inline const uint8_t *take_length(const uint8_t *at, const uint8_t *end, uint8_t tag, Py_ssize_t *length) noexcept nogil:
+    """What lies behind the length of a field of bytes that has this tag; NULL where there is none, or it is not all there."""
+    cdef uint64_t found = 0
+    at = take_varint(at + 1, end, &found) if at < end and at[0] == tag else NULL
+    if at is NULL or found > <uint64_t>(end - at):
+        return NULL
+    length[0] = <Py_ssize_t>found
+    return at
+
+
+@cython.freelist(64)
+cdef class Asked:
+    """A read of a small file: in the engine's table as what waits, and as its file's `fetching` what reader.Whole is. `parts` are
+    reads of others who wait for the same bytes."""
+    cdef Reads reads
+    cdef readonly object opened, file, change
+    cdef readonly list parts
+    cdef readonly uint64_t unique, handle, offset, size, finish, file_bytes
+    cdef uint32_t span
+    cdef readonly double asked_s, deadline_s
+    cdef double since_s
+    cdef readonly bint told
+
+    def cancel(self):
+        """Its caller dies, or the mount is gone: it is answered now. False where it has been."""
+        entry = self.reads.engine._work.get(self.unique)
+        if entry is None or entry[0] is not self:
+            return False
+        self.told = True  # it may be already: then the ordinary way was about to begin
+        self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
+        return True
+
+
+cdef class Together(Taker):
+    """Reads that one message asks for: in the connection's table as who is told."""
+    cdef Reads reads
+    cdef object lane
+    cdef list asked
+    cdef uint32_t bytes
+
+    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+        if not self.judge(message, message_bytes, payload, payload_bytes):
+            return None
+        self.reads.finish(self, <const char *>payload)
+        return self.reads
+
+    def __call__(self, reply, error):
+        """What came of them, where it was not taken from the buffer."""
+        cdef Py_buffer said, came
+        cdef bint is_good = False
+        if error is None:
+            message, payload = reply.message, reply.payload
+            PyObject_GetBuffer(message, &said, PyBUF_SIMPLE)
+            try:
+                PyObject_GetBuffer(payload, &came, PyBUF_SIMPLE)
+                try:
+                    is_good = self.judge(<const uint8_t *>said.buf, said.len, <const uint8_t *>came.buf, came.len)
+                    if is_good:
+                        self.reads.finish(self, <const char *>came.buf)
+                finally:
+                    PyBuffer_Release(&came)
+            finally:
+                PyBuffer_Release(&said)
+        if is_good:
+            self.reads.engine._some_ended()
+        else:
+            self.reads.engine.small_reads_answered(self.lane, self.asked, reply, error)
+
+    cdef bint judge(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload,
+                    Py_ssize_t payload_bytes) noexcept:
+        """Whether that answer has all bytes of all of them, with their checksums, and says nothing else."""
+        cdef const uint8_t *end = message + message_bytes
+        cdef const uint8_t *results
+        cdef const uint8_t *expected
+        cdef Py_ssize_t length = 0, at, count = len(self.asked), blocks, some
+        cdef uint32_t sums[BLOCKS_AT_ONCE]
+        if message_bytes < 9 or message[0] != 0x09 or payload_bytes != self.bytes:
+            return False
+        results = take_length(message + 9, end, 0x12, &length)
+        if results is NULL or length != count * RESULT_BYTES:
+            return False
+        blocks = payload_bytes >> 12
+        expected = take_length(results + length, end, 0x1A, &length)
+        if expected is NULL or length != blocks * 4 or expected + length != end:
+            return False
+        for at in range(count):
+            if get16(results + at * RESULT_BYTES) or get32(results + at * RESULT_BYTES + 4) != (<Asked>self.asked[at]).span:
+                return False
+        at = 0
+        while at < blocks:
+            some = min(blocks - at, <Py_ssize_t>BLOCKS_AT_ONCE)
+            sum_blocks(payload + (at << 12), some, sums)
+            if memcmp(sums, expected + at * 4, some * 4):
+                return False
+            at += some
+        return True
+
+
+cdef class Reads(Asking):
+    """As smallreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
+    cdef readonly object engine
+    cdef readonly uint64_t read_bytes, taken    # reads
+    cdef object _ops, _reader, _chunks, _contents, _short_cut, _dialer, _replicas, _view, _known_map, _clock, _spent
+    cdef dict _files, _work, _paged, _lent, _lanes, _pending, _counters, _contents_counters, scratches
+    cdef object _kept
+    cdef bytearray _buffer
+    cdef int _fd
+    cdef bint _is_system
+    cdef double _patience_s, _attr_s
+    cdef uint16_t _flags
+    cdef Py_ssize_t _in_work_max
+
+    def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
+        chunks = vfs.chunks
+        self.engine, self._ops, self._in_work_max = engine, ops, in_work_max
+        self._fd, self._buffer, self._work, self._spent = engine._fd, engine._buffer, engine._work, engine.spent
+        self._files, self._paged, self._lent = ops._files, ops._paged, vfs.leases._leases
+        self._reader, self._chunks, self._contents, self._short_cut = vfs.reader, chunks, vfs.reader._contents, chunks.short
+        self._kept, self._contents_counters = self._contents._kept, self._contents.counters
+        self._dialer, self._replicas, self._view = chunks._dialer, chunks.replicas, chunks._view
+        self._counters, self._clock = chunks.counters, chunks._clock
+        self._is_system = type(chunks._clock) is SystemClock
+        self._patience_s, self._attr_s, self._flags = chunks._options.deadline_s, vfs.options.attr_s, chunks._read_flags
+        self._lanes, self._pending, self.scratches = {}, {}, {}
+
+    cdef double now_s(self) except -1:
+        return boottime_s() if self._is_system else self._clock.boottime_s()
+
+    # -- from the kernel to a store ------------------------------------------------------------------------------------------
+
+    def take(self, Py_ssize_t count):
+        """Whether the READ of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing has
+        happened."""
+        cdef Wanted wanted
+        cdef PyObject *found
+        cdef uint64_t file_bytes, end
+        cdef Asked one
+        if not is_read(self._buffer, count, &wanted):
+            return False
+        found = PyDict_GetItem(self._files, wanted.handle)
+        if found is NULL:
+            return False
+        opened = <object>found
+        if type(opened) is not FileHandle:
+            return False
+        file = get(opened, handle_file)
+        if type(file) is not OpenInode:
+            return False
+        attr = get(file, file_attr)
+        file_bytes = attr.size
+        if file_bytes > small_bytes or wanted.offset >= file_bytes:
+            return False
+        engine = self.engine
+        if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost)
+                or get(file, file_encrypted) and get(file, file_key) is None
+                or get(file, file_written) is not None or get(file, file_fetching) is not None or get(file, file_located)
+                or engine._from or self._replicas.several or len(self._work) >= self._in_work_max
+                or PyBytes_GET_SIZE(<bytes?>get(file, file_grant)) != GRANT_BYTES):
+            return False
+        inode = get(file, file_inode)
+        if inode in self._kept:
+            return False
+        cdef double now_s = self.now_s(), born_s
+        end = wanted.offset + wanted.size
+        if end > file_bytes:
+            born_s = get(file, file_attr_born_s)
+            if born_s + self._attr_s <= now_s and self.lease(inode, now_s) is None:
+                return False  # somebody else may have made it longer
+            end = file_bytes
+        cdef bint is_short = self._short_cut.on
+        if is_short and get(file, file_missed):  # as its `want` of a file that nothing was read of before
+            return False
+        lane = self.lane_of(file, inode)
+        if lane is None:
+            return False
+        found = PyDict_GetItem(self._pending, lane)  # where others wait it was looked at, and when they are sent it is again
+        if found is NULL and (not 0 < <long>lane.target < 128 or self.connection_of(lane) is None):
+            return False
+        # It is begun: what follows can not fail.
+        if is_short:
+            assign(file, file_missed, True)
+        one = Asked.__new__(Asked)
+        one.reads, one.opened, one.file, one.change, one.parts = self, opened, file, attr.change, []
+        one.unique, one.handle, one.offset, one.size, one.finish = wanted.unique, wanted.handle, wanted.offset, wanted.size, end
+        one.file_bytes = file_bytes
+        one.span = <uint32_t>(file_bytes + PAGE - 1) & ~<uint32_t>(PAGE - 1)
+        one.asked_s, one.deadline_s, one.since_s, one.told = now_s, now_s + self._patience_s, engine._since_s, False
+        if inode not in self._paged and self._ops.guards_pages:
+            lease = self.lease(inode, now_s) if self._ops._looking is not None else None
+            if lease is not None:  # as CachedOps._paging
+                self._paged[inode] = (<tuple>lease)[0], True
+            else:
+                self._ops._paging(inode)
+        assign(file, file_grant_used, True)
+        assign(file, file_fetching, one)
+        unique_key = wanted.unique
+        self._work[unique_key] = one, wanted.pid, opcode_key, one.since_s
+        engine._kept += 1
+        found = PyDict_GetItem(self._pending, lane)
+        if found is NULL:
+            self._pending[lane] = [one]
+        else:
+            asked = <list><object>found
+            asked.append(one)
+            if len(asked) >= TOGETHER_MAX:
+                del self._pending[lane]
+                self.send_all(lane, asked)
+        self.taken += 1
+        return True
+
+    cdef object lease(self, object inode, double now_s):
+        return held_lease(self._lent, inode, now_s, ShardWatch, watch_until_s, watch_used)
+
+    cdef bint keeps_bytes(self, object inode, double now_s) except -1:
+        """As Leases.keeps_bytes."""
+        cdef PyObject *found = PyDict_GetItem(self._lent, inode)
+        cdef double until_s, watched_s
+        if found is NULL:
+            return False
+        lease = <object>found
+        watch = (<tuple>lease)[3]
+        if type(watch) is not ShardWatch:
+            return False
+        until_s, watched_s = (<tuple>lease)[0], get(watch, watch_until_s)
+        return now_s < min(until_s, watched_s) + <double>get(watch, watch_linger_s)
+
+    cdef object lane_of(self, file, inode):
+        """As ChunkClient.find_lane of the first chunk; None: it is not known."""
+        cdef dict lanes = get(file, file_lanes)
+        cdef PyObject *found = PyDict_GetItem(lanes, 0)
+        if found is not NULL:
+            return <object>found
+        pool_map = self._view.map
+        if pool_map is not self._known_map or len(self._lanes) > LANES_MAX:
+            self._lanes.clear()
+            self._known_map = pool_map
+        key = <uint64_t>(<tuple>get(file, file_layout))[0] * chain_count + chunk_hash(inode, 0) % chain_count
+        found = PyDict_GetItem(self._lanes, key)
+        if found is not NULL:
+            lane = <object>found
+            lanes[0] = lane
+            return lane
+        try:
+            lane = self._chunks.find_lane(file, 0)
+            if len(self._chunks.chain(file, 0).readable) == 1:
+                self._lanes[key] = lane
+        except Stale:
+            return None
+        return lane
+
+    cdef object connection_of(self, lane):
+        """One over which a message can be sent to that target now; None: there is none."""
+        cdef PyObject *found = PyDict_GetItem(<dict?>self._dialer._live, lane.endpoints)
+        if found is NULL:
+            return None
+        connection = <object>found
+        if (not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed
+                or not connection._writable or connection._waiting or len(<dict>connection._in_flight) >= in_flight_max):
+            return None
+        return connection
+
+    def send(self):
+        """What was begun goes to the stores."""
+        cdef dict pending = self._pending
+        if pending:
+            self._pending = {}
+            for lane, asked in pending.items():
+                self.send_all(lane, asked)
+
+    cdef int send_all(self, lane, list asked) except -1:
+        """In one message, or in parts; see chunkclient."""
+        cdef Py_ssize_t total = 0, parts, each, at
+        cdef Asked one
+        for one in asked:
+            total += one.span
+        parts = max((total + part_bytes - 1) // part_bytes, 2 if len(asked) >= halved_reads else 1)
+        each = (len(asked) + parts - 1) // parts
+        for at in range(0, len(asked), each):
+            some = asked if each == len(asked) else asked[at:at + each]
+            try:
+                self.send_some(lane, some)
+            except Exception as error:  # a bug: who waits is told
+                for one in some:
+                    if one.file.fetching is one:
+                        one.file.fetching = None
+                    self.broken(one, error)
+                    while one.parts:
+                        one.parts.pop().end(None, error)
+        return 0
+
+    cdef int send_some(self, lane, list asked) except -1:
+        cdef Py_ssize_t count = len(asked), at, length
+        cdef Together together
+        cdef Asked one
+        cdef uint8_t *begin
+        cdef uint8_t *put
+        cdef uint8_t head[32]
+        cdef uint8_t *end
+        cdef Py_ssize_t head_bytes, tail_bytes
+        cdef double now_s = self.now_s()
+        cdef double deadline_s = (<Asked>asked[0]).deadline_s
+        cdef uint32_t left_ms = 0
+        cdef bint is_plain
+        cdef bytes frame, grant
+        if deadline_s > now_s:
+            left_ms = <uint32_t>min((deadline_s - now_s) * 1000, <double>0xFFFFFFFF)
+        connection = self.connection_of(lane) if left_ms else None
+        cdef uint64_t epoch = self._chunks.epoch
+        is_plain = connection is not None and epoch != 0
+        if is_plain:
+            for one in asked:
+                grant = get(one.file, file_grant)
+                if PyBytes_GET_SIZE(grant) != GRANT_BYTES:
+                    is_plain = False
+        if not is_plain:
+            self.engine.small_reads_go_on(lane, asked)
+            return 0
+        put = put_fixed(head, 0x09, epoch)
+        put = put_number(put, 0x10, <uint64_t>lane.target)
+        head_bytes = put - head
+        begin = put
+        tail_bytes = put_number(begin, 0x22, count * READ_BYTES) - begin
+        length = head_bytes + count * (2 + GRANT_BYTES) + tail_bytes + count * READ_BYTES
+        frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + length)
+        begin = <uint8_t *>PyBytes_AS_STRING(frame)
+        put = begin + HEADER_BYTES
+        memcpy(put, head, head_bytes)
+        put += head_bytes
+        for one in asked:
+            grant = get(one.file, file_grant)
+            put[0], put[1] = 0x1A, GRANT_BYTES
+            memcpy(put + 2, PyBytes_AS_STRING(grant), GRANT_BYTES)
+            put += 2 + GRANT_BYTES
+        put = put_number(put, 0x22, count * READ_BYTES)
+        together = Together.__new__(Together)
+        together.reads, together.lane, together.asked = self, lane, asked
+        for at in range(count):
+            one = <Asked>asked[at]
+            put64(put, get(one.file, file_inode))
+            put32(put + 8, 0)
+            put32(put + 12, 0)
+            put32(put + 16, one.span)
+            put16(put + 20, <uint16_t>at)
+            put16(put + 22, self._flags)
+            put += READ_BYTES
+            together.bytes += one.span
+        cdef dict in_flight = connection._in_flight
+        cdef uint32_t number = note(connection, in_flight, together, deadline_s, together.bytes, method_key, now_s)
+        put_head(begin, REQUEST, method_of_reads, number, left_ms, <uint32_t>length, 0, crc_of(begin + HEADER_BYTES, length))
+        self._counters["messages"] += 1
+        self._counters["reads"] += count
+        lane.in_flight += 1
+        transport = connection._transport
+        if not transport.is_closing():
+            transport.write(frame)
+        return 0
+
+    # -- from a store to the kernel ------------------------------------------------------------------------------------------
+
+    cdef int finish(self, Together together, const char *payload) except -1:
+        """These bytes came, and are right: the kernel has them, and then they are kept."""
+        cdef Asked one
+        cdef const char *at = payload
+        cdef list asked = together.asked
+        cdef double now_s = self.now_s()
+        cdef bytes plain
+        together.lane.in_flight -= 1
+        for one in asked:
+            if get(one.file, file_encrypted):
+                plain = self.plain(asked, <const uint8_t *>payload, together.bytes)
+                payload = at = PyBytes_AS_STRING(plain)
+                break
+        for one in asked:
+            if not one.told:
+                try:
+                    self.tell(one, at, now_s)
+                except Exception as error:  # a bug: who waits is told, and the others are answered
+                    self.broken(one, error)
+            at += one.span
+        at = payload
+        for one in asked:
+            try:
+                self.keep(one, at)
+            except Exception as error:
+                self.engine._loop.call_exception_handler({"message": "a small file is not in our books", "exception": error})
+            at += one.span
+        self._contents_counters["small_reads"] += len(asked)
+        return 0
+
+    cdef bytes plain(self, list asked, const uint8_t *payload, Py_ssize_t length):
+        """The same with what is encrypted of it decrypted."""
+        cdef bytes made = PyBytes_FromStringAndSize(<const char *>payload, length)
+        cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(made)
+        cdef Py_ssize_t done, count
+        cdef Asked one
+        cdef Scratch scratch
+        for one in asked:
+            file, done = one.file, 0
+            if get(file, file_encrypted):
+                scratch = decrypting(self.scratches, get(file, file_key))
+                while done < one.span >> 12:
+                    count = min((one.span >> 12) - done, <Py_ssize_t>BATCH)
+                    scratch.turn(at + (done << 12), at + (done << 12), count, get(file, file_inode), 0, <uint32_t>done, True)
+                    done += count
+            at += one.span
+        return made
+
+    cdef int tell(self, Asked one, const char *content, double now_s) except -1:
+        cdef int error
+        cdef size_t length = one.finish - one.offset
+        engine = self.engine
+        one.told = True
+        if get(one.file, file_untold) and not self.keeps_bytes(get(one.file, file_inode), now_s):
+            # read by an open of which its shard may not know; see Files.read, which looks after that
+            engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
+            return 0
+        self.read_bytes += length
+        if answer(self._fd, one.unique, content + one.offset, length) < 0:
+            error = errno
+            if error not in (ENOENT, ENODEV, ECONNABORTED):
+                engine.answer_refused(one.unique, error, 16 + length)
+        del self._work[one.unique]
+        if engine._interrupted:
+            engine._interrupted.pop(one.unique, None)
+        self.count(stopwatch() - one.since_s)
+        return 0
+
+    cdef int keep(self, Asked one, const char *content) except -1:
+        """As Reader._whole_came."""
+        file = one.file
+        cdef bint is_wanted = get(file, file_fetching) is one
+        cdef Py_ssize_t begin, end
+        cdef bytes whole
+        if is_wanted:
+            assign(file, file_fetching, None)
+        if not one.parts and not is_wanted:
+            return 0
+        whole = PyBytes_FromStringAndSize(content, one.file_bytes)
+        while one.parts:
+            part = one.parts.pop(0)
+            begin, end = part.offset, part.finish
+            part.end(whole if end - begin == len(whole) else memoryview(whole)[begin:end], None)
+        # written, cut or locked here meanwhile, by now it may be older than what is to be read
+        if not is_wanted or get(file, file_attr).change != one.change or get(file, file_written) is not None:
+            return 0
+        inode, kept = get(file, file_inode), self._contents
+        if inode in self._kept or <Py_ssize_t>kept._bytes + <Py_ssize_t>len(whole) + entry_bytes > <Py_ssize_t>kept._bytes_max:
+            kept.put(inode, one.change, whole, one.asked_s)
+        else:
+            self._kept[inode] = one.change, whole, one.asked_s
+            kept._bytes += len(whole) + entry_bytes
+        return 0
+
+    cdef int broken(self, Asked one, error) except -1:
+        one.told = True
+        entry = self._work.get(one.unique)
+        if entry is not None and entry[0] is one:
+            self.engine.read_ended(one.unique, error)
+        return 0
+
+    cdef int count(self, double took_s) except -1:
+        """As Spent.add."""
+        times = (<list>self._spent.times)[opcode_of_reads]
+        if times is None:
+            self._spent.add(opcode_of_reads, max(0.0, took_s))
+            return 0
+        times.counts[slot_of(took_s)] += 1
+        times.sum_s += max(0.0, took_s)
+        return 0
+
+    cdef int go_on(self) except -1:
+        self.engine._some_ended()
+        return 0
+
+    def close(self):
+        """What comes from now on is the ordinary way's."""
+        self.send()

@@ -1,0 +1,169 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""The first WRITE of a small new file and its FLUSH, from the kernel's request to the client's books and back. See
+small_writes.py, which says what is promised."""
+
+from cpython.bytearray cimport PyByteArray_AS_STRING
+from cpython.dict cimport PyDict_GetItem
+from cpython.ref cimport PyObject
+from libc.errno cimport errno
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+from posix.unistd cimport write
+
+import os
+from functools import partial
+
+from nvpool.core.clock import stopwatch_s
+from nvpool.fuse.ops.page_cache_bypass import ASIDE
+from nvpool.fuse.ops.setid import SET_IDS
+from nvpool.fuse.protocol import replies
+from nvpool.fuse.protocol.constants import WRITE_KILL_SUIDGID, Op
+
+cdef enum:
+    HEADER_BYTES = 40           # requests.HEADER_BYTES
+    WRITE_BYTES = 80            # requests.WRITE_BYTES
+    FLUSH_BYTES = 64            # requests._RELEASE_WHOLE
+    DONE_BYTES = 16             # replies.HEADER_BYTES
+    COUNT_BYTES = 24
+
+cdef struct Header:             # linux/fuse.h: fuse_in_header, and what WRITE and FLUSH begin with
+    uint32_t length, opcode
+    uint64_t unique, node
+    uint32_t uid, gid, pid
+    uint16_t extension_words, zero
+    uint64_t handle
+
+cdef struct Counted:            # fuse_out_header, fuse_write_out
+    uint32_t length
+    int error
+    uint64_t unique
+    uint32_t size, zero
+
+cdef uint32_t kill_set_ids = WRITE_KILL_SUIDGID
+cdef uint32_t set_ids = SET_IDS
+cdef uint32_t aside = ASIDE
+cdef uint64_t resent = <uint64_t>1 << 63
+cdef object flush_key = int(Op.FLUSH), flush_number = Op.FLUSH
+
+
+cdef class Flushing:
+    """A FLUSH that waits: in the engine's table as what does, and told when it has ended."""
+    cdef Writes writes
+    cdef object begun, unique, inode
+    cdef double since_s
+
+    def cancel(self):
+        return self.begun.cancel()
+
+    def __call__(self, _, error):
+        """As begun_ops.Ending.ended and what the engine has of a step."""
+        cdef Writes writes = self.writes
+        engine, ops = writes.engine, writes.ops
+        ops._changes += 1
+        if error is not None:
+            ops.failed(self.inode)
+            engine._step_ended(self.unique, "flush", engine._done, None, error)
+            return
+        del (<dict>engine._work)[self.unique]
+        writes.answer(self.unique, DONE_BYTES, 0)
+        engine.spent.add(flush_number, stopwatch_s() - self.since_s)
+        if engine._interrupted:
+            engine._interrupted.pop(self.unique, None)
+        if engine._from:
+            engine._from.pop(self.unique, None)
+        if engine._held:
+            ops.answered(self.unique)
+        engine._some_ended()
+
+
+cdef class Writes:
+    """Of one engine. `plain`: its client's, see client/write/fast_writes."""
+    cdef object engine, ops, plain, vfs, writer, owners
+    cdef dict files, paged
+    cdef bytearray buffer
+    cdef int fd
+    cdef Py_ssize_t in_work_max
+
+    def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
+        self.engine, self.ops, self.vfs, self.in_work_max = engine, ops, vfs, in_work_max
+        self.writer, self.plain, self.owners = vfs.writer, vfs.writer.plain, vfs._owners
+        self.files, self.paged = ops._files, ops._paged
+        self.buffer, self.fd = engine._buffer, engine._fd
+
+    cdef int answer(self, uint64_t unique, Py_ssize_t length, uint32_t size) except -1:
+        cdef Counted said
+        cdef int error
+        said.length, said.error, said.unique, said.size, said.zero = <uint32_t>length, 0, unique, size, 0
+        if write(self.fd, &said, length) < 0:
+            error = errno
+            self.engine._not_taken(OSError(error, os.strerror(error)), [replies.HEADER.pack(length, 0, unique)])
+        return 0
+
+    def write(self, Py_ssize_t count):
+        """Whether the WRITE of `count` bytes in the engine's buffer was taken and answered; else nothing has happened."""
+        cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self.buffer)
+        cdef Header head
+        cdef uint64_t offset
+        cdef uint32_t size, flags, open_flags
+        cdef PyObject *found
+        memcpy(&head, at, sizeof(Header))
+        memcpy(&offset, at + 48, 8)
+        memcpy(&size, at + 56, 4)
+        memcpy(&flags, at + 60, 4)
+        memcpy(&open_flags, at + 72, 4)
+        engine, ops = self.engine, self.ops
+        if (count < WRITE_BYTES or head.length != count or WRITE_BYTES + <Py_ssize_t>size != count or offset
+                or open_flags & aside or head.unique & resent or engine._from):
+            return False
+        found = PyDict_GetItem(self.files, head.handle)
+        if found is NULL:
+            return False
+        handle = <object>found
+        file = handle.file
+        if flags & kill_set_ids and <uint32_t>file.attr.mode & set_ids:
+            return False
+        try:
+            if not self.plain.take_at(handle, self.buffer, WRITE_BYTES, size, head.unique):
+                return False
+        except Exception as error:
+            ops.failed(file.inode)
+            engine._fail(head.unique, error, "write")
+            return True
+        engine.written_bytes += size
+        if file.inode not in self.paged:
+            ops._paging(file.inode)
+        ops._changes += 1
+        self.answer(head.unique, COUNT_BYTES, size)
+        return True
+
+    def flush(self, Py_ssize_t count):
+        """Whether the FLUSH in the engine's buffer was answered, or is in its table; else nothing has happened."""
+        cdef Header head
+        cdef PyObject *found
+        cdef Flushing flushing
+        engine = self.engine
+        cdef dict work = engine._work
+        memcpy(&head, PyByteArray_AS_STRING(self.buffer), sizeof(Header))
+        if (count != FLUSH_BYTES or head.length != count or head.unique & resent or engine._from
+                or len(work) >= self.in_work_max):
+            return False
+        found = PyDict_GetItem(self.files, head.handle)
+        if found is NULL:
+            return False
+        handle = <object>found
+        file = handle.file
+        if file.written is None or file.lost or file.inode in self.owners:
+            return False
+        flushing = Flushing.__new__(Flushing)
+        flushing.writes, flushing.unique, flushing.inode = self, head.unique, file.inode
+        begun = self.writer.begin_flush(file, flushing, partial(self.vfs._flush, handle))
+        if begun is None:
+            return False
+        if begun is True:
+            self.answer(head.unique, DONE_BYTES, 0)
+            return True
+        flushing.begun = begun
+        flushing.since_s = engine._since_s
+        work[flushing.unique] = flushing, head.pid, flush_key, flushing.since_s
+        engine._kept += 1
+        return True

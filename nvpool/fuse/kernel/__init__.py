@@ -1,0 +1,1 @@
+"""Engine on /dev/fuse: connection, dispatch, notifications and read workers."""

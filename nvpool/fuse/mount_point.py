@@ -1,0 +1,124 @@
+"""Mount points: is this a place to mount at, and taking mounts away, dead ones too.
+
+Called by mountd/server and tests. Nothing here waits longer than a look at a mount (host/mountinfo), except an `unmount` that
+is not lazy: the kernel writes dirty pages back through the mount before it returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+from nvpool.core.errors import AccessDenied, InUse, InvalidRequest, NotADirectory, NotFound, NvpoolError, Unavailable
+from nvpool.host.mountinfo import OUR_TYPE, Mount, look_at, mount_at, place_of
+
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+
+
+def check_mount_point(path: Path, *, force: bool = False) -> Path:
+    """The place to mount at: an empty directory with nothing mounted on it. Each refusal says why and what to do.
+
+    `force` takes a dead or hung mount of ours away first. Nothing else is changed.
+
+    NotFound, NotADirectory, InUse (mounted already, or not empty), AccessDenied
+    """
+    place = place_of(path)
+    for _ in range(2):
+        there = mount_at(place)
+        if there is None or there.type == "autofs":  # which waits for this mount, and lets nobody in before
+            break
+        state = look_at(place) if there.type.startswith("fuse") else "alive"
+        if state == "alive":
+            raise InUse(f"{place} has {there.source} ({there.type}) mounted on it; choose another directory, or unmount that"
+                        + (f" with: nvpool umount {place}" if there.type == OUR_TYPE else ""))
+        if not force:
+            raise InUse(f"{place} has a {state} mount of {there.source} on it (its process is gone or does not answer); clean "
+                        f"it with: nvpool umount {place}, or mount with --force")
+        unmount(place, lazy=True)
+    try:
+        found = os.stat(place)
+    except FileNotFoundError:
+        raise NotFound(f"{place} does not exist; make it with: mkdir -p {place}") from None
+    except PermissionError:
+        raise AccessDenied(f"{place} can not be looked at by this user") from None
+    except OSError as error:
+        raise Unavailable(f"{place} can not be looked at: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectory(f"{place} is not a directory; a mount needs an empty directory")
+    try:
+        first = None
+        if there is None:
+            with os.scandir(place) as entries:
+                first = next(entries, None)
+    except PermissionError:
+        raise AccessDenied(f"{place} can not be listed by this user") from None
+    if first is not None:
+        raise InUse(f"{place} is not empty ({first.name!r} is in it), and a mount would hide that; choose an empty directory")
+    check_fuse()
+    return place
+
+
+def check_fuse() -> None:
+    """Unavailable or AccessDenied, with the remedy, where this process can not mount anything."""
+    if not os.path.exists("/dev/fuse"):
+        raise Unavailable("there is no /dev/fuse here; load the kernel module (modprobe fuse), or give it to this container "
+                          "with: --device /dev/fuse --cap-add SYS_ADMIN")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise AccessDenied("/dev/fuse can not be opened by this user; let root mount the pool, or allow it to all with: "
+                           "chmod 666 /dev/fuse")
+
+
+def unmount(path: Path, *, lazy: bool = False) -> None:
+    """Take the uppermost mount at `path` away; `lazy` takes it out of the name space now, whoever uses it and whether or not
+    its daemon lives. On return nothing new can reach it.
+
+    InvalidRequest   nothing is mounted there
+    InUse            files of it are open or it is somebody's current directory (never when lazy)
+    AccessDenied     not ours to unmount
+    """
+    place = place_of(path)
+    if mount_at(place) is None:
+        raise InvalidRequest(f"nothing is mounted at {place}")
+    if os.geteuid():
+        _unmount_as_user(place, lazy)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.umount2(os.fsencode(place), _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)) == 0:
+        return
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOENT) and mount_at(place) is None:
+        return  # somebody else was quicker
+    raise _refusal(place, number)
+
+
+def _refusal(place: Path, number: int) -> NvpoolError:
+    if number == errno.EBUSY:
+        return InUse(f"{place} is in use; close what is open there (see: fuser -vm {place}), or unmount with --lazy")
+    if number == errno.EPERM:
+        return AccessDenied(f"{place} can not be unmounted by this user")
+    return Unavailable(f"{place} could not be unmounted: {os.strerror(number)}")
+
+
+def _unmount_as_user(place: Path, lazy: bool) -> None:
+    try:
+        done = subprocess.run(["fusermount3", "-u", *(["-z"] if lazy else []), "--", os.fspath(place)], capture_output=True,
+                              text=True, check=False)
+    except FileNotFoundError:
+        raise AccessDenied("only root can unmount without fusermount3 (Debian package fuse3)") from None
+    if done.returncode:
+        busy = mount_at(place) is not None and "busy" in done.stderr
+        raise _refusal(place, errno.EBUSY) if busy else Unavailable(done.stderr.strip() or f"{place} could not be unmounted")
+
+
+def set_read_ahead(mount: Mount, byte_count: int) -> bool:
+    """Let the kernel read that far ahead of sequential readers through this mount (its default for FUSE is 128 KiB, an eighth
+    of what one request can carry). False where that is not allowed (not root, or /sys is read-only)."""
+    try:
+        Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb").write_text(str(byte_count >> 10))
+    except OSError:
+        return False
+    return True

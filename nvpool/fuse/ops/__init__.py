@@ -1,0 +1,1 @@
+"""Meaning of the requests of a mount, whatever the engine."""

@@ -1,0 +1,71 @@
+"""Numbers of open files and directories, valid from open to release; also in a process that goes on after this one.
+
+Then (shm/mount_state) a number says which record of the shared memory stands for it: it is written before the kernel hears of
+the number, and goes when what was open is released. Called by `fuse/ops/operations`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nvpool.client.rpc.exactly_once import asking
+from nvpool.client.state.types import Caller
+from nvpool.shm.mount_state import DIRECTORY, HANDLES_MAX, PUBLISHED, KeptMemory, Word
+
+_INDEX_BITS = HANDLES_MAX.bit_length() - 1
+_SERIALS_PER_LIFE_BITS = 24
+_NOBODY = Caller(0, 0)
+_ROOM_MIN = 4096
+
+
+class Before(NamedTuple):
+    """What was open in the process before us."""
+
+    number: int
+    inode: int
+    flags: int
+    caller: Caller
+    unique: int
+    """The kernel's request by which it was opened."""
+    was_published: bool
+
+    @property
+    def is_directory(self) -> bool:
+        return bool(self.flags & DIRECTORY)
+
+
+class Handles:
+    def __init__(self, memory: KeptMemory | None) -> None:
+        self._memory = memory
+        self._last = memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if memory is not None else 0
+
+    @property
+    def has_room(self) -> bool:
+        """For as many as the kernel may ask for at a time."""
+        return self._memory is None or self._memory.handles.free > _ROOM_MIN
+
+    def take(self, inode: int, flags: int, caller: Caller, unique: int, *, published: bool = False) -> int:
+        """A number that nothing else has which is open; by request `unique` of the kernel. `published`: other processes of the
+        mount may read the file, until `take_back`. TooManyOpen."""
+        self._last = number = self._last + 1
+        memory = self._memory
+        if memory is not None:
+            index = memory.handles.take()
+            number = number << _INDEX_BITS | index
+            memory.handles.put(index, inode, flags | published * PUBLISHED, caller.uid, caller.gid, caller.pid & 0xFFFFFFFF,
+                               unique, number)
+        return number
+
+    def directory(self, inode: int) -> int:
+        return self.take(inode, DIRECTORY, _NOBODY, asking())
+
+    def give_back(self, number: int) -> None:
+        if self._memory is not None:
+            self._memory.handles.give_back(number & HANDLES_MAX - 1)
+
+    def take_back(self, number: int) -> None:
+        self._memory.unpublish(number & HANDLES_MAX - 1)
+
+    def before(self) -> list[Before]:
+        return [Before(number, inode, flags & ~PUBLISHED, Caller(uid, gid, pid), unique, bool(flags & PUBLISHED))
+                for _, inode, flags, uid, gid, pid, unique, number in self._memory.handles.valid()]

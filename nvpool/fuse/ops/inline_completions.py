@@ -1,0 +1,137 @@
+"""Requests that were begun without a task, and how they end: the kernel is answered first, and our books are kept after.
+
+What is here is of `fuse/ops/operations`, which makes it, and `fuse/kernel/connection`, which sets `on_end` and may cancel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import DirectoryGone
+
+if TYPE_CHECKING:
+    from nvpool.fuse.ops.operations import FuseOps
+
+
+class Opened(NamedTuple):
+    """What the kernel is told of an open file. direct_io: no pages; keep_cache: the pages it has are still right; no_flush:
+    nothing has to be done when a descriptor of it is closed."""
+
+    handle: int
+    direct_io: bool
+    keep_cache: bool
+    no_flush: bool = False
+
+
+class Ending:
+    """A change that ends with nothing but an error. `inode`: of a file whose pages the kernel has, and no store, where it
+    fails. `directory`: of the name that is changed."""
+
+    __slots__ = ("begun", "on_end", "_ops", "_inode", "_directory")
+
+    def __init__(self, ops: FuseOps, inode: int = 0, directory: int = 0) -> None:
+        self.begun: Any = None
+        self.on_end: Callable[[Any, BaseException | None], None]
+        self._ops = ops
+        self._inode = inode
+        self._directory = directory
+
+    def cancel(self) -> bool:
+        return self.begun.cancel()
+
+    def ended(self, _, error: BaseException | None) -> None:
+        ops = self._ops
+        ops._changes += 1
+        if error is not None and self._inode:
+            ops.failed(self._inode)
+        if self._directory:
+            ops._unlock(self._directory)
+            if isinstance(error, DirectoryGone):
+                error = ops._gone(error, self._directory)
+        self.on_end(None, error)
+
+
+class Creating:
+    """client/vfs Making, for the kernel."""
+
+    __slots__ = ("begun", "on_end", "_ops", "_parent", "_name", "_flags", "_caller", "_unique", "_handle", "_task", "_locks")
+
+    def __init__(self, ops: FuseOps, parent: int, name: bytes, flags: int, caller: Caller, unique: int) -> None:
+        self.begun: Any = None
+        self.on_end: Callable[[Any, BaseException | None], None]
+        self._ops = ops
+        self._parent = parent
+        self._name = name
+        self._flags = flags
+        self._caller = caller
+        self._unique = unique
+        self._handle = 0
+        self._task: asyncio.Task | None = None
+        self._locks = False
+
+    def hold(self) -> None:
+        """It is in work, and changes names in its directory."""
+        self._locks = True
+        self._ops._lock(self._parent)
+
+    def _let_go(self) -> None:
+        if self._locks:
+            self._locks = False
+            self._ops._unlock(self._parent)
+
+    def cancel(self) -> bool:
+        return self._task.cancel() if self._task is not None else self.begun.cancel()
+
+    def made(self, attr) -> None:
+        ops, flags = self._ops, self._flags
+        ops._changes += 1
+        self._handle = handle = ops._handles.take(attr.inode, flags, self._caller, self._unique)
+        reads_only = flags & os.O_ACCMODE == os.O_RDONLY
+        # a new inode: the kernel has no pages of it, and nobody a lock
+        appending = bool(flags & os.O_APPEND) and not reads_only
+        self._let_go()
+        ops.name_is_kept = True  # there is a lease on what was made
+        self.on_end((attr, Opened(handle, appending, ops.options.writeback, reads_only)), None)
+
+    def opened(self, file) -> None:
+        ops = self._ops
+        attr = ops._telling_name(self._parent, self._name, file.attr)
+        if not ops.name_is_kept and ops.options.entry_timeout_s:
+            ops._keep_name(attr.inode, self._parent, self._name, attr.inode)  # so it was told
+        ops.name_is_kept = False
+        ops._keeps_pages(file.attr)
+        ops._keep_open(self._handle, file, self._flags, self._caller)
+
+    def found(self, attr, file) -> None:
+        ops = self._ops
+        ops._changes += 1
+        self._let_go()
+        try:
+            told = ops._telling_name(self._parent, self._name, attr), ops._opened(file, self._flags, self._caller, self._unique)
+        except Exception as error:
+            self.on_end(None, error)
+        else:
+            self.on_end(told, None)
+
+    def go_on(self, opening: Coroutine) -> None:
+        self.begun.leave()  # the slot is the request's until that is answered
+        self._task = asyncio.get_running_loop().create_task(opening)
+        self._task.unique = self._unique  # what it changes is made once for that, too; see client/rpc/exactly_once
+        self._task.add_done_callback(self._gone_on)
+
+    def _gone_on(self, task: asyncio.Task) -> None:
+        if task.cancelled():
+            self.failed(asyncio.CancelledError())
+        elif task.exception() is not None:
+            self.failed(task.exception())
+        else:
+            self.found(*task.result())
+
+    def failed(self, error: BaseException) -> None:
+        self._ops._changes += 1
+        self._let_go()
+        self.on_end(None, self._ops._gone(error, self._parent) if isinstance(error, DirectoryGone) else error)

@@ -1,0 +1,215 @@
+"""Listings of directories: a part of `fuse/ops/operations`.
+
+'.' and '..' are made here. Entries are read ahead in batches, and used only while they are young and nothing was changed
+through this mount since: the kernel keeps the attributes that a listing carries, so they must not be older than its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Container
+
+from nvpool.core.errors import DirectoryGone, NotFound
+from nvpool.rpc.messages.direntries import NOTHING_LISTED, Listed
+from nvpool.rpc.v1.meta_pb2 import Attr
+
+S_IFDIR = 0o040000
+
+LIST_BATCH = 512
+"""Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 390 (64 KiB) a request."""
+
+SEEK_BATCH = 32
+"""Entries asked for at first behind a place that was sought; each batch that is read on from there is four times as large."""
+
+AHEAD_MAX = 2
+"""Batches of a listing that nobody has come for yet: the shard makes one while another is on its way, or waits here."""
+
+
+def _seen(task: asyncio.Task) -> None:
+    """Nobody may come for what was read ahead; who comes meets its failure."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _add_each(add: Callable[[bytes, Attr, int], bool], entries: Listed, first: int, ops: ListOps,
+              untrue: Container[int]) -> int:
+    for at in range(first, len(entries)):
+        ops.name_is_kept = entries.inodes[at] not in untrue
+        if not add(entries.names[at], entries.attr(at), entries.cursor(at)):
+            return at
+    return len(entries)
+
+
+class _Batch:
+    """Entries behind `cursor`, on their way since `asked_s`, when `changes` had been made through this mount. `behind`: the
+    cursor that leads on, known from the moment when the answer comes; None where there is no more."""
+
+    __slots__ = ("cursor", "asked_s", "changes", "task", "behind")
+
+    def __init__(self, cursor: int, asked_s: float, changes: int) -> None:
+        self.cursor = cursor
+        self.asked_s = asked_s
+        self.changes = changes
+        self.task: asyncio.Task
+        self.behind: int | None = None
+
+
+class _OpenDirectory:
+    """A listing's place. `entries[at:]` were read ahead and follow `cursor`, all `entries` follow `begin`; `coming` follows
+    them, batch by batch. `newest`: the last batch that was asked for; `batch`: how many entries it may have."""
+
+    __slots__ = ("inode", "handle", "entries", "at", "begin", "cursor", "more", "read_s", "changes", "coming", "newest",
+                 "batch")
+
+    def __init__(self, inode: int, handle) -> None:
+        self.inode = inode
+        self.handle = handle
+        self.entries = NOTHING_LISTED
+        self.at = 0
+        self.begin = self.cursor = -1
+        self.more = True
+        self.read_s = 0.0
+        self.changes = -1
+        self.coming: deque[_Batch] = deque()
+        self.newest: _Batch | None = None
+        self.batch = LIST_BATCH
+
+    def try_seek(self, cursor: int) -> bool:
+        """Go to a place within the entries that were read last."""
+        entries = self.entries
+        at = 0 if cursor == self.begin else bisect_left(entries.words, (cursor,)) + 1  # they are in the order of their cursors
+        if at > len(entries) or at and entries.cursor(at - 1) != cursor:
+            return False
+        self.at, self.cursor = at, cursor
+        return True
+
+
+class ListOps:
+    def __init__(self) -> None:
+        self._directories: dict[int, _OpenDirectory] = {}
+
+    async def opendir(self, inode: int) -> int:
+        if self._is_withdrawn(inode):
+            raise NotFound(f"directory {inode:#x} may have another name by now")
+        opened = await self._vfs.opendir(inode)
+        handle = self._handles.directory(inode)
+        self._open_directory(handle, inode, opened)
+        return handle
+
+    def _open_directory(self, handle: int, inode: int, opened) -> None:
+        self._directories[handle] = _OpenDirectory(inode, opened)
+
+    def is_listed(self, inode: int) -> bool:
+        """Whether the directory is open here."""
+        return any(directory.inode == inode for directory in self._directories.values())
+
+    async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool],
+                      add_all: Callable[[Listed, int, set[int]], int] | None = None) -> None:
+        """Give entries behind `cursor` to add(name, attr, cursor behind it) until it says False or the directory ends.
+
+        Or to add_all(entries, index of the first, inodes whose attributes are not true any more), which takes what it can and
+        says how far that was.
+
+        Cursors: 0 the beginning, 1 behind '.', 2 behind '..', others are the metadata service's: valid in any process, at any
+        time, while the directory changes. A name that is there all the time is seen once; memory is 1 + AHEAD_MAX batches.
+        """
+        try:
+            await self._list(self._directories[handle], cursor, add, add_all)
+        except DirectoryGone as error:
+            raise NotFound(*error.args) from None
+
+    async def _list(self, directory: _OpenDirectory, cursor: int, add: Callable[[bytes, Attr, int], bool],
+                    add_all: Callable[[Listed, int, set[int]], int] | None) -> None:
+        if cursor < 2:
+            own = await self._vfs.getattr(directory.inode)
+            if cursor == 0 and not add(b".", Attr(inode=own.inode, mode=S_IFDIR), 1):
+                return
+            if not add(b"..", Attr(inode=self._above(own), mode=S_IFDIR), 2):
+                return
+            directory.begin = directory.cursor = -1  # a listing from the beginning sees the directory as it is now
+            directory.entries, directory.at = NOTHING_LISTED, 0
+            self._drop_coming(directory)
+            cursor = 2
+        while True:
+            if (self._is_old(directory.changes, directory.read_s)
+                    or cursor != directory.cursor and not directory.try_seek(cursor)):
+                await self._read_batch(directory, cursor)
+            entries, first = directory.entries, directory.at
+            if first < len(entries):
+                untrue = self._vfs.outdated(entries.inodes, directory.read_s) | self._vfs.unpromised(entries)
+                directory.at = (add_all(entries, first, untrue) if add_all is not None
+                                else _add_each(add, entries, first, self, untrue))
+                if directory.at > first:
+                    self._telling_names(directory.inode, entries, first, directory.at, untrue)
+                    directory.cursor = cursor = entries.cursor(directory.at - 1)
+                if directory.at < len(entries):
+                    return
+            if not directory.more:
+                return
+            directory.changes = -1
+
+    def _above(self, attr: Attr) -> int:
+        """The number that a listing of that directory shows for '..'."""
+        return attr.parent or attr.inode
+
+    def _is_old(self, changes: int, read_s: float) -> bool:
+        """What was read then is not what a listing may tell now."""
+        return changes != self._changes or self._clock.boottime_s() - read_s > self.options.attr_timeout_s
+
+    async def _read_batch(self, directory: _OpenDirectory, cursor: int) -> None:
+        """What follows `cursor`. Who lists on finds the next entries asked for while these are told."""
+        coming = directory.coming
+        first = coming[0] if coming else None
+        if first is None or first.cursor != cursor or first.task.cancelled() or self._is_old(first.changes, first.asked_s):
+            self._drop_coming(directory)
+            if cursor == 2:
+                directory.batch = LIST_BATCH
+            elif cursor != directory.cursor:
+                directory.batch = SEEK_BATCH
+            else:
+                directory.batch = min(4 * directory.batch, LIST_BATCH)
+            self._ask_batch(directory, cursor)
+        batch = coming.popleft()
+        self._ask_on(directory)
+        directory.entries, directory.more = await batch.task
+        directory.at, directory.begin = 0, cursor
+        directory.cursor, directory.changes, directory.read_s = cursor, batch.changes, batch.asked_s
+
+    def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> None:
+        batch = _Batch(cursor, self._clock.boottime_s(), self._changes)
+
+        def answered(behind: int | None) -> None:
+            batch.behind = behind
+            if directory.newest is batch:
+                self._ask_on(directory)
+
+        batch.task = self._own(self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, directory.batch, answered))
+        batch.task.add_done_callback(_seen)
+        directory.coming.append(batch)
+        directory.newest = batch
+
+    def _ask_on(self, directory: _OpenDirectory) -> None:
+        """For what follows all that was asked for, where that is known and there is room."""
+        newest = directory.newest
+        if (newest is not None and newest.behind is not None and len(directory.coming) < AHEAD_MAX
+                and directory.batch == LIST_BATCH):
+            self._ask_batch(directory, newest.behind)
+
+    @staticmethod
+    def _drop_coming(directory: _OpenDirectory) -> None:
+        directory.newest = None
+        while directory.coming:
+            directory.coming.pop().task.cancel()
+
+    async def releasedir(self, handle: int, again: bool = False) -> None:
+        if again and handle not in self._directories:
+            return
+        directory = self._directories.pop(handle)
+        self._handles.give_back(handle)
+        self._drop_coming(directory)
+        await self._vfs.releasedir(directory.handle)
+
+    async def fsyncdir(self, handle: int) -> None:
+        await self._vfs.fsyncdir(self._directories[handle].inode)

@@ -1,0 +1,182 @@
+"""What a mount shows of a pool, where that is less than all of it: a subtree, or nothing that may be changed.
+
+A subtree: the kernel's name for the root of a mount is 1, as is the pool's root inode. Here 1 stands for the directory that was
+mounted, wherever the kernel or a part of `fuse/ops/operations` says it: so nothing above can be named by any request, and '..'
+ends there. What goes out to the kernel is turned round in the notices alone, since no answer names a directory by its inode but
+that of a look-up in its parent, which is not in the mount. An engine knows nothing of all this.
+
+Read-only: the kernel refuses changes by itself, as long as it thinks that the mount is read-only. Here they are refused
+whatever it thinks (`mount -i -o remount,rw`), before anybody is asked for a right to write.
+
+Called by mountd/server, which finds the directory once (`directory_at`) and keeps its number: it is that directory for as
+long as there is the mount, wherever it is renamed to. Where it is removed, everything that names it fails with ESTALE.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Awaitable, Callable, Iterable
+
+from nvpool.core.errors import InvalidRequest, NotADirectory, NotFound, NotSupported, ReadOnly
+from nvpool.core.ids import ROOT_INODE
+from nvpool.fuse.ops.operations import DOTS, FuseOps
+
+_BY_INODE = ("getattr_now", "getattr", "setattr", "readlink", "access", "open", "open_now", "opendir", "getxattr", "setxattr",
+             "listxattr", "removexattr", "lookup_now", "begin_lookup", "mknod", "mkdir", "symlink", "unlink", "rmdir", "create",
+             "begin_create", "begin_unlink", "has_no_xattr", "create_unnamed", "statx")
+"""Requests whose first argument is an inode that the kernel names."""
+_CHANGES = ("setattr", "mknod", "mkdir", "symlink", "link", "unlink", "rmdir", "rename", "create", "write", "fallocate",
+            "copy_file_range", "setxattr", "removexattr", "create_unnamed")
+
+
+def parts_of(path: str) -> tuple[bytes, ...]:
+    """The names that lead from the root of a pool to the directory at `path`. InvalidRequest: '..', or what no name can be."""
+    parts = tuple(part for part in os.fsencode(path).split(b"/") if part not in (b"", b"."))
+    if b".." in parts or any(b"\0" in part for part in parts):
+        raise InvalidRequest(f"{path!r} is no place to mount: write the names from the root of the pool on, without '..'")
+    return parts
+
+
+async def directory_at(vfs, path: str) -> int:
+    """The inode of the directory at `path` of the pool. Symbolic links are not followed: they may have been planted in there.
+
+    InvalidRequest as parts_of; NotFound, NotADirectory with the part of the path; what the metadata service says.
+    """
+    inode, walked = ROOT_INODE, ""
+    for name in parts_of(path):
+        walked += "/" + os.fsdecode(name)
+        try:
+            attr = await vfs.lookup(inode, name)
+        except NotFound:
+            raise NotFound(f"{walked} does not exist in the pool, so it can not be mounted") from None
+        if stat.S_ISLNK(attr.mode):
+            raise NotADirectory(f"{walked} is a symbolic link, and those are not followed: mount what it leads to")
+        if not stat.S_ISDIR(attr.mode):
+            raise NotADirectory(f"{walked} is not a directory, so it can not be mounted")
+        inode = attr.inode
+    return inode
+
+
+class SubtreeOps(FuseOps):
+    """See the module. `root` is the inode of the directory that is shown as the root."""
+
+    shows_subtree = True
+
+    def __init__(self, vfs, options=None, *, root: int) -> None:
+        self.root = root
+        super().__init__(vfs, options)
+
+    def _here(self, inode: int) -> int:
+        return self.root if inode == ROOT_INODE else inode
+
+    def _there(self, inode: int) -> int:
+        return ROOT_INODE if inode == self.root else inode
+
+    async def lookup(self, parent: int, name: bytes):
+        if name in DOTS:  # of exported file systems only, which a subtree is not to be: handles of files know no root
+            raise NotSupported("a subtree can not be exported")
+        return await super().lookup(self._here(parent), name)
+
+    async def link(self, inode: int, parent: int, name: bytes, caller):
+        return await super().link(self._here(inode), self._here(parent), name, caller)
+
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller) -> None:
+        await super().rename(self._here(parent), name, self._here(new_parent), new_name, flags, caller)
+
+    async def statfs(self, node: int = ROOT_INODE):
+        return await super().statfs(self._here(node))
+
+    def _above(self, attr) -> int:
+        return attr.inode if attr.inode == self.root else super()._above(attr)
+
+    def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
+        super().forget((self._here(inode), count) for inode, count in forgotten)
+
+    # -- what an engine sets to be told by, in the names that the kernel knows ------------------------------------------------
+
+    @property
+    def invalidate_attributes(self) -> Callable[[int], None]:
+        return self._tell_of_attributes
+
+    @invalidate_attributes.setter
+    def invalidate_attributes(self, tell: Callable[[int], None]) -> None:
+        self._tell_of_attributes = lambda inode: tell(self._there(inode))
+
+    @property
+    def invalidate(self) -> Callable[[Iterable[tuple[int, bytes]], Iterable[int]], Awaitable[None]]:
+        return self._tell_to_forget
+
+    @invalidate.setter
+    def invalidate(self, tell: Callable[[Iterable[tuple[int, bytes]], Iterable[int]], Awaitable[None]]) -> None:
+        self._tell_to_forget = lambda names, inodes: tell([(self._there(parent), name) for parent, name in names],
+                                                          [self._there(inode) for inode in inodes])
+
+
+def _named_here(name: str):
+    otherwise = getattr(SubtreeOps, name)
+
+    def method(self, inode: int, *arguments, **named):
+        return otherwise(self, self._here(inode), *arguments, **named)
+
+    method.__name__, method.__doc__ = name, otherwise.__doc__
+    return method
+
+
+for _name in _BY_INODE:
+    setattr(SubtreeOps, _name, _named_here(_name))
+
+
+class ReadOnlyOps:
+    """Before FuseOps or SubtreeOps in the order of bases: whatever would change something is ReadOnly."""
+
+    def open_now(self, inode: int, flags: int, caller, unique: int = 0):
+        _check_only_reads(flags)
+        return super().open_now(inode, flags, caller, unique)
+
+    async def open(self, inode: int, flags: int, caller, drop_set_ids: bool = False):
+        _check_only_reads(flags)
+        return await super().open(inode, flags, caller, drop_set_ids)
+
+    def write_now(self, *_) -> bool:
+        raise ReadOnly(_READ_ONLY)
+
+    def begin_create(self, *_) -> None:
+        """`create` says so."""
+
+    begin_unlink = begin_create
+
+
+_READ_ONLY = "the pool is mounted read-only here"
+
+
+def _check_only_reads(flags: int) -> None:
+    if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+        raise ReadOnly(_READ_ONLY)
+
+
+def _refused(name: str):
+    async def method(self, *_, **__):
+        raise ReadOnly(_READ_ONLY)
+
+    method.__name__, method.__doc__ = name, "Refused: see ReadOnlyOps."
+    return method
+
+
+for _name in _CHANGES:
+    setattr(ReadOnlyOps, _name, _refused(_name))
+
+
+class _ReadOnlyFuseOps(ReadOnlyOps, FuseOps):
+    pass
+
+
+class _ReadOnlySubtreeOps(ReadOnlyOps, SubtreeOps):
+    pass
+
+
+def view_of(vfs, options=None, *, root: int = ROOT_INODE, read_only: bool = False) -> FuseOps:
+    """What an engine serves: the directory `root` of the pool and what is below it, to be changed or not."""
+    if root == ROOT_INODE:
+        return (_ReadOnlyFuseOps if read_only else FuseOps)(vfs, options)
+    return (_ReadOnlySubtreeOps if read_only else SubtreeOps)(vfs, options, root=root)

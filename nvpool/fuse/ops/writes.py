@@ -1,0 +1,117 @@
+"""Writes as the kernel asks for them: at their place or at the end, through its pages or past them; a part of
+`fuse/ops/operations`.
+
+A write request says which flags its descriptor has now, so F_SETFL of O_APPEND and O_DIRECT counts from the next write on. How
+pages are kept right beside what bypasses them: `fuse/ops/page_cache_bypass`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import QuotaExceeded
+from nvpool.fuse.ops.page_cache_bypass import Bypassing, may_have_tail
+from nvpool.fuse.ops.setid import SET_IDS, PrivilegeOps
+
+
+class WriteOps(PrivilegeOps):
+    _files: dict[int, Any]
+    _appending: dict[int, Caller]
+    _seen: dict[int, tuple[int, bool]]
+    _paged: dict[int, tuple[float, bool]]
+    _changes: int
+    _paging: Callable[[int], None]
+    flags_below: Callable[[int], int]
+    pages: Bypassing
+    options: Any
+    fsync: Any
+
+    def write_now(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None, unique: int) -> bool:
+        """Whether `buffer` was taken as by `write`, without waiting. Where what is written is kept (`kept`), it was copied."""
+        file = self._files[handle]
+        if drop_set_ids is not None and file.attr.mode & SET_IDS or offset and offset > file.size and may_have_tail(file):
+            return False
+        try:
+            if not self._vfs.write_now(file, offset, buffer, unique):
+                return False
+        except BaseException:
+            self.failed(file.inode)
+            raise
+        finally:
+            if file.inode not in self._paged:
+                self._paging(file.inode)
+        self._changes += 1
+        return True
+
+    def failed(self, inode: int) -> None:
+        """The kernel's pages have what was to be written, and no store does."""
+        self._seen.pop(inode, None)
+        if self.options.writeback:
+            self.pages.refuse(inode)
+
+    def _there(self, inode: int) -> int:
+        """The number by which the kernel knows a directory."""
+        return inode
+
+    def _forget_refused(self, inode: int) -> None:
+        """A descriptor is closed of a file of which the kernel has what was refused."""
+        if not self._vfs.is_open(inode):
+            names = self._vfs.cache.names_of(inode)
+            self.pages.forget_refused(inode, [(self._there(parent), name) for parent, name in names])
+
+    @contextlib.contextmanager
+    def _changing(self, file):
+        try:
+            yield
+        except BaseException:
+            self.failed(file.inode)
+            raise
+        finally:
+            self._changes += 1
+
+    def has_pages(self, handle: int) -> bool:
+        """Whether the kernel may have pages of the open file, though what is written through this handle bypasses them."""
+        file = self._files.get(handle)
+        return file is not None and self.pages.has_pages(file)
+
+    def syncs_itself(self, handle: int) -> bool:
+        """Whether the kernel leaves what O_SYNC and O_DSYNC ask for to us: past its pages it sends no FSYNC behind a write."""
+        return handle in self._appending
+
+    async def synced(self, handle: int, taken: int) -> int:
+        """`taken`, when what was written is durable."""
+        await self.fsync(handle, False)
+        return taken
+
+    async def write(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None = None, syncs: bool = False,
+                    flags: int | None = None) -> int:
+        """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: the writer,
+        where it may not leave set-id bits on the file. `syncs`: it is durable too, where `syncs_itself`. `flags`: of the
+        descriptor now, which fcntl(2) may have changed; None: those that it was opened with."""
+        file = self._files[handle]
+        if drop_set_ids is not None and file.attr.mode & SET_IDS:
+            await self._drop_set_ids(file, drop_set_ids)
+        flags = file.flags if flags is None else self.flags_below(flags)
+        direct = handle in self._appending or bool(flags & os.O_DIRECT)
+        with self._changing(file):
+            if flags & os.O_APPEND:
+                place, taken = await self._append(file, buffer, self._appending.get(handle)), len(buffer)
+                if not direct and place != offset:
+                    self.pages.moved(file.inode, min(place, offset))
+            else:
+                place, size = offset, file.size
+                has_tail = offset > size and not self.options.writeback and may_have_tail(file)
+                taken = await self._vfs.write(file, offset, buffer, False)
+                if has_tail:
+                    await self.pages.written_behind(file.inode, size, offset)
+                if taken < len(buffer) and self.options.writeback:  # the kernel takes no notice of what it wrote back in part
+                    raise QuotaExceeded("the volume's quota is used up: what was written back fits in part only")
+            if direct:
+                await self.pages.written(file, place, taken)
+            if handle in self._appending and (syncs or file.flags & os.O_DSYNC):
+                await self._vfs.fsync(file, False)
+            return taken

@@ -1,0 +1,84 @@
+"""Extended attributes and access control lists, as the kernel asks for them: a part of `fuse/ops/operations`.
+
+The kernel enforces access control lists where that was agreed on (`keeps_acls`), forgets them with an inode's attributes, and
+asks for them when somebody but the owner wants a right. So the commonest answer, that there is none, is given from what is
+known of the inode's attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvpool.client.state.attr_cache import ACL_FLAG
+from nvpool.client.state.types import XATTR_KILL_SET_GID, Caller
+from nvpool.core.errors import NoAttribute, NotSupported
+from nvpool.core.posix import acl
+from nvpool.fuse.ops.setid import CAPABILITY, is_in_group
+
+_SYSTEM = b"system."
+
+
+class XattrOps:
+    _vfs: Any
+    _seen: dict[int, tuple[int, bool]]
+    _changes: int
+
+    keeps_acls = False
+    """Set by the engine: the kernel enforces access control lists."""
+
+    def has_no_xattr(self, inode: int, name: bytes) -> bool:
+        """Whether the inode is known not to have what is asked for most: file capabilities, which the kernel looks at before
+        each write, and access control lists."""
+        if name == CAPABILITY:
+            seen = self._seen.get(inode)
+            return seen is not None and seen[1]
+        if name in acl.NAMES and self.keeps_acls:
+            attr = self._vfs.getattr_now(inode)
+            return attr is not None and not attr.flags & ACL_FLAG
+        return False
+
+    async def getxattr(self, inode: int, name: bytes) -> bytes:
+        if self.has_no_xattr(inode, name):
+            raise NoAttribute()
+        if not name.startswith(_SYSTEM):
+            return await self._vfs.getxattr(inode, name)
+        self._check_system(name)
+        try:
+            return await self._vfs.getxattr(inode, name)
+        except NotSupported:  # by an older metadata service: the kernel would keep out whoever is not the owner
+            raise NoAttribute() from None
+
+    def _check_system(self, name: bytes) -> None:
+        if not self.keeps_acls or name not in acl.NAMES:
+            raise NotSupported("an access control list that nobody enforces is not kept")
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller: Caller,
+                       kill_set_gid: bool | None = None) -> None:
+        """`kill_set_gid`: an access control list takes set-gid away; None: that is to be found out by the caller's groups."""
+        if name.startswith(_SYSTEM):
+            self._check_system(name)
+            if kill_set_gid is None and name == acl.ACCESS and caller.uid:
+                kill_set_gid = not is_in_group(caller, (await self._vfs.getattr(inode)).gid)
+            if kill_set_gid:
+                flags |= XATTR_KILL_SET_GID
+        self._seen.pop(inode, None)
+        try:
+            await self._vfs.setxattr(inode, name, value, flags, caller)
+        finally:
+            self._changes += 1
+
+    async def listxattr(self, inode: int) -> list[bytes]:
+        names = await self._vfs.listxattr(inode)
+        return names if self.keeps_acls else [name for name in names if not name.startswith(_SYSTEM)]
+
+    async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
+        """An access control list that is not there is removed, as on local file systems."""
+        if name.startswith(_SYSTEM):
+            self._check_system(name)
+        try:
+            await self._vfs.removexattr(inode, name, caller)
+        except NoAttribute:
+            if not name.startswith(_SYSTEM):
+                raise
+        finally:
+            self._changes += 1

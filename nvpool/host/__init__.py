@@ -1,0 +1,1 @@
+"""Facts of this machine: its processes, its mounts, and the files of a pool directory."""

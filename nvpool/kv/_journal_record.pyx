@@ -1,0 +1,84 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Effects checked, and encoded as a record of the journal, without Python in between. See api.py and journal.py, which have
+the twins and use no one else's."""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
+    uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    void put16(uint8_t *at, uint16_t value) nogil
+    void put32(uint8_t *at, uint32_t value) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
+
+crc_begin(0)
+
+cdef enum:
+    HEAD_BYTES = 40
+    EFFECT_BYTES = 6
+    KEY_BYTES_MAX = 511         # as contract has them
+    VALUE_BYTES_MAX = 1 << 20
+
+cdef bytes KEY_END = b"\xff" * KEY_BYTES_MAX
+
+
+def checked_effects(list pairs):
+    """As contract.checked_effects_plain, but None for what that raises an error about."""
+    cdef dict changed = {}
+    cdef object key, value
+    cdef Py_ssize_t count
+    for pair in pairs:
+        if type(pair) is not tuple or len(<tuple>pair) != 2:
+            return None
+        key, value = (<tuple>pair)[0], (<tuple>pair)[1]
+        if type(key) is not bytes or value is not None and type(value) is not bytes:
+            return None
+        count = PyBytes_GET_SIZE(key)
+        if not 0 < count <= KEY_BYTES_MAX or count == KEY_BYTES_MAX and key == KEY_END:
+            return None
+        if value is not None and PyBytes_GET_SIZE(value) > VALUE_BYTES_MAX:
+            return None
+        changed[key] = value
+    return changed if len(changed) == len(pairs) else None
+
+
+def encode(uint64_t term, uint64_t generation, uint64_t sequence, dict effects):
+    """As journal.encode_plain."""
+    cdef Py_ssize_t total = HEAD_BYTES, count
+    cdef object key, value
+    for key, value in effects.items():
+        total += EFFECT_BYTES + len(<bytes?>key) + (len(<bytes?>value) if value is not None else 0)
+    if total > 0xFFFFFFFF:
+        raise OverflowError("a record is longer than it can say")
+    cdef bytes record = PyBytes_FromStringAndSize(NULL, total)
+    cdef uint8_t *begin = <uint8_t *>PyBytes_AS_STRING(record)
+    cdef uint8_t *at = begin + HEAD_BYTES
+    put32(begin + 4, <uint32_t>total)
+    put64(begin + 8, term)
+    put64(begin + 16, generation)
+    put64(begin + 24, sequence)
+    put32(begin + 32, <uint32_t>len(effects))
+    put32(begin + 36, 0)
+    for key, value in effects.items():
+        count = PyBytes_GET_SIZE(key)
+        put16(at, <uint16_t>count)
+        put32(at + 2, 0xFFFFFFFF if value is None else <uint32_t>PyBytes_GET_SIZE(value))
+        at += EFFECT_BYTES
+        memcpy(at, PyBytes_AS_STRING(key), count)
+        at += count
+        if value is not None:
+            count = PyBytes_GET_SIZE(value)
+            memcpy(at, PyBytes_AS_STRING(value), count)
+            at += count
+    put32(begin, crc_of(begin + 4, total - 4))
+    return record
+
+
+def crc32c(bytes some, bint by_table):
+    """For tests: of either way of `_crc.h`."""
+    crc_begin(by_table)
+    found = crc_of(<const uint8_t *>PyBytes_AS_STRING(some), len(some))
+    crc_begin(0)
+    return found

@@ -1,0 +1,599 @@
+"""The engine: a journal, ordered layers of newer values in memory, and LMDB below.
+
+A change is appended to the journal by one write, put into the layer and so acknowledged. Every second, or when it is
+large, the layer is frozen, a new one and the other journal file begin, and a thread writes the frozen one in one LMDB
+transaction together with its last sequence number. What is read is the layer, else the frozen layer, else LMDB; every
+reader of LMDB ends within the call that began it. Opening replays the journal and checkpoints at once under a new
+generation, so nothing that a torn write left behind can become valid later.
+
+Files: `FORMAT` and `lock` (see kv/data_dir), `journal-0` and `journal-1` (kv/journal), `data.mdb` and `lock.mdb`
+(kv/lmdb_env).
+
+One event loop owns an engine; two threads work for it, one for fdatasync, one for checkpoints, so that a sync never
+waits for a checkpoint. LMDB is never run without its syncs. Used by meta, store and cluster; it knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from pathlib import Path
+
+from nvpool.core.errors import (
+    Busy,
+    CorruptRecord,
+    Fenced,
+    InvalidRequest,
+    NoSpace,
+    NvpoolError,
+    TooBig,
+    WrongFormat,
+)
+from nvpool.core.futures import abandon
+from nvpool.kv.api import KEY_END, Effect, checked_effects
+from nvpool.kv.data_dir import EngineDirectory
+from nvpool.kv.journal import Journal, Record, encode
+from nvpool.kv.lmdb_env import LmdbTree, Mark
+from nvpool.kv.memtable import Layer
+from nvpool.kv.options import LmdbOptions
+from nvpool.kv.replication_log import History, Position
+from nvpool.kv.snapshot import Snapshot, SnapshotSet
+
+__all__ = ["LmdbKv", "LmdbOptions"]
+
+log = logging.getLogger(__name__)
+
+_ABSENT: bytes = b"absent\0"  # compared by identity only
+
+Step = Callable[[str], None]
+BeforeCheckpoint = Callable[[], Awaitable[None]]
+OnReplay = Callable[[list[list[Effect]], Callable[[bytes], bytes | None]], list[list[Effect]]]
+
+
+def _no_step(_name: str) -> None:
+    pass
+
+
+class LmdbKv:
+    """See kv/api for the promises. Made by `open` only."""
+
+    @classmethod
+    async def open(cls, path: str | os.PathLike[str], options: LmdbOptions | None = None, *,
+                   before_checkpoint: BeforeCheckpoint | None = None, on_replay: OnReplay | None = None,
+                   on_fence: Callable[[str], None] | None = None, step: Step = _no_step) -> LmdbKv:
+        """Open the engine in the directory `path`, making it where there is none, and replay its journal.
+
+        On return everything that was acknowledged before is there and durable. Interrupted, it may be repeated.
+
+        before_checkpoint  awaited each time before a frozen layer is written to LMDB: make durable what its records name
+        on_replay          given the effects of all replayed changes, in order, and a function that gets what LMDB holds under
+                           a key; answers with the effects that stand, change by change. Called before anything is written.
+        on_fence           told the reason, once, when the engine fences itself: end the process, or open anew
+        step               told the name of each step of a checkpoint; for tests that stop between two of them
+
+        InUse          another process, or another part of this one, has it open
+        WrongFormat    made by another version, or not by nvpool
+        CorruptRecord  LMDB can not make sense of its file
+        NoSpace, DriveFailed, AccessDenied, TooManyOpen   as the drive says
+        """
+        engine = cls(Path(path), options or LmdbOptions(), before_checkpoint, on_replay, on_fence, step)
+        try:
+            await engine._start()
+        except BaseException:
+            await engine.abandon()
+            raise
+        return engine
+
+    def __init__(self, path: Path, options: LmdbOptions, before_checkpoint: BeforeCheckpoint | None,
+                 on_replay: OnReplay | None, on_fence: Callable[[str], None] | None, step: Step) -> None:
+        self.path = path
+        self.options = options
+        self.sync_before_answer = options.durability == "always"
+        self.term = options.term
+        """Of the changes that are made from here on."""
+        self.history: History | None = None
+        """Where there are standbys: what was changed last, and how far all have it. Nothing else is written to LMDB."""
+        self.sync_others: Callable[[int], Awaitable[None]] | None = None
+        """Where there are standbys: returns when all of them have the change durably."""
+        self._before_checkpoint = before_checkpoint
+        self._on_replay = on_replay
+        self._on_fence = on_fence
+        self._step = step
+        self._loop = asyncio.get_running_loop()
+        self._sync_thread = options.floor.thread("kv-sync")
+        self._checkpoint_thread = options.floor.thread("kv-checkpoint")
+        self._record_bytes_max = self.options.journal_bytes // 8
+        self._directory: EngineDirectory | None = None
+        self._journal: Journal | None = None
+        self._tree: LmdbTree | None = None
+        self._layer, self._frozen = Layer(), None
+        self._frozen_sequence = self._frozen_generation = self._frozen_bytes = self._frozen_term = 0
+        self._term_before = self._term_began = self._stored_term = 0
+        self._sequence = self._synced_sequence = self._stored_sequence = 0
+        self._fenced = ""
+        self._closed = False
+        self._drive_full = ""
+        self._limit_adding = self._limit_reclaiming = 0
+        self._entries_max = options.layer_entries_max
+        self._sync_timer: asyncio.TimerHandle | None = None
+        self._checkpoint_timer: asyncio.TimerHandle | None = None
+        self._syncing = False
+        self._sync_waiters: list[asyncio.Future[None]] = []
+        self._checkpoint_task: asyncio.Task[None] | None = None
+        self._sync_count = self._checkpoint_count = self._replayed_count = 0
+        self._snapshots = SnapshotSet(self, path)
+        self.on_apply: Callable[[dict[bytes, bytes | None]], None] | None = None
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._directory = EngineDirectory(self.path)
+        formatted = self._directory.prepare()
+        self._tree = self.options.floor.tree(self.path, self.options.map_bytes)
+        sequence, generation, term = self._stored_mark(formatted)
+        self._journal = self.options.floor.journal(self.path, self.options.journal_bytes)
+        # A crash leaves records in the generation after the stored one, and in the one after that when it came
+        # between a freeze and its commit. Beginning above both makes every record that is left in the files invalid.
+        records: list[Record] = []
+        for replayed in (generation + 1, generation + 2):
+            for record in self._journal.replay(replayed, sequence):
+                records.append(record)
+                sequence, term = record.sequence, record.term
+        records, sequence, term = self._chosen(records, Mark(sequence, generation, term))
+        changes = [record.effects for record in records]
+        self._replayed_count = len(changes)
+        if changes and self._on_replay is not None:
+            changes = self._on_replay(changes, self._tree.get)
+        for effects in changes:
+            self._layer.values.update(effects)
+        self._sequence = self._term_began = sequence
+        self._term_before = term
+        self._journal.begin(generation + 2)
+        if self._replayed_count:
+            log.info("%s: %d changes replayed from the journal, up to %d", self.path, self._replayed_count, sequence)
+        await self._checkpoint_once()
+        if self._replayed_count:
+            self._tree.renew()  # more than a layer was written
+        if not formatted:
+            self._finish_directory()
+
+    def _finish_directory(self) -> None:
+        self._directory.finish()
+
+    def _chosen(self, records: list[Record], last: Mark) -> tuple[list[Record], int, int]:
+        """Which of the journal's changes stand, and sequence and term of the last that does: all."""
+        return records, last.sequence, last.term
+
+    def _stored_mark(self, formatted: bool) -> Mark:
+        """Of what LMDB holds."""
+        mark = self._tree.mark()
+        if mark is None:
+            if formatted:
+                raise CorruptRecord(f"{self.path}/data.mdb is empty: restore the directory from its backup or dump")
+            return Mark(0, 0, 0)
+        if mark.term > self.options.term:
+            raise WrongFormat(f"{self.path} has seen the term {mark.term} and can not be opened under {self.options.term}")
+        return mark
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> bytes | None:
+        value = self._layer.values.get(key, _ABSENT)
+        if value is not _ABSENT:
+            return value
+        if self._frozen is not None:
+            value = self._frozen.values.get(key, _ABSENT)
+            if value is not _ABSENT:
+                return value
+        return self._tree.get(key)
+
+    def get_many(self, keys: list[bytes]) -> list[bytes | None]:
+        newer, older = self._layer.values, self._frozen.values if self._frozen is not None else {}
+        stored = self._tree.get_many([key for key in keys if key not in newer and key not in older])
+        return [newer[key] if key in newer else older[key] if key in older else stored[key] for key in keys]
+
+    def scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        return self._scan(first, end, limit, forward=True)
+
+    def scan_back(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        return self._scan(first, end, limit, forward=False)
+
+    def _scan(self, first: bytes, end: bytes, limit: int, forward: bool) -> list[tuple[bytes, bytes]]:
+        end = min(end, KEY_END)
+        found: list[tuple[bytes, bytes]] = []
+        if limit <= 0 or first >= end:
+            return found
+        overlay = self._overlay(first, end, forward)
+        newer = next(overlay, None)
+        if newer is None and forward:
+            return self._tree.read(first, end, limit)
+        with contextlib.closing(self._tree.walk(first, end, forward)) as stored:
+            for item in stored:
+                if newer is not None:
+                    key = item[0]
+                    while newer is not None and (newer[0] < key if forward else newer[0] > key):
+                        if newer[1] is not None:
+                            found.append(newer)
+                            if len(found) == limit:
+                                return found
+                        newer = next(overlay, None)
+                    if newer is not None and newer[0] == key:
+                        continue  # taken when the next key, or the end, shows that its turn has come
+                found.append(item)
+                if len(found) == limit:
+                    return found
+        while newer is not None and len(found) < limit:
+            if newer[1] is not None:
+                found.append(newer)
+            newer = next(overlay, None)
+        return found
+
+    def _overlay(self, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes | None]]:
+        """What is newer than LMDB, in order; None where a key was deleted."""
+        values = self._layer.values
+        keys = self._layer.ascend(first, end) if forward else self._layer.descend(first, end)
+        if self._frozen is None:
+            for key in keys:
+                yield key, values[key]
+            return
+        older = self._frozen.values
+        older_keys = self._frozen.ascend(first, end) if forward else self._frozen.descend(first, end)
+        previous = None
+        for key in heapq.merge(keys, older_keys, reverse=not forward):
+            if key != previous:
+                yield key, values[key] if key in values else older[key]
+                previous = key
+
+    # -- changing -----------------------------------------------------------------------------------------------------
+
+    def apply(self, effects: Iterable[Effect], *, reclaims: bool = False) -> int:
+        changed = checked_effects(effects)
+        journal = self._journal
+        sequence = self._sequence + 1
+        record = encode(self.term, journal.generation, sequence, changed)
+        if len(record) > self._record_bytes_max:
+            raise TooBig(f"a change of {len(record)} bytes is more than an eighth of the journal")
+        if journal.offset + len(record) > (self._limit_reclaiming if reclaims else self._limit_adding):
+            self._refuse(len(record), reclaims)
+        try:
+            journal.append(record)
+        except NoSpace:
+            raise
+        except NvpoolError as error:
+            self._fence(str(error))
+            raise
+        # From here on the change is made; nothing below may fail.
+        if self._snapshots:
+            self._snapshots.note(changed)
+        if self.on_apply is not None:
+            self.on_apply(changed)
+        self._sequence = sequence
+        if self.history is not None:
+            self.history.note(sequence, self.term, record)
+        values = self._layer.values
+        values.update(changed)
+        if self._sync_timer is None:
+            self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
+        if self._checkpoint_timer is None:
+            self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
+        if len(values) >= self._entries_max or journal.offset > self.options.journal_bytes // 2:
+            self._relieve()
+        return sequence
+
+    def _refuse(self, record_bytes: int, reclaims: bool) -> None:
+        """Say why a record does not fit, by the first reason that holds."""
+        if self._closed:
+            raise Fenced("the engine is closed")
+        if self._fenced:
+            raise Fenced(self._fenced)
+        if not reclaims:
+            if self._drive_full:
+                # Who is refused changes nothing, so nothing but this would ever look whether there is room again.
+                if self._checkpoint_timer is None and self._checkpoint_task is None:
+                    self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
+                raise NoSpace(self._drive_full)
+            if self._journal.offset + record_bytes <= self._limit_reclaiming:
+                raise NoSpace(f"the records in {self.path} have reached their configured maximum of "
+                              f"{self.options.map_bytes_max} bytes")
+        raise Busy("changes must wait for a checkpoint")
+
+    def _set_limits(self) -> None:
+        """How far the journal may be written by changes that reclaim space, and by those that add."""
+        if self._fenced or self._closed:
+            self._limit_reclaiming = self._limit_adding = 0
+            return
+        # By the pages that LMDB copies too: scattered over a large tree, keys take more of them. Half: layers reach twice this.
+        self._entries_max = min(self.options.layer_entries_max, max(1, self._tree.write_keys_max // 2))
+        layer_is_full = len(self._layer.values) >= 2 * self._entries_max
+        self._limit_reclaiming = 0 if layer_is_full else self.options.journal_bytes
+        if self._drive_full:
+            self._limit_adding = 0
+            return
+        # A record split over half-full pages takes twice its bytes. What is frozen counts until LMDB says what it took.
+        left = (self.options.map_bytes_max - self._tree.used_bytes) // 2 - self._frozen_bytes
+        self._limit_adding = min(self._limit_reclaiming, left)
+
+    def _is_large(self) -> bool:
+        return len(self._layer.values) >= self._entries_max or self._journal.offset > self.options.journal_bytes // 2
+
+    def _relieve(self) -> None:
+        """Begin a checkpoint for a large layer, or stop taking changes when it has twice its size."""
+        if self._frozen is None:
+            self._freeze()  # at once: a caller that does not let the loop run must not fill the new layer's room too
+            self._start_checkpoint()
+        elif len(self._layer.values) >= 2 * self._entries_max:
+            self._set_limits()
+
+    @property
+    def full(self) -> bool:
+        return self._frozen is not None and self._is_large()
+
+    async def room(self) -> None:
+        self._raise_if_fenced()
+        while self.full:
+            await self._checkpoint_more()
+
+    @property
+    def sequence(self) -> int:
+        return self._sequence
+
+    @property
+    def last(self) -> Position:
+        """Of the last change applied."""
+        return Position(self._sequence, self.term if self._sequence > self._term_began else self._term_before)
+
+    @property
+    def synced_sequence(self) -> int:
+        return self._synced_sequence
+
+    @property
+    def fenced(self) -> str:
+        """Why nothing more is taken, or nothing."""
+        return self._fenced
+
+    def _fence(self, reason: str) -> None:
+        if self._fenced or self._closed:
+            return
+        self._fenced = reason
+        self._set_limits()
+        self._cancel_timers()
+        log.error("%s is fenced: %s", self.path, reason)
+        if self._on_fence is not None:
+            self._on_fence(reason)
+
+    def _raise_if_fenced(self) -> None:
+        if self._fenced:
+            raise Fenced(self._fenced)
+        if self._closed:
+            raise Fenced("the engine is closed")
+
+    # -- syncing ------------------------------------------------------------------------------------------------------
+
+    async def sync(self, sequence: int | None = None) -> None:
+        wanted = self._sequence if sequence is None else sequence
+        if wanted > self._sequence:
+            raise InvalidRequest(f"change {wanted} does not exist; the last is {self._sequence}")
+        self._raise_if_fenced()
+        if self.sync_others is not None:
+            await self._sync_everywhere(wanted)
+        else:
+            await self._sync_here(wanted)
+
+    async def _sync_everywhere(self, wanted: int) -> None:
+        others = asyncio.ensure_future(self.sync_others(wanted))
+        try:
+            await self._sync_here(wanted)
+            await others
+        finally:
+            abandon(others)
+
+    async def _sync_here(self, wanted: int) -> None:
+        while self._synced_sequence < wanted:
+            # One that is under way may have begun before our change; then a second one follows, for all who wait.
+            if not self._syncing:
+                self._begin_sync()
+            waiter = self._loop.create_future()
+            self._sync_waiters.append(waiter)
+            await waiter
+            self._raise_if_fenced()
+
+    def _begin_sync(self) -> None:
+        # Not to be divided: the number and the files that hold all up to it. Both files, since a record of the new
+        # generation is worth nothing without those of the one before it.
+        sequence, files = self._sequence, self._journal.take_unsynced()
+        self._syncing = True
+        self._sync_thread.submit(self._sync_files, sequence, files)
+
+    def _sync_files(self, sequence: int, files: list[int]) -> None:
+        """In the thread. Tells the loop the outcome, whatever it is."""
+        failure = ""
+        try:
+            for descriptor in files:
+                self._journal.sync_file(descriptor)
+        except OSError as error:
+            failure = f"a sync of the journal failed: {error.strerror}"
+        self._loop.call_soon_threadsafe(self._sync_ended, sequence, failure)
+
+    def _sync_ended(self, sequence: int, failure: str) -> None:
+        self._syncing = False
+        if failure:
+            self._fence(failure)
+        else:
+            self._synced_sequence = max(self._synced_sequence, sequence)
+            self._sync_count += 1
+        waiters, self._sync_waiters = self._sync_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _sync_due(self) -> None:
+        self._sync_timer = None
+        if self._syncing:  # it may have begun before the last change
+            self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
+        elif self._synced_sequence < self._sequence:
+            self._begin_sync()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self) -> None:
+        wanted = self._sequence
+        self._raise_if_fenced()
+        while self._stored_sequence < wanted:
+            await self._checkpoint_more()
+
+    async def _checkpoint_more(self) -> None:
+        """Wait for the checkpoint that is under way, or for one more."""
+        task = self._start_checkpoint()
+        await asyncio.wait((task,))
+        self._raise_if_fenced()
+        if task.exception() is not None:
+            raise NoSpace(self._drive_full)
+
+    def _checkpoint_due(self) -> None:
+        self._checkpoint_timer = None
+        self._start_checkpoint()
+
+    def _start_checkpoint(self) -> asyncio.Task[None]:
+        if self._checkpoint_task is None or self._checkpoint_task.done():
+            self._checkpoint_task = self._loop.create_task(self._checkpoint_once())
+            self._checkpoint_task.add_done_callback(self._checkpoint_ended)
+        return self._checkpoint_task
+
+    def _checkpoint_ended(self, task: asyncio.Task[None]) -> None:
+        if self._checkpoint_task is task:  # a change between its end and this call may have begun the next one
+            self._checkpoint_task = None
+        if task.cancelled():
+            return
+        error = task.exception()
+        if self._closed:
+            return
+        if error is None:
+            if self._frozen is not None:
+                self._start_checkpoint()
+            elif self._is_large():
+                self._relieve()  # before those wake who wait for room
+        elif isinstance(error, NoSpace):
+            log.warning("%s: %s; trying again", self.path, error)
+            if self._checkpoint_timer is None:
+                self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
+        else:
+            self._fence(f"a checkpoint failed: {error}")
+
+    async def _checkpoint_once(self) -> None:
+        """Freeze the layer, unless one is frozen still, and write the frozen one to LMDB.
+
+        NoSpace: the drive is full, the frozen layer stays and the next call tries again. After anything else the
+        engine must be fenced.
+        """
+        self._raise_if_fenced()
+        if self._frozen is None:
+            self._freeze()
+        if self._frozen.values and self._before_checkpoint is not None:
+            await self._before_checkpoint()
+        if self.history is not None:
+            await self.history.until(self._frozen_sequence)
+        self._step("data synced")
+        mark = Mark(self._frozen_sequence, self._frozen_generation, self._frozen_term)
+        full = ""
+        try:
+            try:
+                self._tree.prepare(self._frozen_bytes)
+            except NoSpace as error:
+                full = str(error)
+            while not await self._loop.run_in_executor(self._checkpoint_thread, self._tree.write, self._frozen.values,
+                                                       mark, self._step):
+                self._tree.double_map()  # the transaction died with all that was in it; the frozen layer did not
+        except NoSpace as error:
+            self._drive_full = str(error)
+            self._set_limits()
+            raise
+        self._step("stored")
+        self._drive_full = full
+        self._drop_frozen()
+        self._step("dropped")
+
+    def _freeze(self) -> None:
+        # Not to be divided: layer, journal file and numbers change together. The other file is free, since nothing
+        # is frozen, so what it held is in LMDB.
+        self._frozen, self._layer = self._layer, Layer()
+        self._frozen_sequence, self._frozen_generation = self._sequence, self._journal.generation
+        self._frozen_term = self.last.term
+        self._frozen_bytes = self._journal.offset
+        self._journal.begin(self._frozen_generation + 1)
+        if self._checkpoint_timer is not None:
+            self._checkpoint_timer.cancel()
+            self._checkpoint_timer = None
+        self._set_limits()
+        self._step("frozen")
+
+    def _drop_frozen(self) -> None:
+        # LMDB syncs what it commits, so the frozen changes are durable even if the journal was not synced yet.
+        self._synced_sequence = max(self._synced_sequence, self._frozen_sequence)
+        self._stored_sequence, self._stored_term = self._frozen_sequence, self._frozen_term
+        self._frozen = None
+        self._frozen_bytes = 0
+        self._checkpoint_count += 1
+        self._tree.measure()
+        self._set_limits()
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self, first: bytes = b"", end: bytes | None = None) -> Snapshot:
+        self._raise_if_fenced()
+        return self._snapshots.begin(first, end)
+
+    def statistics(self) -> dict[str, float]:
+        tree = self._tree
+        return {"entries": tree.entries, "used_bytes": tree.used_bytes, "map_bytes": tree.map_bytes,
+                "map_bytes_max": self.options.map_bytes_max, "file_bytes": tree.file_bytes,
+                "journal_bytes": self._journal.offset, "layer_entries": len(self._layer.values),
+                "frozen_entries": len(self._frozen.values) if self._frozen else 0, "snapshots": len(self._snapshots.live),
+                "checkpoints": self._checkpoint_count, "syncs": self._sync_count, "replayed": self._replayed_count,
+                "sequence": self._sequence, "synced_sequence": self._synced_sequence,
+                "stored_sequence": self._stored_sequence, "drive_full": float(bool(self._drive_full)),
+                "fenced": float(bool(self._fenced))}
+
+    async def close(self) -> None:
+        """Sync, checkpoint and release. A full drive, a fence, or changes that a standby has not leave the work to the next
+        opening's replay, silently: everything acknowledged is in the journal. May be called twice."""
+        if self._closed:
+            return
+        try:
+            with contextlib.suppress(Fenced, NoSpace):
+                self._raise_if_fenced()
+                await self._sync_here(self._sequence)
+                if self.history is None or self.history.committed >= self._sequence:
+                    await self.checkpoint()
+        finally:
+            await self.abandon()
+
+    async def abandon(self) -> None:
+        """Release everything as the death of this process would: nothing is synced or checkpointed any more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._set_limits()
+        self._cancel_timers()
+        self._snapshots.end_all()
+        if self.history is not None:
+            self.history.end()
+        if self._checkpoint_task is not None:
+            self._checkpoint_task.cancel()
+        # What the threads have begun ends by itself: an LMDB transaction can not be abandoned from outside.
+        for thread in (self._sync_thread, self._checkpoint_thread):
+            await self._loop.run_in_executor(None, thread.shutdown)
+        if self._tree is not None:
+            self._tree.close()
+        if self._journal is not None:
+            self._journal.close()
+        if self._directory is not None:
+            self._directory.release()
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._sync_timer, self._checkpoint_timer):
+            if timer is not None:
+                timer.cancel()

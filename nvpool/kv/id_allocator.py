@@ -1,0 +1,84 @@
+"""Numbers that are never given twice: inode, session and version numbers come from here.
+
+A number is handed out only when it lies below a bound that is already synced. A restart begins at the bound, so what
+was handed out before it, used or not, never returns, whatever the loss of power took. The record is the bound, u64
+little-endian, under a key that the owner chooses; bounds move up by 65,536 at a time, so this costs a sync for that
+many numbers, begun when half of them are left. Used by meta and cluster, on the thread that owns the Kv.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from nvpool.core.errors import Busy, CorruptRecord, InvalidRequest
+from nvpool.kv.api import Kv
+
+NUMBERS_AT_ONCE = 65_536
+
+
+class NumberBounds:
+    """One sequence of numbers: `open` it, then `take`."""
+
+    def __init__(self, kv: Kv, key: bytes, first: int = 1, at_once: int = NUMBERS_AT_ONCE) -> None:
+        if at_once < 2:
+            raise InvalidRequest("numbers are reserved by two at least, since the second half is given while the next is made")
+        self._kv = kv
+        self._key = key
+        self._first = first
+        self._at_once = at_once
+        self._next = self._bound = 0
+        self._reserving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Begin at the stored bound and reserve the first numbers. As `more`; may be repeated."""
+        raw = self._kv.get(self._key)
+        if raw is not None and len(raw) != 8:
+            raise CorruptRecord(f"the bound of numbers {self._key.hex()} is {len(raw)} bytes long")
+        self._next = self._bound = self._first if raw is None else int.from_bytes(raw, "little")
+        await self.more()
+
+    @property
+    def bound(self) -> int:
+        """Every number that was ever handed out, here or before a restart, lies below it."""
+        return self._bound
+
+    def take(self) -> int:
+        """A number that was never given before. Busy: none is left below the bound, await `more`, then repeat."""
+        number = self._next
+        if number >= self._bound:
+            raise Busy("the next numbers are being reserved")
+        self._next = number + 1
+        if self._bound - number < self._at_once // 2 and self._reserving is None:
+            self._begin()
+        return number
+
+    async def more(self) -> None:
+        """Return when at least half of a reservation is left. NoSpace, Fenced, Busy: as the Kv says; repeat later."""
+        while self._bound - self._next < self._at_once // 2:
+            task = self._reserving or self._begin()
+            await asyncio.wait((task,))
+            if (error := task.exception()) is not None:
+                raise error
+
+    def _begin(self) -> asyncio.Task[None]:
+        self._reserving = asyncio.get_running_loop().create_task(self._reserve())
+        self._reserving.add_done_callback(self._ended)
+        return self._reserving
+
+    async def _reserve(self) -> None:
+        bound = self._bound + self._at_once
+        await self._kv.room()
+        # It reclaims nothing, but without numbers nothing could be removed either: removals are changes with sessions.
+        sequence = self._kv.apply([(self._key, bound.to_bytes(8, "little"))], reclaims=True)
+        await self._kv.sync(sequence)
+        self._bound = bound
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._reserving = None
+        if not task.cancelled():
+            task.exception()  # seen, so that asyncio does not report it: who finds no numbers left asks again and is told
+
+    async def close(self) -> None:
+        """Wait for a reservation that is under way. May be called twice."""
+        if self._reserving is not None:
+            await asyncio.wait((self._reserving,))

@@ -1,0 +1,1 @@
+"""Replication of the key-value engine: the primary ships its log to standbys."""

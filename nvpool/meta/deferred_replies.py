@@ -1,0 +1,73 @@
+"""Requests that wait: for room in the engine, a truncation at the targets, a sync, the word of who has a lease. Bounded, each
+until its deadline. Used by `meta/server/service`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import Busy, DeadlineExceeded, Draining, Fenced, NvpoolError
+from nvpool.meta.state.record_locks import Held
+from nvpool.rpc.api import Call
+
+WAITING_MAX = 4096
+"""Requests that wait for something at once; more are told Busy."""
+
+
+class Waits:
+    def __init__(self, clock: Clock, who: str, on_fenced: Callable[[Fenced], None]) -> None:
+        self._clock = clock
+        self._who = who
+        self._on_fenced = on_fenced
+        self.tasks: set[asyncio.Task] = set()
+        self._undecided: set[asyncio.Task] = set()
+        self._draining = False
+        self.waited = 0
+
+    def begin_drain(self) -> None:
+        """End the waits of requests of which nothing is decided. Many wait for other requests, and none are taken any more."""
+        self._draining = True
+        for task in self._undecided:
+            task.cancel()
+
+    def add(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False,
+            undecided: bool = False) -> None:
+        """Call `then` when `wait()` is over, and again where it meets a record that is held; where one of them fails or the
+        deadline comes first, that is the answer.
+        `may_be_applied`: the change is made. `undecided`: nothing of it is, and the wait itself changes nothing. Busy where too
+        many wait for changes that are not."""
+        if undecided and self._draining:
+            raise Draining(f"{self._who} is stopping")
+        if len(self.tasks) >= WAITING_MAX and not may_be_applied:
+            raise Busy(f"{WAITING_MAX} requests wait already")
+        self.waited += 1
+        task = asyncio.ensure_future(self._wait(call, wait, then, may_be_applied))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        if undecided:
+            self._undecided.add(task)
+            task.add_done_callback(self._undecided.discard)
+
+    async def _wait(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, call.deadline_s - self._clock.boottime_s())):
+                await wait()
+                while True:
+                    try:
+                        then()
+                        break
+                    except Held as held:
+                        await held.wait()
+        except TimeoutError:
+            call.fail(DeadlineExceeded("what the request waits for did not come in time", may_be_applied=may_be_applied))
+        except asyncio.CancelledError:
+            call.fail(Draining(f"{self._who} is stopping", may_be_applied=may_be_applied))
+            raise
+        except NvpoolError as error:
+            if isinstance(error, Fenced):
+                self._on_fenced(error)
+            call.fail(error)
+        except Exception as error:
+            call.fail(error)

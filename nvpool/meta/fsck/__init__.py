@@ -1,0 +1,1 @@
+"""Check, repair, dump and load of the records of a shard."""

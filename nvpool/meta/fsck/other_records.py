@@ -1,0 +1,210 @@
+"""The check of a shard's records but those of names: attributes, orphans, cuts, locks, sessions, changes over several shards.
+
+The other half of `meta/fsck/walker`, which walks, and owns all that is used here.
+"""
+
+from __future__ import annotations
+
+from nvpool.core.errors import CorruptRecord, InvalidRequest, TooBig
+from nvpool.core.posix import acl
+from nvpool.core.posix.byte_ranges import Span
+from nvpool.meta.state import records
+from nvpool.meta.state.lock_table import Owner
+from nvpool.meta.state.records import Inode
+from nvpool.meta.state.session_records import decode_session, decode_slot
+from nvpool.meta.state.transaction_records import decode_decision, decode_held, id_of_key
+
+
+class OtherRecords:
+    def _xattr(self, key: bytes, raw: bytes) -> None:
+        number = records.inode_of_key(key)
+        try:
+            records.decode_xattr(raw)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, f"attribute {key[9:]!r} of inode {number}: {error}", lambda: self._one_xattr_less(number))
+            return
+        inode = self._current(number)
+        if self._kv.get(key) is None:
+            return
+        if inode is None:
+            self._found("xattr", f"attribute {key[9:]!r} belongs to inode {number}, which is not there", lambda: [(key, None)])
+        elif not inode.flags & records.HAS_XATTRS:
+            def mark() -> list:
+                inode.flags |= records.HAS_XATTRS
+                return [self._put(inode)]
+            self._found("xattr", f"inode {number} has attributes and is not marked so", mark)
+        if inode is not None and key[9:] in acl.NAMES:
+            self._acl(key, records.decode_xattr(raw), inode)
+
+    def _acl(self, key: bytes, value: bytes, inode: Inode) -> None:
+        """A list that the kernel would refuse keeps everybody out; one beside the mode lets in whom `ls` does not show."""
+        try:
+            found = acl.decode_acl(value)
+            if not found or key[9:] == acl.DEFAULT and not inode.is_directory:
+                raise InvalidRequest("there is none of its kind here")
+        except (InvalidRequest, TooBig) as error:
+            def drop() -> list:
+                if len(self._kv.scan(*records.xattr_range(inode.number), 2)) == 1:
+                    inode.flags &= ~records.HAS_XATTRS
+                if not any(self._kv.get(records.xattr_key(inode.number, other)) for other in acl.NAMES - {key[9:]}):
+                    inode.flags &= ~records.HAS_ACL
+                return [self._put(inode), (key, None)]
+            self._found("acl", f"the access control list {key[9:]!r} of inode {inode.number} is not valid: {error}", drop)
+            return
+        if not inode.flags & records.HAS_ACL:
+            def mark() -> list:
+                inode.flags |= records.HAS_ACL
+                return [self._put(inode)]
+            self._found("acl", f"inode {inode.number} has an access control list and is not marked so", mark)
+        if key[9:] == acl.ACCESS and acl.mode_of(found) != inode.mode & 0o777:
+            def follow() -> list:
+                return [(key, records.XATTR_HEAD + acl.encode_acl(acl.changed_by_mode(found, inode.mode)))]
+            self._found("acl", f"the access control list of inode {inode.number} and its mode {inode.mode & 0o777:o} differ",
+                        follow)
+
+    def _one_xattr_less(self, number: int) -> list:
+        inode = self._current(number)
+        if inode is None or len(self._kv.scan(*records.xattr_range(number), 2)) > 1:
+            return []
+        inode.flags &= ~records.HAS_XATTRS
+        return [self._put(inode)]
+
+    def _orphan(self, key: bytes, raw: bytes) -> None:
+        number = records.inode_of_key(key)
+        self._tally_orphan(number, raw)
+        if (now := self._kv.get(key)) is None:
+            return
+        inode = self._current(number)
+        if inode is None or inode.links:
+            def drop() -> list:
+                self._collector.orphans.pop(number, None)
+                return [(key, None)]
+            why = "which is not there" if inode is None else f"which has {inode.links} links"
+            self._found("orphan", f"the orphans name inode {number}, {why}", drop)
+            return
+        if now not in (records.ORPHAN_VALUE, records.ORPHAN_COUNTED):
+            self._found("undecodable", f"the record of orphan {number} can not be read", lambda: [(key, records.ORPHAN_VALUE)])
+        if number not in self._collector.orphans:
+            def queue() -> list:
+                self._collector.add(number)
+                return []
+            self._found("orphan", f"orphan {number} is not waited for by the collector", queue)
+
+    def _collect(self, key: bytes, raw: bytes) -> None:
+        number = records.inode_of_key(key)
+        if self._kv.get(key) != raw:
+            return
+        if self._current(number) is not None:
+            self._found("collect", f"the chunks of inode {number} are to be removed, and it is there", lambda: [(key, None)])
+            return
+        try:
+            records.decode_collect(raw)
+        except CorruptRecord as error:
+            usual = records.Collect(*records.Layout())
+            self._found("undecodable", f"{error} (inode {number})", lambda: [(key, records.encode_collect(usual))])
+
+    def _intent(self, key: bytes, raw: bytes) -> None:
+        number = records.inode_of_key(key)
+        if self._kv.get(key) != raw:
+            return
+        inode = self._current(number)
+        if inode is None or not inode.is_file:
+            self._found("intent", f"inode {number} is to be cut, and it is no file", lambda: [(key, None)])
+            return
+        try:
+            intent = records.decode_intent(raw)
+        except CorruptRecord as error:
+            def rebuild() -> list:
+                # Nothing grows before a cut is done, so the inode itself says where it was to end. Where a hole was to be,
+                # nobody knows; who asked for it was not answered.
+                if inode.punches:
+                    return [(key, None)]
+                again = records.Intent(inode.cut, inode.size, inode.table, inode.chunk_bits)
+                self._kv.apply([(key, records.encode_intent(again))], reclaims=True)
+                self._begin_cut(number, again)
+                return []
+            self._found("undecodable", f"{error} (inode {number})", rebuild)
+            return
+        if intent.cut != inode.cut:
+            self._found("intent", f"inode {number} is to be cut under number {intent.cut} and has {inode.cut}",
+                        lambda: [(key, None)])
+        elif number not in self._view.cutting:
+            def begin() -> list:
+                self._begin_cut(number, intent)
+                return []
+            self._found("intent", f"inode {number} is to be cut, and nobody does it", begin)
+
+    def _lock(self, key: bytes, raw: bytes) -> None:
+        """A lock that nobody holds by our memory hinders nobody, until a restart takes it up."""
+        number = records.inode_of_key(key)
+        try:
+            kind, session, owner, start = records.lock_of_key(key)
+            end, mode, pid = records.decode_lock(raw)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, f"{error} (inode {number})")
+            return
+        if self._kv.get(key) != raw:
+            return
+        inode, locks = self._current(number), self._view.locks
+        here, who = f"inode {number} from byte {start} to {end}", Owner(kind, session, owner)
+        if inode is None or not inode.is_file:
+            def forget() -> list:
+                locks.forget(number)
+                return [(key, None)]
+            self._found("lock", f"{here} is locked, and it is no file", forget)
+        elif Span(start, end, mode, pid) not in locks.spans_of(number, who):
+            self._found("lock", f"{here} is locked by session {session:#x}, and nobody knows", lambda: [(key, None)])
+        elif session not in self._sessions.by_number and session not in locks.dead:
+            def end() -> list:
+                locks.end_session(session)
+                return []
+            self._found("lock", f"{here} is locked by session {session:#x}, which does not live", end)
+        elif any(not other.waits for other in locks.in_the_way(number, who, start, end, mode)):
+            self._found("lock", f"{here} is locked by session {session:#x} and by another: unmount one of them", None)
+
+    def _session(self, key: bytes, raw: bytes) -> None:
+        try:
+            decode_session(raw)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, str(error))
+            return
+        if self._kv.get(key) is not None and records.session_of_key(key) not in self._sessions.by_number:
+            self._found("session", f"session {records.session_of_key(key):#x} has a record and does not live",
+                        lambda: [(key, None)])
+
+    def _slot(self, key: bytes, raw: bytes) -> None:
+        if (now := self._kv.get(key)) is None:
+            return
+        if records.session_of_key(key) not in self._sessions.by_number:
+            self._found("slot", f"a slot belongs to session {records.session_of_key(key):#x}, which does not live",
+                        lambda: [(key, None)])
+            return
+        try:
+            decode_slot(now)
+        except CorruptRecord as error:
+            self._found("undecodable", f"{error} (session {records.session_of_key(key):#x})", lambda: [(key, None)])
+
+    def _spanning(self, key: bytes, raw: bytes) -> None:
+        """A hold or a decision. One that lives ends by itself, as soon as the shards concerned can be asked."""
+        try:
+            id_of_key(key)
+            (decode_held if records.kind_of(key) == records.HELD else decode_decision)(raw)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, str(error))
+
+    def _bounds(self, key: bytes, raw: bytes) -> None:
+        try:
+            bound = records.decode_bounds(self._kv.get(key) or raw).inode  # as it is now: numbers were given meanwhile
+        except CorruptRecord:
+            bound = 0
+        if bound < self._view.next_number:
+            self.counter_max = max(self.counter_max, self._view.next_number)
+            self._found("number", f"the bound of inode numbers is {bound}, {self._view.next_number} is the next", list)
+
+    def _counts(self, key: bytes, raw: bytes) -> None:
+        try:
+            found = records.decode_counts(raw)
+        except CorruptRecord:
+            found = None
+        if found != self._counted_at_first:
+            self._counted = found

@@ -1,0 +1,120 @@
+"""What a check mends by changing several records at once: over one shard or several, as any other change.
+
+Each looks again at what was found, and changes nothing where it is not so any more. Called for `meta/fsck/walker`.
+"""
+
+from __future__ import annotations
+
+from nvpool.core.errors import DirectoryGone, InvalidRequest, NotFound
+from nvpool.core.ids import ROOT_INODE
+from nvpool.meta.state import records
+from nvpool.meta.state.records import Inode
+from nvpool.meta.state.striped_dirs import Part
+from nvpool.meta.state.transaction import Draft, View
+from nvpool.poolmap.shards.partitions import partition_of_directory
+
+LOST_AND_FOUND = b"lost+found"
+NAMES_MAX = 100
+
+
+def to_lost(view: View, number: int, key: bytes | None, now_ns: int) -> Draft:
+    """The inode's entry `key` (None: it has none) moves to /lost+found. Its links stay as they are, one at least. NotFound: it
+    is gone, or the entry names something else by now."""
+    draft = Draft(view, now_ns)
+    inode = draft.inode(number)
+    if key is not None and _named_by(view, key) != number:
+        raise NotFound(f"inode {number} does not have that name any more")
+    lost = _lost_and_found(draft)
+    for attempt in range(NAMES_MAX):
+        name = b"#%d" % number if not attempt else b"#%d.%d" % (number, attempt)
+        partition, _, lost_key = view.place(lost, name)
+        if view.get(lost_key) is None:
+            break
+    else:
+        raise InvalidRequest(f"lost+found has {NAMES_MAX} entries for it already")
+    draft.effects[lost_key] = records.encode_dentry(partition, number, inode.kind)
+    if key is not None:
+        draft.effects[key] = None
+    lost.size += 1
+    if inode.is_directory:
+        inode.parent = lost.number
+        lost.links += 1
+    if not inode.links:
+        inode.links = 2 if inode.is_directory else 1
+        draft.effects[records.numbered_key(records.ORPHAN, number)] = None
+    draft.stamp(inode)
+    draft.stamp(lost, content=True)
+    return draft
+
+
+def _lost_and_found(draft: Draft) -> Inode:
+    root = draft.directory(ROOT_INODE)
+    partition, name_hash, key = draft.view.place(root, LOST_AND_FOUND)
+    raw = draft.view.get(key)
+    if raw is not None:
+        return draft.entered_holder(records.decode_dentry(partition, raw)[0])
+    lost = draft.birth(partition_of_directory(name_hash), mode=0o40700, links=2, parent=ROOT_INODE)
+    draft.effects[key] = records.encode_dentry(partition, lost.number, 4)
+    root.size += 1
+    root.links += 1
+    draft.stamp(root, content=True)
+    return lost
+
+
+def without_dangling(view: View, number: int, key: bytes, now_ns: int) -> Draft:
+    """The entry `key` goes, whose inode is not there. NotFound: it names something else by now; InvalidRequest: that is there
+    after all."""
+    draft = Draft(view, now_ns)
+    raw = view.record(key)
+    if raw is None or _named_by(view, key) != number:
+        raise NotFound(f"inode {number} does not have that name any more")
+    if view.record(records.inode_key(number)) is not None:
+        raise InvalidRequest(f"inode {number} is there")
+    draft.effects[key] = None
+    _count_less(draft, key, raw[0] & 15 == 4)
+    return draft
+
+
+def _count_less(draft: Draft, key: bytes, subdirectory: bool) -> None:
+    """The directory in which the entry `key` was has one less."""
+    directory = draft.holder(records.directory_of_key(key))
+    directory.size = directory.size - 1 if isinstance(directory, Part) else max(0, directory.size - 1)
+    if subdirectory:
+        directory.links = max(2, directory.links - 1)
+    draft.stamp(directory, content=True)
+
+
+def loosened(view: View, number: int, key: bytes, now_ns: int) -> Draft:
+    """The directory's entry `key` moves to /lost+found out of one that is below it. As `to_lost`."""
+    draft = to_lost(view, number, key, now_ns)
+    _count_less(draft, key, True)
+    return draft
+
+
+def recounted(view: View, number: int, subdirs: int, entries: int, now_ns: int) -> Draft:
+    """A directory has so many subdirectories and entries more than it counts."""
+    draft = Draft(view, now_ns)
+    directory = draft.directory(number)
+    draft.take_parts(directory, at_least=False)
+    directory.links = max(directory.links + subdirs, 2) if directory.links else 0
+    directory.size = max(directory.size + entries, 0)
+    directory.change += 1
+    draft.dirty[number] = directory
+    return draft
+
+
+def undivided(view: View, number: int, now_ns: int) -> Draft:
+    """What shards keep of a wide directory goes into its record; our part is gone after it in any case."""
+    draft = Draft(view, now_ns)
+    draft.effects[records.part_key(number, view.shard)] = None
+    try:
+        draft.take_parts(draft.directory(number))
+    except DirectoryGone:
+        pass
+    return draft
+
+
+def _named_by(view: View, key: bytes) -> int:
+    """0 where there is no such entry."""
+    raw = view.record(key)
+    return records.decode_dentry(records.partition_of_key(key), raw)[0] if raw is not None else 0

@@ -1,0 +1,143 @@
+"""The check of volumes' records: a volume has a root, what is in it has a volume, and its use is what is there.
+
+A third of `meta/fsck/walker`, which walks, and owns all that is used here. The use is tallied over the same moment as it is
+read, in its partition, where everything of the volume lies before it; it is mended by the difference, which is right whatever
+has changed since. """
+
+from __future__ import annotations
+
+from nvpool.core.errors import CorruptRecord
+from nvpool.meta.operations.trash import inode_of_trash_key, trash_key
+from nvpool.meta.state import records
+from nvpool.meta.state.records import Inode
+from nvpool.meta.state.volume_records import (
+    ATTACHED,
+    TRASH,
+    USE,
+    VOLUME,
+    Use,
+    decode_attached,
+    decode_trashed,
+    decode_use,
+    decode_volume,
+    encode_use,
+    kind_of_volume_key,
+    volume_key,
+    volume_of_key,
+)
+
+NAMES, PARENTS = 0, 3
+"""Places of the sums that `meta/fsck/walker` keeps of an inode."""
+
+
+class VolumeChecks:
+    def _tally_volume(self, inode: Inode) -> None:
+        """Of the walk's moment."""
+        if inode.volume == inode.number or not self._tallies:
+            return
+        size = inode.size if inode.is_file else 0
+        if inode.links:
+            use = self._uses.setdefault(inode.volume, Use())
+            use.files += 1
+            use.bytes += size
+        else:
+            self._nameless[inode.number] = inode.volume, size  # its orphan record tells whether it counts
+
+    def _tally_orphan(self, number: int, raw: bytes) -> None:
+        volume, size = self._nameless.pop(number, (0, 0))
+        if volume and raw == records.ORPHAN_COUNTED:
+            use = self._uses.setdefault(volume, Use())
+            use.files += 1
+            use.bytes += size
+
+    def _in_volume(self, now: Inode, before: Inode) -> None:
+        """An inode that is in a volume, as it is now, and was at the walk's moment."""
+        if now.flags & records.TRASHED and self._kv.get(trash_key(now.volume, now.number)) is None:
+            def unmark() -> list:
+                now.flags &= ~records.TRASHED
+                return [self._put(now)]
+            if before.flags & records.TRASHED:  # so it was not counted as what has a name, and is
+                self._tally(now.number, NAMES, -1)
+                self._tally(now.number, PARENTS, -before.parent)
+            self._found("trash", f"inode {now.number} is marked as in the trash of a volume, which does not have it", unmark)
+        if not now.links or self._kv.get(volume_key(VOLUME, now.volume)) is not None:
+            return
+
+        def leave() -> list:
+            now.volume = 0
+            return [self._put(now)]
+        self._found("volume", f"inode {now.number} is in volume {now.volume}, which is not there", leave)
+
+    def _other(self, key: bytes, raw: bytes) -> None:
+        try:
+            kind = kind_of_volume_key(key)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, str(error))
+            return
+        check = {VOLUME: self._volume, USE: self._use, ATTACHED: self._attachment, TRASH: self._trashed}[kind]
+        check(key, raw, volume_of_key(key))
+
+    def _volume(self, key: bytes, raw: bytes, number: int) -> None:
+        if (now := self._kv.get(key)) is None:
+            return
+        try:
+            record = decode_volume(now)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, f"volume {number}: {error}")
+            return
+        root = self._current(number)
+        if root is None or root.volume != number:
+            def drop() -> list:
+                self._view.access.note(number, None)
+                return [(key, None), (volume_key(USE, number), None)]
+            self._found("volume", f"volume {record.name} has no directory {number}", drop)
+            return
+        if self._kv.get(volume_key(USE, number)) is None and self._tallies and not self._unread:
+            self._found("volume", f"nothing tells the use of volume {record.name}",
+                        lambda: [(volume_key(USE, number), encode_use(self._uses.get(number, Use())))])
+
+    def _use(self, key: bytes, raw: bytes, number: int) -> None:
+        there = self._uses.pop(number, Use())
+        if (now := self._kv.get(key)) is None:
+            return
+        if self._kv.get(volume_key(VOLUME, number)) is None:
+            self._found("volume", f"a use is told of volume {number}, which is not there", lambda: [(key, None)])
+            return
+        if not self._tallies or self._unread:
+            return
+        try:
+            told = decode_use(raw)
+        except CorruptRecord as error:
+            self._found("undecodable", f"volume {number}: {error}", lambda: [(key, encode_use(there))])
+            return
+        more_bytes, more_files = there.bytes - told.bytes, there.files - told.files
+        if more_bytes or more_files:
+            def recount() -> list:
+                use = decode_use(now)
+                return [(key, encode_use(Use(use.bytes + more_bytes, use.files + more_files)))]
+            self._found("counts", f"volume {number} holds {there.files} files with {there.bytes} bytes, {told.files} with "
+                                  f"{told.bytes} are counted", recount)
+
+    def _trashed(self, key: bytes, raw: bytes, number: int) -> None:
+        try:
+            decode_trashed(raw)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, f"volume {number}: {error}")
+            return
+        if self._kv.get(key) is None:
+            return
+        inode = self._current(inode_of_trash_key(key))
+        if inode is None or not inode.links or not inode.flags & records.TRASHED or inode.volume != number:
+            self._found("trash", f"the trash of volume {number} has inode {inode_of_trash_key(key)}, which is not in it",
+                        lambda: [(key, None)])
+
+    def _attachment(self, key: bytes, raw: bytes, number: int) -> None:
+        if self._kv.get(key) is None:
+            return
+        try:
+            decode_attached(raw)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, f"volume {number}: {error}")
+            return
+        if self._kv.get(volume_key(VOLUME, number)) is None:
+            self._found("volume", f"somebody is attached to volume {number}, which is not there", lambda: [(key, None)])

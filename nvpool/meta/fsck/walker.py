@@ -1,0 +1,571 @@
+"""The check of a shard's records against one another, in bounded steps while it serves, and the repair of what is wrong.
+
+It walks a snapshot (one moment of the whole shard, and of the pool where `meta/snapshot_barrier` took it) in key order. What a
+record says about its neighbours is checked at once against the records as they are now, which changes can never divide. What
+needs counting (names of an inode, entries and subdirectories of a directory, in which directory its name is) is tallied from
+the snapshot: an inode whose sums come out even is forgotten at the end of its partition, so memory holds the directories and
+what was renamed, not all files. What is left over is wrong by that difference, whatever changed since, and is mended by it.
+
+Of several shards each hands out the sums that it can not settle, the directories of others to which climbs have come, and
+copies of attributes; they are laid together by whoever asks (`sdk/fsck/check`). A partition that is not ours any more when the
+walk comes to it, or is closed to be handed over, is tallied and passed: its new holder is asked to look at it alone, as it
+is by then.
+
+Repair loses nothing that can be read: inodes without a name, and entries that can not stay, go to /lost+found under their
+number; records that can not be read are laid aside under their key (records.damaged_key). Used by `meta/server/service`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from nvpool.core.errors import CorruptRecord, InvalidRequest, NotFound, NvpoolError, WrongShard
+from nvpool.core.ids import ROOT_INODE, counter_of, partition_of
+from nvpool.core.posix import acl
+from nvpool.core.units import PARTITION_COUNT
+from nvpool.kv.api import Kv
+from nvpool.meta.fsck.other_records import OtherRecords
+from nvpool.meta.fsck.repair import recounted, to_lost, without_dangling
+from nvpool.meta.fsck.tree import Tree
+from nvpool.meta.fsck.volumes import VolumeChecks
+from nvpool.meta.gc.collector import Collector
+from nvpool.meta.sessions.table import Sessions
+from nvpool.meta.state import records
+from nvpool.meta.state.records import HASH_AT, NAME_AT, Inode
+from nvpool.meta.state.striped_dirs import COPIED_FLAGS, part_here
+from nvpool.meta.state.transaction import Draft, View
+from nvpool.meta.state.volume_records import REMOVING, Use
+from nvpool.rpc.messages.fsck_sums import MASK, Copy, Sum
+
+STEP_LIMIT, STEP_LIMIT_MAX = 500, 5000
+"""Records in a step: five hundred hold the event loop for about five milliseconds."""
+SUMS_MAX = 1000
+NAMES, SUBDIRS, ENTRIES, PARENTS = range(4)
+_NUMBERED = frozenset((records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK))
+
+
+Mend = Callable[..., Draft]  # (view, now_ns=)
+
+
+class Problem(NamedTuple):
+    kind: str
+    text: str
+    repaired: bool
+    inode: int = 0
+
+
+class _Anew:
+    """The records of some partitions as they are when a step comes to them, in the place of a snapshot."""
+
+    def __init__(self, kv: Kv, partitions: tuple[int, ...], is_here: Callable[[int], bool], passed: set[int]) -> None:
+        self._kv = kv
+        self._left = list(partitions)
+        self._first = b""
+        self._is_here = is_here
+        self._passed = passed
+        self.inodes_gone = 0
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def step(self, limit: int) -> list[tuple[bytes, bytes]]:
+        found: list[tuple[bytes, bytes]] = []
+        while self._left and len(found) < limit:
+            partition = self._left[0]
+            if not self._is_here(partition):
+                self._passed.add(partition)
+                pairs = []
+            else:
+                first, end = self._first or records.prefix(partition, 0), records.prefix(partition + 1, 0)
+                try:
+                    pairs = self._kv.scan(first, end, limit - len(found))
+                except CorruptRecord as error:
+                    if error.key <= first and not found:
+                        raise
+                    if error.key <= first:
+                        break
+                    found += self._kv.scan(first, error.key, limit - len(found))
+                    self._first = error.key
+                    break
+            found += pairs
+            if len(found) < limit:
+                del self._left[0]
+                self._first = b""
+            else:
+                self._first = pairs[-1][0] + b"\0"
+        return found
+
+    def skip(self, key: bytes) -> None:
+        self._first = max(self._first, key) + b"\0"
+
+    def close(self) -> None:
+        self._left.clear()
+
+
+class Fsck(OtherRecords, VolumeChecks):
+    """One run. `await step(limit)` until `done`; `problems` of a step are returned by it."""
+
+    def __init__(self, kv: Kv, view: View, sessions: Sessions, collector: Collector,
+                 begin_cut: Callable[[int, records.Intent], object], clock_ns: Callable[[], int], repair: bool,
+                 partitions: tuple[int, ...] | None = None) -> None:
+        """`partitions`: only what the records of these say of their neighbours, as they are; none where only `settle_sums` or a
+        climb follows."""
+        self._kv = kv
+        self._view = view
+        self._sessions = sessions
+        self._collector = collector
+        self._begin_cut = begin_cut
+        self._clock_ns = clock_ns
+        self._repair = repair
+        self.passed: set[int] = set()
+        """Partitions that were not ours, or closed, when this step came to them: what they say is to be looked at again."""
+        self.copies: list[Copy] = []
+        """Of this step."""
+        self._tallies = partitions is None
+        self._walk = view.snapshot() if partitions is None else _Anew(kv, partitions, self.is_here, self.passed)
+        self.tree = Tree(self._current, self.is_here)
+        self._names_of_others: dict[int, bytes] = {}  # inode -> key of a name that it has here
+        self.pending: list[tuple[int, Mend]] = []
+        """Mends that need other shards, with the places of their problems in this step's list."""
+        self.sums: list[Sum] = []
+        """Of this step: what one shard of several can not tell to be right."""
+        self._problems: list[Problem] = []
+        self._sums: dict[int, list[int]] = {}
+        self._strays: dict[int, bytes] = {}
+        self._uses: dict[int, Use] = {}
+        self._nameless: dict[int, tuple[int, int]] = {}
+        self._inodes = 0
+        self._counted: int | None = view.inode_count
+        self._counted_at_first = view.inode_count
+        self._left: list[int] | None = None
+        self._unread = 0
+        """Records that can not be read: without them no sum is right."""
+        self.counter_max = 0
+        """The highest inode counter in use that is not below the next to give; 0: none."""
+        self.done = False
+        self.checked = 0
+        self._checks: dict[int, Callable[[bytes, bytes], None]] = {
+            records.INODE: self._inode, records.DENTRY: self._dentry, records.XATTR: self._xattr,
+            records.ORPHAN: self._orphan, records.COLLECT: self._collect, records.INTENT: self._intent,
+            records.LOCK: self._lock, records.OTHER: self._other, records.SESSION: self._session, records.SLOT: self._slot,
+            records.COUNTS: self._counts, records.IDENTITY: lambda key, raw: None, records.BOUNDS: self._bounds, records.PART:
+            self._part, records.DAMAGED: lambda key, raw: None, **dict.fromkeys((records.HELD, records.DECIDED),
+            self._spanning)}
+
+    def step(self, limit: int) -> list[Problem]:
+        """Check the next records. Without a wait inside: what is read here stays true to the end of the step."""
+        limit = min(limit or STEP_LIMIT, STEP_LIMIT_MAX)
+        self._begin_step()
+        if self._left is None:
+            try:
+                pairs = self._walk.step(limit)
+            except CorruptRecord as error:
+                self._unreadable(error)
+                return self._problems
+            self.checked += len(pairs)
+            for key, raw in pairs:
+                kind = records.kind_of(key) if len(key) > 1 else -1
+                if not kind & records.SHARD and not self.is_here(partition := records.partition_of_key(key)):
+                    self.passed.add(partition)
+                    self._tally_only(kind, key, raw)
+                    continue
+                check = self._checks.get(kind)
+                if check is None or kind in _NUMBERED and not records.is_numbered(kind, key):
+                    self._lay_aside(key, raw, "a record under a key that is not known")
+                    continue
+                try:
+                    check(key, raw)
+                except CorruptRecord as error:  # a neighbour that can not be read
+                    self._unread += 1
+                    self._found("unreadable", f"what belongs to the record {key.hex()} can not be checked: {error}", None)
+            if self._walk.done:
+                self._left = []
+                if self._unread:
+                    self._found("unreadable", f"{self._unread} records could not be checked, so links are not counted: "
+                                              "let repair remove what can not be read, then check again", None)
+                else:
+                    self._left = sorted(number for number, sums in self._sums.items() if any(sums) or number in self._strays)
+        elif self._left:
+            part = self._left[:limit]
+            del self._left[:limit]
+            for number in part:
+                if self._view.owners:
+                    names, subdirs, entries, parents = self._sums.pop(number)
+                    self.sums.append(Sum(number, names, subdirs, entries, parents & MASK,
+                                         self._strays.get(number) or self._names_of_others.get(number, b"")))
+                else:
+                    self._settle(number)
+        else:
+            if self._tallies and not self._unread:
+                self._settle_count()
+            self.done = True
+        return self._problems
+
+    def close(self) -> None:
+        self._walk.close()
+
+    def _begin_step(self) -> None:
+        self._problems, self.pending, self.sums, self.copies = [], [], [], []
+        self.passed.clear()
+
+    def is_here(self, partition: int) -> bool:
+        """Whether its records are ours to read, and to mend, at this moment."""
+        return not self._view.is_elsewhere(partition) and self._view.serves(partition)
+
+    def settle_sums(self, sums: list[Sum], uneven: tuple[int, ...] = ()) -> list[Problem]:
+        """The sums of all shards together, of inodes of this one: what is wrong by them; and of wide directories of which a
+        part does not have its attributes. Of what is in partitions `passed` nothing is said."""
+        self._begin_step()
+        if len(sums) + len(uneven) > SUMS_MAX:
+            raise InvalidRequest(f"{SUMS_MAX} inodes at most are looked at once")
+        for one in sums:
+            if not self.is_here(partition_of(one.inode)):
+                self.passed.add(partition_of(one.inode))
+            else:
+                self._settle_sum(*one)
+        for number in uneven:
+            if not self.is_here(partition_of(number)):
+                self.passed.add(partition_of(number))
+            else:
+                self._found("part", f"parts of the wide directory {number} do not have its attributes",
+                            lambda number=number: self._decided(partial(recounted, number=number, subdirs=0, entries=0)))
+        return self._problems
+
+    def _settle_sum(self, number: int, names: int, subdirs: int, entries: int, parents: int, key: bytes) -> None:
+        inode = self._current(number)
+        if inode is None:
+            if names > 0 and key:
+                self._found("dentry", f"entry {key[NAME_AT:]!r} of directory {records.directory_of_key(key)} names inode "
+                                      f"{number}, which is not there",
+                            lambda: self._decided(partial(without_dangling, number=number, key=key)))
+            return
+        if key and inode.is_directory and inode.links and inode.parent != records.directory_of_key(key):
+            self._strays[number] = key
+        self._sums[number] = [names, subdirs, entries, parents]
+        self._settle(number)
+
+    # -- reporting and repairing -------------------------------------------------------------------------------------
+
+    def _found(self, kind: str, text: str, mend: Callable[[], list | None] | None) -> None:
+        """Note a problem; where repair is wanted, apply what `mend` says, which reads the records as they are now."""
+        repaired = False
+        if self._repair and mend is not None:
+            try:
+                effects = mend()
+                if effects:
+                    self._kv.apply(effects, reclaims=True)
+                repaired = effects is not None
+            except NvpoolError as error:
+                text = f"{text}; not repaired: {error}"
+        self._problems.append(Problem(kind, text, repaired))
+
+    def _unreadable(self, error: CorruptRecord) -> None:
+        """The next record of the walk is damaged. Repair removes it: nobody can read it, and what it said is lost."""
+        self._unread += 1
+        self._walk.skip(error.key)  # first, since a snapshot reads what changes in front of it
+        partition = records.partition_of_key(error.key) if len(error.key) > 1 and not error.key[0] & 0x80 else None
+        here = partition is None or self.is_here(partition)
+        self._found("unreadable", str(error), (lambda: [(error.key, None)]) if here else None)
+
+    def _lay_aside(self, key: bytes, raw: bytes, text: str, more: Callable[[], list] = list) -> None:
+        if self._kv.get(key) == raw:
+            self._found("undecodable", f"{text} (key {key.hex()})",
+                        lambda: [(key, None), (records.damaged_key(key), raw), *more()])
+
+    def _current(self, number: int) -> Inode | None:
+        """The inode as it is now; None where there is none, or it is not here, or it can not be read."""
+        if not self.is_here(partition_of(number)):
+            return None
+        try:
+            raw = self._kv.get(records.inode_key(number))
+            return records.decode_inode(number, raw) if raw is not None else None
+        except CorruptRecord:
+            return None
+
+    @staticmethod
+    def _put(inode: Inode) -> tuple[bytes, bytes]:
+        inode.change += 1
+        return records.inode_key(inode.number), records.encode_inode(inode)
+
+    def _sum(self, number: int, which: int, amount: int) -> None:
+        if not amount:
+            return
+        sums = self._sums.get(number)
+        if sums is None:
+            sums = self._sums[number] = [0, 0, 0, 0]
+        sums[which] += amount
+        if not any(sums) and number not in self._strays:
+            del self._sums[number]
+
+    # -- one record --------------------------------------------------------------------------------------------------
+
+    def _tally(self, number: int, which: int, amount: int) -> None:
+        if self._tallies:
+            self._sum(number, which, amount)
+
+    def _tally_only(self, kind: int, key: bytes, raw: bytes) -> None:
+        """A record whose partition is not here: what it counts at the moment of the walk; the rest is looked at where it is."""
+        try:
+            if not self._tallies or kind in _NUMBERED and not records.is_numbered(kind, key):
+                return
+            if kind == records.INODE:
+                self._inodes += 1
+                self._tally_inode(records.decode_inode(records.inode_of_key(key), raw))
+            elif kind == records.DENTRY:
+                number, child = records.decode_dentry(records.partition_of_key(key), raw)
+                self._tally_dentry(key, number, child)
+                self._names_of_others[number] = key
+        except CorruptRecord:
+            pass  # told of where it is
+
+    def _tally_inode(self, inode: Inode) -> None:
+        number, trashed = inode.number, bool(inode.flags & records.TRASHED)  # its one name is an entry of a volume's trash
+        if not inode.is_directory:
+            self._tally(number, NAMES, trashed - inode.links)
+            return
+        self._tally(number, ENTRIES, -inode.size)
+        if inode.links:
+            self._tally(number, SUBDIRS, 2 - inode.links)
+            if number != ROOT_INODE and not trashed:
+                self._tally(number, NAMES, -1)
+                self._tally(number, PARENTS, -inode.parent)
+        if self._tallies and inode.flags & records.WIDE:
+            self._copy(inode, 0)
+
+    def _copy(self, inode: Inode, shard: int) -> None:
+        self.copies.append(Copy(inode.number, shard, inode.flags & COPIED_FLAGS, inode.mode, inode.uid, inode.gid, inode.table,
+                                inode.chunk_bits))
+
+    def _tally_dentry(self, key: bytes, number: int, kind: int) -> None:
+        directory = records.directory_of_key(key)
+        self._tally(directory, ENTRIES, 1)
+        self._tally(number, NAMES, 1)
+        if kind == 4:
+            self._tally(directory, SUBDIRS, 1)
+            self._tally(number, PARENTS, directory)
+
+    def _inode(self, key: bytes, raw: bytes) -> None:
+        self._inodes += 1
+        number = records.inode_of_key(key)
+        try:
+            inode = records.decode_inode(number, raw)
+        except CorruptRecord as error:
+            self._inodes -= 1
+            self._lay_aside(key, raw, str(error))
+            return
+        self._tally_inode(inode)
+        if inode.volume:
+            self._tally_volume(inode)
+        if inode.is_directory and inode.links and self.tree.is_loop(number):
+            self._found("loop", f"directory {number} is below itself", lambda: self._cut_loop(number))
+        if counter_of(number) >= self._view.next_number:
+            self.counter_max = max(self.counter_max, counter_of(number))
+            self._found("number", f"inode {number} has a counter that is not given yet", list)
+        now = self._current(number)
+        if now is None:
+            return
+        if now.volume:
+            self._in_volume(now, inode)
+        orphan_key = records.numbered_key(records.ORPHAN, number)
+        if not now.links and self._kv.get(orphan_key) is None:
+            def queue() -> list:
+                self._collector.add(number)
+                return [(orphan_key, records.ORPHAN_VALUE)]
+            self._found("orphan", f"inode {number} has no name and is not among the orphans", queue)
+        if now.flags & records.HAS_XATTRS and not self._kv.scan(*records.xattr_range(number), 1):
+            def clear() -> list:
+                now.flags &= ~records.HAS_XATTRS
+                return [self._put(now)]
+            self._found("xattr", f"inode {number} is marked as having attributes and has none", clear)
+        if now.flags & records.HAS_ACL and not any(self._kv.get(records.xattr_key(number, name)) for name in acl.NAMES):
+            def clear_mark() -> list:
+                now.flags &= ~records.HAS_ACL
+                return [self._put(now)]
+            self._found("acl", f"inode {number} is marked as having an access control list and has none", clear_mark)
+
+    def _part(self, key: bytes, raw: bytes) -> None:
+        """What is counted here counts with the directory's record, wherever that is."""
+        try:
+            part = part_here(key, raw, self._view.shard)
+            self._tally(part.number, SUBDIRS, -part.counts.subdirectories)
+            self._tally(part.number, ENTRIES, -part.counts.entries)
+            self._copy(part, part.shard)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, str(error))
+
+    def _dentry(self, key: bytes, raw: bytes) -> None:
+        directory, name_hash, name = records.directory_of_key(key), key[HASH_AT:NAME_AT], key[NAME_AT:]
+        try:
+            number, kind = records.decode_dentry(records.partition_of_key(key), raw)
+        except CorruptRecord as error:
+            self._tally(directory, ENTRIES, 1)
+            self._lay_aside(key, raw, f"entry {name!r} of directory {directory}: {error}",
+                            lambda: self._less(directory, False))
+            return
+        elsewhere = not self.is_here(partition_of(number))
+        inode = self._current(number)
+        if inode is not None:
+            kind = inode.kind
+        if elsewhere:
+            self._names_of_others[number] = key
+        self._tally_dentry(key, number, kind)
+        if self._kv.get(key) != raw or elsewhere or not self.is_here(partition_of(directory)):
+            return  # the sums of all shards tell what is wrong with it
+        here = f"entry {name!r} of directory {directory}"
+        if inode is None or number == ROOT_INODE:
+            self._tally(number, NAMES, -1)  # told of here
+            self._tally(number, PARENTS, -directory if kind == 4 else 0)
+            self._found("dentry", f"{here} names inode {number}, which is {'not there' if inode is None else 'the root'}",
+                        lambda: [(key, None), *self._less(directory, kind == 4)])
+            return
+        parent = self._current(directory)
+        if parent is None or not parent.is_directory or not parent.links and not self._is_going(parent):
+            self._found("dentry", f"{here} is in a directory that is not there", lambda: self._to_lost(inode, key))
+            return
+        try:
+            _, right_hash, right_key = self._view.place(parent, name)
+        except WrongShard as error:
+            self._found("place", f"{here} is kept by the wrong shard: {error}", None)
+            return
+        except NvpoolError as error:
+            self._found("dentry", f"{here} has an impossible name: {error}",
+                        lambda: [*self._to_lost(inode, key), *self._less(directory, kind == 4)])
+            return
+        if not self.is_here(records.partition_of_key(right_key)):
+            return
+        if right_key != key:
+            self._found("place", f"{here} is kept under the wrong {'hash' if name_hash != right_hash else 'partition'}",
+                        lambda: self._to_place(inode, parent, key, right_key))
+            return
+        if raw[0] & 15 != inode.kind:
+            partition = records.partition_of_key(key)
+            self._found("dentry", f"{here} has the wrong kind",
+                        lambda: [(key, records.encode_dentry(partition, number, inode.kind))])
+        if inode.is_directory and inode.parent != directory:
+            self._strays[number] = key
+            self._sums.setdefault(number, [0, 0, 0, 0])
+
+    def _is_going(self, directory: Inode) -> bool:
+        """A volume that is being removed: it has lost its name, and what is in it goes by itself."""
+        record = self._view.access.restricted.get(directory.number)
+        return directory.number == directory.volume and record is not None and bool(record.flags & REMOVING)
+
+    # -- sums --------------------------------------------------------------------------------------------------------
+
+    def _settle(self, number: int) -> None:
+        """The sums of an inode did not come out even."""
+        names, subdirs, entries, parents = self._sums.pop(number, (0, 0, 0, 0))
+        inode = self._current(number)
+        if inode is None:
+            return
+        if not inode.is_directory and names:
+            self._found("links", f"inode {number} has {names:+} names against its link count",
+                        lambda: self._mend_links(inode, names))
+        if not inode.is_directory:
+            return
+        if (subdirs or entries) and not self._is_going(inode):
+            self._found("counts", f"directory {number} has {subdirs:+} subdirectories and {entries:+} entries against its "
+                                  "counts",
+                        lambda: self._decided(partial(recounted, number=number, subdirs=subdirs, entries=entries)))
+        stray = self._strays.pop(number, None)
+        if names < 0:
+            self._found("inode", f"directory {number} has no name", lambda: self._to_lost(self._current(number), None))
+        elif names > 0 and not inode.links:
+            self._found("links", f"directory {number} is removed and has a name", lambda: self._mend_links(inode, 2))
+        elif names > 0:
+            here = stray is not None and self.is_here(records.partition_of_key(stray))
+            self._found("dentry", f"directory {number} has {names + 1} names", None if not here else
+                        lambda: [(stray, None), *self._less(records.directory_of_key(stray), True)])
+        elif stray is not None and (inode.parent + parents - records.directory_of_key(stray) & MASK == 0 if parents
+                                    else self._kv.get(stray) is not None):
+            def adopt() -> list:
+                now = self._current(number)
+                now.parent = records.directory_of_key(stray)
+                return [self._put(now)]
+            self._found("parent", f"directory {number} does not know its parent", adopt)
+
+    def _settle_count(self) -> None:
+        there = self._inodes + self._walk.inodes_gone
+        if self._counted != there:
+            def recount() -> list:
+                self._view.inode_count += there - self._counted_at_first
+                return [(records.COUNTS_KEY, records.encode_counts(self._view.inode_count))]
+            self._found("counts", f"{there} inodes are there, {self._counted} are counted", recount)
+
+    def _mend_links(self, inode: Inode, difference: int) -> list:
+        links = inode.links + difference
+        if links <= 0:
+            inode.links = 1
+            return self._to_lost(inode, None)
+        effects = []
+        if not inode.links:
+            effects.append((records.numbered_key(records.ORPHAN, inode.number), None))
+            self._collector.orphans.pop(inode.number, None)
+        inode.links = links
+        return [*effects, self._put(inode)]
+
+    # -- moving entries ----------------------------------------------------------------------------------------------
+
+    def _less(self, directory: int, subdirectory: bool) -> list:
+        """The directory has one entry less than was tallied: its counts follow when the sums are settled."""
+        self._sum(directory, ENTRIES, -1)
+        self._sum(directory, SUBDIRS, -1 if subdirectory else 0)
+        if self._left is not None and directory in self._sums and directory not in self._left:
+            self._left.append(directory)
+        return []
+
+    def _to_place(self, inode: Inode, parent: Inode, key: bytes, right_key: bytes) -> list:
+        taken = self._kv.get(right_key)
+        if taken is None:
+            partition = records.partition_of_key(right_key)
+            return [(key, None), (right_key, records.encode_dentry(partition, inode.number, inode.kind))]
+        there = records.decode_dentry(records.partition_of_key(right_key), taken)[0]
+        if there != inode.number:
+            return [*self._to_lost(inode, key), *self._less(parent.number, inode.is_directory)]
+        effects = [(key, None), *self._less(parent.number, inode.is_directory)]
+        if inode.is_directory:
+            self._sum(inode.number, NAMES, -1)
+            self._sum(inode.number, PARENTS, -parent.number)
+        else:
+            inode.links = max(inode.links - 1, 0)
+            effects.append(self._put(inode))
+        return effects
+
+    def _to_lost(self, inode: Inode | None, key: bytes | None) -> list:
+        """Move the entry `key` (None: it has none) of the inode to /lost+found."""
+        if inode is None:
+            raise NotFound("it is gone")
+        self.tree.moved(inode.number)
+        return self._decided(partial(to_lost, number=inode.number, key=key))
+
+    def _decided(self, decide: Mend) -> list:
+        """Make what is decided; where it needs other shards, after this step."""
+        try:
+            draft = decide(self._view, now_ns=self._clock_ns())
+        except WrongShard:
+            self.pending.append((len(self._problems), decide))
+            return []
+        self._kv.apply(list(draft.finish().items()), reclaims=True)
+        if draft.born:
+            self._view.next_number += 1
+            self._view.inode_count += 1
+        return []
+
+    def _cut_loop(self, number: int) -> list | None:
+        inode = self._current(number)
+        above = self._current(inode.parent)
+        if above is None:
+            return None
+        wide = above.flags & records.WIDE
+        for partition in range(PARTITION_COUNT) if wide else (above.number >> records.COUNTER_BITS,):
+            first, end = records.dentry_range(partition, above.number)
+            while pairs := self._kv.scan(first, end, 1000):
+                for key, raw in pairs:
+                    if records.decode_dentry(partition, raw)[0] == number:
+                        self._to_lost(inode, key)
+                        return self._less(above.number, True)
+                first = pairs[-1][0] + b"\0"
+        return None

@@ -1,0 +1,1 @@
+"""Removal of the chunks of deleted and truncated files."""

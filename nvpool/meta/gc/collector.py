@@ -1,0 +1,330 @@
+"""The collector: inodes without a name go when nobody has them open, then their chunks on all targets.
+
+Two durable steps, because a name's last change must survive a loss of power before bytes go:
+
+    orphan    inode with no link. Ripe when no session has it open, its truncation is done, and it was unlinked longer ago
+              than `linger_s` (opens that asked nobody are told of within that time) - or, when a dead session held it, than
+              its grants live. After a restart nothing is ripe for one lease, in which clients name their open files.
+    collect   the inode is gone; its chunks wait. Synced first, then DATA_REMOVE to every target of its table, then the
+              entry goes. A target that does not answer keeps its entries in the queue; repeating is harmless.
+
+Owned by `meta/server/service`, which runs `run_once` about every second and on META_COLLECT, and `sweep` over a target now and
+then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable, Iterable
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import CorruptRecord, NvpoolError
+from nvpool.core.ids import counter_of, partition_of
+from nvpool.core.units import PARTITION_COUNT
+from nvpool.kv.api import Kv
+from nvpool.meta.operations.xattr import XATTRS_MAX
+from nvpool.meta.state import records
+from nvpool.meta.state.quota import Account, account
+from nvpool.meta.state.record_locks import Held
+from nvpool.meta.state.transaction import View
+from nvpool.meta.state.volume_records import VOLUME, volume_key
+from nvpool.meta.store_client import Targets
+from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.v1 import data_pb2, wire_pb2
+
+_log = logging.getLogger(__name__)
+
+BATCH = 1024
+"""Inodes in one DATA_REMOVE, and scanned in one step."""
+APPLY_BATCH = 128
+"""Orphans that go in one change: about half a millisecond of the loop."""
+
+
+async def partitions_with_remains(kv: Kv) -> list[int]:
+    """The partitions that have orphans, a collect queue, intents or locks, whose kinds lie beside one another; for a start.
+    Empty partitions are jumped over: one scan for each that is not, 4,096 at most."""
+    found, partition = [], 0
+    while partition < PARTITION_COUNT:
+        pairs = kv.scan(records.prefix(partition, records.ORPHAN), records.IDENTITY_KEY, 1)
+        if not pairs:
+            break
+        owner, kind = records.partition_of_key(pairs[0][0]), records.kind_of(pairs[0][0])
+        if kind in (records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK):
+            found.append(owner)
+            partition = owner + 1
+        else:
+            partition = owner if owner > partition and kind < records.ORPHAN else owner + 1
+        if not partition % 64:
+            await asyncio.sleep(0)
+    return found
+
+
+class Collector:
+    def __init__(self, kv: Kv, view: View, targets: Targets, clock: Clock, linger_s: float,
+                 is_open: Callable[[int], bool]) -> None:
+        self._kv = kv
+        self._view = view
+        self._targets = targets
+        self._clock = clock
+        self._linger_s = linger_s
+        self._is_open = is_open
+        self._running = asyncio.Lock()
+        self.grace_until_s = 0.0
+        self.orphans: dict[int, float] = {}
+        """Inode -> when it is ripe at the earliest, on boottime."""
+        self.kept: list[int] = []
+        """Ripe ones that somebody had open, when the last run looked."""
+        self._queued: set[int] = set()
+        """Partitions that may have entries in their collect queue."""
+        self.collected = 0
+        self.queue_length = 0
+        """Entries left by the last run."""
+
+    def add(self, inode: int) -> None:
+        """The inode has just lost its last name."""
+        self.orphans[inode] = self._clock.boottime_s() + self._linger_s
+
+    def hold(self, inodes: list[int], until_s: float) -> None:
+        """A dead session had these open: its grants live on until then."""
+        for inode in inodes:
+            if inode in self.orphans:
+                self.orphans[inode] = max(self.orphans[inode], until_s)
+
+    def load(self, partitions: list[int]) -> None:
+        """Take up what a restart left in these partitions: orphans, and that they may have a queue."""
+        self.orphans.clear()
+        self._queued.clear()
+        self.take(partitions, 0.0)
+
+    def take(self, partitions: Iterable[int], wait_s: float) -> None:
+        """These partitions are ours from here on; their orphans are kept for so long at least."""
+        ripe_s = self._clock.boottime_s() + wait_s
+        for partition in partitions:
+            first, end = records.prefix(partition, records.ORPHAN), records.prefix(partition, records.COLLECT)
+            while pairs := self._kv.scan(first, end, BATCH):
+                self.orphans.update((records.inode_of_key(key), ripe_s) for key, _ in pairs)
+                first = pairs[-1][0] + b"\0"
+            self._queued.add(partition)
+
+    def forget(self, partitions: frozenset[int]) -> None:
+        """These partitions are another shard's."""
+        for inode in [inode for inode in self.orphans if partition_of(inode) in partitions]:
+            del self.orphans[inode]
+        self._queued -= partitions
+
+    def waits_s(self, partitions: frozenset[int]) -> float:
+        """How long the last of the orphans in these partitions is to be kept yet."""
+        now_s = self._clock.boottime_s()
+        ripe_s = max((ripe_s for inode, ripe_s in self.orphans.items() if partition_of(inode) in partitions), default=now_s)
+        return max(self._linger_s, ripe_s - now_s, self.grace_until_s - now_s)
+
+    async def run_once(self) -> tuple[int, int]:
+        """(inodes whose chunks are gone now, orphans and queue entries left, as far as was looked). One run at a time;
+        others wait for it."""
+        async with self._running:
+            await self._bury()
+            removed, left = await self._empty_queues()
+            self.collected += removed
+            self.queue_length = left
+            return removed, left + len(self.orphans)
+
+    async def _bury(self) -> None:
+        """Turn ripe orphans into entries of the queue."""
+        now_s = self._clock.boottime_s()
+        if now_s < self.grace_until_s:
+            return
+        ripe = [inode for inode, ripe_s in self.orphans.items() if ripe_s <= now_s]
+        self.kept = [inode for inode in ripe if self._is_open(inode)]
+        ripe = [inode for inode in ripe if self._may_go(inode)]
+        for at in range(0, len(ripe), APPLY_BATCH):
+            while self._kv.full:
+                await self._kv.room()
+            self._bury_batch(ripe[at:at + APPLY_BATCH])
+            await asyncio.sleep(0)
+
+    def _may_go(self, inode: int) -> bool:
+        return (inode in self.orphans and not self._is_open(inode) and inode not in self._view.cutting
+                and self._view.serves(partition_of(inode)))
+
+    def _bury_batch(self, inodes: list[int]) -> None:
+        # From here to the apply nothing may wait: an inode that is opened meanwhile must not go.
+        effects: list[tuple[bytes, bytes | None]] = []
+        buried, queued = [], set()
+        count = self._view.inode_count
+        counted: dict[int, Account] = {}
+        for number in inodes:
+            if not self._may_go(number):
+                continue
+            buried.append(number)
+            orphan = records.numbered_key(records.ORPHAN, number)
+            if self._kv.get(orphan) is None:
+                continue  # made without a name, it has got one
+            effects.append((orphan, None))
+            key = records.inode_key(number)
+            raw = self._kv.get(key)
+            if raw is None:
+                continue
+            try:
+                inode = records.decode_inode(number, raw)
+            except CorruptRecord as error:
+                _log.error("orphan %d is left to fsck: %s", number, error)
+                effects.pop()
+                continue
+            if inode.volume and not self._uncount(inode, counted):
+                effects.pop()
+                buried.pop()
+                continue
+            if inode.links:
+                _log.error("inode %d is among the orphans and has %d names; left to fsck", number, inode.links)
+                effects.pop()
+                continue
+            effects.append((key, None))
+            count -= 1
+            if inode.flags & records.HAS_XATTRS:
+                effects += [(xattr, None) for xattr, _ in self._kv.scan(*records.xattr_range(number), XATTRS_MAX)]
+            if inode.is_file and inode.flags & records.TOUCHED:
+                entry = records.Collect(inode.table, inode.chunk_bits)
+                effects.append((records.numbered_key(records.COLLECT, number), records.encode_collect(entry)))
+                queued.add(partition_of(number))
+        effects += [found.effect() for found in counted.values()]
+        if effects:
+            effects.append((records.COUNTS_KEY, records.encode_counts(count)))
+            self._kv.apply(effects, reclaims=True)
+        self._view.inode_count = count
+        self._queued |= queued
+        for number in buried:
+            del self.orphans[number]
+
+    def closed(self, inode: int) -> None:
+        """Nobody has the inode open any more: without a name it does not count in its volume."""
+        if inode not in self.orphans:
+            return
+        key = records.numbered_key(records.ORPHAN, inode)
+        if not self._view.serves(partition_of(inode)) or self._kv.get(key) != records.ORPHAN_COUNTED:
+            return
+        raw = self._kv.get(records.inode_key(inode))
+        effects: list[tuple[bytes, bytes | None]] = [(key, records.ORPHAN_VALUE)]
+        counted: dict[int, Account] = {}
+        try:
+            uncounted = raw is None or self._uncount(records.decode_inode(inode, raw), counted)
+            if uncounted and not self._kv.full:  # else it counts until it is buried
+                self._kv.apply(effects + [found.effect() for found in counted.values()], reclaims=True)
+        except CorruptRecord:
+            pass  # fsck's
+
+    def _uncount(self, inode: records.Inode, counted: dict[int, Account]) -> bool:
+        """What of a volume goes does not count in it any more. False: it can not go yet. It is the root of one that is still
+        there, or what is counted is held for a change over several shards."""
+        if inode.number == inode.volume:
+            return self._kv.get(volume_key(VOLUME, inode.number)) is None
+        if self._kv.get(records.numbered_key(records.ORPHAN, inode.number)) != records.ORPHAN_COUNTED:
+            return True
+        if inode.volume not in counted:
+            try:
+                found = account(self._view, inode.volume)
+            except Held:
+                return False
+            if found is None or found.record is None:
+                return True
+            counted[inode.volume] = found
+        counted[inode.volume].use.files -= 1
+        counted[inode.volume].use.bytes -= inode.size if inode.is_file else 0
+        return True
+
+    async def _empty_queues(self) -> tuple[int, int]:
+        """Work off the queues of all partitions as far as the targets answer: (removed, left)."""
+        removed = left = 0
+        away: set[int] = set()
+        batch: list[tuple[bytes, bytes]] = []
+        partitions = sorted(self._queued)
+        for partition in partitions:
+            if not self._view.serves(partition):
+                continue
+            first, end = records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1)
+            while pairs := self._kv.scan(first, end, BATCH - len(batch)):
+                first = pairs[-1][0] + b"\0"
+                batch += pairs
+                if len(batch) == BATCH:
+                    gone = await self._remove(batch, away)
+                    removed, left = removed + gone, left + len(batch) - gone
+                    batch = []
+                    if not gone:
+                        return removed, left  # nobody answers; the rest is for another time
+        if batch:
+            gone = await self._remove(batch, away)
+            removed, left = removed + gone, left + len(batch) - gone
+        for partition in partitions:
+            if not self._kv.scan(records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1), 1):
+                self._queued.discard(partition)
+        return removed, left
+
+    async def _remove(self, batch: list[tuple[bytes, bytes]], away: set[int]) -> int:
+        """Remove the chunks of these entries of the queue; how many are gone. Tables in `away` do not answer now."""
+        await self._kv.sync()
+        by_table: dict[int, list[bytes]] = {}
+        for key, raw in batch:
+            try:
+                by_table.setdefault(records.decode_collect(raw).table, []).append(key)
+            except CorruptRecord as error:
+                _log.error("an entry of the collect queue is left to fsck: %s", error)
+        removed = 0
+        for table, keys in by_table.items():
+            if table in away or not await self._remove_chunks(table, keys):
+                away.add(table)
+                continue
+            while self._kv.full:
+                await self._kv.room()
+            self._kv.apply([(key, None) for key in keys if self._view.serves(records.partition_of_key(key))], reclaims=True)
+            removed += len(keys)
+        return removed
+
+    async def _remove_chunks(self, table: int, keys: list[bytes]) -> bool:
+        targets = await self._targets.of_table(table)
+        inodes = struct.pack(f"<{len(keys)}Q", *map(records.inode_of_key, keys))
+        failed: dict[int, NvpoolError] = await self._targets.tell(targets, wire_pb2.DATA_REMOVE,
+                                                                  data_pb2.RemoveRequest(inodes=inodes))
+        if failed:
+            _log.debug("chunks of %d inodes wait for targets %s: %s", len(keys), sorted(failed), next(iter(failed.values())))
+        return not failed
+
+    async def sweep_all(self) -> int:
+        """`sweep` over every target that answers; the number of inodes."""
+        swept = 0
+        for target in sorted(self._targets.all()):
+            try:
+                swept += await self.sweep(target)
+            except NvpoolError as error:
+                _log.info("target %d is not swept this time: %s", target, error)
+        return swept
+
+    async def sweep(self, target: int) -> int:
+        """Remove from a target the chunks of inodes that are gone and in no queue: what a write left there that was under
+        way when the inode's chunks were removed. The number of such inodes.
+
+        An inode counts as gone when its number was given before the sweep began and the shard, synced, does not know it.
+        Raises what the target answers; may be repeated.
+        """
+        bound, after, swept = self._view.next_number, 0, 0
+        while True:
+            answer = await self._targets.ask(target, wire_pb2.DATA_LIST, data_pb2.ListRequest(after=after, limit=BATCH))
+            reply = decoded(data_pb2.ListReply, answer.message)
+            listed = struct.unpack(f"<{len(reply.inodes) // 8}Q", reply.inodes)
+            gone = [inode for inode in listed if self._is_gone(inode, bound)]
+            if gone:
+                await self._kv.sync()
+                inodes = struct.pack(f"<{len(gone)}Q", *gone)
+                await self._targets.ask(target, wire_pb2.DATA_REMOVE, data_pb2.RemoveRequest(inodes=inodes))
+                _log.info("target %d had chunks of %d inodes that are gone", target, len(gone))
+                swept += len(gone)
+            if not reply.more or not listed:
+                return swept
+            after = listed[-1]
+
+    def _is_gone(self, inode: int, bound: int) -> bool:
+        owners, partition = self._view.owners, partition_of(inode)
+        return (counter_of(inode) < bound and partition < PARTITION_COUNT
+                and (not owners or owners[partition] == self._view.shard)
+                and self._kv.get(records.inode_key(inode)) is None
+                and self._kv.get(records.numbered_key(records.COLLECT, inode)) is None)

@@ -1,0 +1,152 @@
+"""Truncations and holes that are decided: tell every target that may have such bytes, again and again until it has cut, then
+drop the intent.
+
+The cut is durable before the first target hears of it, so that no byte goes that a loss of power would bring back into
+the file; the caller is answered, and new grants are given, when all targets have it. After a restart the intents are
+finished from their records. Owned by `meta/server/service`, which spawns the tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from google.protobuf.message import DecodeError
+
+from nvpool.core.errors import CorruptRecord, NvpoolError
+from nvpool.kv.api import Effect, Kv
+from nvpool.meta.state import records
+from nvpool.meta.state.records import Intent
+from nvpool.meta.state.transaction import View
+from nvpool.meta.store_client import Targets
+from nvpool.rpc.v1 import data_pb2, wire_pb2
+
+_log = logging.getLogger(__name__)
+
+PAUSE_S, PAUSE_S_MAX = 0.02, 1.0
+"""Between two attempts at a target that does not answer."""
+
+
+class Cuts:
+    """What is being cut is in `view.cutting`: inode -> future that is done when all targets have cut."""
+
+    def __init__(self, kv: Kv, view: View, targets: Targets, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
+        self._kv = kv
+        self._view = view
+        self._targets = targets
+        self._spawn = spawn
+
+    def begin(self, inode: int, intent: Intent) -> asyncio.Future:
+        """The intent is applied: act on it. The future never fails; it is cancelled when the service closes."""
+        done = self._view.cutting[inode] = asyncio.get_running_loop().create_future()
+        self._spawn(self._finish(inode, intent, done))
+        return done
+
+    def resume(self, partitions: list[int]) -> None:
+        """Find the intents that a restart left in these partitions, and act on them."""
+        for partition in partitions:
+            first, end = records.prefix(partition, records.INTENT), records.prefix(partition, records.INTENT + 1)
+            while pairs := self._kv.scan(first, end, 1000):
+                for key, raw in pairs:
+                    inode = records.inode_of_key(key)
+                    try:
+                        intent = records.decode_intent(raw)
+                    except NvpoolError as error:
+                        _log.error("the intent of inode %d is damaged, run fsck: %s", inode, error)
+                        continue
+                    self.begin(inode, intent)
+                first = pairs[-1][0] + b"\0"
+
+    async def _finish(self, inode: int, intent: Intent, done: asyncio.Future) -> None:
+        try:
+            await self._kv.sync()
+            request = data_pb2.CutRequest(inode=inode, size=intent.size, cut=intent.cut, chunk_bits=intent.chunk_bits,
+                                          end=intent.end, wrapped_key=self._wrapped_key(inode))
+            freed = await self._tell_all(inode, intent, request)
+            while self._kv.full:
+                await self._kv.room()
+            effects: list[Effect] = [(records.numbered_key(records.INTENT, inode), None)]
+            if intent.end and freed:
+                effects += self._without_blocks(inode, freed // 512)
+            self._kv.apply(effects, reclaims=True)
+            del self._view.cutting[inode]
+            done.set_result(None)
+        finally:
+            done.cancel()  # no-op where it is done; nobody may be told that the targets have cut when they have not
+
+    def _wrapped_key(self, inode: int) -> bytes:
+        """Of the volume that the inode is in; empty where it is in none that is encrypted. A volume that was removed has none
+        any more: then nobody reads again what is left of the block that is cut."""
+        if not self._view.access.encrypted:
+            return b""
+        raw = self._kv.get(records.inode_key(inode))
+        try:
+            found = records.decode_inode(inode, raw) if raw is not None else None
+        except CorruptRecord:
+            return b""
+        return self._view.access.encrypted.get(found.volume, b"") if found is not None else b""
+
+    def _without_blocks(self, inode: int, blocks: int) -> list[Effect]:
+        """What the inode occupies is an estimate: the hole is taken off it, and nobody need be told of a change. Read from the
+        engine, not through the view, which refuses what is held or closed: a hand-over waits for us, and what a change over
+        several shards makes of the inode meanwhile counts."""
+        key = records.inode_key(inode)
+        raw = self._kv.get(key)
+        try:
+            found = records.decode_inode(inode, raw) if raw is not None else None
+        except CorruptRecord:
+            found = None
+        if found is None:
+            return []  # gone or damaged since: nobody asks
+        found.blocks = max(0, found.blocks - blocks)
+        return [(key, records.encode_inode(found))]
+
+    async def _tell_all(self, inode: int, intent: Intent, request: data_pb2.CutRequest) -> int:
+        """The bytes that the targets have freed, as far as they were heard to say so.
+
+        A target that catches up may have copied what goes from one that had not cut yet, after it had cut itself, perhaps in an
+        earlier life. So who was told under an older map than that in which its chains are as they are is told again; and who is
+        catching up, once more after all the others.
+        """
+        first: dict[int, int] = {}  # target -> in which round it has cut
+        told: dict[int, tuple[int, int]] = {}  # target -> in which round it has last, and under which map
+        pause, number, freed, targets = PAUSE_S, 0, 0, self._targets
+        last = (intent.end - 1 >> intent.chunk_bits) + 1
+        while True:
+            if intent.end:
+                wanted = await targets.of_chunks(intent.table, inode, range(intent.size >> intent.chunk_bits, last))
+            else:
+                wanted = await targets.of_table(intent.table)
+            left = {target for target in wanted if target not in told or told[target][1] < targets.changed_at(target)}
+            if not left and wanted:
+                latest = max(first[target] for target in wanted)
+                left = {target for target in wanted & targets.joining(intent.table) if told[target][0] <= latest}
+            newest = max((epoch for _, epoch in told.values()), default=0)
+            if not left and newest <= targets.epoch:
+                return freed
+            number += 1
+            answers: dict[int, bytes] = {}
+            epoch = targets.epoch
+            failed = await targets.tell(left, wire_pb2.DATA_CUT, request, answers)
+            for target, answer in answers.items():
+                its_epoch, bytes_ = _answered(answer)
+                freed += bytes_
+                first.setdefault(target, number)
+                told[target] = number, its_epoch or epoch
+            if failed or not left or any(told[target][1] < targets.changed_at(target) for target in answers):
+                if failed:
+                    level = logging.WARNING if pause == PAUSE_S_MAX else logging.DEBUG
+                    _log.log(level, "inode %d is not cut yet by targets %s: %s", inode, sorted(failed),
+                             next(iter(failed.values())))
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, PAUSE_S_MAX)
+
+
+def _answered(answer: bytes) -> tuple[int, int]:
+    """What a CutReply says: the map that the target knows (0: not told) and the bytes that it has freed, by its estimate."""
+    try:
+        reply = data_pb2.CutReply.FromString(answer)
+    except DecodeError:
+        return 0, 0
+    return reply.map_epoch, reply.bytes

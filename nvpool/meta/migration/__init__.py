@@ -1,0 +1,1 @@
+"""Migration of partitions from one shard to another."""

@@ -1,0 +1,140 @@
+"""What a shard does with partitions that are another's by now: it forgets what it knows of them at once, and removes their
+records in steps.
+
+Before anything is removed it is written down that they have gone, and the epoch of the map that says so; a start with an
+older map is refused. Owned by `meta/server/service`; `run_once` is called by `giver`, and for what is to come again by `taker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+
+from nvpool.core.errors import StaleEpoch
+from nvpool.core.units import PARTITION_COUNT
+from nvpool.kv.api import Effect, Kv
+from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.state import records
+from nvpool.meta.state.migration_records import (
+    GONE_RANGE,
+    GONE_VALUE,
+    SEEN_KEY,
+    decode_seen,
+    encode_seen,
+    gone_key,
+    partition_of_gone_key,
+)
+from nvpool.poolmap.model import PoolMap
+
+STEP_KEYS = 500
+PAUSE_S = 0.002
+"""Between two steps: requests go first."""
+
+log = logging.getLogger(__name__)
+
+
+class Leaving:
+    def __init__(self, inside: Inside) -> None:
+        self._inside = inside
+        self._unmarked: set[int] = set()
+        self._gone: set[int] = set()
+        self._epoch = 0
+
+    def partitions(self) -> set[int]:
+        """That are another's, and not removed here yet."""
+        return self._gone | self._unmarked
+
+    @property
+    def waiting(self) -> int:
+        """Partitions of which there may be records left."""
+        return len(self._gone) + len(self._unmarked)
+
+    def begin(self, pool_map: PoolMap, kept: Collection[int]) -> None:
+        """At a start: find what is here and not ours by the map. `kept`: partitions that are coming. StaleEpoch where the map
+        is older than what has come or gone: start with a newer one."""
+        kv = self._inside.kv
+        self._epoch = seen_epoch(kv)
+        if pool_map.epoch < self._epoch:
+            raise StaleEpoch(f"shard {self._inside.shard} has given or taken partitions by map {self._epoch}, this one has "
+                             f"epoch {pool_map.epoch}")
+        marked = {partition_of_gone_key(key) for key, _ in kv.scan(*GONE_RANGE, PARTITION_COUNT)}
+        owners = pool_map.shard_of_partition
+        there = {partition for partition in range(PARTITION_COUNT)
+                 if owners[partition] != self._inside.shard and partition not in kept
+                 and kv.scan(records.prefix(partition, 0), records.prefix(partition + 1, 0), 1)}
+        self._gone = marked - set(kept)
+        self._unmarked = there - marked
+        self._inside.ranges.set_strange(self._gone | self._unmarked, True)
+
+    def forget(self, pool_map: PoolMap, partitions: Collection[int]) -> None:
+        """By this map they are another's. On return nothing in memory speaks of them any more."""
+        inside = self._inside
+        inside.ranges.set_strange(partitions, True)
+        self._unmarked.update(partitions)
+        self._epoch = max(self._epoch, pool_map.epoch)
+        gone = frozenset(partitions)
+        inside.collector.forget(gone)
+        inside.locks.forget(gone)
+        inside.sessions.forget(gone)
+        inside.forget_volumes(gone)
+        inside.ranges.open(partitions)
+
+    async def run_once(self) -> int:
+        """Remove what has gone; how many records. Waits for the engine only."""
+        removed = 0
+        while self._unmarked or self._gone:
+            if self._unmarked:
+                await self._mark()
+            partition = next(iter(self._gone), None)
+            if partition is not None:
+                removed += await self.remove(partition)
+        return removed
+
+    async def _mark(self) -> None:
+        kv = self._inside.kv
+        while kv.full:
+            await kv.room()
+        kv.apply([*((gone_key(partition), GONE_VALUE) for partition in sorted(self._unmarked)), seen_effect(kv, self._epoch)],
+                 reclaims=True)
+        self._gone |= self._unmarked
+        self._unmarked = set()
+
+    async def remove(self, partition: int) -> int:
+        """Remove what is left of a partition that has gone; nothing where it has not."""
+        if partition in self._unmarked:
+            await self._mark()
+        inside, removed = self._inside, 0
+        kv = inside.kv
+        first, end = records.prefix(partition, 0), records.prefix(partition + 1, 0)
+        while partition in self._gone:
+            if kv.full:
+                await kv.room()
+                continue  # somebody else may have removed it, and it may be coming again
+            # From here to the apply nothing may wait: the count is the shard's.
+            pairs = kv.scan(first, end, STEP_KEYS)
+            effects: list[Effect] = [(key, None) for key, _ in pairs]
+            inodes = sum(records.kind_of(key) == records.INODE for key, _ in pairs)
+            if inodes:
+                effects.append((records.COUNTS_KEY, records.encode_counts(inside.view.inode_count - inodes)))
+            if len(pairs) < STEP_KEYS:
+                effects.append((gone_key(partition), None))
+            kv.apply(effects, reclaims=True)
+            inside.view.inode_count -= inodes
+            removed += len(pairs)
+            if len(pairs) < STEP_KEYS:
+                self._gone.discard(partition)
+                inside.ranges.set_strange((partition,), False)
+            else:
+                await asyncio.sleep(PAUSE_S)
+        return removed
+
+
+def seen_epoch(kv: Kv) -> int:
+    raw = kv.get(SEEN_KEY)
+    return decode_seen(raw) if raw is not None else 0
+
+
+def seen_effect(kv: Kv, epoch: int) -> Effect:
+    """To go with what is applied because of the map of this epoch."""
+    return SEEN_KEY, encode_seen(max(epoch, seen_epoch(kv)))

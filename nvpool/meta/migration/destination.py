@@ -1,0 +1,279 @@
+"""Takes partitions from another shard: what comes is laid where it will be, among records that nobody is shown, until the map
+says that they are ours.
+
+An attempt is known by the giver's term and its number in it; one that is older than what was begun here is refused, and a new
+one begins with nothing. When all has come and is durable (for standbys too: the answer waits for them), only the map decides:
+where it makes us the holder the partitions are taken up, as a shard takes up its records at a start; where they are not to come
+any more, what is here of them is removed. After a crash the records tell how far it was.
+
+Owned by `meta/server/service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Iterable
+
+from nvpool.core.errors import Bug, Busy, CorruptFrame, InvalidRequest, StaleEpoch, StaleTerm
+from nvpool.kv.api import Effect
+from nvpool.kv.journal import decode
+from nvpool.meta.migration.cleanup import Leaving, seen_effect
+from nvpool.meta.migration.sessions import bring_all
+from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.sessions.table import inodes_of
+from nvpool.meta.state import records
+from nvpool.meta.state.migration_records import (
+    COMING_RANGE,
+    Coming,
+    arrived_key,
+    arrived_range,
+    arrived_session_of_key,
+    coming_key,
+    decode_coming,
+    encode_coming,
+    giver_of_key,
+)
+from nvpool.meta.state.session_records import decode_session, encode_session
+from nvpool.poolmap.model import PoolMap, decode_map
+from nvpool.poolmap.shards.partition_moves import goals
+from nvpool.rpc.v1.moving_pb2 import MoveReply, MoveRequest
+
+GIVERS_MAX = 1000
+STEP_KEYS = 500
+SESSIONS_MAX = 100_000
+RETRY_S = 0.05
+
+log = logging.getLogger(__name__)
+
+
+class Taker:
+    def __init__(self, inside: Inside, leaving: Leaving) -> None:
+        self._inside = inside
+        self._leaving = leaving
+        self._map: PoolMap | None = None
+        self._coming: dict[int, Coming] = {}
+        self._opened: dict[int, dict[int, list[int]]] = {}
+        """Giver -> session -> what it has open, once for each handle. In memory, as all that is open."""
+        self._waits_s: dict[int, float] = {}
+        self._at_work: dict[int, asyncio.Lock] = {}
+        self._woken = asyncio.Event()
+        self.taken = 0
+
+    @property
+    def coming(self) -> int:
+        """Partitions that are not ours yet."""
+        return sum(len(one.partitions) for one in self._coming.values())
+
+    def begin(self) -> set[int]:
+        """At a start: take up what the records tell; the partitions that are coming."""
+        for key, raw in self._inside.kv.scan(*COMING_RANGE, GIVERS_MAX):
+            self._coming[giver_of_key(key)] = decode_coming(raw)
+        coming = {partition for one in self._coming.values() for partition in one.partitions}
+        self._inside.ranges.set_strange(coming, True)
+        return coming
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        self._map = pool_map
+        if self._coming:
+            self._woken.set()
+
+    async def run(self) -> None:
+        """Take up what is ours by the map, and remove what is not to come any more, until cancelled."""
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            try:
+                await self.run_once()
+            except Busy as error:
+                log.info("what has come is not taken up yet: %s", error)
+                await asyncio.sleep(RETRY_S)
+                self._woken.set()
+
+    async def run_once(self) -> None:
+        """What the map says by now of what has come. Waits for the engine only. Busy: repeat."""
+        for giver in list(self._coming):
+            async with self._lock(giver):
+                if giver in self._coming and (self._is_ours(self._coming[giver]) or not self._is_wanted(giver)):
+                    await self._settle(giver)
+        bring_all(self._inside)
+
+    def _lock(self, giver: int) -> asyncio.Lock:
+        return self._at_work.setdefault(giver, asyncio.Lock())
+
+    def _is_ours(self, coming: Coming) -> bool:
+        owners, shard = self._map.shard_of_partition, self._inside.shard
+        ours = [owners[partition] == shard for partition in coming.partitions]
+        if any(ours) and not (all(ours) and coming.whole):
+            raise Bug(f"the map gives shard {shard} partitions that have not come")
+        return all(ours)
+
+    def _is_wanted(self, giver: int) -> bool:
+        """Whether what comes from this giver may yet be ours."""
+        owners, wanted = self._map.shard_of_partition, goals(self._map)
+        return all(owners[partition] == giver and wanted[partition] == self._inside.shard
+                   for partition in self._coming[giver].partitions)
+
+    async def _settle(self, giver: int) -> None:
+        """What has come in an earlier attempt is ours by the map that we know, or is not to stay."""
+        while self._inside.kv.full:
+            await self._inside.kv.room()
+        coming = self._coming.get(giver)
+        if coming is not None and self._is_ours(coming):
+            self._take_up(giver, coming)
+        elif coming is not None:
+            await self._remove(giver)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    async def take(self, request: MoveRequest, payload: bytes | memoryview) -> MoveReply:
+        """One message of a giver. On return what it says is in the records; of the last all is durable.
+
+        StaleEpoch, StaleTerm  it is not to come, or not from this giver any more, or there was a later attempt
+        NoSpace, Fenced        as of the engine
+        """
+        if request.taker != self._inside.shard:
+            raise StaleEpoch(f"this is shard {self._inside.shard}, not {request.taker}")
+        async with self._lock(request.giver):
+            if request.step == MoveRequest.BEGIN:
+                return await self._begin(request)
+            coming = self._coming.get(request.giver)
+            if coming is None or (coming.term, coming.attempt) != (request.term, request.attempt):
+                raise StaleEpoch("there was another attempt, or this one is over")
+            if request.number not in (coming.number, coming.number + 1) or coming.whole and request.number > coming.number:
+                raise InvalidRequest(f"message {request.number} can not follow {coming.number}")
+            if request.number == coming.number + 1:
+                await self._lay(request, coming, payload)
+            if request.step == MoveRequest.END:
+                await self._begin_numbers_at(request.inode_bound)
+                await self._inside.kv.sync()
+            return MoveReply(inodes=self._coming[request.giver].inodes)
+
+    async def _begin_numbers_at(self, bound: int) -> None:
+        """The giver may have given every number below it: we give none of those, in this process or the next."""
+        numbers, view = self._inside.numbers, self._inside.view
+        if view.next_number < bound:
+            if numbers.bounds.inode < bound:
+                await numbers.raise_above(bound)
+            view.next_number = max(view.next_number, bound)
+
+    def _check_map(self, request: MoveRequest, partitions: tuple[int, ...]) -> None:
+        told = decode_map(request.map)
+        if self._map is None or told.epoch > self._map.epoch:
+            self._inside.use_map(told)
+        now = self._map
+        giver, wanted = now.shard_by_id.get(request.giver), goals(now)
+        if giver is None or giver.term != request.term:
+            raise StaleTerm(f"shard {request.giver} is not in term {request.term}")
+        if not partitions or any(now.shard_of_partition[p] != giver.id or wanted[p] != self._inside.shard for p in partitions):
+            raise StaleEpoch("these partitions are not to move here from there")
+
+    async def _begin(self, request: MoveRequest) -> MoveReply:
+        if len(request.partitions) % 2:
+            raise InvalidRequest("partitions are 2 bytes each")
+        partitions = struct.unpack(f"<{len(request.partitions) // 2}H", request.partitions)
+        if any(partition >> 12 for partition in partitions) or len(set(partitions)) != len(partitions):
+            raise InvalidRequest("a partition that does not exist, or one twice")
+        self._check_map(request, partitions)
+        giver, before = request.giver, self._coming.get(request.giver)
+        if before is not None and (before.term, before.attempt) >= (request.term, request.attempt):
+            raise StaleEpoch(f"attempt {before.attempt} of term {before.term} was begun already")
+        if before is not None:  # the giver knows what became of it, so by its map, and ours, we do
+            await self._settle(giver)
+        for other, one in list(self._coming.items()):  # from who gave them up
+            if not set(one.partitions).isdisjoint(partitions):
+                await self._settle(other)
+        for partition in partitions:
+            await self._leaving.remove(partition)
+        self._inside.ranges.set_strange(partitions, True)
+        coming = Coming(request.term, request.attempt, 0, 0, False, partitions)
+        await self._apply([(coming_key(giver), encode_coming(coming))])
+        self._coming[giver], self._opened[giver] = coming, {}
+        return MoveReply()
+
+    async def _apply(self, effects: list[Effect], reclaims: bool = False) -> None:
+        kv = self._inside.kv
+        while kv.full:
+            await kv.room()
+        kv.apply(effects, reclaims=reclaims)
+
+    async def _lay(self, request: MoveRequest, coming: Coming, payload: bytes | memoryview) -> None:
+        kv, giver, effects, inodes = self._inside.kv, request.giver, [], coming.inodes
+        if len(payload):
+            record = decode(memoryview(payload), 0)
+            if record is None or record.length != len(payload):
+                raise CorruptFrame("the records of a moving partition are not sound")
+            wanted = set(coming.partitions)
+            for key, value in record.effects:
+                if records.kind_of(key) & records.SHARD or records.partition_of_key(key) not in wanted:
+                    raise InvalidRequest("a record of another partition")
+                if records.kind_of(key) == records.INODE:
+                    inodes += (value is not None) - (kv.get(key) is not None)
+                effects.append((key, value))
+        for session in request.sessions:
+            decode_session(session.record)
+            effects.append((arrived_key(giver, session.session), session.record))
+        for key, value in effects:
+            if value is not None and len(key) < 2:
+                raise InvalidRequest("a key without a kind")
+        coming = coming._replace(number=request.number, inodes=inodes, whole=request.step == MoveRequest.END)
+        effects.append((coming_key(giver), encode_coming(coming)))
+        await self._apply(list(dict(effects).items()), reclaims=coming.whole)
+        self._coming[giver] = coming
+        opened = self._opened.setdefault(giver, {})
+        for session in request.sessions:
+            opened.setdefault(session.session, []).extend(inodes_of(session.opened))
+        self._waits_s[giver] = request.orphans_wait_ms / 1000
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def _take_up(self, giver: int, coming: Coming) -> None:
+        """They are ours. All at once: nothing here waits."""
+        inside, kv = self._inside, self._inside.kv
+        arrived = kv.scan(*arrived_range(giver), SESSIONS_MAX)
+        effects: list[Effect] = [(coming_key(giver), None), *((key, None) for key, _ in arrived)]
+        if coming.inodes:
+            effects.append((records.COUNTS_KEY, records.encode_counts(inside.view.inode_count + coming.inodes)))
+        effects.append(seen_effect(kv, self._map.epoch))
+        sessions = {arrived_session_of_key(key): decode_session(raw) for key, raw in arrived}
+        effects += [(records.session_key(number), encode_session(record)) for number, record in sessions.items()
+                    if number not in inside.sessions.by_number]
+        kv.apply(effects, reclaims=True)
+        inside.view.inode_count += coming.inodes
+        # Where a process before us was told what is open and how long orphans wait, clients have a lease to say it again.
+        opened, wait_s = self._opened.pop(giver, {}), self._waits_s.pop(giver, inside.sessions.lease_s)
+        for number, record in sessions.items():
+            inside.sessions.arrive(number, record, opened.get(number, ()), inside.clock.boottime_s())
+        inside.collector.take(coming.partitions, wait_s)
+        inside.take_volumes(coming.partitions, True)
+        inside.cuts.resume(list(coming.partitions))
+        inside.locks.load(coming.partitions, inside.sessions.by_number)
+        del self._coming[giver]
+        inside.ranges.set_strange(coming.partitions, False)
+        self.taken += len(coming.partitions)
+        log.info("%d partitions from %d on have come from shard %d, with %d inodes and %d sessions", len(coming.partitions),
+                 coming.partitions[0], giver, coming.inodes, len(sessions))
+        try:
+            bring_all(inside)
+        except Busy:
+            self._woken.set()
+
+    async def _remove(self, giver: int) -> None:
+        """What has come is not to stay. The record of it goes last: so it is gone on with after a crash."""
+        coming = self._coming.get(giver)
+        if coming is None:
+            return
+        for first, end in (*_ranges(coming.partitions), arrived_range(giver)):
+            while pairs := self._inside.kv.scan(first, end, STEP_KEYS):
+                await self._apply([(key, None) for key, _ in pairs], reclaims=True)
+                await asyncio.sleep(0)
+        await self._apply([(coming_key(giver), None)], reclaims=True)
+        self._coming.pop(giver, None)
+        self._opened.pop(giver, None)
+        self._inside.ranges.set_strange(coming.partitions, False)
+
+
+def _ranges(partitions: Iterable[int]) -> Iterable[tuple[bytes, bytes]]:
+    for partition in partitions:
+        yield records.prefix(partition, 0), records.prefix(partition + 1, 0)

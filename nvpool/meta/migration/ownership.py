@@ -1,0 +1,149 @@
+"""Which partitions a shard does not serve though records of them are here: one that is being closed to be handed over, one
+that is coming, one that has gone and is being removed.
+
+Requests read through this. Where there is none of these they read the engine itself, and it costs nothing. Else each key is
+looked at: what a closed partition has is held (`meta/state/record_locks`) until it is known who has it, what is not ours is
+refused as any other shard's. Owned by `meta/server/service`; changed by `giver` and `taker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from nvpool.core.errors import Unavailable, WrongShard
+from nvpool.core.units import PARTITION_COUNT
+from nvpool.kv.api import Kv
+from nvpool.kv.snapshot import Snapshot
+from nvpool.meta.state.migration_records import COMING, SEEN
+from nvpool.meta.state.record_locks import Held, Hold
+from nvpool.meta.state.records import INODE, SHARD, kind_of
+from nvpool.meta.state.transaction import View
+from nvpool.meta.state.transaction_records import TURN_KEY, SpanId, partition_of_held
+
+REPEAT_S = 0.02
+"""After which somebody who knows a newer map than we asks again."""
+
+
+class _Closed(Hold):
+    """Holds whole partitions for a hand-over: whoever meets it gives back what he has, and waits."""
+
+    def __init__(self, shard: int) -> None:
+        super().__init__(SpanId(shard, 0, 0), 0, 0.0)
+
+    def gives_way_to(self, order: int, span: SpanId) -> bool:
+        return False
+
+
+class Ranges:
+    """`get`, `get_many` and `scan` are the engine's, for requests; they may be others after each `changed`."""
+
+    def __init__(self, kv: Kv, view: View) -> None:
+        self._kv = kv
+        self._view = view
+        self._closed: dict[int, _Closed] = {}
+        self.strange: set[int] = set()
+        """Of which records are here that are not ours: coming, or gone."""
+        self.gone: Callable[[], Collection[int]] = tuple
+        """Those of them that are counted as ours until they are removed."""
+        self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
+        self.changed: Callable[[], None] = lambda: None
+        view.serves, view.snapshot, view.check_partition = self.serves, self.snapshot, self.check_partition
+
+    def check(self, key: bytes) -> None:
+        """Held, WrongShard; Unavailable where the map says already that we have what is coming."""
+        if key[0] < SHARD >> 8 or key == TURN_KEY:
+            self.check_partition(partition_of_held(key))
+
+    def check_partition(self, partition: int) -> None:
+        closed = self._closed.get(partition)
+        if closed is not None:
+            raise Held(closed)
+        if partition in self.strange:
+            owners = self._view.owners
+            if owners and owners[partition] == self._view.shard:
+                raise Unavailable(f"partition {partition} is being taken up", may_be_applied=False, retry_after_s=REPEAT_S)
+            raise WrongShard(f"partition {partition} belongs to another shard")
+
+    def closed(self, partition: int) -> Hold | None:
+        return self._closed.get(partition)
+
+    def serves(self, partition: int) -> bool:
+        """Whether what works in the background may change records of the partition."""
+        return partition not in self._closed and partition not in self.strange
+
+    def ours(self) -> list[int]:
+        """The partitions that this shard has at this moment, those that are being handed over too."""
+        return [partition for partition in range(PARTITION_COUNT)
+                if not self._view.is_elsewhere(partition) and partition not in self.strange]
+
+    def snapshot(self) -> OurSnapshot:
+        return OurSnapshot(self._kv.snapshot(), frozenset(self.strange), frozenset(self.gone()))
+
+    def close(self, partitions: Collection[int]) -> None:
+        """Nobody is told anything of them, and nobody changes them, before `open`."""
+        self._closed.update(dict.fromkeys(partitions, _Closed(self._view.shard)))
+        self._look_through()
+
+    def open(self, partitions: Collection[int]) -> None:
+        """It is decided who serves them: those who wait ask again, here or elsewhere."""
+        waiting = {self._closed.pop(partition) for partition in partitions if partition in self._closed}
+        self._look_through()
+        for closed in waiting:
+            closed.done.set_result(None)
+
+    def set_strange(self, partitions: Iterable[int], strange: bool) -> None:
+        if strange:
+            self.strange.update(partitions)
+        else:
+            self.strange.difference_update(partitions)
+        self._look_through()
+
+    def _look_through(self) -> None:
+        kv = self._kv
+        if self._closed or self.strange:
+            self.get, self.get_many, self.scan = self._get, self._get_many, self._scan
+        else:
+            self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
+        self.changed()
+
+    def _get(self, key: bytes) -> bytes | None:
+        self.check(key)
+        return self._kv.get(key)
+
+    def _get_many(self, keys: list[bytes]) -> list[bytes | None]:
+        for key in keys:
+            self.check(key)
+        return self._kv.get_many(keys)
+
+    def _scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        self.check(first)  # what a request scans lies within one partition
+        return self._kv.scan(first, end, limit)
+
+
+class OurSnapshot:
+    """A snapshot (kv/api) without what was coming or had gone at its moment, and without the records about that."""
+
+    def __init__(self, snapshot: Snapshot, strange: frozenset[int], gone: frozenset[int]) -> None:
+        self._snapshot = snapshot
+        self._strange = strange
+        self._gone = gone
+        self.inodes_gone = 0
+        """Walked past so far that were counted as this shard's."""
+        self.sequence = snapshot.sequence
+        self.skip, self.close = snapshot.skip, snapshot.close
+
+    @property
+    def done(self) -> bool:
+        return self._snapshot.done
+
+    def step(self, limit: int) -> list[tuple[bytes, bytes]]:
+        return [(key, raw) for key, raw in self._snapshot.step(limit) if self._is_ours(key)]
+
+    def _is_ours(self, key: bytes) -> bool:
+        head = key[0] << 8 | key[1] if len(key) > 1 else SHARD
+        if head & SHARD:
+            return not COMING <= head <= SEEN
+        if not self._strange or head >> 3 not in self._strange:
+            return True
+        self.inodes_gone += kind_of(key) == INODE and head >> 3 in self._gone
+        return False

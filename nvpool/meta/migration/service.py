@@ -1,0 +1,121 @@
+"""Where a metadata service and partitions that come and go meet: the map's word about them, the messages of other shards, and
+those to them and to who keeps the map.
+
+Only who can sign the right of a service is answered. Made and owned by `meta/server/service`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import Unreachable, WrongShard
+from nvpool.meta.deferred_replies import Waits
+from nvpool.meta.migration.cleanup import Leaving
+from nvpool.meta.migration.destination import Taker
+from nvpool.meta.migration.sessions import bring_all
+from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.migration.source import Giver, packed
+from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
+from nvpool.poolmap.model import PoolMap, decode_map
+from nvpool.rpc.api import Call
+from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.target_calls import Dialer
+from nvpool.rpc.v1 import moving_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+
+SEND_S = 10.0
+ASK_S = 5.0
+
+
+class Moving:
+    METHODS = (wire.META_MOVE,)
+
+    def __init__(self, inside: Inside, dialer: Dialer | None, clock: Clock, secret: bytes, authority: ServiceRight,
+                 waits: Waits, term: int) -> None:
+        """`term`: in which this process serves; 0: that of the first map."""
+        self._inside = inside
+        self._dialer = dialer
+        self._clock = clock
+        self._check = AuthorityCheck(clock, secret)
+        self._authority = authority
+        self._waits = waits
+        self._map: PoolMap | None = None
+        self._leaving = Leaving(inside)
+        inside.ranges.gone = self._leaving.partitions
+        self.taker = Taker(inside, self._leaving)
+        self.giver = Giver(inside, self._leaving, send=self._send, ask_moved=self._ask_moved, term=term)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def begin(self, pool_map: PoolMap | None) -> None:
+        """Before anything is taken up at a start: what is here and not ours, or not yet. StaleEpoch: see Leaving.begin."""
+        coming = self.taker.begin()
+        if pool_map is not None and pool_map.partitions:
+            self._leaving.begin(pool_map, coming)
+            self._take(pool_map)
+
+    def run(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """What goes on in the background."""
+        return self.taker.run(), self.giver.run()
+
+    def bring_sessions(self) -> None:
+        """Clients have opened sessions here: see `sessions.bring_all`."""
+        bring_all(self._inside)
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        """What it takes from us is forgotten at once; what it gives us is taken up before long."""
+        before = self._map
+        if before is None or not pool_map.partitions:
+            return
+        shard = self._inside.shard
+        if before.partitions != pool_map.partitions:
+            lost = [partition for partition, (old, new) in enumerate(zip(before.shard_of_partition, pool_map.shard_of_partition,
+                                                                         strict=True)) if old == shard != new]
+            if lost:
+                self._leaving.forget(pool_map, lost)
+        self._take(pool_map)
+
+    def _take(self, pool_map: PoolMap) -> None:
+        self._map = pool_map
+        self.taker.use_map(pool_map)
+        self.giver.use_map(pool_map)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def handle(self, call: Call) -> None:
+        request = pb.MoveRequest.FromString(call.message)
+        self._check(request.authority)
+
+        async def run() -> None:
+            call.reply((await self.taker.take(request, call.payload)).SerializeToString())
+
+        self._waits.add(call, run, lambda: None, may_be_applied=True)
+
+    async def _send(self, taker: int, request: pb.MoveRequest, payload: bytes) -> pb.MoveReply:
+        known = self._map.shard_by_id.get(taker)
+        if known is None:
+            raise WrongShard(f"the pool map has no shard {taker}")
+        return await self._call(known.endpoints, wire.META_MOVE, request, pb.MoveReply, SEND_S, payload)
+
+    async def _ask_moved(self, taker: int, partitions: Sequence[int], epoch: int) -> PoolMap:
+        shard = self._map.shard_by_id[self._inside.shard]
+        request = pb.MovedRequest(giver=shard.id, taker=taker, term=self.giver.term, partitions=packed(partitions),
+                                  map_epoch=epoch)
+        keeper = self._map.node_by_id[shard.node].endpoints
+        reply = await self._call(keeper, wire.META_MOVED, request, pb.MovedReply, ASK_S)
+        return decode_map(reply.map)
+
+    async def _call(self, endpoints: Sequence[str], method: int, request: Any, reply_type: Any, wait_s: float,
+                    payload: bytes = b"") -> Any:
+        if self._dialer is None:
+            raise Unreachable("this shard has no way to others")
+        request.authority = self._authority()
+        reply = await self._dialer.call(tuple(endpoints), method, request.SerializeToString(), (payload,) if payload else (),
+                                        deadline_s=self._clock.boottime_s() + wait_s)
+        return decoded(reply_type, reply.message)
+
+    def counters(self) -> dict[str, float]:
+        return {"partitions_given": self.giver.given, "partitions_taken": self.taker.taken,
+                "partitions_coming": self.taker.coming, "partitions_leaving": self._leaving.waiting}

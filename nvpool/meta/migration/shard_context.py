@@ -1,0 +1,38 @@
+"""What giver and taker reach into of the shard that they work for. Made by `meta/server/service`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import NamedTuple
+
+from nvpool.core.clock import Clock
+from nvpool.kv.api import Kv
+from nvpool.meta.gc.collector import Collector
+from nvpool.meta.gc.truncations import Cuts
+from nvpool.meta.migration.ownership import Ranges
+from nvpool.meta.sessions.lease_table import Watches
+from nvpool.meta.sessions.lock_waiters import LockWaits
+from nvpool.meta.sessions.table import Sessions
+from nvpool.meta.state.ids import Numbers
+from nvpool.meta.state.transaction import View
+from nvpool.poolmap.model import PoolMap
+
+
+class Inside(NamedTuple):
+    shard: int
+    kv: Kv
+    view: View
+    ranges: Ranges
+    numbers: Numbers
+    sessions: Sessions
+    locks: LockWaits
+    collector: Collector
+    cuts: Cuts
+    watches: Watches
+    clock: Clock
+    use_map: Callable[[PoolMap], None]
+    """Make a newer map known to the whole shard, these modules too."""
+    take_volumes: Callable[[Iterable[int], bool], None]
+    forget_volumes: Callable[[frozenset[int]], None]
+    quiet: Callable[[Collection[int]], Awaitable[None]]
+    """Returns when nothing is under way in these partitions, which are closed, that outlives a request."""

@@ -1,0 +1,269 @@
+"""Gives partitions to another shard while they are served, some at a time, as the map's goals say.
+
+    copying   what is in them goes to the taker in bounded messages, and what was changed since it went, until little is left;
+              meanwhile leases on their inodes are ended, and none is given
+    closed    for a moment nobody reads or changes them: the last changes go, who has files open or locked, and the bound of
+              the inode numbers; the taker makes all of it durable. All that was changed here before is durable then, too: of
+              a rename out of them no half may be lost
+    asked     who keeps the map makes the taker their holder, or says that he did not. Until that is known they stay closed
+
+The map alone says who holds them: before it is changed everything may be dropped and begun again, by this process or the next;
+after it the taker has it all. The next process of this shard serves in a later term, in which what this one has asked for is
+refused. What was given away is removed afterwards, in steps.
+
+Owned by `meta/server/service`; `send` and `ask_moved` are of `meta/server/member`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from nvpool.core.errors import Busy, Fenced, NvpoolError, StaleEpoch, StaleTerm
+from nvpool.kv.journal import encode
+from nvpool.meta.migration.cleanup import Leaving
+from nvpool.meta.migration.sessions import sessions_to_move
+from nvpool.meta.migration.shard_context import Inside
+from nvpool.meta.state.records import INODE, SHARD, prefix
+from nvpool.poolmap.model import PoolMap, encode_map
+from nvpool.poolmap.shards.partition_moves import next_batch
+from nvpool.rpc.v1.moving_pb2 import MoveReply, MoveRequest
+
+MESSAGE_KEYS, MESSAGE_BYTES = 500, 256 * 1024
+"""In one message: some milliseconds of either shard's loop."""
+CLOSE_KEYS = 500
+"""Changes that may be left when the partitions are closed: one message."""
+DIRTY_MAX = 200_000
+"""Changes behind which copying stays: it is given up, and begun again when less is changed."""
+ROUNDS_MAX = 400
+QUIET_S = 0.25
+"""For truncations and changes over several shards to end in what is closed; else it is opened again."""
+CLOSED_S = 0.75
+"""For the last messages, with the taker's sync; else it is opened again."""
+SESSIONS_BYTES = 256 * 1024
+RETRY_S, RETRY_S_MAX = 0.05, 0.5
+PAUSE_S = 0.5
+"""After a hand-over that did not come about."""
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[int, MoveRequest, bytes], Awaitable[MoveReply]]
+AskMoved = Callable[[int, Sequence[int], int], Awaitable[PoolMap]]
+
+
+class Giver:
+    def __init__(self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved, term: int) -> None:
+        """`send(taker, request, payload)`: the taker's answer. `ask_moved(taker, partitions, epoch)`: the newest map when it
+        was asked that they be the taker's, by a hand-over begun in that epoch, whether it says so or not; StaleTerm where we
+        are not the shard's primary any more."""
+        self._inside = inside
+        self._leaving = leaving
+        self.term = term
+        """In which this process serves; 0: that of the first map."""
+        self._send = send
+        self._ask_moved = ask_moved
+        self._map: PoolMap | None = None
+        self._woken = asyncio.Event()
+        self._attempt = 0
+        self._moving: frozenset[int] = frozenset()
+        self._dirty: dict[bytes, None] = {}
+        self.given = 0
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        self._map = pool_map
+        if not self.term and self._inside.shard in pool_map.shard_by_id:
+            self.term = pool_map.shard_by_id[self._inside.shard].term
+        if pool_map.moves or self._leaving.waiting:
+            self._woken.set()
+
+    async def run(self) -> None:
+        """Give what is to be given, and remove what was, until cancelled."""
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            try:
+                while await self.run_once():
+                    pass
+            except Fenced:
+                raise
+            except NvpoolError as error:
+                log.info("partitions are not handed over yet: %s", error)
+                await asyncio.sleep(max(PAUSE_S, error.retry_after_s))
+                self._woken.set()
+
+    async def run_once(self) -> bool:
+        """Remove what has gone, hand the next partitions over; whether there were any. What the taker, or who keeps the map,
+        answers; then they are served as before."""
+        await self._leaving.run_once()
+        pool_map = self._map
+        if pool_map is None or pool_map.moving.paused:
+            return False
+        taker, partitions = next_batch(pool_map, self._inside.shard)
+        if not taker:
+            return False
+        await self._give(pool_map, taker, partitions)
+        return True
+
+    async def _give(self, pool_map: PoolMap, taker: int, partitions: tuple[int, ...]) -> None:
+        inside = self._inside
+        self._attempt += 1
+        self._moving, self._dirty = frozenset(partitions), {}
+        message = _Messages(taker, inside.shard, self.term, self._attempt, self._send)
+        inside.kv.on_apply = self._note
+        asked = moved = False
+        try:
+            await message.send(MoveRequest.BEGIN, map_=pool_map, partitions=partitions)
+            for pairs in self._pages(partitions):
+                size = await self._fill(message, pairs)
+                if pool_map.moving.limit_bytes_s:
+                    await asyncio.sleep(size / pool_map.moving.limit_bytes_s)
+                self._check_goal(taker, partitions)
+            await inside.watches.withdraw(partitions)
+            await self._catch_up(message)
+            inside.ranges.close(partitions)
+            closed_s = inside.clock.boottime_s()
+            async with asyncio.timeout(QUIET_S):
+                await inside.quiet(self._moving)
+            async with asyncio.timeout(CLOSED_S):
+                await inside.kv.sync()
+                while self._dirty:
+                    await self._fill(message, [])
+                await self._tell_rest(message)
+            asked = True
+            moved = await self._until_known(taker, partitions, pool_map.epoch)
+            asked = False
+        except TimeoutError:
+            raise Busy("the partitions do not come to rest, or the taker is slow", retry_after_s=1.0) from None
+        finally:
+            inside.kv.on_apply = None
+            self._moving, self._dirty = frozenset(), {}
+            if not asked:  # else they stay closed: we do not know whose they are, and this process ends
+                inside.ranges.open(partitions)
+                inside.watches.restore(partitions)
+        if moved:
+            self.given += len(partitions)
+            log.info("%d partitions from %d on were handed over to shard %d, closed for %.0f ms", len(partitions),
+                     partitions[0], taker, 1000 * (inside.clock.boottime_s() - closed_s))
+        else:
+            raise StaleEpoch("the partitions are not to be handed over any more")
+
+    # -- copying -----------------------------------------------------------------------------------------------------
+
+    def _note(self, changed: dict[bytes, bytes | None]) -> None:
+        moving, dirty = self._moving, self._dirty
+        for key in changed:
+            head = key[0] << 8 | key[1]
+            if head < SHARD and head >> 3 in moving:
+                dirty[key] = None
+
+    def _pages(self, partitions: tuple[int, ...]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """All records of the partitions, each page as it is at that moment."""
+        place = 0
+        while place < len(partitions):
+            run = place + 1
+            while run < len(partitions) and partitions[run] == partitions[run - 1] + 1:
+                run += 1
+            first, end = prefix(partitions[place], INODE), prefix(partitions[run - 1] + 1, INODE)
+            place = run
+            while pairs := _bounded(self._inside.kv.scan(first, end, MESSAGE_KEYS)):
+                first = pairs[-1][0] + b"\0"
+                yield pairs
+
+    async def _fill(self, message: _Messages, pairs: list[tuple[bytes, bytes]]) -> int:
+        """Send the pairs, which were read just now, and some of what has changed, as it is now."""
+        changes: dict[bytes, bytes | None] = {}
+        size = 0
+        for key in list(self._dirty):
+            del self._dirty[key]
+            value = changes[key] = self._inside.kv.get(key)
+            size += len(key) + len(value or b"")
+            if len(changes) >= MESSAGE_KEYS or size >= MESSAGE_BYTES:
+                break
+        changes.update(pairs)
+        payload = encode(0, 0, 0, changes)
+        await message.send(MoveRequest.FILL, payload=payload)
+        return len(payload)
+
+    async def _catch_up(self, message: _Messages) -> None:
+        rounds = 0
+        while len(self._dirty) > CLOSE_KEYS:
+            rounds += 1
+            if rounds > ROUNDS_MAX or len(self._dirty) > DIRTY_MAX:
+                raise Busy("the partitions are changed faster than they can be copied", retry_after_s=5.0)
+            await self._fill(message, [])
+
+    def _check_goal(self, taker: int, partitions: tuple[int, ...]) -> None:
+        now = self._map
+        if len(self._dirty) > DIRTY_MAX:
+            raise Busy("the partitions are changed faster than they can be copied", retry_after_s=5.0)
+        if now.moving.paused or next_batch(now, self._inside.shard, count_max=1) != (taker, partitions[:1]):
+            raise StaleEpoch("the partitions are not to be handed over any more")
+
+    # -- handing over --------------------------------------------------------------------------------------------------
+
+    async def _tell_rest(self, message: _Messages) -> None:
+        inside = self._inside
+        moved, size = [], 0
+        for session in sessions_to_move(inside, self._moving):
+            moved.append(session)
+            size += session.ByteSize()
+            if size >= SESSIONS_BYTES:
+                await message.send(MoveRequest.FILL, sessions=moved)
+                moved, size = [], 0
+        await message.send(MoveRequest.END, sessions=moved, inode_bound=inside.numbers.bounds.inode,
+                           orphans_wait_ms=int(1000 * inside.collector.waits_s(self._moving)))
+
+    async def _until_known(self, taker: int, partitions: tuple[int, ...], epoch: int) -> bool:
+        """Whether they are the taker's now. Fenced where that can not be known in this term."""
+        tries = 0
+        while True:
+            try:
+                new = await self._ask_moved(taker, partitions, epoch)
+                break
+            except StaleTerm as error:
+                raise Fenced(f"the partitions may be another shard's by now: {error}") from None
+            except NvpoolError as error:
+                tries += 1
+                log.info("whether %d partitions are shard %d's now is not known: %s", len(partitions), taker, error)
+                await asyncio.sleep(min(RETRY_S_MAX, RETRY_S * 2 ** min(tries, 8)))
+        self._inside.use_map(new)
+        if all(new.shard_of_partition[partition] != self._inside.shard for partition in partitions):
+            return True
+        if tries:
+            # An earlier question may be answered yet. It is not in a later term, which the next process begins with.
+            raise Fenced("whether the partitions are another shard's can not be known in this term")
+        return False
+
+
+class _Messages:
+    """The messages of one attempt, numbered."""
+
+    def __init__(self, taker: int, giver: int, term: int, attempt: int, send: Send) -> None:
+        self._taker = taker
+        self._send = send
+        self._giver, self._term, self._attempt, self._number = giver, term, attempt, 0
+
+    async def send(self, step: int, *, payload: bytes = b"", map_: PoolMap | None = None, partitions: Sequence[int] = (),
+                   **fields) -> MoveReply:
+        request = MoveRequest(giver=self._giver, taker=self._taker, term=self._term, attempt=self._attempt,
+                              number=self._number, step=step, partitions=packed(partitions), **fields)
+        if map_ is not None:
+            request.map = encode_map(map_)
+        reply = await self._send(self._taker, request, payload)
+        self._number += 1
+        return reply
+
+
+def packed(partitions: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(partitions)}H", *partitions)
+
+
+def _bounded(pairs: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    size = 0
+    for count, (key, value) in enumerate(pairs, 1):
+        size += len(key) + len(value)
+        if size >= MESSAGE_BYTES:
+            return pairs[:count]
+    return pairs

@@ -1,0 +1,201 @@
+"""Listings: the entries of a directory in the order of their hashes, with attributes, in bounded steps.
+
+As the other questions (`meta/operations/lookup`) this changes nothing and does not wait. Called by `meta/server/service` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator
+from stat import S_IFREG
+
+from nvpool.core.errors import CorruptRecord, InvalidRequest, WrongShard
+from nvpool.core.grants import READ
+from nvpool.core.ids import partition_of
+from nvpool.core.units import PARTITION_BITS, PARTITION_COUNT
+from nvpool.meta.state import records
+from nvpool.meta.state.records import HASH_AT, NAME_AT
+from nvpool.meta.state.transaction import View, fill_attr
+from nvpool.poolmap.shards.partitions import HASH_BITS, cursor_at, cursor_behind, cursor_parts, partition_of_name
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages.direntries import ENTRY
+from nvpool.rpc.v1 import meta_pb2
+
+S_IFMT = 0o170000
+LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
+"""Entries in a reply: with attributes a thousand of them hold the event loop for about five milliseconds."""
+_CHANGE, _TARGET, _FLAGS, _VOLUME, _CUT, _TABLE = map(records.Inode.__slots__.index, (
+    "change", "target", "flags", "volume", "cut", "table"))
+WIDE_STEP = 64
+"""Partitions of a wide directory that are looked through before others get their turn."""
+
+
+def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], *, names_alone: bool = False
+            ) -> Iterator[meta_pb2.ListDirReply | None]:
+    """The entries behind the cursor, or from a name on, as one reply at the end; None where others should have their turn.
+
+    Each name that is there from the first question to the last comes once. Names come in the order of their hashes,
+    which in a wide directory is also that of their partitions. A name whose inode is missing is left out (fsck's). Where
+    more entries follow there is at least one in the reply, behind which the asker goes on. `names_alone`: attributes are told
+    of none, as of inodes that another shard has.
+    """
+    while True:
+        reply, behind = yield from _part(view, request, now_ns, names_alone)
+        if not reply.more or reply.packed or reply.entries:
+            yield reply
+            return
+        yield None
+        request.cursor, request.name = behind, b""
+
+
+def _part(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], names_alone: bool
+          ) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
+    """Up to `limit` entries, less those that can not be shown; and the cursor behind them all."""
+    from_hash, leave_out = cursor_parts(request.cursor)
+    if request.name:
+        from_hash, leave_out = view.name_hash(request.inode, request.name), 0
+    limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
+    directory = view.listed(request.inode, from_hash, request.spread)
+    wide = bool(directory.flags & records.WIDE)
+    partition = partition_of_name(directory.number, wide, from_hash)
+    last = PARTITION_COUNT - 1 if wide else partition
+    found: list[tuple[bytes, bytes]] = []
+    skipped = leave_out
+    start, end = records.dentry_range(partition, directory.number, from_hash)
+    steps = behind = 0
+    while True:
+        found += view.scan(start, end, limit + 1 + skipped - len(found))
+        if len(found) > limit + skipped or partition == last:
+            break
+        steps += 1
+        if not steps % WIDE_STEP:
+            yield None
+        partition += 1
+        if view.owners and view.is_elsewhere(partition):
+            behind = partition << HASH_BITS - PARTITION_BITS
+            break
+        start, end = records.dentry_range(partition, directory.number)
+    # what was found before others had their turn may have been changed by them
+    reply, cursor = _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP and not names_alone,
+                            now_ns, names_alone)
+    if behind and not reply.more:
+        reply.next = cursor_at(behind)
+    return reply, cursor
+
+
+def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[bytes, bytes]], from_hash: bytes,
+            leave_out: int, limit: int, lends: bool, now_ns: Callable[[], int], names_alone: bool
+            ) -> tuple[meta_pb2.ListDirReply, int]:
+    reply, behind = meta_pb2.ListDirReply(), request.cursor
+    places: list[tuple[bytes, int, int, int]] = []  # name, cursor behind it, inode, kind
+    before, equal = from_hash, 0
+    taken = 0
+    for key, raw in found:
+        name_hash = key[HASH_AT:NAME_AT]
+        if name_hash == before:
+            equal += 1
+            if equal <= leave_out and name_hash == from_hash:
+                continue
+        else:
+            before, equal = name_hash, 1
+        if taken >= limit:
+            reply.more = True
+            break
+        taken += 1
+        behind = cursor_behind(name_hash, equal)
+        try:
+            number, kind = records.decode_dentry(records.partition_of_key(key), raw)
+        except CorruptRecord:
+            continue
+        places.append((key[NAME_AT:], behind, number, kind))
+    if request.packed or request.attrs:
+        found_inodes = [_elsewhere(number, kind) for _, _, number, kind in places] if names_alone else \
+            _inodes(view, [place[2] for place in places])
+        if view.owners:
+            found_inodes = [
+                _elsewhere(number, kind) if fields is None and view.is_elsewhere(partition_of(number))
+                or fields is not None and fields[_FLAGS] & records.DIVIDED else fields
+                for (_, _, number, kind), fields in zip(places, found_inodes, strict=True)]
+        places = [place for place, fields in zip(places, found_inodes, strict=True) if fields is not None]
+        inodes = [fields for fields in found_inodes if fields is not None]
+        lent = view.lend_all(request.session, inodes) if lends and places else ()
+        if lent:
+            reply.lease_ms = view.lease_ms
+        if request.packed:
+            reply.packed = _packed(places, inodes, lent)
+            if request.rights & READ and lent and not view.access.restricted:  # else each is asked for, and looked at
+                reply.grants = _grants(view, request.session, inodes, lent, now_ns())
+            return reply, behind
+    for at, (name, cursor, number, kind) in enumerate(places):
+        entry = reply.entries.add(name=name, cursor=cursor, inode=number, kind=kind)
+        if request.attrs and inodes[at][_CHANGE]:
+            fill_attr(entry.attr, records.Inode(*inodes[at]))
+            entry.promised = number in lent
+    return reply, behind
+
+
+def _grants(view: View, session: int, inodes: list[tuple], lent: Collection[int], now_ns: int) -> bytes:
+    """To read the regular files among these that are lent, in order."""
+    return b"".join([view.signed(READ, session, fields[0], fields[_CUT], fields[_TABLE], fields[_VOLUME], now_ns)
+                     for fields in inodes if fields[0] in lent and fields[1] & S_IFMT == S_IFREG])
+
+
+def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) -> meta_pb2.GetAttrManyReply:
+    """Of many inodes of this shard, for who has their names from another; without those that are gone, or in a volume that the
+    asker has no right to."""
+    numbers = data_codec.unpack_inodes(request.inodes)
+    if len(numbers) > LIST_LIMIT_MAX or not all(0 < number < 1 << 63 for number in numbers):
+        raise InvalidRequest(f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for at once")
+    for number in numbers:
+        if view.is_elsewhere(partition_of(number)):
+            raise WrongShard(f"inode {number} belongs to another shard")
+    may_see = view.access.may_see
+    inodes = [fields for fields in _inodes(view, list(numbers))
+              # of a volume's own directory its name tells, which is shown to all
+              if fields is not None and (fields[_VOLUME] == fields[0] or may_see(fields[_VOLUME]))]
+    lent = view.lend_all(request.session, inodes) if inodes else ()
+    places = [(b"", 0, 0, 0)] * len(inodes)
+    reply = meta_pb2.GetAttrManyReply(packed=_packed(places, inodes, lent), lease_ms=view.lease_ms if lent else 0)
+    if request.rights & READ and lent and not view.access.restricted:  # as of a listing
+        reply.grants = _grants(view, request.session, inodes, lent, now_ns)
+    return reply
+
+
+def _elsewhere(number: int, kind: int) -> tuple:
+    """The `inode_fields` of an inode that another shard has: it has no link, so it is not lent, and its change number is 0."""
+    fields = [0] * len(records.Inode.__slots__)
+    fields[0], fields[1], fields[_TARGET] = number, kind << 12, b""
+    return tuple(fields)
+
+
+def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], lent: Collection[int]) -> bytes:
+    pack, shown = ENTRY.pack, records.SHOWN_FLAGS
+    parts = []
+    for (name, cursor, _, _), (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table,
+                               chunk_bits, flags, parent, _, punches, *_) in zip(places, inodes, strict=True):
+        parts.append(pack(cursor, number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table,
+                          chunk_bits, flags & shown, parent, punches, number in lent, len(name)))
+        parts.append(name)
+    return b"".join(parts)
+
+
+def _inodes(view: View, numbers: list[int]) -> list[tuple | None]:
+    """The `inode_fields` of each; None where there is nothing that can be read."""
+    try:
+        raws = view.get_many(list(map(records.inode_key, numbers)))
+    except CorruptRecord:  # one of them: the others are shown
+        return [_one(view, number) for number in numbers]
+    return [_fields(number, raw) for number, raw in zip(numbers, raws, strict=True)]
+
+
+def _one(view: View, number: int) -> tuple | None:
+    try:
+        return _fields(number, view.get(records.inode_key(number)))
+    except CorruptRecord:
+        return None
+
+
+def _fields(number: int, raw: bytes | None) -> tuple | None:
+    try:
+        return None if raw is None else records.inode_fields(number, raw)
+    except CorruptRecord:
+        return None

@@ -1,0 +1,160 @@
+"""Permission rules of POSIX and Linux for a user without privileges.
+
+Pure functions of an inode, its access control list and the credentials of the process that asks: what path_resolution(7),
+chmod(2), chown(2), unlink(2), link(2), utimensat(2), xattr(7) and acl(5) say, as fs/namei.c, fs/attr.c and fs/posix_acl.c of
+the kernel carry it out. The kernel itself checks all this for a mount; here it is checked for processes that ask the service
+without one. Used by `meta/server/local_users`.
+
+Of a client whose root is squashed the groups of its users are not known: credentials with BELIEVED_GROUPS may what such a user
+could in any groups but root's, and SOMEBODY what any such user could.
+"""
+
+from __future__ import annotations
+
+import stat
+
+from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
+from nvpool.core.posix import acl
+from nvpool.meta.state.records import Inode
+from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials
+
+READ, WRITE, SEARCH = 4, 2, 1
+"""As in a mode. SEARCH of a directory, execution of a file."""
+_WORDS = {READ: "read", WRITE: "write", SEARCH: "search"}
+
+
+def may(inode: Inode, access: acl.Acl, credentials: Credentials, wanted: int) -> bool:
+    """Whether mode and access control list (`access`; empty: there is none) allow all that is `wanted` (path_resolution(7),
+    acl(5), `acl_permission_check`). The first class that the user is in decides, and no other."""
+    if credentials.uid == inode.uid:
+        return not wanted & ~(inode.mode >> 6)
+    if credentials.gids is BELIEVED_GROUPS:
+        return not wanted & ~_believed(inode, access, credentials.uid)
+    if access and inode.mode & 0o070:  # of a list whose mask allows nothing the kernel does not ask
+        return _list_allows(access, inode.gid, credentials, wanted)
+    return not wanted & ~(inode.mode >> 3 if inode.gid in credentials.gids else inode.mode)
+
+
+def _list_allows(access: acl.Acl, gid: int, credentials: Credentials, wanted: int) -> bool:
+    """`posix_acl_permission`, for who is not the owner."""
+    mask = next((entry.permissions for entry in access if entry.tag == acl.MASK), 7)
+    in_group = False
+    for entry in access:
+        if entry.tag == acl.USER and entry.id == credentials.uid:
+            return not wanted & ~(entry.permissions & mask)
+        if entry.tag == acl.GROUP_OBJ and gid in credentials.gids or entry.tag == acl.GROUP and entry.id in credentials.gids:
+            in_group = True
+            if not wanted & ~entry.permissions:
+                return not wanted & ~mask
+        elif entry.tag == acl.OTHER:
+            return not in_group and not wanted & ~entry.permissions
+    return False
+
+
+def _believed(inode: Inode, access: acl.Acl, uid: int) -> int:
+    """What the most that a user could have allows who is not known to be the owner; of SOMEBODY that of all users together."""
+    allowed, above = inode.mode, inode.mode >> 3
+    if uid == SOMEBODY and inode.uid:
+        allowed |= inode.mode >> 6
+    if not access or not inode.mode & 0o070:
+        return allowed | above if inode.gid else allowed
+    for entry in access:  # whose mask the bits of the group are
+        if entry.tag == acl.USER and entry.id == uid:
+            return entry.permissions & above
+        if entry.tag == acl.GROUP_OBJ and inode.gid or entry.tag == acl.GROUP and entry.id or \
+                entry.tag == acl.USER and uid == SOMEBODY and entry.id:
+            allowed |= entry.permissions & above
+    return allowed
+
+
+def name_of(credentials: Credentials) -> str:
+    """In words, to begin a refusal with."""
+    return "no user of this client but root, which is squashed," if credentials.uid == SOMEBODY else f"user {credentials.uid}"
+
+
+def check(inode: Inode, access: acl.Acl, credentials: Credentials, wanted: int) -> None:
+    """AccessDenied where `may` says no."""
+    if not may(inode, access, credentials, wanted):
+        words = " and ".join(word for bit, word in _WORDS.items() if wanted & bit)
+        raise AccessDenied(f"{name_of(credentials)} may not {words} inode {inode.number}, which has the mode "
+                           f"{inode.mode & 0o7777:04o} and is user {inode.uid}'s")
+
+
+def check_owner(inode: Inode, credentials: Credentials) -> None:
+    """NotPermitted for all but the owner."""
+    if credentials.uid != inode.uid:
+        raise NotPermitted(f"inode {inode.number} is user {inode.uid}'s, not user {credentials.uid}'s")
+
+
+def check_sticky(directory: Inode, victim: Inode, credentials: Credentials) -> None:
+    """NotPermitted where the directory is sticky and neither it nor the victim, whose name is to go or to change, is the
+    user's (unlink(2))."""
+    if directory.mode & stat.S_ISVTX and credentials.uid not in (victim.uid, directory.uid):
+        raise NotPermitted(f"directory {directory.number} is sticky: inode {victim.number} is not user "
+                           f"{credentials.uid}'s")
+
+
+def check_link(inode: Inode, access: acl.Acl, credentials: Credentials) -> None:
+    """NotPermitted for another user's file that the user could not use as its own anyway (proc(5), protected_hardlinks; applied
+    whatever the kernel of this machine is set to)."""
+    if credentials.uid == inode.uid:
+        return
+    executable_for_group = inode.mode & (stat.S_ISGID | stat.S_IXGRP) == stat.S_ISGID | stat.S_IXGRP
+    if not inode.is_file or inode.mode & stat.S_ISUID or executable_for_group or \
+            not may(inode, access, credentials, READ | WRITE):
+        raise NotPermitted(f"inode {inode.number} is user {inode.uid}'s; user {credentials.uid} may give it no name")
+
+
+def mode_at_birth(parent: Inode, mode: int, credentials: Credentials) -> int:
+    """The mode that something new gets of the one that was asked for (open(2), mkdir(2), mknod(2))."""
+    kind = stat.S_IFMT(mode)
+    if kind in (stat.S_IFCHR, stat.S_IFBLK):
+        raise NotPermitted("only root makes device nodes")
+    if kind == stat.S_IFDIR:
+        return mode & ~(stat.S_ISUID | stat.S_ISGID)
+    if parent.mode & stat.S_ISGID and mode & stat.S_ISGID and mode & stat.S_IXGRP and parent.gid not in credentials.gids:
+        return mode & ~stat.S_ISGID
+    return mode
+
+
+def mode_to_set(gid: int, mode: int, credentials: Credentials) -> int:
+    """The mode that the owner may set on what belongs to the group `gid`: without set-gid for who is not in it (chmod(2))."""
+    return mode if gid in credentials.gids else mode & ~stat.S_ISGID
+
+
+def check_new_owner(inode: Inode, uid: int | None, gid: int | None, credentials: Credentials) -> None:
+    """NotPermitted: a user gives away nothing, and what is its own only to groups that it is in (chown(2)). None: it stays."""
+    check_owner(inode, credentials)
+    if uid not in (None, inode.uid):
+        raise NotPermitted(f"user {credentials.uid} may not give inode {inode.number} to user {uid}")
+    if gid not in (None, inode.gid) and gid not in credentials.gids:
+        raise NotPermitted(f"user {credentials.uid} is not in the group {gid}")
+
+
+def mode_after_write(inode: Inode, credentials: Credentials) -> int:
+    """A file loses set-uid, and set-gid where the group may execute it or the writer is not in it, when somebody without
+    privileges writes (write(2), Linux 6.2)."""
+    without_group = inode.mode & stat.S_IXGRP or inode.gid not in credentials.gids
+    return inode.mode & ~(stat.S_ISUID | (stat.S_ISGID if without_group else 0))
+
+
+def check_xattr(inode: Inode, access: acl.Acl, credentials: Credentials, name: bytes, wanted: int) -> None:
+    """AccessDenied, NotPermitted, NoAttribute: the user may not read (READ) or change (WRITE) the attribute (xattr(7),
+    `xattr_permission`)."""
+    if name in acl.NAMES:
+        if wanted == WRITE:
+            check_owner(inode, credentials)
+    elif name.startswith(b"trusted."):
+        if wanted == READ:
+            raise NoAttribute(f"{name!r} is shown to root alone")
+        raise NotPermitted(f"only root changes {name!r}")
+    elif name.startswith(b"security."):
+        if wanted == WRITE:
+            raise NotPermitted(f"only root changes {name!r}")
+    else:
+        if not inode.is_file and not inode.is_directory:
+            raise NotPermitted("only files and directories have attributes of users") if wanted == WRITE else \
+                NoAttribute("only files and directories have attributes of users")
+        if inode.is_directory and inode.mode & stat.S_ISVTX and wanted == WRITE:
+            check_owner(inode, credentials)
+        check(inode, access, credentials, wanted)

@@ -1,0 +1,54 @@
+"""A name goes; with the last one its inode becomes an orphan, which the collector takes when nobody has it open."""
+
+from __future__ import annotations
+
+from nvpool.core.errors import DirectoryNotEmpty, InUse, IsADirectory
+from nvpool.meta.state import records
+from nvpool.meta.state.records import Inode
+from nvpool.meta.state.striped_dirs import Part
+from nvpool.meta.state.transaction import Draft, View
+from nvpool.rpc.v1 import meta_pb2
+
+
+def unlink(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
+    draft = Draft(view, now_ns)
+    parent = draft.holder(request.parent)
+    key, number, _ = view.named(parent, request.name)
+    victim = draft.inode(number)
+    if victim.is_directory:
+        raise IsADirectory(f"{request.name!r} is a directory")
+    return _remove(draft, parent, key, victim, request.name)
+
+
+def rmdir(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
+    draft = Draft(view, now_ns)
+    parent = draft.holder(request.parent)
+    key, number, _ = view.named(parent, request.name)
+    victim = draft.directory(number)
+    check_empty(draft, victim)
+    parent.links -= 1
+    return _remove(draft, parent, key, victim, request.name)
+
+
+def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode, name: bytes) -> Draft:
+    draft.effects[key] = None
+    parent.size -= 1
+    draft.stamp(parent, content=True)
+    draft.parent = parent
+    draft.discard(victim, parent.number, name)
+    links = victim.links if not victim.flags & records.TRASHED else 0
+    draft.reply = meta_pb2.UnlinkReply(inode=victim.number, links=links)
+    return draft
+
+
+def check_empty(draft: Draft, directory: Inode) -> None:
+    """DirectoryNotEmpty when there is a name in it: looked up, not believed from the count. A wide directory is looked through
+    in all partitions (12 ms) only when its count says that it is empty; it is divided no more after that. InUse: a volume."""
+    if directory.volume == directory.number:
+        raise InUse("it is a volume: nvpool volume rm POOL NAME removes it")
+    empty = not isinstance(directory, Part)  # by a part we go to or from a name in it
+    if empty and directory.flags & records.WIDE:
+        draft.take_parts(directory)
+        empty = not directory.size
+    if not empty or draft.view.has_names(directory):
+        raise DirectoryNotEmpty(f"directory {directory.number} is not empty")

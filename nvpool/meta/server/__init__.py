@@ -1,0 +1,1 @@
+"""Server of a shard member: dispatch, commit gate, role and replication."""

@@ -1,0 +1,290 @@
+"""What a metadata service answers beside its requests and changes: listings, many look-ups, state, checks, dumps and loads.
+
+The other half of `meta/server/service`, which owns all that is used here. In steps where it takes long, so that others get
+their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any
+
+from nvpool.core.errors import Busy, InUse, InvalidRequest, NvpoolError, Refused
+from nvpool.kv.metrics import measure_engine
+from nvpool.meta.fsck.dump import Dump
+from nvpool.meta.fsck.jobs import Answer, Load, dump_step, fsck_step, settle_sums
+from nvpool.meta.fsck.repair import undivided
+from nvpool.meta.fsck.tree import climb
+from nvpool.meta.fsck.walker import Fsck, Mend
+from nvpool.meta.operations import lookup as lookup_operations
+from nvpool.meta.operations.listing import attributes, listing
+from nvpool.meta.state import records
+from nvpool.meta.state.record_locks import Held
+from nvpool.meta.state.shard_identity import has_root, take_identity
+from nvpool.metrics import registry as metrics
+from nvpool.metrics.exposition import Page
+from nvpool.rpc.api import Call
+from nvpool.rpc.messages.fsck_sums import pack_bits
+from nvpool.rpc.v1 import meta_pb2 as pb
+
+PARTS_AT_ONCE, PARTS_COUNTED_MAX = 100, 1000
+_log = logging.getLogger(__name__)
+
+
+class Answers:
+    reason = ""
+    """Why an operator has to look after this service though it serves; told with its status."""
+
+    def _list(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.ListDirRequest.FromString(call.message)
+        self._sessions.of(request.session, self._owner(call))
+        user = self._user(call)
+        shown = user is None or self._users.listed(self._view, user, request)
+        self._reply_in_steps(call, listing(self._view, request, self._clock.wall_ns, names_alone=not shown),
+                             partial(self._users.note_listing, user, request.inode) if user is not None and shown else None)
+
+    def _lookup_many(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.LookupManyRequest.FromString(call.message)
+        self._sessions.of(request.session, self._owner(call))
+        user = self._user(call)
+        look_up = lookup_operations.lookup_many if user is None else partial(self._users.lookup_many, credentials=user)
+        self._reply_in_steps(call, look_up(self._view, request=request, now_ns=self._clock.wall_ns))
+
+    def _getattr_many(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.GetAttrManyRequest.FromString(call.message)
+        self._sessions.of(request.session, self._owner(call))
+        if (user := self._user(call)) is not None:
+            request.inodes, request.rights = self._users.reachable(self._view, user, request.inodes), 0
+        call.reply(attributes(self._view, request, self._clock.wall_ns()).SerializeToString())
+
+    def _parts(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.PartsRequest.FromString(call.message)
+        self._sessions.of(request.session, self._owner(call))
+        call.reply(lookup_operations.parts(self._view, request).SerializeToString())
+
+    async def _run_parts(self) -> None:
+        """A shard without partitions is to leave the pool, as soon as it keeps nothing of other shards' directories."""
+        while True:
+            await asyncio.sleep(self._options.tick_s)
+            if self._state != "serving" or not self._view.owners or self._shard in self._view.owners:
+                continue
+            for key, _ in self._kv.scan(*records.part_range(), PARTS_AT_ONCE):
+                try:
+                    await self._mend(partial(undivided, number=records.part_of_key(key)[0]))
+                except NvpoolError as error:
+                    _log.info("a part of a directory can not be given back yet: %s", error)
+
+    def _reply_in_steps(self, call: Call, steps: Iterator, note: Callable[[Any], None] | None = None) -> None:
+        """`note`: told of the reply before it is given."""
+        access, asker = self._view.access, self._view.access.asker
+        reply = next(steps)
+        if reply is not None:
+            if note is not None:
+                note(reply)
+            call.reply(reply.SerializeToString())
+            return
+
+        async def go_on() -> None:
+            try:
+                while True:
+                    access.asker = asker
+                    try:
+                        found = next(steps, self)
+                    finally:
+                        access.asker = None
+                    if found is self:
+                        return
+                    if found is not None:
+                        if note is not None:
+                            note(found)
+                        call.reply(found.SerializeToString())
+                    await asyncio.sleep(0)
+            except Held as held:
+                await held.wait()
+                self.handle(call)
+
+        self._waits.add(call, go_on, lambda: None)
+
+    async def _mend(self, decide: Mend, session: int | None = None) -> None:
+        """Make a change over several shards that no client has asked for in so many words. With a `session` all others are told
+        before of what it changes, as of a change of that session."""
+        coordinator = self._spanning.coordinator
+        span = coordinator.begin(0)
+        try:
+            while True:
+                draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
+                if not await self._waited(session, draft):
+                    break
+            effects, decision = coordinator.split(span, draft)
+            try:
+                self._kv.apply(list(effects.items()), reclaims=True)
+            except (Refused, Busy):
+                coordinator.not_written(span)
+                raise
+            coordinator.committed(span, decision)
+            if draft.born:
+                self._view.next_number += 1
+                self._view.inode_count += 1
+        finally:
+            coordinator.end(span)
+
+    def _names(self, call: Call) -> None:
+        call.reply(lookup_operations.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString())
+
+    def _statfs(self, call: Call) -> None:
+        self._sessions.of(pb.StatFsRequest.FromString(call.message).session, self._owner(call))
+        call.reply(lookup_operations.statfs(self._view, self._kv.statistics(), self._options.files_max).SerializeToString())
+
+    def _sync(self, call: Call) -> None:
+        session = pb.SyncRequest.FromString(call.message).session
+        if session or self._owner(call):  # tools that check a pool, on a node, have none
+            self._sessions.of(session, self._owner(call))
+        self._answer_later(call, self._kv.sync, pb.SyncReply().SerializeToString())
+
+    def _collect(self, call: Call) -> None:
+        async def run() -> None:
+            removed, left = await self._collector.run_once()
+            removed += await self._collector.sweep_all()
+            call.reply(pb.CollectReply(inodes=removed, left=left).SerializeToString())
+
+        self._waits.add(call, run, lambda: None)
+
+    def _answer(self, call: Call, work: Coroutine[Any, Any, Answer], then: Callable[[], None] | None = None) -> None:
+        async def run() -> None:
+            answer = await work
+            if then is not None:
+                then()
+            call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
+
+        try:
+            self._waits.add(call, run, lambda: None)
+        except Busy:
+            work.close()
+            raise
+
+    def _make_fsck(self, repair: bool, partitions: tuple[int, ...] | None = None) -> Fsck:
+        return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair,
+                    partitions)
+
+    def _fsck(self, call: Call) -> None:
+        request = pb.FsckRequest.FromString(call.message)
+        self._answer(call, fsck_step(self._runs, request, self._kv, self._view, self._numbers, self._make_fsck, self._mend),
+                     self._watches.end_all if request.repair else None)
+
+    def _fsck_sums(self, call: Call) -> None:
+        request = pb.FsckSumsRequest.FromString(call.message)
+        self._answer(call, settle_sums(request, self._kv, self._make_fsck(request.repair, ()), self._mend),
+                     self._watches.end_all if request.repair else None)
+
+    def _fsck_climb(self, call: Call) -> None:
+        request = pb.FsckClimbRequest.FromString(call.message)
+        work = self._make_fsck(False, ())
+
+        async def run() -> Answer:
+            return Answer(await climb(request, work.tree, self._kv, work.is_here, self._mend))
+
+        self._answer(call, run(), self._watches.end_all if request.loose else None)
+
+    def _take_moment(self, call: Call) -> None:
+        request, moment = pb.MomentRequest.FromString(call.message), self._moment
+        if request.stage == pb.MomentRequest.QUIET:
+            self._answer_later(call, lambda: moment.quiet(request.id), pb.MomentReply().SerializeToString())
+            return
+        reply = pb.MomentReply()
+        if request.stage not in (pb.MomentRequest.TAKE, pb.MomentRequest.END):
+            raise InvalidRequest(f"a moment has no stage {request.stage}")
+        if request.stage == pb.MomentRequest.TAKE:
+            moment.take(request.id)
+            self._runs.make_room()
+            reply.cursor = self._runs.cursor(Dump(self._view, self._shard) if request.dump else self._make_fsck(request.repair))
+            reply.partitions = pack_bits(self._ranges.ours())
+        else:
+            reply.stood = moment.end(request.id)
+            self._runs.drop(request.drop)
+        call.reply(reply.SerializeToString())
+
+    def _dump(self, call: Call) -> None:
+        request = pb.DumpRequest.FromString(call.message)
+        answer = dump_step(self._runs, request, self._view, self._shard)
+        call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
+
+    def _load(self, call: Call) -> None:
+        self._answer(call, self._load_step(pb.LoadRequest.FromString(call.message), bytes(call.payload)))
+
+    async def _load_step(self, request: pb.LoadRequest, payload: bytes) -> Answer:
+        if request.first:
+            if self._state == "serving" and (self._view.inode_count > 1 or self._sessions.by_number):
+                raise InUse("metadata can only be loaded into a new pool: this one has files, or clients that are connected; "
+                            "make an empty one with: nvpool pool create DIR --drive PATH")
+            self._state = "loading"
+            self._runs.end_all()
+            identity = take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns())
+            self._loading = Load(self._kv, identity, self._view, has_root(self._shard, self._map))
+            await self._loading.begin()
+        load = self._loading
+        if load is None:
+            raise InvalidRequest("no load is under way; begin with the first part")
+        try:
+            await load.take(payload, request.first)
+            if request.last:
+                await load.end()
+        except BaseException:
+            self._loading = None  # what is there is a part; only a new beginning makes it whole
+            raise
+        if request.last:
+            self._loading = None
+            self._assemble()
+            await self._take_up()
+        return Answer(pb.LoadReply(records=load.records))
+
+    def _status(self, call: Call) -> None:
+        call.reply(self.status_reply().SerializeToString())
+
+    def status_reply(self) -> pb.MetaStatusReply:
+        """State and figures of the service, as META_STATUS answers them."""
+        reply = pb.MetaStatusReply(shard=self._shard, state=self._state, pid=os.getpid(), reason=self.reason)
+        if self._incarnation:
+            reply.inodes = self._view.inode_count
+            reply.sessions = len(self._sessions.by_number)
+            reply.next_counter = self._view.next_number
+            reply.orphans = len(self._collector.orphans)
+            reply.to_collect = self._collector.queue_length
+            reply.counters.update(self.figures())
+        return reply
+
+    def figures(self) -> dict[str, float]:
+        """What the service counts, for its status and its metrics."""
+        counters = dict(
+            self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
+            open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
+            **self._locks.counters(), **self._watches.counters(), **self._spanning.counters(), **self._moving.counters(),
+            walks=self._runs.under_way(), parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)))
+        counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
+        return counters
+
+    def measure(self, page: Page, *, may_answer: bool = True) -> None:
+        """Nothing before it has begun. `may_answer`: whether the primary has its lease, where it needs one."""
+        if not self._incarnation:
+            return
+        shard, figures = self._shard, self.figures()
+        for metric, name in (
+                (metrics.META_OPEN, "open_inodes"), (metrics.META_LEASES, "watches"), (metrics.META_RECALLS, "recalls"),
+                (metrics.META_RECALLS_LATE, "recalls_waited_out"), (metrics.META_LOCKS, "locks"),
+                (metrics.META_LOCK_WAITERS, "lock_waiters"), (metrics.META_WAITING, "waiting"),
+                (metrics.META_CHANGES, "changes"), (metrics.META_REPEATED, "repeated"), (metrics.META_REFUSED, "refused"),
+                (metrics.META_SPANS, "spans"), (metrics.META_COLLECTED, "collected")):
+            page.set(metric, figures[name], shard=shard)
+        page.set(metrics.META_SERVING, self._state == "serving" and may_answer, shard=shard)
+        page.set(metrics.META_INODES, self._view.inode_count, shard=shard)
+        page.set(metrics.META_SESSIONS, len(self._sessions.by_number), shard=shard)
+        page.set(metrics.META_ORPHANS, len(self._collector.orphans), shard=shard)
+        page.set(metrics.META_TO_COLLECT, self._collector.queue_length, shard=shard)
+        measure_engine(self._kv.statistics(), page)

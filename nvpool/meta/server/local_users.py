@@ -1,0 +1,558 @@
+"""Local users without the rights of a node: what each request of theirs may do, decided by mode bits as for a mount.
+
+A process of such a user connects by the unix sockets of its host, and the kernel says who it is (rpc/peer_roles). It acts as
+its own uid and groups, whatever a request claims. Each decision is preceded by the checks that the kernel would make for the
+same system call on a mount (`meta/operations/permissions`), in one step with it. What is not in METHODS is refused.
+
+An inode number alone opens nothing: what it stands for has to be reached by a path that the user may search. A directory knows
+the directory above it; of a file it is remembered in which directory the user has met it, or else it is looked for among the
+names of its partition. What a session was given a grant for it may go on with, as with a file descriptor, whatever becomes of
+mode and path.
+
+A client whose certificate squashes root (`identities.squashes_root`) is treated alike. Where a request says for whom it is,
+that user is believed, and root counts as nobody; else it is for SOMEBODY, any user of that client but root, and no grant comes
+with it but for what everybody may read or write.
+
+All metadata has to be in one shard: a path over several can not be checked in one step. Used by `meta/server/service`, on its
+thread.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nvpool.core import grants
+from nvpool.core.errors import (
+    AccessDenied,
+    CorruptRecord,
+    DirectoryGone,
+    InvalidRequest,
+    NotFound,
+    Refused,
+    Stale,
+)
+from nvpool.core.ids import ROOT_INODE, partition_of
+from nvpool.core.member_names import NOBODY
+from nvpool.core.posix.acl import ACCESS, NAMES, Acl, decode_acl
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, UNLOCKED
+from nvpool.meta.operations import permissions
+from nvpool.meta.operations import setattr as attributes_of
+from nvpool.meta.operations.listing import LIST_LIMIT_MAX
+from nvpool.meta.operations.lookup import LOOKUP_STEP, lookup
+from nvpool.meta.operations.permissions import READ, SEARCH, WRITE, mode_after_write, name_of
+from nvpool.meta.operations.rename import EXCHANGE
+from nvpool.meta.operations.xattr import KILL_SET_GID, drop_attribute
+from nvpool.meta.sessions.table import Sessions
+from nvpool.meta.state import records
+from nvpool.meta.state.records import Inode
+from nvpool.meta.state.transaction import Decision, Draft, View
+from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+
+_NOBODY = Credentials(NOBODY, frozenset((NOBODY,)), 0)
+KNOWN_MAX = 131_072
+"""Files whose directory is remembered, and rights that were given, over all users; what was used longest ago goes."""
+SEARCHED_MAX = 20_000
+"""Entries that are looked through for the name of a file that is not remembered: 15 ms."""
+DEPTH_MAX = 4096
+CAPABILITIES = b"security.capability"
+"""Of an executable file (capabilities(7)); goes as set-uid does."""
+
+
+def check_shards(view: View) -> None:
+    """AccessDenied: this shard has not all metadata, so that paths of users can not be checked."""
+    if view.owners:
+        raise AccessDenied("the metadata of this pool is in several shards, so users without the rights of a node reach it "
+                           "through a mount alone, and clients that may not act as all users not at all")
+
+
+class LocalUsers:
+    """What is remembered of all local users. In memory alone: after a restart it is found out anew."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._places: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self._rights: dict[tuple[int, int], int] = {}
+
+    def check_volume(self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest) -> None:
+        """AccessDenied: the user does not reach the volume, or would change it."""
+        if isinstance(request, pb.VolumeRequest) and request.wish not in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY):
+            raise AccessDenied(f"{name_of(credentials)} has not the rights of a node, and changes no volume")
+        User(self, view, credentials).reach(request.inode)
+
+    def decision(self, method: int, credentials: Credentials, decide: Decision) -> Decision:
+        """`decide`, for this user: after all checks, and with its uid and groups in the request."""
+        guard, note = _GUARDS[method]
+        says = credentials.uid == SOMEBODY and method in _SAY_FOR_WHOM
+
+        def decide_for_user(view: View, request: Any, now_ns: int) -> Draft:
+            user = User(self, view, believed(request.change) if says else credentials, credentials.uid)
+            guard(user, request)
+            draft = decide(view, request, now_ns)
+            note(user, request, draft)
+            return draft
+
+        return decide_for_user
+
+    def listed(self, view: View, credentials: Credentials, request: pb.ListDirRequest) -> bool:
+        """AccessDenied: the user may not list the directory. Whether it may see more than names and kinds in it."""
+        user = User(self, view, credentials)
+        directory = user.reach(request.inode)
+        user.check(directory, READ)
+        request.rights = 0
+        return user.may(directory, SEARCH)
+
+    def note_listing(self, credentials: Credentials, directory: int, reply: pb.ListDirReply) -> None:
+        """The user has met the files of the listing in the directory."""
+        listed = Listed(reply.packed)
+        for inode, name in (*zip(listed.inodes, listed.names, strict=True), *((one.inode, one.name) for one in reply.entries)):
+            self.met(credentials.uid, inode, directory, name)
+
+    def reachable(self, view: View, credentials: Credentials, packed: bytes) -> bytes:
+        """Those among the inodes that the user has a path to."""
+        user, found = User(self, view, credentials), []
+        for number in data_codec.unpack_inodes(packed)[:LIST_LIMIT_MAX]:
+            try:
+                user.reach(number)
+            except (Refused, CorruptRecord):
+                continue
+            found.append(number)
+        return data_codec.pack_inodes(found)
+
+    def lookup_many(self, view: View, request: pb.LookupManyRequest, now_ns: Callable[[], int], *, credentials: Credentials
+                    ) -> Iterator[pb.LookupManyReply | None]:
+        """As queries.lookup_many, name by name."""
+        if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
+            raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up at once")
+        reply = pb.LookupManyReply()
+        decide = self.decision(wire.META_LOOKUP, credentials, lookup)
+        count = 0
+        for directory in request.directories:
+            for name in directory.names:
+                one = pb.LookupRequest(session=request.session, parent=directory.parent, name=name,
+                                       rights=request.rights & grants.READ)
+                try:
+                    reply.found.add(entry=decide(view, one, now_ns()).reply)
+                except (Refused, Stale, CorruptRecord) as error:
+                    reply.found.add(error=error.wire_code)
+                count += 1
+                if not count % LOOKUP_STEP:
+                    yield None
+        yield reply
+
+    # -- for User ----------------------------------------------------------------------------------------------------------
+
+    def place(self, uid: int, inode: int) -> tuple[int, bytes] | None:
+        """Directory and name under which the user has met the file."""
+        return self._places.get((uid, inode))
+
+    def met(self, uid: int, inode: int, directory: int, name: bytes) -> None:
+        _keep(self._places, (uid, inode), (directory, name))
+
+    def rights(self, session: int, inode: int) -> int:
+        return self._rights.get((session, inode), 0)
+
+    def given(self, session: int, inode: int, rights: int) -> None:
+        _keep(self._rights, (session, inode), self.rights(session, inode) | rights)
+
+    def has_open(self, session: int, inode: int) -> bool:
+        found = self._sessions.by_number.get(session)
+        return found is not None and inode in found.opens
+
+
+def _keep(table: dict, key: Any, value: Any) -> None:
+    table.pop(key, None)
+    if len(table) >= KNOWN_MAX:
+        del table[next(iter(table))]
+    table[key] = value
+
+
+class User:
+    """One user, for one decision."""
+
+    __slots__ = ("known", "view", "credentials", "uid", "met_by")
+
+    def __init__(self, known: LocalUsers, view: View, credentials: Credentials, met_by: int | None = None) -> None:
+        """`met_by`: for whom it is remembered where a file was met, which proves nothing; else the user."""
+        self.known = known
+        self.view = view
+        self.credentials = credentials
+        self.uid = credentials.uid
+        self.met_by = self.uid if met_by is None else met_by
+
+    def access(self, inode: Inode) -> Acl:
+        raw = self.view.xattr(inode.number, ACCESS) if inode.flags & records.HAS_ACL else None
+        return decode_acl(raw) if raw is not None else ()
+
+    def may(self, inode: Inode, wanted: int) -> bool:
+        return permissions.may(inode, self.access(inode), self.credentials, wanted)
+
+    def check(self, inode: Inode, wanted: int) -> None:
+        permissions.check(inode, self.access(inode), self.credentials, wanted)
+
+    # -- paths
+
+    def entered(self, number: int) -> Inode:
+        """The directory, in which the user may look for names, along a path of such directories."""
+        directory = at = self.view.directory(number)
+        for _ in range(DEPTH_MAX):
+            if at.flags & records.TRASHED:
+                break
+            self.check(at, SEARCH)
+            if at.number == ROOT_INODE:
+                return directory
+            at = self.view.directory(at.parent)
+        raise DirectoryGone(f"directory {number} was removed")
+
+    def reach(self, number: int) -> Inode:
+        """The inode, to which there is a path that the user may search. AccessDenied, NotFound."""
+        inode = self.view.inode(number)
+        if number == ROOT_INODE:
+            return inode
+        if inode.is_directory:
+            self.entered(inode.parent)
+            return inode
+        if (place := self.known.place(self.met_by, number)) is not None:
+            try:
+                if self.view.named(self.entered(place[0]), place[1])[1] == number:
+                    return inode
+            except (AccessDenied, NotFound):
+                pass  # it may have another name, or have moved
+        self._look_for(number, inode.links)
+        return inode
+
+    def _look_for(self, number: int, links: int) -> None:
+        """Find a name of the file to which there is a path. NotFound where it may have names elsewhere: who knows one looks
+        that up. AccessDenied where it has not."""
+        partition, found = partition_of(number), 0
+        first, end = records.prefix(partition, records.DENTRY), records.prefix(partition, records.DENTRY + 1)
+        denied: AccessDenied | None = None
+        for key, raw in self.view.scan(first, end, SEARCHED_MAX):
+            try:
+                if records.decode_dentry(partition, raw)[0] != number:
+                    continue
+                directory, found = records.directory_of_key(key), found + 1
+                self.entered(directory)
+            except AccessDenied as error:
+                denied = error
+                continue
+            except (NotFound, CorruptRecord):
+                continue
+            self.known.met(self.met_by, number, directory, key[records.NAME_AT:])
+            return
+        if denied is not None and found >= links:
+            raise denied
+        raise NotFound(f"{name_of(self.credentials)} is not known to have a path to inode {number}")
+
+    # -- rights
+
+    def by_mode(self, inode: Inode, rights: int) -> int:
+        """Those of these rights to bytes that a newly opened file has; of somebody that everybody has."""
+        credentials = self.credentials
+        if self.uid == SOMEBODY:
+            credentials = _NOBODY
+            if not rights or not self._everybody_reaches(inode):
+                return 0
+        access = self.access(inode)
+        allowed = grants.READ if permissions.may(inode, access, credentials, READ) else 0
+        allowed |= grants.WRITE if permissions.may(inode, access, credentials, WRITE) else 0
+        return rights & allowed
+
+    def _everybody_reaches(self, inode: Inode) -> bool:
+        try:
+            User(self.known, self.view, _NOBODY, self.met_by).reach(inode.number)
+        except Refused:
+            return False
+        return True
+
+    def held(self, session: int, inode: Inode) -> int:
+        """Rights that the session has as with a descriptor. After a restart nobody knows of them: then the owner of a file that
+        the session says to have open has all, who could give them to itself. Root that is squashed has none of what others
+        have opened in the same session."""
+        if (self.uid == inode.uid or self.uid == SOMEBODY and inode.uid) and self.known.has_open(session, inode.number):
+            return grants.READ | grants.WRITE
+        return 0 if self.is_squashed else self.known.rights(session, inode.number)
+
+    @property
+    def is_squashed(self) -> bool:
+        return self.met_by == SOMEBODY and self.uid == NOBODY
+
+    def handled(self, session: int, number: int, rights: int) -> Inode:
+        """The inode, of which the session holds these rights, or gets them by its mode. AccessDenied."""
+        inode = self.view.inode(number)
+        missing = rights & ~self.held(session, inode)
+        if missing or not rights and not self.held(session, inode):
+            inode = self.reach(number)
+            self.check(inode, (READ if missing & grants.READ else 0) | (WRITE if missing & grants.WRITE else 0))
+        return inode
+
+    def granted(self, session: int, inode: Inode, rights: int) -> int:
+        """Those of the rights that a message may carry beside its answer."""
+        held = self.held(session, inode)
+        found = rights & held | self.by_mode(inode, rights & ~held)
+        if found & grants.WRITE and self.uid != inode.uid and mode_after_write(inode, self.credentials) != inode.mode:
+            found &= ~grants.WRITE  # set-uid goes before anybody else writes: when it is opened
+        return found
+
+    def note_entry(self, entry: pb.Entry, session: int, rights: int, directory: int = 0, name: bytes = b"") -> None:
+        if name and entry.attr.inode:
+            self.known.met(self.met_by, entry.attr.inode, directory, name)
+        if entry.grant:
+            self.known.given(session, entry.attr.inode, rights)
+
+
+def believed(change: pb.Change) -> Credentials:
+    """For whom a client asks whose root is squashed: as whom it says, but for root."""
+    if not change.uid:
+        return Credentials(NOBODY, frozenset((change.gid or NOBODY,)), 0)
+    return Credentials(change.uid, BELIEVED_GROUPS, 0)
+
+
+def _gid(credentials: Credentials, claimed: int) -> int:
+    """The group of what is made: of several the process says which one is its own."""
+    if claimed in credentials.gids:
+        return claimed
+    return NOBODY if credentials.gids is BELIEVED_GROUPS else min(credentials.gids)
+
+
+def _without_privileges(user: User, draft: Draft, attr: pb.Attr) -> None:
+    """The user writes to the file of an answer."""
+    number = attr.inode
+    inode = draft.inodes.get(number)
+    if inode is not None and inode.is_file and (mode := mode_after_write(inode, user.credentials)) != inode.mode:
+        inode.mode = mode
+        draft.stamp(inode)
+    if inode is not None and inode.flags & records.HAS_XATTRS and draft.view.xattr(number, CAPABILITIES) is not None:
+        drop_attribute(draft, inode, CAPABILITIES)
+        draft.stamp(inode)
+    if inode is not None:
+        attr.mode, attr.change, attr.ctime_ns = inode.mode, inode.change, inode.ctime_ns
+
+
+# -- questions -------------------------------------------------------------------------------------------------------------
+
+
+def _guard_lookup(user: User, request: pb.LookupRequest) -> None:
+    directory = user.entered(request.parent)
+    if request.rights:
+        inode = user.view.inode(user.view.named(directory, request.name)[1])
+        if not inode.is_directory:
+            user.known.met(user.met_by, inode.number, request.parent, request.name)
+        request.rights = user.granted(request.session, inode, user.by_mode(inode, request.rights))
+
+
+def _note_lookup(user: User, request: pb.LookupRequest, draft: Draft) -> None:
+    user.note_entry(draft.reply, request.session, request.rights, request.parent, request.name)
+
+
+def _guard_getattr(user: User, request: pb.GetAttrRequest) -> None:
+    inode = user.handled(request.session, request.inode, 0)
+    request.rights = user.granted(request.session, inode, request.rights)
+
+
+def _note_getattr(user: User, request: pb.GetAttrRequest, draft: Draft) -> None:
+    user.note_entry(draft.reply, request.session, request.rights)
+
+
+def _guard_inode(user: User, request: Any) -> None:
+    user.handled(request.session, request.inode, 0)
+
+
+def _guard_getxattr(user: User, request: pb.GetXattrRequest) -> None:
+    inode = user.handled(request.session, request.inode, 0)
+    permissions.check_xattr(inode, user.access(inode), user.credentials, request.name, READ)
+
+
+# -- changes ---------------------------------------------------------------------------------------------------------------
+
+
+def _guard_create(user: User, request: pb.CreateRequest) -> None:
+    view, credentials, change = user.view, user.credentials, request.change
+    parent = user.entered(request.parent)
+    change.uid, change.gid = credentials.uid, _gid(credentials, change.gid)
+    if not request.unnamed:
+        partition, _, key = view.place(parent, request.name)
+        raw = view.get(key)
+        if raw is not None:
+            if not request.exclusive and stat.S_ISREG(request.mode):  # else it is refused as it is there
+                _check_opened(user, view.inode(records.decode_dentry(partition, raw)[0]), request,
+                              request.rights & grants.WRITE or request.rights)
+            return
+    user.check(parent, WRITE)
+    if request.HasField("volume"):
+        raise AccessDenied(f"{name_of(credentials)} has not the rights of a node, and makes no volume")
+    request.mode = permissions.mode_at_birth(parent, request.mode, credentials)
+
+
+def _check_opened(user: User, inode: Inode, request: pb.CreateRequest | pb.OpenRequest, wanted: int) -> None:
+    """The mode allows what the file is opened for; what is asked for beyond that is given where it allows that too."""
+    wanted |= grants.WRITE if request.truncate else 0
+    if inode.is_directory or inode.is_symlink:
+        wanted &= grants.READ  # the rest is refused for another reason
+    user.check(inode, (READ if wanted & grants.READ else 0) | (WRITE if wanted & grants.WRITE else 0))
+    request.rights = user.by_mode(inode, request.rights)
+
+
+def _note_create(user: User, request: pb.CreateRequest, draft: Draft) -> None:
+    entry = draft.reply.entry
+    user.note_entry(entry, request.change.session, request.rights, request.parent, request.name)
+    if not draft.reply.created and (request.rights & grants.WRITE or request.truncate):
+        _note_written(user, draft, entry.attr)
+
+
+def _note_written(user: User, draft: Draft, attr: pb.Attr) -> None:
+    """It was opened for writing: what another user's file does for its owner it must not do with our bytes."""
+    if attr.uid != user.uid:
+        _without_privileges(user, draft, attr)
+
+
+def _guard_open(user: User, request: pb.OpenRequest) -> None:
+    _check_opened(user, user.reach(request.inode), request, request.wanted or request.rights)
+
+
+def _note_open(user: User, request: pb.OpenRequest, draft: Draft) -> None:
+    user.note_entry(draft.reply, request.change.session, request.rights)
+    if request.rights & grants.WRITE or request.truncate:
+        _note_written(user, draft, draft.reply.attr)
+
+
+def _guard_write(user: User, request: pb.ReserveRequest) -> None:
+    user.handled(request.change.session, request.inode, grants.WRITE)
+
+
+def _guard_allocate(user: User, request: pb.AllocateRequest) -> None:
+    inode = user.handled(request.change.session, request.inode, grants.WRITE)
+    request.rights = user.granted(request.change.session, inode, request.rights)
+
+
+def _guard_report(user: User, request: pb.ReportRequest) -> None:
+    writes = request.wrote or request.end or request.withdrawn
+    user.handled(request.change.session, request.inode, grants.WRITE if writes else 0)
+
+
+def _note_report(user: User, request: pb.ReportRequest, draft: Draft) -> None:
+    if request.wrote or request.end:
+        _without_privileges(user, draft, draft.reply.attr)
+
+
+def _note_changed(user: User, request: Any, draft: Draft) -> None:
+    user.note_entry(draft.reply, request.change.session, request.rights)
+    if isinstance(request, pb.AllocateRequest) or request.valid & attributes_of.SIZE:
+        _without_privileges(user, draft, draft.reply.attr)
+
+
+def _guard_setattr(user: User, request: pb.SetAttrRequest) -> None:
+    valid, session, credentials = request.valid, request.change.session, user.credentials
+    inode = user.handled(session, request.inode, 0)
+    request.change.uid, request.change.gid = credentials.uid, _gid(credentials, request.change.gid)
+    gid = inode.gid
+    if valid & (attributes_of.UID | attributes_of.GID):
+        gid = request.gid if valid & attributes_of.GID else None
+        permissions.check_new_owner(inode, request.uid if valid & attributes_of.UID else None, gid, credentials)
+        gid = inode.gid if gid is None else gid
+    if valid & attributes_of.MODE:
+        permissions.check_owner(inode, credentials)
+        request.mode = permissions.mode_to_set(gid, request.mode, credentials)
+    if valid & (attributes_of.CHUNK | attributes_of.REPLICAS | attributes_of.WIDE) or not valid & ~attributes_of.CTIME:
+        permissions.check_owner(inode, credentials)
+    if valid & attributes_of.SIZE and not inode.is_directory and not user.held(session, inode) & grants.WRITE:
+        user.check(inode, WRITE)
+    now = attributes_of.ATIME_NOW | attributes_of.MTIME_NOW
+    if valid & (attributes_of.ATIME | attributes_of.MTIME) or valid & now and valid & now != now:
+        if not valid & attributes_of.SIZE:  # truncate(2) sets the time of content to now
+            permissions.check_owner(inode, credentials)
+    elif valid & now and inode.uid != credentials.uid and not user.held(session, inode) & grants.WRITE:
+        user.check(inode, WRITE)
+    request.rights = user.granted(session, inode, request.rights)
+
+
+def _guard_removal(user: User, request: pb.UnlinkRequest) -> None:
+    parent = user.entered(request.parent)
+    _check_name_goes(user, parent, user.view.inode(user.view.named(parent, request.name)[1]))
+
+
+def _check_name_goes(user: User, parent: Inode, victim: Inode) -> None:
+    user.check(parent, WRITE)
+    permissions.check_sticky(parent, victim, user.credentials)
+
+
+def _guard_rename(user: User, request: pb.RenameRequest) -> None:
+    view = user.view
+    old_parent, new_parent = user.entered(request.parent), user.entered(request.new_parent)
+    moved = view.inode(view.named(old_parent, request.name)[1])
+    partition, _, key = view.place(new_parent, request.new_name)
+    raw = view.get(key)
+    _check_name_goes(user, old_parent, moved)
+    user.check(new_parent, WRITE)
+    both = [moved]
+    if raw is not None:
+        other = view.inode(records.decode_dentry(partition, raw)[0])
+        _check_name_goes(user, new_parent, other)
+        if request.flags == EXCHANGE:
+            both.append(other)
+    if old_parent.number != new_parent.number:
+        for inode in both:
+            if inode.is_directory:  # its entry ".." is to change
+                user.check(inode, WRITE)
+
+
+def _note_rename(user: User, request: pb.RenameRequest, draft: Draft) -> None:
+    user.known.met(user.met_by, draft.reply.inode, request.new_parent, request.new_name)
+    if request.flags == EXCHANGE:
+        user.known.met(user.met_by, draft.reply.replaced, request.parent, request.name)
+
+
+def _guard_link(user: User, request: pb.LinkRequest) -> None:
+    view = user.view
+    parent = user.entered(request.parent)
+    inode = user.handled(request.change.session, request.inode, 0)
+    if view.get(view.place(parent, request.name)[2]) is None:
+        permissions.check_link(inode, user.access(inode), user.credentials)
+        user.check(parent, WRITE)
+
+
+def _note_link(user: User, request: pb.LinkRequest, draft: Draft) -> None:
+    user.known.met(user.met_by, request.inode, request.parent, request.name)
+
+
+def _guard_change_of_xattr(user: User, request: pb.SetXattrRequest | pb.RemoveXattrRequest) -> None:
+    inode = user.handled(request.change.session, request.inode, 0)
+    permissions.check_xattr(inode, user.access(inode), user.credentials, request.name, WRITE)
+    if request.name in NAMES and isinstance(request, pb.SetXattrRequest) and inode.gid not in user.credentials.gids:
+        request.flags |= KILL_SET_GID
+
+
+def _guard_lock(user: User, request: pb.LockRequest) -> None:
+    """fcntl(2) wants a descriptor for writing where others are kept from it, flock(2) any."""
+    session = request.change.session
+    if request.mode == UNLOCKED:
+        return
+    inode = user.handled(session, request.inode, grants.WRITE if request.kind == RECORD and request.mode == EXCLUSIVE else 0)
+    if not user.held(session, inode) and not user.by_mode(inode, grants.READ | grants.WRITE):
+        raise AccessDenied(f"{name_of(user.credentials)} may neither read nor write inode {inode.number}")
+
+
+def _nothing(user: User, request: Any, draft: Draft) -> None:
+    """There is nothing to remember."""
+
+
+_SAY_FOR_WHOM = frozenset((wire.META_CREATE, wire.META_OPEN, wire.META_SETATTR, wire.META_UNLINK, wire.META_RMDIR,
+                           wire.META_RENAME, wire.META_LINK, wire.META_SETXATTR, wire.META_REMOVEXATTR))
+"""Changes whose uid and gid are those of a process. The others are made for who has the file open, whoever that was."""
+_GUARDS: dict[int, tuple[Callable[[User, Any], None], Callable[[User, Any, Draft], None]]] = {
+    wire.META_LOOKUP: (_guard_lookup, _note_lookup), wire.META_GETATTR: (_guard_getattr, _note_getattr),
+    wire.META_READLINK: (_guard_inode, _nothing), wire.META_GETXATTR: (_guard_getxattr, _nothing),
+    wire.META_LISTXATTR: (_guard_inode, _nothing), wire.META_LOCKS: (_guard_inode, _nothing),
+    wire.META_CREATE: (_guard_create, _note_create), wire.META_OPEN: (_guard_open, _note_open),
+    wire.META_REPORT: (_guard_report, _note_report), wire.META_RESERVE: (_guard_write, _nothing),
+    wire.META_ALLOCATE: (_guard_allocate, _note_changed), wire.META_SETATTR: (_guard_setattr, _note_changed),
+    wire.META_UNLINK: (_guard_removal, _nothing), wire.META_RMDIR: (_guard_removal, _nothing),
+    wire.META_RENAME: (_guard_rename, _note_rename), wire.META_LINK: (_guard_link, _note_link),
+    wire.META_SETXATTR: (_guard_change_of_xattr, _nothing), wire.META_REMOVEXATTR: (_guard_change_of_xattr, _nothing),
+    wire.META_LOCK: (_guard_lock, _nothing),
+}

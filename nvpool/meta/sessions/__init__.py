@@ -1,0 +1,1 @@
+"""Sessions of clients, and the leases and locks that they hold."""

@@ -1,0 +1,205 @@
+"""What a metadata service answers about sessions: opened, renewed, watched, ended; what they have open, and changes repeated.
+
+A part of `meta/server/service`, which owns all that is used here. Nothing here waits but `end_leases`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from math import inf
+from typing import Any
+
+from nvpool.core.errors import InvalidRequest, NvpoolError, StaleSequence, WrongShard
+from nvpool.core.ids import partition_of
+from nvpool.core.units import PARTITION_COUNT, SLOTS_PER_SESSION
+from nvpool.meta.sessions.table import Session, Slot, handles_of, inodes_of
+from nvpool.meta.state.session_records import SECRET_BYTES, SessionRecord
+from nvpool.rpc.api import Call, Credentials
+from nvpool.rpc.limits import identify
+from nvpool.rpc.v1 import meta_pb2 as pb
+
+OWNERS_MAX = 4096
+_log = logging.getLogger(__name__)
+
+
+class SessionAnswers:
+    def _owner(self, call: Call) -> str:
+        """Of the sessions that the caller may use; "" of a node, which may use all."""
+        return self._callers.of(call.peer).owner
+
+    def _user(self, call: Call) -> Credentials | None:
+        """As whom alone the caller acts; see Caller.user."""
+        return self._callers.of(call.peer).user
+
+    def _open_session(self, call: Call) -> None:
+        request = pb.OpenSessionRequest.FromString(call.message)
+        now_s = self._clock.boottime_s()
+        peer, trusted = identify(call.peer, self._callers.operators)
+        peer = "" if trusted else peer
+        if self._user(call) is not None:
+            request.identity = 0  # which would speak for the sessions of another client
+        if request.session:
+            session = self._sessions.take_up(request.session, request.secret, self._owner(call), now_s)
+            if request.names_open:
+                self._sessions.name_open(session, inodes_of(request.opened), request.slots if request.names_slots else None)
+        else:
+            if self._kv.full:
+                self._later(call, self._kv.room)
+                return
+            if self._numbers.next_session >= self._numbers.bounds.session:
+                self._later(call, self._numbers.more)
+                return
+            number = self._shard << 48 | self._numbers.next_session
+            record = SessionRecord(self._clock.secret(SECRET_BYTES), self._clock.wall_ns(), request.client, request.watch,
+                                   request.identity, self._owner(call))
+            session, effects = self._sessions.opening(number, record, now_s, peer)
+            self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
+            self._sessions.add(session)
+            self._numbers.next_session += 1
+        session.member = call.peer.member
+        self._sessions.belongs(session, peer)
+        if (effects := self._sessions.identify(session, request.identity)):
+            self._kv.apply(effects, reclaims=True)
+        self._moving.bring_sessions()
+        reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,
+                                    slots=SLOTS_PER_SESSION, incarnation=self._incarnation, name_key=self._view.name_key)
+        if session.watches:
+            reply.watch, reply.watch_ms = self._watches.begin(session.number)
+            reply.linger_ms = int(self._options.linger_s * 1000)
+        if request.session:
+            reply.sequences.extend(self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION))
+        call.reply(reply.SerializeToString())
+
+    def _renew_session(self, call: Call) -> None:
+        request = pb.RenewSessionRequest.FromString(call.message)
+        session = self._sessions.of(request.session, self._owner(call))
+        session.expires_s, session.member = self._clock.boottime_s() + self._options.session_lease_s, call.peer.member
+        if not session.peer:
+            peer, trusted = identify(call.peer, self._callers.operators)
+            self._sessions.belongs(session, "" if trusted else peer)
+        self._check_ours(request.opened, request.released)
+        if self._user(call) is not None:
+            request.identity = 0
+        if (effects := self._sessions.identify(session, request.identity)):
+            self._kv.apply(effects, reclaims=True)
+        self._sessions.name(session, inodes_of(request.opened), request.named)
+        self._sessions.release(session, inodes_of(request.released))
+        call.reply(pb.RenewSessionReply(lease_s=self._options.session_lease_s, incarnation=self._incarnation,
+                                        map_epoch=self._map.epoch if self._map else 0,
+                                        held=self._sessions.held(session, self._collector.kept)).SerializeToString())
+
+    def _check_ours(self, *packed: bytes) -> None:
+        """WrongShard where one of the inodes is another shard's by now: nothing of the message is done then."""
+        for partition in {partition_of(inode) for inodes in packed for inode in inodes_of(inodes)}:
+            if self._view.is_elsewhere(partition):
+                raise WrongShard(f"partition {partition} belongs to another shard")
+            if partition < PARTITION_COUNT:
+                self._ranges.check_partition(partition)
+
+    def _close_session(self, call: Call) -> None:
+        request = pb.CloseSessionRequest.FromString(call.message)
+        if request.session in self._sessions.by_number:
+            session = self._sessions.of(request.session, self._owner(call))
+            if self._kv.full:
+                self._later(call, self._kv.room)
+                return
+            self._end_session(session, 0.0)
+        call.reply(pb.CloseSessionReply().SerializeToString())
+
+    def _end_session(self, session: Session, grants_live_s: float) -> None:
+        self._kv.apply(self._sessions.ending(session), reclaims=True)
+        self._watches.end(session.number)
+        self._view.rooms.end_session(session.number)
+        self._collector.hold(self._sessions.drop(session), grants_live_s and self._clock.boottime_s() + grants_live_s)
+        self._locks.end_session(session.number, said_so=not grants_live_s)
+
+    async def end_leases(self) -> None:
+        """End the sessions whose lease is over, or whose client was removed from the pool; give on locks; reserve numbers where
+        they run low. Waits for the engine, and for who keeps the map where locks of removed clients hang on it."""
+        now_s = self._clock.boottime_s()
+        self._locks.give_on(await self._revocations.cut_off())
+        for session in self._sessions.expired(now_s):
+            while self._kv.full:
+                await self._kv.room()
+            if session.expires_s >= now_s:
+                continue  # renewed while we waited
+            was_removed = session.expires_s == -inf
+            _log.warning("session %#x (%s) ends: %s", session.number, session.client,
+                         f"{session.member} was removed from the pool" if was_removed else "it has not been renewed")
+            self._end_session(session, self._options.grant_s)
+            if was_removed:
+                self._revocations.removed(session.number)
+            await asyncio.sleep(0)
+        await self._locks.run_once(self._sessions)
+        if self._numbers.low(self._view.next_number):
+            await self._numbers.more()
+
+    def _watch(self, call: Call) -> None:
+        request = pb.WatchRequest.FromString(call.message)
+        session = self._sessions.of(request.session, self._owner(call))
+        # who watches lives: a lease never holds longer than the session
+        session.expires_s = max(session.expires_s, self._clock.boottime_s() + self._options.session_lease_s)
+        self._watches.ask(call, request)
+
+    def _release(self, call: Call) -> None:
+        request = pb.ReleaseRequest.FromString(call.message)
+        session = self._sessions.of(request.session, self._owner(call))
+        gone = handles_of(request.gone)
+        self._check_ours(request.inodes, b"".join(inode.to_bytes(8, "little") for inode in gone))
+        self._sessions.release(session, inodes_of(request.inodes))
+        self._sessions.give_up_all(session, gone)
+        for index in request.slots:
+            self._sessions.give_up(session, self._sessions.slot(session, index))
+        call.reply(b"")
+
+    def _owners(self, call: Call) -> None:
+        request = pb.SessionsRequest.FromString(call.message)
+        if len(request.sessions) > 8 * OWNERS_MAX:
+            raise InvalidRequest(f"at most {OWNERS_MAX} sessions are looked for at once")
+        found = [self._sessions.by_number.get(number) for number in inodes_of(request.sessions)]
+        call.reply(pb.SessionsReply(owners=[
+            pb.SessionOwner(session=session.number, client=session.client, identity=session.identity)
+            for session in found if session is not None]).SerializeToString())
+
+    def begin_drain(self) -> None:
+        """Answer requests that wait for other requests: no more of these are taken, so they would wait for the whole drain."""
+        self._waits.begin_drain()
+        if self._incarnation:
+            self._watches.close()
+            self._locks.close()
+
+    def _wait_for_lock(self, call: Call) -> None:
+        request = pb.LockWaitRequest.FromString(call.message)
+        self._sessions.of(request.session, self._owner(call))
+        self._locks.ask(call, request)
+
+    # -- slots
+
+    def _repeat(self, call: Call, request: Any, session: Session, slot: Slot, sequence: int,
+                mark: int) -> None:
+        """A change that was decided: its kept answer, when that may be given. InvalidRequest: it was another one."""
+        self._counters["repeated"] += 1
+        if sequence < slot.sequence:
+            raise StaleSequence(f"the slot has served request {slot.sequence}, {sequence} came later")
+        if not sequence:
+            raise InvalidRequest("sequences begin with 1")
+        if slot.mark is not None and slot.mark != mark:
+            raise InvalidRequest(f"request {sequence} of this slot was another one: each change has a sequence of its own")
+        slot.awaited = False
+        self._sessions.open_again(session, slot, request)
+        if slot.error is not None:
+            call.fail(slot.error)
+        elif slot.waits_for in self._view.cutting:
+            cut = asyncio.shield(self._view.cutting[slot.waits_for])
+            self._answer_later(call, lambda: cut, slot.answer)
+        elif self._kv.sync_before_answer or getattr(request, "sync", False) or isinstance(request, pb.LockRequest):
+            self._answer_later(call, self._kv.sync, slot.answer)
+        else:
+            call.reply(slot.answer)
+
+    def _keep_refusal(self, session: Session, slot: Slot, sequence: int, mark: int, error: NvpoolError) -> None:
+        self._sessions.give_up(session, slot)
+        slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
+        slot.mark = mark
+        slot.error = error.with_traceback(None)

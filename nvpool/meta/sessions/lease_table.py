@@ -1,0 +1,439 @@
+"""Leases on inodes: a session that has one is told before another session changes the inode.
+
+So a client opens, looks up and stats what it knows without a question, and close-to-open holds all the same. Who has a lease
+on what is kept in memory only, in a table of fixed size: a slot of it has a few bits of an inode number and who has a lease
+on it, one session or "several". Where inodes fall together, somebody is told who need not be: that costs a message and is
+never wrong. Nothing is kept for each inode, nothing is written, and who changes what only he knows waits for nobody.
+
+A lease holds while two things do: the lease on the inode (`lease_s`; the shard forgets it later than the client does) and the
+watch of the session, which the client renews by WATCH (proto). A change of another session's inode waits until each
+holder has said that it knows, or until his watch has ended: `watch_s` at most, once for a client that is dead or stopped,
+since what he missed is told when he comes back, before his watch holds again. What was changed lately is not lent at all.
+
+A lease on a directory stands for its names too, also for those that are not there. It changes with each of them; so where
+several clients make names in one, each is told once, and it is not lent again until they have paused for COOL_S.
+
+After a restart nobody knows what was lent. So changes of files wait until every session that may have leases has come back and
+was told that they have ended, or `watch_s` have passed. Used by `meta/server/service`; decides nothing, never waits itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Awaitable, Callable, Collection, Iterable
+
+from nvpool.core.clock import Clock
+from nvpool.core.containers.bounded_map import too_old
+from nvpool.core.errors import Busy, Draining, StaleSession
+from nvpool.core.ids import counter_of, partition_of
+from nvpool.meta.state.transaction import Draft
+from nvpool.rpc.api import Call
+from nvpool.rpc.messages import data_codec
+from nvpool.rpc.v1 import meta_pb2 as pb
+
+SLOT_BITS = 20
+"""A million slots of 4 bytes, for this and for the last `lease_s`; what is not used costs nothing. With 100,000 leases one
+change of 200 tells somebody for nothing."""
+SEVERAL = 0xFFFF
+_SLOT_MASK = (1 << SLOT_BITS) - 1
+_ANYTHING = 0xFFFFFFFF
+"""Several inodes fell on the slot."""
+_GOLDEN = 0x9E3779B97F4A7C15
+COOL_S = 5.0
+"""What was changed is not lent for so long: who writes and who reads a file in turns would only tell one another."""
+COOL_MAX = 65536
+PENDING_MAX = 4096
+"""Inodes that a session has to be told of; when there are more it is told that all of its leases have ended."""
+
+
+class _Watch:
+    """Of one session."""
+
+    __slots__ = ("session", "index", "number", "seen", "until_s", "call", "arrived_s", "pending", "told", "begins", "due")
+
+    def __init__(self, session: int, index: int, number: int) -> None:
+        self.session = session
+        self.index = index
+        self.number = number            # WatchReply.watch
+        self.seen = 0                   # number of the last answer
+        self.until_s = 0.0              # leases hold no longer, by our clock
+        self.call: Call | None = None   # kept until there is something to tell
+        self.arrived_s = 0.0
+        self.pending: dict[int, None] = {}   # to be told
+        self.told: dict[int, None] = {}      # in the last answer, and not yet known to have arrived
+        self.begins = False             # all leases were ended, and the session has not said that it knows
+        self.due = False
+
+
+class _Recall:
+    """One inode that is to be changed, and whose word is missing for it."""
+
+    __slots__ = ("left", "done", "timer")
+
+    def __init__(self, left: set[_Watch], done: asyncio.Future, timer: asyncio.TimerHandle) -> None:
+        self.left = left
+        self.done = done
+        self.timer = timer
+
+
+class _Table:
+    """Who has leases on what: for each slot 16 bits of an inode number and 16 of a session's index."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._turn_s = 0.0
+        self._new = self._old = self._empty()
+
+    @staticmethod
+    def _empty() -> memoryview:
+        return memoryview(mmap.mmap(-1, 4 << SLOT_BITS)).cast("I")  # pages come with their first use
+
+    def add(self, numbers: Iterable[int], index: int, now_s: float) -> None:
+        """Kept for `lease_s` at least, for two of it at most."""
+        if now_s >= self._turn_s:
+            self._old = self._new if now_s < self._turn_s + self._lease_s else self._empty()
+            self._new, self._turn_s = self._empty(), now_s + self._lease_s
+        new = self._new
+        for number in numbers:
+            spread = number * _GOLDEN
+            slot, mine = spread >> 64 - SLOT_BITS & _SLOT_MASK, (spread >> 12 & 0xFFFF0000) | index
+            held = new[slot]
+            if held != mine:
+                if held:
+                    mine = _ANYTHING if held >> 16 != mine >> 16 else mine | SEVERAL
+                new[slot] = mine
+
+    def indexes(self, number: int) -> tuple[int, int]:
+        """Who may have a lease on the inode: indexes, 0 for nobody, SEVERAL for anybody."""
+        spread = number * _GOLDEN
+        slot, tag = spread >> 64 - SLOT_BITS & (1 << SLOT_BITS) - 1, spread >> 28 & 0xFFFF
+        new, old = self._new[slot], self._old[slot]
+        return (new & 0xFFFF if new == _ANYTHING or new >> 16 == tag else 0,
+                old & 0xFFFF if old == _ANYTHING or old >> 16 == tag else 0)
+
+
+class Watches:
+    def __init__(self, clock: Clock, first_number: int, watch_s: float, lease_s: float) -> None:
+        self._clock = clock
+        self._watch_s = watch_s
+        self.lease_ms = int(lease_s * 1000)
+        self.map_epoch: Callable[[], int] = lambda: 0
+        self._watch_ms = int(watch_s * 1000)
+        self._next_number = first_number
+        self._table = _Table(lease_s)
+        self._watches: dict[int, _Watch] = {}
+        self._by_index: dict[int, _Watch] = {}
+        self._recalls: dict[int, _Recall] = {}
+        self._cool: dict[int, tuple[float, int, int]] = {}
+        """Inode -> until when it is not lent; the only session that may have a lease on it; who has changed it last."""
+        self._unheard: set[int] = set()
+        """Sessions that may have leases of the process before us."""
+        self._unheard_until_s = 0.0
+        self._heard: asyncio.Future | None = None
+        self._withheld: set[int] = set()
+        """Partitions of which nothing is lent."""
+        self._heeded = asyncio.Event()
+        """A session has said that it knows that all of its leases have ended."""
+        self.recalled = self.waited_out = 0
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    def after_restart(self, sessions: Iterable[int]) -> None:
+        """These watched the process before us."""
+        self._unheard = set(sessions)
+        self._unheard_until_s = self._clock.boottime_s() + self._watch_s
+
+    def begin(self, session: int) -> tuple[int, int]:
+        """The session has been opened, or taken up, and will watch: (number of its watch, watch_ms)."""
+        watch = self._watches.get(session)
+        if watch is None:
+            watch = self._begin(session)
+        else:
+            self._begin_anew(watch)
+        watch.until_s = self._clock.boottime_s() + self._watch_s
+        return watch.number, self._watch_ms
+
+    def _begin(self, session: int) -> _Watch:
+        index = len(self._by_index) + 1
+        while index in self._by_index:
+            index = index % (SEVERAL - 1) + 1
+        watch = self._watches[session] = self._by_index[index] = _Watch(session, index, self._number())
+        return watch
+
+    def _number(self) -> int:
+        self._next_number = (self._next_number + 1) % (1 << 64)
+        return self._next_number or self._number()
+
+    def end(self, session: int) -> None:
+        """The session has ended, and its leases with it: it ends long after its watch, or says itself that it goes."""
+        watch = self._watches.pop(session, None)
+        if watch is not None:
+            del self._by_index[watch.index]
+            if watch.call is not None:
+                call, watch.call = watch.call, None
+                call.fail(StaleSession("the session has ended"))
+            for number in list(self._recalls):
+                self._knows(watch, number)
+            self._heeded.set()
+        self._has_come(session)
+
+    def _has_come(self, session: int) -> None:
+        if session in self._unheard:
+            self._unheard.discard(session)
+            if self._heard is not None and not self._heard.done():
+                self._heard.set_result(None)
+
+    def close(self) -> None:
+        for watch in self._watches.values():
+            if watch.call is not None:
+                call, watch.call = watch.call, None
+                call.fail(Draining("the shard is stopping"))
+
+    # -- lending -----------------------------------------------------------------------------------------------------
+
+    def lend(self, session: int, numbers: Iterable[int]) -> Collection[int]:
+        """On which of these inodes, which have names, the session may rely for `lease_ms` from now."""
+        watch = self._watches.get(session)
+        if watch is None:
+            return ()
+        now_s = self._clock.boottime_s()
+        if watch.until_s <= now_s:
+            return ()
+        lent = set(numbers)
+        if self._withheld:
+            lent = {number for number in lent if partition_of(number) not in self._withheld}
+        if self._recalls:
+            lent -= self._recalls.keys()
+        if self._cool:
+            lent -= {number for number in self._cool.keys() & lent if self._is_cool(number, session, now_s)}
+        self._table.add(lent, watch.index, now_s)
+        return lent
+
+    def _is_cool(self, number: int, session: int, now_s: float) -> bool:
+        until_s, only, _ = self._cool[number]
+        return until_s > now_s and only != session
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def conflict(self, session: int, draft: Draft) -> Callable[[], Awaitable] | None:
+        """What has to be waited for before the session's change may be made: others have leases on what it changes. It is
+        decided anew after that. None: nothing."""
+        if not self._unheard and len(self._watches) <= (session in self._watches):
+            return None
+        born = draft.view.next_number if draft.born else 0
+        return self.recall(session, [number for number in draft.dirty if counter_of(number) != born])
+
+    def recall(self, session: int, numbers: Iterable[int]) -> Callable[[], Awaitable] | None:
+        """As `conflict`, where these inodes are to be changed on behalf of a session."""
+        now_s, waits = self._clock.boottime_s(), []
+        for number in numbers:
+            if self._unheard and now_s >= self._unheard_until_s:
+                self._unheard.clear()
+            if self._unheard and self._unheard != {session}:
+                return self._until_heard
+            done = self._recall(number, session, now_s)
+            if done is not None:
+                waits.append(done)
+        return (lambda: _all(waits)) if waits else None
+
+    def is_free(self, session: int, numbers: Iterable[int]) -> bool:
+        """Whether `recall` would tell nobody of these and leave all as it is."""
+        if not self._unheard and len(self._watches) <= (session in self._watches):
+            return True
+        if self._unheard:
+            return False
+        for number in numbers:
+            if number in self._recalls or number in self._cool:
+                return False
+            for index in self._table.indexes(number):
+                if index == SEVERAL or (watch := self._by_index.get(index)) is not None and watch.session != session:
+                    return False
+        return True
+
+    async def _until_heard(self) -> None:
+        if self._heard is None or self._heard.done():
+            self._heard = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(max(0.0, self._unheard_until_s - self._clock.boottime_s())):
+                await asyncio.shield(self._heard)
+        except TimeoutError:
+            self._unheard.clear()
+
+    def _recall(self, number: int, session: int, now_s: float) -> asyncio.Future | None:
+        """End all leases on the inode but those of `session`; what is to be waited for."""
+        recall = self._recalls.get(number)
+        if recall is not None:
+            return recall.done
+        until_s, only, changer = self._cool.pop(number, (0.0, 0, 0))
+        if until_s > now_s:
+            watch = self._watches.get(only)
+            holders = [watch] if watch is not None and only != session else []
+            only = only if only == session else 0
+        else:
+            holders = self._holders(number)
+            only = session if any(watch.session == session for watch in holders) else 0
+            holders = [watch for watch in holders if watch.session != session]
+            if not holders:
+                return None
+        if changer != session or until_s <= now_s:  # who changes it alone by now may have others look at it again
+            until_s = now_s + COOL_S
+        self._cool[number] = until_s, only, session
+        for cool in too_old(self._cool, COOL_MAX):
+            del self._cool[cool]
+        left = set()
+        for watch in holders:
+            self._tell(watch, number)
+            if watch.until_s > now_s:
+                left.add(watch)
+        if not left:
+            return None
+        self.recalled += 1
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(max(watch.until_s for watch in left) - now_s, self._wait_no_longer, number)
+        recall = self._recalls[number] = _Recall(left, loop.create_future(), timer)
+        return recall.done
+
+    def _holders(self, number: int) -> list[_Watch]:
+        indexes = set(self._table.indexes(number))
+        if SEVERAL in indexes:
+            return list(self._watches.values())
+        return [watch for index in indexes if (watch := self._by_index.get(index)) is not None]
+
+    async def withdraw(self, partitions: Iterable[int]) -> None:
+        """Lend nothing of these partitions until `restore`. On return nobody has a lease on any of their inodes: every session
+        has said that it has forgotten all of its leases, or its watch has ended (`watch_s` at most)."""
+        self._withheld.update(partitions)
+        now_s = self._clock.boottime_s()
+        left = {watch: watch.until_s for watch in self._watches.values() if watch.until_s > now_s}
+        for watch in left:
+            self._begin_anew(watch)
+            self._answer_soon(watch)
+        if self._unheard and now_s < self._unheard_until_s:
+            await self._until_heard_all()
+        while left := {watch: until_s for watch, until_s in left.items()
+                       if watch.begins and watch.until_s and self._clock.boottime_s() < until_s
+                       and self._watches.get(watch.session) is watch}:
+            self._heeded.clear()
+            try:
+                async with asyncio.timeout(max(0.0, max(left.values()) - self._clock.boottime_s())):
+                    await self._heeded.wait()
+            except TimeoutError:
+                pass
+
+    async def _until_heard_all(self) -> None:
+        while self._unheard and self._clock.boottime_s() < self._unheard_until_s:
+            await self._until_heard()
+
+    def restore(self, partitions: Iterable[int]) -> None:
+        """They are lent again, or are another's."""
+        self._withheld.difference_update(partitions)
+
+    def end_all(self) -> None:
+        """A repair has changed inodes: every session is told to forget what it knows. Nothing waits for that."""
+        for watch in self._watches.values():
+            self._begin_anew(watch)
+            self._answer_soon(watch)
+
+    def _begin_anew(self, watch: _Watch) -> None:
+        watch.number, watch.begins = self._number(), True
+        watch.pending.clear()
+        watch.told.clear()
+
+    def _tell(self, watch: _Watch, number: int) -> None:
+        if len(watch.pending) >= PENDING_MAX:
+            self._begin_anew(watch)
+        if not watch.begins or watch.call is None:
+            watch.pending[number] = None
+        self._answer_soon(watch)
+
+    def _answer_soon(self, watch: _Watch) -> None:
+        if watch.call is not None and not watch.due:
+            watch.due = True
+            asyncio.get_running_loop().call_soon(self._answer, watch, watch.call)  # with what else this turn changes
+
+    def _knows(self, watch: _Watch, number: int) -> None:
+        recall = self._recalls.get(number)
+        if recall is not None:
+            recall.left.discard(watch)
+            if not recall.left:
+                self._over(number, recall)
+
+    def _wait_no_longer(self, number: int) -> None:
+        """The watches of those who did not answer have ended. What they are to be told stays to be told."""
+        self.waited_out += 1
+        self._over(number, self._recalls[number])
+
+    def _over(self, number: int, recall: _Recall) -> None:
+        del self._recalls[number]
+        recall.timer.cancel()
+        if not recall.done.done():
+            recall.done.set_result(None)
+
+    # -- WATCH -------------------------------------------------------------------------------------------------------
+
+    def ask(self, call: Call, request: pb.WatchRequest) -> None:
+        """The session, which lives, watches."""
+        watch = self._watches.get(request.session) or self._begin(request.session)
+        now_s = self._clock.boottime_s()
+        if watch.call is not None:
+            before, watch.call = watch.call, None
+            before.fail(Busy("another request of the session watches"))
+        watch.due = False
+        if request.leaves:
+            self._leave(watch)
+        if request.watch != watch.number:
+            watch.begins = True
+            watch.pending.clear()
+            watch.told.clear()
+            if not request.leaves:
+                watch.until_s = max(watch.until_s, now_s + self._watch_s)
+            call.reply(pb.WatchReply(watch=watch.number, number=watch.seen, watch_ms=self._watch_ms,
+                                     map_epoch=self.map_epoch()).SerializeToString())
+            return
+        self._has_come(request.session)
+        if watch.begins:
+            watch.begins = False
+            self._heeded.set()
+            for number in [number for number in self._recalls if number not in watch.pending]:
+                self._knows(watch, number)
+        if request.seen == watch.seen:
+            told, watch.told = watch.told, {}
+            for number in told:
+                if number not in watch.pending:
+                    self._knows(watch, number)
+        else:
+            watch.pending, watch.told = watch.told | watch.pending, {}
+        watch.call, watch.arrived_s = call, now_s
+        if watch.pending or watch.until_s <= now_s:  # who comes back after a pause relies on nothing until he has his answer
+            self._answer(watch, call)
+        else:
+            asyncio.get_running_loop().call_later(self._watch_s / 3, self._answer, watch, call)
+
+    def _leave(self, watch: _Watch) -> None:
+        """End all leases of a session that asks for it; no change waits for it until it watches again."""
+        self._begin_anew(watch)
+        watch.until_s = 0.0
+        self._has_come(watch.session)
+        self._heeded.set()
+        for number in list(self._recalls):
+            self._knows(watch, number)
+
+    def _answer(self, watch: _Watch, call: Call) -> None:
+        if watch.call is not call:
+            return
+        watch.call, watch.due = None, False
+        watch.seen += 1
+        watch.told, watch.pending = watch.pending, {}
+        watch.until_s = max(watch.until_s, watch.arrived_s + self._watch_s)
+        call.reply(pb.WatchReply(watch=watch.number, number=watch.seen, inodes=data_codec.pack_inodes(list(watch.told)),
+                                 watch_ms=self._watch_ms,
+                                     map_epoch=self.map_epoch()).SerializeToString())
+
+    def counters(self) -> dict[str, int]:
+        return {"watches": len(self._watches), "recalls": self.recalled, "recalls_waited_out": self.waited_out}
+
+
+async def _all(waits: list[asyncio.Future]) -> None:
+    for done in waits:
+        await asyncio.shield(done)

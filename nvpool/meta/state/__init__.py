@@ -1,0 +1,1 @@
+"""Records of a shard: their encoding, and the transactions that change them."""

@@ -1,0 +1,136 @@
+"""The use of volumes: counted by every change in the same transaction, and held against their limits.
+
+`Rooms` knows what sessions are promised beside the use, for bytes that they have taken and not told of yet: memory of this
+shard alone. After a restart, or when a partition has come, sessions say again what they were promised; until they had the time
+for it nobody is promised anything new. Called by `view.Draft` and `meta/volumes/handlers`; nothing here waits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import CorruptRecord, QuotaExceeded
+from nvpool.core.ids import partition_of
+from nvpool.core.units import format_bytes
+from nvpool.meta.state.volume_records import Use, VolumeRecord, decode_use, decode_volume, encode_use, keys_of
+
+if TYPE_CHECKING:
+    from nvpool.meta.state.transaction import View
+
+
+class Rooms:
+    """What sessions are promised, by volume."""
+
+    def __init__(self, clock: Clock, grace_s: float) -> None:
+        self._clock = clock
+        self._grace_s = grace_s
+        self.by_volume: dict[int, dict[int, int]] = {}
+        """Volume -> session -> bytes."""
+        self._grace_of: dict[int, float] = {}
+
+    def begin_grace(self, partitions: frozenset[int]) -> None:
+        """Sessions may have been promised something in these partitions that is not known here."""
+        self._grace_of.update(dict.fromkeys(partitions, self._clock.boottime_s() + self._grace_s))
+
+    def grace_left_s(self, volume: int) -> float:
+        """How long nobody is promised anything new in the volume."""
+        until_s = self._grace_of.get(partition_of(volume))
+        if until_s is None:
+            return 0.0
+        left_s = until_s - self._clock.boottime_s()
+        if left_s <= 0:
+            del self._grace_of[partition_of(volume)]
+        return max(0.0, left_s)
+
+    def promised(self, volume: int) -> int:
+        """To all sessions."""
+        known = self.by_volume.get(volume)
+        return sum(known.values()) if known else 0
+
+    def of(self, volume: int, session: int) -> int:
+        known = self.by_volume.get(volume)
+        return known.get(session, 0) if known else 0
+
+    def promise(self, volume: int, session: int, byte_count: int) -> None:
+        """The session is promised this many, instead of what it was before."""
+        known = self.by_volume.setdefault(volume, {})
+        if byte_count > 0:
+            known[session] = byte_count
+        else:
+            known.pop(session, None)
+        if not known:
+            del self.by_volume[volume]
+
+    def spend(self, volume: int, session: int, byte_count: int) -> None:
+        """So many bytes of the session have come into the use."""
+        if volume in self.by_volume:
+            self.promise(volume, session, self.of(volume, session) - byte_count)
+
+    def end_session(self, session: int) -> None:
+        for volume in [volume for volume, known in self.by_volume.items() if session in known]:
+            self.promise(volume, session, 0)
+
+    def forget(self, partitions: frozenset[int]) -> None:
+        """These are another shard's."""
+        for volume in [volume for volume in self.by_volume if partition_of(volume) in partitions]:
+            del self.by_volume[volume]
+
+
+class Account:
+    """One volume in one change: its limits and its use, read once."""
+
+    __slots__ = ("number", "record", "use", "_view", "_use_key", "grown")
+
+    def __init__(self, view: View, number: int) -> None:
+        self.number = number
+        self._view = view
+        volume_key, self._use_key = keys_of(number)
+        raw = view.get(volume_key)
+        self.record: VolumeRecord | None = decode_volume(raw) if raw is not None else None
+        raw = view.get(self._use_key)
+        self.use = decode_use(raw) if raw is not None else Use()
+        self.grown: tuple[int, int] | None = None
+
+    def effect(self) -> tuple[bytes, bytes | None]:
+        """None where the volume is gone: files that outlive it, for whoever still has them, are counted nowhere."""
+        return self._use_key, encode_use(self.use) if self.record is not None else None
+
+    def add_file(self) -> None:
+        """One more inode. QuotaExceeded."""
+        record, use = self.record, self.use
+        if record is not None and record.files_max and use.files >= record.files_max:
+            raise QuotaExceeded(f"volume {record.name} holds {use.files} files, which is its quota; remove "
+                                f"some{_purging(record)}, or: nvpool volume resize POOL {record.name} "
+                                f"--files COUNT")
+        use.files += 1
+
+    def grow(self, byte_count: int, session: int, reported: bool) -> None:
+        """A file has so many bytes more. `reported`: the session has taken them before, as far as it was promised any.
+        QuotaExceeded, with nothing counted."""
+        record, use = self.record, self.use
+        rooms = self._view.rooms
+        if record is not None and record.bytes_max and rooms is not None:
+            others = rooms.promised(self.number)
+            mine = rooms.of(self.number, session) if reported else 0
+            if byte_count > mine and use.bytes + byte_count + others - mine > record.bytes_max:
+                raise QuotaExceeded(f"volume {record.name} holds {format_bytes(use.bytes)} of {format_bytes(record.bytes_max)}"
+                                    f"{f', and {format_bytes(others)} are promised to writers' if others else ''}: "
+                                    f"{format_bytes(byte_count)} more do not fit; remove files{_purging(record)}, or: nvpool "
+                                    f"volume resize POOL {record.name} --size SIZE")
+            if mine:
+                self.grown = session, min(mine, byte_count)
+        use.bytes += byte_count
+
+
+def _purging(record: VolumeRecord) -> str:
+    """What else removing takes where what is removed stays, and is counted, for a while."""
+    return f" and purge its trash (nvpool trash purge POOL {record.name})" if record.trash_s else ""
+
+
+def account(view: View, number: int) -> Account | None:
+    """None where what is known of the volume can not be read: then nothing is counted, and fsck says so."""
+    try:
+        return Account(view, number)
+    except CorruptRecord:
+        return None

@@ -1,0 +1,151 @@
+"""Records that are held for changes over several shards: who reads or changes one waits until it is known what became of it.
+
+Holds are records, so that they outlive the process; what is held is looked up in memory. As long as nothing is held the view
+reads straight from the engine. Used by `participant` and, for the turn at the root's own shard, by `coordinator`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Protocol, TypeVar
+
+from nvpool.core.errors import Unavailable
+from nvpool.core.ids import partition_of
+from nvpool.meta.state.transaction import View
+from nvpool.meta.state.transaction_records import SpanId, partition_of_held
+
+HELD_S = 5.0
+"""For who meets a held record: it takes milliseconds, or somebody is away and the asker should come again."""
+
+T = TypeVar("T")
+
+
+class Hold:
+    __slots__ = ("span", "order", "keys", "done", "since_s", "durable")
+
+    def __init__(self, span: SpanId, order: int, since_s: float) -> None:
+        self.span = span
+        self.order = order
+        self.keys: dict[bytes, None] = {}
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.since_s = since_s
+        self.durable = False
+        """Whether there is a record of it."""
+
+    def gives_way_to(self, order: int, span: SpanId) -> bool:
+        """Whether the change with this order is the older one: it may wait for us, we never wait for it."""
+        return (order, span) < (self.order, self.span)
+
+
+class Held(Exception):
+    """A record is held. For the service only; it waits and decides anew."""
+
+    def __init__(self, hold: Hold) -> None:
+        self.hold = hold
+
+    async def wait(self) -> None:
+        """Until it is not. Unavailable after HELD_S."""
+        await until_free(self.hold)
+
+
+async def until_free(hold: Hold) -> None:
+    try:
+        async with asyncio.timeout(HELD_S):
+            await asyncio.shield(hold.done)
+    except TimeoutError:
+        raise Unavailable(f"a change that shard {hold.span.shard} decides holds what was asked for",
+                          retry_after_s=0.2) from None
+
+
+async def when_free(read: Callable[[], T]) -> T:
+    """What `read` returns when it meets nothing that is held. Unavailable after HELD_S."""
+    while True:
+        try:
+            return read()
+        except Held as held:
+            await held.wait()
+
+
+class Reads(Protocol):
+    """What requests read by: a Kv, which looks whether what is read is ours and not closed (`meta/migration/ownership`)."""
+
+    get: Callable[[bytes], bytes | None]
+    get_many: Callable[[list[bytes]], list[bytes | None]]
+    scan: Callable[[bytes, bytes, int], list[tuple[bytes, bytes]]]
+
+    def check_partition(self, partition: int) -> None:
+        """Held, WrongShard, Unavailable, as reading a record of it."""
+
+    def closed(self, partition: int) -> Hold | None:
+        """What holds the whole partition."""
+
+
+class Holds:
+    def __init__(self, kv: Reads, view: View, clock: Callable[[], float]) -> None:
+        """What is not held is read from `kv`; whoever changes its `get`, `get_many` or `scan` calls `look_through`."""
+        self._kv = kv
+        self._view = view
+        self._now_s = clock
+        self.by_span: dict[SpanId, Hold] = {}
+        self._by_key: dict[bytes, Hold] = {}
+
+    def of(self, key: bytes) -> Hold | None:
+        return self._by_key.get(key)
+
+    def take(self, span: SpanId, order: int, keys: list[bytes]) -> Hold:
+        """Hold these too. None of them is held by another."""
+        hold = self.by_span.get(span)
+        if hold is None:
+            hold = self.by_span[span] = Hold(span, order, self._now_s())
+        for key in keys:
+            self._by_key[key] = hold
+            hold.keys[key] = None
+        self.look_through()
+        return hold
+
+    def release(self, span: SpanId) -> None:
+        """It holds nothing any more: who waits goes on."""
+        hold = self.by_span.pop(span, None)
+        if hold is None:
+            return
+        for key in hold.keys:
+            del self._by_key[key]
+        self.look_through()
+        if not hold.done.done():
+            hold.done.set_result(None)
+
+    async def quiet(self, partitions: Collection[int]) -> None:
+        """Return when nothing in these partitions, which are closed, is held, or is being cut at the targets."""
+        while True:
+            waits = [hold.done for hold in self.by_span.values()
+                     if any(partition_of_held(key) in partitions for key in hold.keys)]
+            waits += [done for inode, done in self._view.cutting.items() if partition_of(inode) in partitions]
+            if not waits:
+                return
+            await asyncio.wait(waits)
+
+    def look_through(self) -> None:
+        """Have requests read through this where something is held."""
+        view, kv = self._view, self._kv
+        if self._by_key:
+            view.get, view.get_many, view.scan = self._get, self._get_many, self._scan
+        else:
+            view.get, view.get_many, view.scan = kv.get, kv.get_many, kv.scan
+
+    def _get(self, key: bytes) -> bytes | None:
+        if key in self._by_key:
+            raise Held(self._by_key[key])
+        return self._kv.get(key)
+
+    def _get_many(self, keys: list[bytes]) -> list[bytes | None]:
+        for key in keys:
+            if key in self._by_key:
+                raise Held(self._by_key[key])
+        return self._kv.get_many(keys)
+
+    def _scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        for key, hold in self._by_key.items():
+            if first <= key < end:
+                raise Held(hold)
+        return self._kv.scan(first, end, limit)

@@ -1,0 +1,554 @@
+"""Keys and values of a metadata shard: packed, versioned, part of the format (golden values in tests/golden).
+
+Every key begins with 16 bits big-endian: partition (12) and kind (3) of what belongs to a partition, so that a partition
+is one range of keys that can be copied; or the top bit and a kind of what belongs to the shard. Every value begins with
+its version. Decoding what makes no sense raises CorruptRecord, never anything else.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from nvpool.core.errors import CorruptRecord
+from nvpool.core.ids import COUNTER_BITS, COUNTER_MASK
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
+from nvpool.core.units import PARTITION_COUNT, SLOTS_PER_SESSION, SYMLINK_BYTES_MAX
+from nvpool.poolmap.layout import Layout
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+INODE, DENTRY, XATTR, ORPHAN, COLLECT, INTENT, LOCK, OTHER = range(8)
+"""Kinds of a partition's records. After OTHER a second kind byte follows: `meta/state/volume_records`."""
+SHARD = 0x8000
+IDENTITY, BOUNDS, SESSION, SLOT, COUNTS, DAMAGED, HELD, DECIDED, TURN = range(SHARD, SHARD + 9)
+PART = SHARD + 32
+"""Kinds of the shard's own records. HELD, DECIDED and TURN belong to changes over several shards (`meta/transactions`), PART to
+wide directories (`meta/state/striped_dirs`)."""
+
+_KIND_BITS = 3
+_DENTRY_KEY, _PREFIX = struct.Struct(">HQ"), struct.Struct(">H")
+_LOCK_KEY, _PART_KEY = struct.Struct(">BQQQ"), struct.Struct(">HQH")
+IDENTITY_KEY, BOUNDS_KEY, COUNTS_KEY = _PREFIX.pack(IDENTITY), _PREFIX.pack(BOUNDS), _PREFIX.pack(COUNTS)
+_PART_PREFIX = _PREFIX.pack(PART)
+END_OF_KEYS = b"\xff\xff"
+_SCATTER_1, _SCATTER_2 = 0x5851F42D4C957, 0x2545F4914F6CD
+"""Odd numbers, by which counters are scattered one to one over 51 bits (multiply, fold, multiply). Keys that rise within each
+of 4,096 ranges leave B-tree pages half full (each range ends within one): 99 bytes of LMDB an inode. Scattered: 67 bytes."""
+_GATHER_1, _GATHER_2 = pow(_SCATTER_1, -1, 1 << COUNTER_BITS), pow(_SCATTER_2, -1, 1 << COUNTER_BITS)
+HASH_AT, NAME_AT = 10, 17
+
+
+def prefix(partition: int, kind: int) -> bytes:
+    """Where the keys of this kind of a partition begin. They end before prefix(partition, kind + 1)."""
+    return _PREFIX.pack(partition << _KIND_BITS | kind)
+
+
+def kind_of(key: bytes) -> int:
+    """The kind: 0..7 for a partition's record, above SHARD for the shard's own."""
+    head = key[0] << 8 | key[1]
+    return head if head & SHARD else head & (1 << _KIND_BITS) - 1
+
+
+def partition_of_key(key: bytes) -> int:
+    return (key[0] << 8 | key[1]) >> _KIND_BITS
+
+
+def numbered_key(kind: int, inode: int) -> bytes:
+    """9 bytes: 16 bits of partition and kind, 56 of the inode's counter, scattered."""
+    x = inode * _SCATTER_1 & COUNTER_MASK
+    return ((inode >> COUNTER_BITS << _KIND_BITS | kind) << 56 | (x ^ x >> 26) * _SCATTER_2 & COUNTER_MASK).to_bytes(9, "big")
+
+
+def inode_key(inode: int) -> bytes:
+    x = inode * _SCATTER_1 & COUNTER_MASK
+    return (inode >> COUNTER_BITS << 59 | (x ^ x >> 26) * _SCATTER_2 & COUNTER_MASK).to_bytes(9, "big")
+
+
+def inode_of_key(key: bytes) -> int:
+    """The inode number in the key of any record but a dentry."""
+    x = int.from_bytes(key[2:9], "big") * _GATHER_2 & COUNTER_MASK
+    return partition_of_key(key) << COUNTER_BITS | (x ^ x >> 26) * _GATHER_1 & COUNTER_MASK
+
+
+def dentry_key(partition: int, directory: int, name_hash: bytes, name: bytes) -> bytes:
+    """17 bytes and the name: prefix, directory u64, hash of the name (7 bytes)."""
+    return _DENTRY_KEY.pack(partition << _KIND_BITS | DENTRY, directory) + name_hash + name
+
+
+def dentry_range(partition: int, directory: int, from_hash: bytes = b"") -> tuple[bytes, bytes]:
+    head = partition << _KIND_BITS | DENTRY
+    return _DENTRY_KEY.pack(head, directory) + from_hash, _DENTRY_KEY.pack(head, directory + 1)
+
+
+def directory_of_key(key: bytes) -> int:
+    return int.from_bytes(key[2:HASH_AT], "big")
+
+
+def is_numbered(kind: int, key: bytes) -> bool:
+    """Whether it is a key of this kind, of an inode that can be."""
+    number = inode_of_key(key)
+    return bool(number & COUNTER_MASK) and numbered_key(kind, number) == (key[:9] if kind in (XATTR, LOCK) else key)
+
+
+def xattr_key(inode: int, name: bytes) -> bytes:
+    return numbered_key(XATTR, inode) + name
+
+
+def xattr_range(inode: int) -> tuple[bytes, bytes]:
+    return numbered_key(XATTR, inode), numbered_key(XATTR, inode) + END_OF_KEYS
+
+
+def lock_key(inode: int, kind: int, session: int, owner: int, start: int) -> bytes:
+    """34 bytes: 9 as all of the inode's, kind u8, session u64, owner u64, first byte u64."""
+    return numbered_key(LOCK, inode) + _LOCK_KEY.pack(kind, session, owner, start)
+
+
+def lock_of_key(key: bytes) -> tuple[int, int, int, int]:
+    """(kind, session, owner, first byte)."""
+    if len(key) != 9 + _LOCK_KEY.size:
+        raise CorruptRecord(f"the key of a lock has {len(key)} bytes")
+    kind, session, owner, start = _LOCK_KEY.unpack_from(key, 9)
+    if kind not in (RECORD, WHOLE):
+        raise CorruptRecord(f"a lock of kind {kind}")
+    return kind, session, owner, start
+
+
+def session_key(session: int) -> bytes:
+    return _DENTRY_KEY.pack(SESSION, session)
+
+
+def slot_key(session: int, slot: int) -> bytes:
+    return (SLOT << 72 | session << 8 | slot).to_bytes(11, "big")
+
+
+def slot_range(session: int) -> tuple[bytes, bytes]:
+    return slot_key(session, 0), slot_key(session, 255)
+
+
+def session_of_key(key: bytes) -> int:
+    return int.from_bytes(key[2:10], "big")
+
+
+def part_key(directory: int, shard: int) -> bytes:
+    """12 bytes: kind, directory u64, the shard that keeps it u16."""
+    return _PART_KEY.pack(PART, directory, shard)
+
+
+def part_of_key(key: bytes) -> tuple[int, int]:
+    """(directory, shard)."""
+    if len(key) != _PART_KEY.size:
+        raise CorruptRecord(f"the key of a directory's part has {len(key)} bytes")
+    return _PART_KEY.unpack(key)[1:]
+
+
+def part_range(from_directory: int = 0) -> tuple[bytes, bytes]:
+    """All parts of this shard, from a directory on."""
+    return _DENTRY_KEY.pack(PART, from_directory), _PREFIX.pack(PART + 1)
+
+
+def is_part_key(key: bytes) -> bool:
+    return key[:2] == _PART_PREFIX
+
+
+def damaged_key(key: bytes) -> bytes:
+    """Where fsck lays the raw value of a record that it can not read."""
+    return _PREFIX.pack(DAMAGED) + key
+
+
+# -- inodes ----------------------------------------------------------------------------------------------------------
+
+HAS_XATTRS, SEALED, WIDE, APPEND_ONLY, IMMUTABLE, DIVIDED, TRASHED, HAS_ACL = (1 << bit for bit in range(8))
+"""DIVIDED: shards have parts of the directory (`meta/state/striped_dirs`). TRASHED: a volume's trash has it
+(`meta/operations/trash`). HAS_ACL: one of its extended attributes is an access control list."""
+TOUCHED = 1 << 8
+"""A write grant was given at some time: there may be chunks. Flags from here up are not shown to clients."""
+LINKABLE = 1 << 9
+"""A file that was made without a name (O_TMPFILE), and may get one."""
+SHOWN_FLAGS = 0xFF
+
+_VERSION = 1
+_DEFAULT_LAYOUT = Layout()
+_S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
+_SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
+_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = (1 << bit for bit in range(17, 27))
+_BIRTH, _RESERVED = 27, 1 << 29
+_KNOWN = (1 << 30) - 1
+_HEAD = struct.Struct("<I")
+_SIZE_CODES, _OWNER_CODES = ("", "H", "I", "Q"), ("", "HH", "II", "H")
+_TIME_CODES, _BIRTH_CODES = ("", "I", "q"), ("", "", "I", "q")
+_structs: dict[int, struct.Struct] = {}
+
+
+def blocks_of(size: int) -> int:
+    """512-byte blocks of a file of this size without holes."""
+    return (size + 4095 >> 12) << 3
+
+
+class Inode:
+    """One inode, to be read, changed and encoded again. Times are ns since 1970, blocks are of 512 bytes.
+
+    `size` of a directory is the number of its entries, of a symlink the length of its target. `parent` is a directory's.
+    `change` grows with each change, `cut` with each truncation and hole that may have had something to cut; the last `punches`
+    of its numbers were holes, so the file ends where it was reported to end under any of them. `volume`: of its root, or 0.
+    `reserved`: end of the places given to appends that were not reported yet; none are open where it is not above `size`.
+    `birth_ns`: when it was made; 0 in records that were made before that was kept.
+    """
+
+    __slots__ = ("number", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change",
+                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches", "volume", "reserved", "birth_ns")
+
+    def __init__(self, number: int, mode: int, links: int = 1, uid: int = 0, gid: int = 0, size: int = 0,
+                 blocks: int = 0, atime_ns: int = 0, mtime_ns: int = 0, ctime_ns: int = 0, change: int = 1, cut: int = 0,
+                 rdev: int = 0, table: int = 1, chunk_bits: int = 20, flags: int = 0, parent: int = 0,
+                 target: bytes = b"", punches: int = 0, volume: int = 0, reserved: int = 0, birth_ns: int = 0) -> None:
+        self.number, self.mode, self.links = number, mode, links
+        self.uid, self.gid, self.size = uid, gid, size
+        self.blocks, self.atime_ns, self.mtime_ns = blocks, atime_ns, mtime_ns
+        self.ctime_ns, self.change, self.cut = ctime_ns, change, cut
+        self.rdev, self.table, self.chunk_bits = rdev, table, chunk_bits
+        self.flags, self.parent, self.target = flags, parent, target
+        self.punches, self.volume, self.reserved, self.birth_ns = punches, volume, reserved, birth_ns
+
+    @property
+    def is_directory(self) -> bool:
+        return self.mode & _S_IFMT == _S_IFDIR
+
+    @property
+    def is_file(self) -> bool:
+        return self.mode & _S_IFMT == _S_IFREG
+
+    @property
+    def is_symlink(self) -> bool:
+        return self.mode & _S_IFMT == _S_IFLNK
+
+    @property
+    def kind(self) -> int:
+        """File type as in a directory entry: the S_IFMT bits, 4 bits."""
+        return self.mode >> 12
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.table, self.chunk_bits)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Inode) and all(getattr(self, f) == getattr(other, f) for f in self.__slots__)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return "Inode(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
+
+
+def _inode_struct(head: int) -> struct.Struct:
+    """The layout of an inode whose first 32 bits are `head`: version (8 bits) and which fields follow how wide (24)."""
+    size, owner, ctime, atime = head >> _SIZE & 3, head >> _OWNER & 3, head >> _CTIME & 3, head >> _ATIME & 3
+    if head & 0xFF != _VERSION or head & ~_KNOWN or ctime > 2 or atime > 2:
+        raise CorruptRecord(f"no inode record begins with {head:#010x}")
+    code = "<IHq" + ("Q" if head & _CHANGE else "B") + _SIZE_CODES[size] + _OWNER_CODES[owner]
+    code += "I" if head >> _LINKS & 1 else ""
+    code += _TIME_CODES[ctime] + _TIME_CODES[atime] + ("Q" if head & _CUT else "") + ("Q" if head & _BLOCKS else "")
+    code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
+    code += ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "") + ("Q" if head & _VOLUME else "")
+    code += _BIRTH_CODES[head >> _BIRTH & 3] + ("Q" if head & _RESERVED else "")
+    made = _structs[head] = struct.Struct(code)
+    return made
+
+
+def encode_inode(i: Inode) -> bytes:
+    """Fields that have their usual value take no room: about 30 bytes for a file."""
+    head, mtime, size, uid, gid = _VERSION, i.mtime_ns, i.size, i.uid, i.gid
+    if i.change > 0xFF:
+        head |= _CHANGE
+    values = [0, i.mode, mtime, i.change]
+    add = values.append
+    if size:
+        head |= (1 if size < 1 << 16 else 2 if size < 1 << 32 else 3) << _SIZE
+        add(size)
+    if uid or gid:
+        add(uid)
+        if uid == gid < 1 << 16:
+            head |= 3 << _OWNER
+        else:
+            head |= (1 if uid < 1 << 16 and gid < 1 << 16 else 2) << _OWNER
+            add(gid)
+    if i.links != 1:
+        head |= 1 << _LINKS
+        add(i.links)
+    later = i.ctime_ns - mtime
+    if later:
+        if 0 < later < 1 << 32:
+            head |= 1 << _CTIME
+            add(later)
+        else:
+            head |= 2 << _CTIME
+            add(i.ctime_ns)
+    earlier = mtime - i.atime_ns
+    if earlier:
+        if 0 < earlier < 1 << 32:
+            head |= 1 << _ATIME
+            add(earlier)
+        else:
+            head |= 2 << _ATIME
+            add(i.atime_ns)
+    if i.cut:
+        head |= _CUT
+        add(i.cut)
+    if i.blocks != (blocks_of(size) if i.mode & _S_IFMT == _S_IFREG else 0):
+        head |= _BLOCKS
+        add(i.blocks)
+    if i.rdev:
+        head |= _RDEV
+        add(i.rdev)
+    if i.table != 1 or i.chunk_bits != 20:
+        head |= _LAYOUT
+        add(i.table)
+        add(i.chunk_bits)
+    flags = i.flags
+    if flags & TOUCHED:
+        head |= _TOUCHED
+        flags ^= TOUCHED
+    if flags:
+        head |= _FLAGS
+        add(flags)
+    if i.parent:
+        head |= _PARENT
+        add(i.parent)
+    if i.punches:
+        head |= _PUNCHES
+        add(i.punches)
+    if i.volume:
+        head |= _VOLUME
+        add(i.volume)
+    if i.birth_ns:
+        since = mtime - i.birth_ns
+        if not since:
+            head |= 1 << _BIRTH
+        elif 0 < since < 1 << 32:
+            head |= 2 << _BIRTH
+            add(since)
+        else:
+            head |= 3 << _BIRTH
+            add(i.birth_ns)
+    if i.reserved > size:
+        head |= _RESERVED
+        add(i.reserved)
+    values[0] = head
+    return (_structs.get(head) or _inode_struct(head)).pack(*values) + i.target
+
+
+def decode_inode(number: int, raw: bytes) -> Inode:
+    return Inode(*inode_fields(number, raw))
+
+
+def inode_fields(number: int, raw: bytes) -> tuple:
+    """What Inode is made of, in its order: for who looks at many and changes none."""
+    try:
+        head, = _HEAD.unpack_from(raw)
+        layout = _structs.get(head) or _inode_struct(head)
+        values = layout.unpack_from(raw)
+    except struct.error:
+        raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few") from None
+    mode, mtime, change = values[1], values[2], values[3]
+    at = 4
+    size = uid = gid = cut = rdev = flags = parent = punches = volume = reserved = birth = 0
+    links = 1
+    ctime = atime = mtime
+    table, chunk_bits = _DEFAULT_LAYOUT
+    if head >> _SIZE & 3:
+        size = values[at]
+        at += 1
+    if code := head >> _OWNER & 3:
+        uid, gid = values[at], values[at if code == 3 else at + 1]
+        at += 1 if code == 3 else 2
+    if head >> _LINKS & 1:
+        links = values[at]
+        at += 1
+    if code := head >> _CTIME & 3:
+        ctime = values[at] + mtime if code == 1 else values[at]
+        at += 1
+    if code := head >> _ATIME & 3:
+        atime = mtime - values[at] if code == 1 else values[at]
+        at += 1
+    if head & _CUT:
+        cut = values[at]
+        at += 1
+    kind = mode & _S_IFMT
+    if head & _BLOCKS:
+        blocks = values[at]
+        at += 1
+    else:
+        blocks = (size + 4095 >> 12) << 3 if kind == _S_IFREG else 0
+    if head & _RDEV:
+        rdev = values[at]
+        at += 1
+    if head & _LAYOUT:
+        table, chunk_bits = values[at], values[at + 1]
+        at += 2
+    if head & _FLAGS:
+        flags = values[at]
+        at += 1
+    if head & _PARENT:
+        parent = values[at]
+        at += 1
+    if head & _PUNCHES:
+        punches = values[at]
+        at += 1
+    if head & _VOLUME:
+        volume = values[at]
+        at += 1
+    if code := head >> _BIRTH & 3:
+        birth = mtime if code == 1 else mtime - values[at] if code == 2 else values[at]
+        at += code > 1
+    if head & _RESERVED:
+        reserved = values[at]
+    if head & _TOUCHED:
+        flags |= TOUCHED
+    target = raw[layout.size:]
+    if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
+        raise CorruptRecord(f"the record of inode {number} contradicts itself")
+    return (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits, flags,
+            parent, bytes(target), punches, volume, reserved, birth)
+
+
+# -- dentries --------------------------------------------------------------------------------------------------------
+
+KINDS = frozenset((1, 2, 4, 6, 8, 10, 12))
+"""Of directory entries: FIFO, character device, directory, block device, file, symlink, socket."""
+
+
+def encode_dentry(partition: int, inode: int, kind: int) -> bytes:
+    """Version (4 bits) and kind (4), then the inode number: only the significant bytes of its counter where it is of
+    the dentry's own partition, else all eight."""
+    counter = inode & COUNTER_MASK
+    if inode >> COUNTER_BITS == partition:
+        return (_VERSION << 4 | kind).to_bytes() + counter.to_bytes((counter.bit_length() + 7) >> 3, "big")
+    return (_VERSION << 4 | kind).to_bytes() + inode.to_bytes(8, "big")
+
+
+def decode_dentry(partition: int, raw: bytes) -> tuple[int, int]:
+    """(inode, kind)."""
+    head = raw[0] if raw else 0
+    kind = head & 15
+    number = int.from_bytes(raw[1:], "big")
+    if head >> 4 != _VERSION or kind not in KINDS or not 2 <= len(raw) <= 9 or not 0 < number < 1 << 63:
+        raise CorruptRecord("a directory entry can not be read")
+    return (number, kind) if len(raw) == 9 else (partition << COUNTER_BITS | number, kind)
+
+
+# -- the others ------------------------------------------------------------------------------------------------------
+
+
+class Intent(NamedTuple):
+    """A truncation that is decided: every target of the table has to cut the inode to `size` under the number `cut`. With an
+    `end` a hole from `size` to there, of which only those hear that may hold its chunks."""
+
+    cut: int
+    size: int
+    table: int
+    chunk_bits: int
+    end: int = 0
+
+
+class Collect(NamedTuple):
+    """An inode that is gone: its chunks wait to be removed from the targets of the table."""
+
+    table: int
+    chunk_bits: int
+
+
+class Identity(NamedTuple):
+    """Of a shard: its number, the pool's name key, and whether a load has begun and not ended."""
+
+    shard: int
+    name_key: bytes
+    loading: bool = False
+
+
+class Bounds(NamedTuple):
+    """Numbers below these may have been given; a start begins with them."""
+
+    inode: int
+    session: int
+
+
+_INTENT, _HOLE_INTENT, _COLLECT = struct.Struct("<BQQBB"), struct.Struct("<BQQBBQ"), struct.Struct("<BBB")
+_IDENTITY = struct.Struct("<BI16sB")
+_BOUNDS, _COUNTS, _LOCK = struct.Struct("<BQQ"), struct.Struct("<BQ"), struct.Struct("<BBQI")
+ORPHAN_VALUE = bytes((_VERSION,))
+ORPHAN_COUNTED = bytes((_VERSION + 1,))  # of a volume's inode that was open when it lost its last name: it counts there still
+XATTR_HEAD = bytes((_VERSION,))
+
+
+def _fields(layout: struct.Struct, raw: bytes, what: str) -> tuple:
+    if len(raw) != layout.size or raw[0] != _VERSION:
+        raise CorruptRecord(f"{what} can not be read")
+    return layout.unpack_from(raw)[1:]
+
+
+def encode_intent(intent: Intent) -> bytes:
+    return _HOLE_INTENT.pack(_VERSION, *intent) if intent.end else _INTENT.pack(_VERSION, *intent[:4])
+
+
+def decode_intent(raw: bytes) -> Intent:
+    layout = _HOLE_INTENT if len(raw) == _HOLE_INTENT.size else _INTENT
+    return Intent(*_fields(layout, raw, "the intent of a truncation"))
+
+
+def encode_collect(collect: Collect) -> bytes:
+    return _COLLECT.pack(_VERSION, *collect)
+
+
+def decode_collect(raw: bytes) -> Collect:
+    return Collect(*_fields(_COLLECT, raw, "an entry of the collect queue"))
+
+
+def decode_orphan(raw: bytes) -> None:
+    if raw not in (ORPHAN_VALUE, ORPHAN_COUNTED):
+        raise CorruptRecord("the record of an orphan can not be read")
+
+
+def decode_xattr(raw: bytes) -> bytes:
+    if raw[:1] != XATTR_HEAD:
+        raise CorruptRecord("an extended attribute can not be read")
+    return raw[1:]
+
+
+def encode_lock(end: int, mode: int, pid: int) -> bytes:
+    return _LOCK.pack(_VERSION, mode, end, pid)
+
+
+def decode_lock(raw: bytes) -> tuple[int, int, int]:
+    """(last byte, mode, pid)."""
+    mode, end, pid = _fields(_LOCK, raw, "a lock")
+    if mode not in (SHARED, EXCLUSIVE) or end > LAST_BYTE:
+        raise CorruptRecord(f"a lock of mode {mode} to byte {end}")
+    return end, mode, pid
+
+
+def encode_identity(identity: Identity) -> bytes:
+    return _IDENTITY.pack(_VERSION, *identity)
+
+
+def decode_identity(raw: bytes) -> Identity:
+    shard, name_key, loading = _fields(_IDENTITY, raw, "the shard's identity")
+    return Identity(shard, name_key, bool(loading))
+
+
+def encode_bounds(bounds: Bounds) -> bytes:
+    return _BOUNDS.pack(_VERSION, *bounds)
+
+
+def decode_bounds(raw: bytes) -> Bounds:
+    return Bounds(*_fields(_BOUNDS, raw, "the bounds of numbers"))
+
+
+def encode_counts(inodes: int) -> bytes:
+    return _COUNTS.pack(_VERSION, inodes)
+
+
+def decode_counts(raw: bytes) -> int:
+    return _fields(_COUNTS, raw, "the count of inodes")[0]
+
+
+assert PARTITION_COUNT << _KIND_BITS == SHARD and SLOTS_PER_SESSION < 255

@@ -1,0 +1,82 @@
+"""Records of sessions and of their slots: who has opened a session, and the last change of each slot with its answer.
+
+A restart of the shard, a standby that follows and another shard to which partitions move read them. What was added later stands
+where software from before takes it for something that it does not mind, so members of a shard may differ in their versions: the
+owner of a session ends the name of its client, and the mark of a request follows the answer as a field that no message has.
+Formats in golden files. Keys are in `meta/state/records`. No I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from nvpool.core.errors import CorruptRecord
+
+SECRET_BYTES = 16
+_VERSION = 1
+_CLIENT_BYTES_MAX = 255
+_END_OF_CLIENT = b"\0"
+"""Between the name of a client and the owner; the name itself has none."""
+_SESSION, _SLOT = struct.Struct("<B16sq"), struct.Struct("<BQQ")
+_MARK_TAG = bytes((0xFD, 0xFF, 0xFF, 0xFF, 0x0F))
+"""Of the field 2^29 - 1, the last that there can be, with four bytes: protocol buffers, encoding, I32."""
+_MARK = struct.Struct("<5sI")
+
+
+class SessionRecord(NamedTuple):
+    secret: bytes
+    opened_ns: int
+    client: str
+    watches: bool = False
+    """It may have leases, which a restart of the shard does not know."""
+    identity: int = 0
+    """The client's, the same at every shard; 0: he did not say."""
+    owner: str | None = None
+    """Who has opened it, as `rpc/access_control` names callers ("" is a node); None in records from before that was kept."""
+
+
+class SlotRecord(NamedTuple):
+    """The last change of a slot. The answer waits while the inode `waits_for` (0: none) is being cut."""
+
+    sequence: int
+    waits_for: int
+    answer: bytes
+    mark: int | None = None
+    """Of the request that was answered; None in records from before that was kept."""
+
+
+def encode_session(record: SessionRecord) -> bytes:
+    head = _SESSION.pack(_VERSION + record.watches + 2 * bool(record.identity), record.secret, record.opened_ns)
+    identity = record.identity.to_bytes(8, "little") if record.identity else b""
+    client = record.client.encode()[:_CLIENT_BYTES_MAX].replace(_END_OF_CLIENT, b"?")
+    return head + identity + client + (b"" if record.owner is None else _END_OF_CLIENT + record.owner.encode())
+
+
+def decode_session(raw: bytes) -> SessionRecord:
+    kind = raw[0] - _VERSION if raw else -1
+    if not 0 <= kind < 4:
+        raise CorruptRecord("a session can not be read")
+    watches, identified = bool(kind & 1), bool(kind & 2)
+    at = _SESSION.size + 8 * identified
+    if len(raw) < at:
+        raise CorruptRecord("a session can not be read")
+    _, secret, opened_ns = _SESSION.unpack_from(raw)
+    client, bound, owner = raw[at:].partition(_END_OF_CLIENT)
+    return SessionRecord(secret, opened_ns, client.decode(errors="replace"), watches,
+                         int.from_bytes(raw[_SESSION.size:at], "little"), owner.decode(errors="replace") if bound else None)
+
+
+def encode_slot(sequence: int, waits_for: int, answer: bytes, mark: int | None = None) -> bytes:
+    head = _SLOT.pack(_VERSION, sequence, waits_for)
+    return head + answer if mark is None else b"".join((head, answer, _MARK.pack(_MARK_TAG, mark)))
+
+
+def decode_slot(raw: bytes) -> SlotRecord:
+    if len(raw) < _SLOT.size or raw[0] != _VERSION:
+        raise CorruptRecord("a slot can not be read")
+    _, sequence, waits_for = _SLOT.unpack_from(raw)
+    answer = raw[_SLOT.size:]
+    if answer[-_MARK.size:-4] == _MARK_TAG:
+        return SlotRecord(sequence, waits_for, answer[:-_MARK.size], _MARK.unpack_from(answer, len(answer) - _MARK.size)[1])
+    return SlotRecord(sequence, waits_for, answer)

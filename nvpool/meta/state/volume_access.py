@@ -1,0 +1,126 @@
+"""Who may do what in a volume: looked at only where a volume restricts something, so that all others pay nothing for it.
+
+`restricted` holds the volumes of this shard that are sealed, listed or being removed, `encrypted` those that are encrypted;
+what is about all that a shard has is for nodes anyway (rpc/access_control). The service says on whose behalf it decides
+(`asker`); what it does by itself (fsck, the collector, removal) has none and may do all. Used by `meta/state/transaction`; part
+of `View`. """
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nvpool.core.errors import AccessDenied, CorruptRecord, NotFound, ReadOnly
+from nvpool.meta.state.records import OTHER, kind_of
+from nvpool.meta.state.volume_records import (
+    LISTED,
+    REMOVING,
+    SEALED,
+    VOLUME,
+    VolumeRecord,
+    decode_volume,
+    kind_of_volume_key,
+    volume_of_key,
+)
+from nvpool.rpc.v1 import meta_pb2 as pb
+
+_FOR_READERS = (pb.VolumeRequest.ATTACH, pb.VolumeRequest.DETACH, pb.VolumeRequest.KEY)
+
+
+def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
+    """AccessDenied: the asker may not wish that. Rights are given and taken on nodes of the pool; of a listed volume only
+    those who may write in it change the rest, and those who may read say that they use it."""
+    wish = request.wish
+    if not asker:
+        return
+    if wish == pb.VolumeRequest.REWRAP:
+        raise AccessDenied(f"{asker} is a client: keys of volumes are wrapped anew on a node of the pool")
+    if wish in (pb.VolumeRequest.GRANT, pb.VolumeRequest.REVOKE) or request.HasField("listed"):
+        raise AccessDenied(f"{asker} is a client: rights to volumes are given and taken on a node of the pool")
+    right = dict(record.grants).get(asker) if record.flags & LISTED else True
+    if right is None or not right and wish not in _FOR_READERS:
+        raise AccessDenied(f"{asker} has no right to do that with volume {record.name}; an operator gives one")
+
+
+def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
+    """AccessDenied, ReadOnly: the asker may not look into the trash, or change what is in it."""
+    right = dict(record.grants).get(asker) if asker and record.flags & LISTED else True
+    if right is None or change and not right:
+        raise AccessDenied(f"{asker} has no right to do that with the trash of volume {record.name}")
+    if change and record.flags & SEALED:
+        raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")
+
+
+class Access:
+    def __init__(self) -> None:
+        self.restricted: dict[int, VolumeRecord] = {}
+        self.encrypted: dict[int, bytes] = {}
+        """Their wrapped keys."""
+        self.asker: str | None = None
+        """The member of the pool for whom it is decided, "" for who has the rights of a node; None: for ourselves."""
+        self.taken: frozenset[tuple[int, str]] = frozenset()
+        """Volumes and members whose rights were taken back not long ago, for the text of a refusal."""
+
+    def note(self, number: int, record: VolumeRecord | None) -> None:
+        """The volume's record is this now; None: it is gone."""
+        if record is not None and record.is_restricted:
+            self.restricted[number] = record
+        else:
+            self.restricted.pop(number, None)
+        if record is not None and record.wrapped_key:
+            self.encrypted[number] = record.wrapped_key
+        else:
+            self.encrypted.pop(number, None)
+
+    def note_effects(self, effects: Iterable[tuple[bytes, bytes | None]]) -> None:
+        """As `note`, of the volumes whose records are among these. What can not be read is left to fsck."""
+        for key, raw in effects:
+            try:
+                if kind_of(key) == OTHER and kind_of_volume_key(key) == VOLUME:
+                    self.note(volume_of_key(key), decode_volume(raw) if raw is not None else None)
+            except CorruptRecord:
+                continue
+
+    def is_sealed(self, number: int) -> bool:
+        record = self.restricted.get(number)
+        return record is not None and bool(record.flags & SEALED)
+
+    def check(self, number: int) -> None:
+        """NotFound, AccessDenied: the asker may not see what is in the volume."""
+        record = self.restricted.get(number)
+        if record is None or self.asker is None:
+            return
+        if record.flags & REMOVING:
+            raise NotFound(f"volume {record.name} is being removed")
+        if record.flags & LISTED and self.asker and self._granted(record) is None:
+            if self._was_taken(number):
+                raise AccessDenied(f"the right of {self.asker} to volume {record.name} was taken back")
+            raise AccessDenied(f"{self.asker} has no right to volume {record.name}; an operator gives one: nvpool volume grant "
+                               f"POOL {record.name} {self.asker} ro (or rw)")
+
+    def may_see(self, number: int) -> bool:
+        """Whether `check` lets the asker pass; 0 is what is in no volume."""
+        if number in self.restricted:
+            try:
+                self.check(number)
+            except (NotFound, AccessDenied):
+                return False
+        return True
+
+    def check_change(self, number: int) -> None:
+        """As `check`, for who changes something in it. ReadOnly: nobody may."""
+        record = self.restricted.get(number)
+        if record is None or self.asker is None:
+            return
+        self.check(number)
+        if record.flags & SEALED:
+            raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")
+        if record.flags & LISTED and self.asker and not self._granted(record):
+            raise AccessDenied(f"{self.asker} may only read in volume {record.name}"
+                               f"{': its right to write was taken back' if self._was_taken(number) else ''}")
+
+    def _was_taken(self, number: int) -> bool:
+        return (number, self.asker) in self.taken
+
+    def _granted(self, record: VolumeRecord) -> bool | None:
+        """Whether the asker may write; None: not even read."""
+        return dict(record.grants).get(self.asker or "")

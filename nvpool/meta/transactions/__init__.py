@@ -1,0 +1,1 @@
+"""Transactions over several shards: two-phase commit."""

@@ -1,0 +1,357 @@
+"""The shard that decides a change over several: two phases, and what is not decided has never been.
+
+    gather    the records of other shards that the decision reads are held there (HOLD, durable) and sent here
+    decide    the decision runs over them and our own records, which are not held: it runs again, without a wait up to the
+              commit, when all is here. So our part is as any other change: it sees all before it
+    commit    our effects, the kept answer of the slot and the decision (what the others are to do) are one change of our
+              engine. It is the moment at which the whole has happened; the client is answered
+    tell      when that is durable the others are told (SETTLE) until each has said that it is done, durably; then the decision
+              is dropped. A restart goes on with telling
+
+A change that is not decided leaves nothing here: whoever holds for it and asks is told that it never will be, which is true
+for every change of an earlier process without a decision. Of two changes that want the same record the older waits and the
+younger gives back all that it has and begins again, so that nobody waits in a circle. Used by `meta/server/service` and `door`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import Busy, NvpoolError, Stale, Unavailable
+from nvpool.core.ids import ROOT_INODE, partition_of
+from nvpool.kv.api import Effect, Kv
+from nvpool.meta.state import records
+from nvpool.meta.state.record_locks import Held, Holds, Reads, until_free
+from nvpool.meta.state.transaction import CutInProgress, Draft, View
+from nvpool.meta.state.transaction import Decision as Decide
+from nvpool.meta.state.transaction_records import (
+    NO_TURN,
+    TURN_HERE,
+    TURN_KEY,
+    TURN_LAST,
+    Decision,
+    SpanId,
+    decided_key,
+    decode_decision,
+    encode_decision,
+    id_of_key,
+    range_of,
+)
+from nvpool.meta.transactions.lock_hints import foreseen
+from nvpool.meta.transactions.participant import durable
+from nvpool.meta.transactions.peer_shards import Peers, effect_messages, id_message
+from nvpool.meta.transactions.view import Need, Range, Span, SpanView, partition_of_range
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+
+_log = logging.getLogger(__name__)
+
+HOLD_S = 5.0
+"""For one HOLD: a client that is dead is waited for no longer than three seconds there."""
+SPAN_S = 10.0
+"""For all of it: then the asker is told to come again, and everybody else has his turn."""
+SETTLE_S = 5.0
+PAUSE_S, PAUSE_S_MAX = 0.005, 0.5
+ROUNDS_MAX = 100_000
+"""Of asking for more: a path is not deeper."""
+
+
+class _Asked:
+    """What one shard is asked for."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.looks: list[bytes] = []
+        self.ranges: list[Range] = []
+        self.births: list[int] = []
+        self.named: list[int] = []
+
+
+class Coordinator:
+    def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, reads: Reads, holds: Holds, peers: Peers,
+                 clock: Clock, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
+        self._shard = shard
+        self._incarnation = incarnation
+        self._kv = kv
+        self._view = view
+        self._reads = reads
+        self._holds = holds
+        self._peers = peers
+        self._clock = clock
+        self._spawn = spawn
+        self._number = 0
+        self._active: set[SpanId] = set()
+        self._decisions: dict[SpanId, Decision] = {}
+        self._telling: set[asyncio.Task] = set()
+        self.decided = self.begun_again = 0
+
+    def load(self) -> None:
+        """Go on with what a restart left to be told."""
+        first, end = range_of(records.DECIDED)
+        while pairs := self._kv.scan(first, end, 1000):
+            for key, raw in pairs:
+                try:
+                    span, decision = id_of_key(key), decode_decision(raw)
+                except NvpoolError as error:
+                    _log.error("a decision over several shards is damaged, run fsck: %s", error)
+                    continue
+                if decision.turn == TURN_HERE:
+                    self._holds.take(span, 0, [TURN_KEY])
+                self._begin_telling(span, decision)
+            first = pairs[-1][0] + b"\0"
+
+    # -- up to the decision --------------------------------------------------------------------------------------------
+
+    def begin(self, identity: int) -> Span:
+        """A change on behalf of that client. `end` has to be called whatever becomes of it."""
+        self._number += 1
+        span = Span(SpanId(self._shard, self._incarnation, self._number), self._clock.wall_ns(), identity)
+        self._active.add(span.id)
+        return span
+
+    def end(self, span: Span) -> None:
+        """Where it was not decided it never will be, and everybody who holds for it is told so, as far as he can be reached."""
+        if not span.decided:
+            self._give_back(span)
+        self._active.discard(span.id)
+
+    async def decide(self, span: Span, decide: Decide, request: Any) -> Draft:
+        """A draft for which all that it needs of others is held. Nothing has waited since it was decided: who goes on at once
+        commits it, who has to wait for something decides anew.
+
+        Refused     as the decision says
+        Unavailable somebody whom it takes did not answer, or there was too much coming and going, or a cut went on, for SPAN_S
+        """
+        until_s = self._clock.boottime_s() + SPAN_S
+        for _ in range(ROUNDS_MAX):
+            try:
+                if not span.shards and (need := foreseen(self._view, request)) is not None:
+                    raise need
+                return decide(SpanView(self._view, span), request, self._clock.wall_ns())
+            except Need as need:
+                await self._gather(span, need, until_s)
+            except Held as held:
+                if (span.shards or span.turn) and not held.hold.gives_way_to(span.order, span.id):
+                    await self._begin_again(span, until_s)
+                await until_free(held.hold)
+            except CutInProgress as wait:
+                self._give_back(span)
+                try:
+                    async with asyncio.timeout(max(0.0, until_s - self._clock.boottime_s())):
+                        await asyncio.shield(self._view.cutting[wait.inode])
+                except TimeoutError:
+                    raise Unavailable(f"inode {wait.inode} is still being cut", retry_after_s=0.2) from None
+        raise Unavailable("a change over several shards needs more of them than can be")
+
+    async def _gather(self, span: Span, need: Need, until_s: float) -> None:
+        """Have what is needed held and sent. Busy and what passes: it begins again, or ends after a while."""
+        if need.turn and await self._turn_here(span, until_s):
+            return
+        asked = self._by_shard(need)
+        try:
+            await _all([self._hold(span, shard, what) for shard, what in asked.items()])
+        except (Unavailable, Stale) as error:
+            await self._begin_again(span, until_s, error)
+        else:
+            if need.turn:
+                span.turn = self._root_shard()
+
+    def _root_shard(self) -> int:
+        return self._view.owner_of(partition_of(ROOT_INODE))
+
+    async def _turn_here(self, span: Span, until_s: float) -> bool:
+        """Whether the turn is given by this shard: then we have it on return, or have begun again."""
+        if self._root_shard() != self._shard:
+            return False
+        other = self._holds.of(TURN_KEY) or self._reads.closed(partition_of(ROOT_INODE))
+        if other is None:
+            self._holds.take(span.id, span.order, [TURN_KEY])
+            span.turn = self._shard
+        elif other.gives_way_to(span.order, span.id):
+            await until_free(other)
+        else:
+            await self._begin_again(span, until_s)
+            if not other.done.done():
+                await until_free(other)
+        return True
+
+    def _by_shard(self, need: Need) -> dict[int, _Asked]:
+        owner_of, asked = self._view.owner_of, {}
+
+        def of(shard: int) -> _Asked:
+            return asked.setdefault(shard, _Asked())
+
+        for key in need.keys:
+            of(self._owner(key)).keys.append(key)
+        for key in need.looks:
+            of(owner_of(records.partition_of_key(key))).looks.append(key)
+        for wanted in need.ranges:
+            of(owner_of(partition_of_range(wanted))).ranges.append(wanted)
+        for partition in need.births:
+            of(owner_of(partition)).births.append(partition)
+        for directory, shard in need.named:
+            of(shard).named.append(directory)
+        if need.turn:
+            of(self._root_shard()).keys.append(TURN_KEY)
+        return asked
+
+    def _owner(self, key: bytes) -> int:
+        """The shard that keeps the record; of what belongs to a shard and is no part of a directory, this one."""
+        if records.is_part_key(key):
+            return records.part_of_key(key)[1]
+        return self._shard if key[0] & 0x80 else self._view.owner_of(records.partition_of_key(key))
+
+    async def _hold(self, span: Span, shard: int, what: _Asked) -> None:
+        request = pb.HoldRequest(id=id_message(span.id), order=span.order, keys=what.keys, looks=what.looks,
+                                 births=what.births, identity=span.identity, named=what.named)
+        if any(map(records.is_part_key, what.keys)):
+            request.shards.extend(self._view.shards)
+        for first, end, limit in what.ranges:
+            request.ranges.add(first=first, end=end, limit=limit)
+        span.shards.add(shard)
+        reply = await self._peers.ask(shard, wire.META_HOLD, request, pb.HoldReply, HOLD_S)
+        found = {record.key: record.value if record.put else None for record in reply.records}
+        span.records.update((key, found[key]) for key in what.keys)
+        span.looks.update((key, found[key]) for key in what.looks)
+        for wanted, scan in zip(what.ranges, reply.scans, strict=True):
+            span.ranges[wanted] = [(pair.key, pair.value) for pair in scan.pairs]
+        span.births.update(zip(what.births, reply.births, strict=True))
+        span.named.update(((number, shard), found) for number, found in zip(what.named, reply.named, strict=True))
+        span.records.update((records.inode_key(number), None) for number in reply.births)
+
+    async def _begin_again(self, span: Span, until_s: float, error: NvpoolError | None = None) -> None:
+        """Without anything that was held, after a while; `error`, or that there is too much going on, when there is no time."""
+        self._give_back(span)
+        self.begun_again += 1
+        span.tries += 1
+        if self._clock.boottime_s() >= until_s:
+            raise Unavailable(f"a change over several shards could not be made yet: {error or 'others are in the way'}",
+                              retry_after_s=0.2)
+        longest = min(PAUSE_S_MAX, PAUSE_S * 2 ** min(span.tries, 10))
+        if not isinstance(error, Busy | None):
+            longest = max(longest, 0.1)
+        await asyncio.sleep(longest * (0.5 + self._clock.random().random()) / 1.5)
+
+    def _give_back(self, span: Span) -> None:
+        if span.turn == self._shard:
+            self._holds.release(span.id)
+        for shard in span.shards:
+            self._spawn(self._tell_never(span.id, shard))
+        if span.shards:
+            # Under another name from here on: the word that this one is over may arrive after what is held next.
+            self._active.discard(span.id)
+            self._number += 1
+            span.id = SpanId(self._shard, self._incarnation, self._number)
+            self._active.add(span.id)
+        span.clear()
+
+    async def _tell_never(self, span: SpanId, shard: int) -> None:
+        try:
+            await self._peers.ask(shard, wire.META_SETTLE, pb.SettleRequest(id=id_message(span)), pb.SettleReply, SETTLE_S)
+        except NvpoolError as error:
+            _log.info("shard %d will ask what became of a change: %s", shard, error)
+
+    # -- from the decision on --------------------------------------------------------------------------------------------
+
+    def split(self, span: Span, draft: Draft) -> tuple[dict[bytes, bytes | None], Decision | None]:
+        """Our effects of the draft, with the decision among them, which is None where nobody else has anything to do. Who
+        can not write them says `not_written` where that is certain: an engine that fails may have."""
+        ours: dict[bytes, bytes | None] = {}
+        others: dict[int, list[Effect]] = {}
+        owner_of = self._view.owner_of
+        for key, value in draft.finish().items():
+            owner = self._owner(key)
+            if owner == self._shard:
+                ours[key] = value
+            else:
+                others.setdefault(owner, []).append((key, value))
+        draft.orphans = [number for number in draft.orphans if owner_of(partition_of(number)) == self._shard]
+        if not others and span.turn in (0, self._shard):
+            return ours, None
+        span.decided = True  # from here on only who knows that it was not written may say so
+        turn = NO_TURN
+        if span.turn == self._shard:
+            turn = TURN_HERE
+        elif span.turn:
+            turn = TURN_LAST
+            others[span.turn] = others.pop(span.turn, [])  # to the end
+        decision = Decision(turn, others)
+        ours[decided_key(span.id)] = encode_decision(decision)
+        return ours, decision
+
+    def not_written(self, span: Span) -> None:
+        """The engine has refused the change that `split` has told: nothing of it is anywhere."""
+        span.decided = False
+
+    def committed(self, span: Span, decision: Decision | None) -> None:
+        """The change that `split` has told has just been made. Others are told from here on."""
+        if decision is None:
+            return
+        self.decided += 1
+        for shard in span.shards - decision.effects.keys():
+            self._spawn(self._tell_never(span.id, shard))  # it has nothing to do, and holds for nothing
+        self._begin_telling(span.id, decision)
+
+    def _begin_telling(self, span: SpanId, decision: Decision) -> None:
+        self._decisions[span] = decision
+        task = self._spawn(self._tell(span, decision))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, span: SpanId, decision: Decision) -> None:
+        # Not before it is durable: what others have done can not be taken back.
+        await durable(self._kv)
+        shards = list(decision.effects)
+        last = [shards.pop()] if decision.turn == TURN_LAST else []
+        for together in (shards, last):
+            await asyncio.gather(*(self._settle(span, shard, decision.effects[shard]) for shard in together))
+        while self._kv.full:
+            await self._kv.room()
+        self._kv.apply([(decided_key(span), None)], reclaims=True)
+        del self._decisions[span]
+        if decision.turn == TURN_HERE:
+            self._holds.release(span)
+
+    async def _settle(self, span: SpanId, shard: int, effects: list[Effect]) -> None:
+        request = pb.SettleRequest(id=id_message(span), decided=True, effects=effect_messages(effects))
+        pause_s = PAUSE_S
+        while not self._peers.has_left(shard):  # it had done its part by then, and only its answer was lost
+            try:
+                await self._peers.ask(shard, wire.META_SETTLE, request, pb.SettleReply, SETTLE_S)
+                return
+            except NvpoolError as error:
+                _log.log(logging.WARNING if pause_s == PAUSE_S_MAX else logging.DEBUG,
+                         "shard %d has not been told of a change yet: %s", shard, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    async def outcome(self, span: SpanId, shard: int) -> pb.OutcomeReply:
+        """What `shard`, which holds for the change, is to do."""
+        if span in self._active and span not in self._decisions:
+            return pb.OutcomeReply(outcome=pb.OutcomeReply.UNDECIDED)
+        await durable(self._kv)
+        decision = self._decisions.get(span)
+        if decision is None or shard not in decision.effects:
+            return pb.OutcomeReply(outcome=pb.OutcomeReply.NEVER)
+        return pb.OutcomeReply(outcome=pb.OutcomeReply.DECIDED, effects=effect_messages(decision.effects[shard]))
+
+    async def all_told(self) -> None:
+        """Return when everybody has heard of what is decided."""
+        while self._telling:
+            await asyncio.wait(self._telling)
+
+    @property
+    def to_tell(self) -> int:
+        """Decisions that somebody has not heard of yet."""
+        return len(self._decisions)
+
+
+async def _all(works: list[Coroutine]) -> None:
+    """All to their ends, so that nothing is asked for behind our back; then the first error."""
+    for error in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(error, BaseException):
+            raise error

@@ -1,0 +1,447 @@
+"""What a metadata service answers about volumes, and what it does for them in the background.
+
+A part of `meta/server/service`, which owns all that is used here. Wishes say how a volume is to be, so they need no slot:
+repeated, they find that it is so. They are durable when they are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from math import ceil
+
+from nvpool.core.errors import (
+    CorruptRecord,
+    InUse,
+    InvalidRequest,
+    NotFound,
+    NvpoolError,
+    Unavailable,
+    WrongShard,
+)
+from nvpool.core.ids import partition_of
+from nvpool.core.names import check_holder
+from nvpool.core.units import MIB, PARTITION_COUNT
+from nvpool.meta.operations import trash, volume_policy
+from nvpool.meta.state.record_locks import Held, when_free
+from nvpool.meta.state.volume_access import check_trash, check_wish
+from nvpool.meta.state.volume_records import (
+    ATTACHMENTS_MAX,
+    LISTED,
+    REMOVING,
+    SEALED,
+    VOLUME,
+    VolumeRecord,
+    decode_trashed,
+    decode_volume,
+    encode_attached,
+    encode_volume,
+    range_of,
+    volume_key,
+    volume_of_key,
+)
+from nvpool.meta.volumes.removal import STEP, Removal, removed
+from nvpool.meta.volumes.revocation import ALL, lost_rights
+from nvpool.rpc.api import Call
+from nvpool.rpc.v1 import meta_pb2 as pb
+
+LIST_STEP = 128
+"""Partitions that are looked through, or volumes, before others get their turn: a millisecond."""
+UNLIMITED_S = 10.0
+"""After which a writer asks again whether a volume without a quota has one now."""
+AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
+"""What a writer is promised beyond what it needs: so much, or this part of what is free, where that is less."""
+CLOSES_S, CLOSES_LOOK_S = 1.0, 0.05
+"""A client tells of closes some tenths of a second behind them: so long is waited for them before a volume is called in use,
+looking so often."""
+TRASH_LISTED, TRASH_LOOKED_AT, PURGED_AT_ONCE = 500, 1000, 10_000
+_log = logging.getLogger(__name__)
+_Wish = pb.VolumeRequest
+
+
+class VolumeAnswers:
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def take_volumes(self, partitions: Iterable[int], promises_lost: bool) -> None:
+        """These partitions are ours from here on. `promises_lost`: sessions may have been promised room in them."""
+        found = set()
+        for partition in partitions:
+            for key, raw in self._kv.scan(*range_of(VOLUME, partition), 1000):
+                found.add(partition)
+                number = volume_of_key(key)
+                if self._kv.scan(*trash.trash_range(number), 1):
+                    self._view.trashes.add(number)
+                try:
+                    self._view.access.note(number, decode_volume(raw))
+                except CorruptRecord as error:
+                    _log.error("the record of a volume is left to fsck: %s", error)
+        if promises_lost and found:
+            self._view.rooms.begin_grace(frozenset(found))
+
+    def forget_volumes(self, partitions: frozenset[int]) -> None:
+        self._view.trashes -= {volume for volume in self._view.trashes if partition_of(volume) in partitions}
+        self._view.rooms.forget(partitions)
+        access = self._view.access
+        for number in [number for number in {*access.restricted, *access.encrypted} if partition_of(number) in partitions]:
+            access.note(number, None)
+            self._removals.pop(number, None)
+
+    def _check_here(self, volume: int) -> None:
+        """WrongShard where it is another shard's; Held, Unavailable where that is not settled."""
+        partition = partition_of(volume)
+        if partition < PARTITION_COUNT and self._view.is_elsewhere(partition):
+            raise WrongShard(f"volume {volume} belongs to another shard")
+        self._view.check_partition(partition)
+
+    async def _may_change(self, volume: int, session: int, inodes: Callable[[], list[int]]) -> bool:
+        """Whether these inodes of the volume may be changed now on behalf of the session, everybody else with a lease on them
+        having been told; not where the volume moves, or has moved. After each wait all is looked at anew: nothing has waited on
+        return. What is to be changed may be held all the same."""
+        partition = partition_of(volume)
+        while self._view.serves(partition) and not self._view.is_elsewhere(partition):
+            if self._kv.full:
+                await self._kv.room()
+            elif self._moment.changes_wait:
+                await self._moment.over()
+            elif (wait := self._watches.recall(session, inodes())) is not None:
+                await wait()
+            else:
+                return True
+        return False
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def _volumes(self, call: Call) -> None:
+        self._sessions.of(pb.VolumesRequest.FromString(call.message).session, self._owner(call))
+        self._reply_in_steps(call, self._listed_volumes())
+
+    def _listed_volumes(self) -> Iterator[pb.VolumesReply | None]:
+        reply, view, steps = pb.VolumesReply(), self._view, 0
+        for partition in range(PARTITION_COUNT):
+            if view.is_elsewhere(partition):
+                continue
+            first, end = range_of(VOLUME, partition)
+            for key, raw in view.scan(first, end, 1000):
+                steps += 8
+                number = volume_of_key(key)
+                try:
+                    reply.volumes.append(
+                        volume_policy.state_of(view, number, decode_volume(raw), volume_policy.use_of(view, number))
+                    )
+                except CorruptRecord:
+                    continue  # fsck's
+            steps += 1
+            if steps >= LIST_STEP:
+                steps = 0
+                yield None
+        yield reply
+
+    def _volume(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = _Wish.FromString(call.message)
+        self._sessions.of(request.session, self._owner(call))
+        if (user := self._user(call)) is not None:
+            self._users.check_volume(self._view, user, request)
+        self._check_here(request.inode)
+        record, use = volume_policy.read_volume(self._view, request.inode)
+        if request.wish == _Wish.SHOW:
+            self._reply_volume(call, request.inode)
+            return
+        if request.wish == _Wish.KEY:
+            self._reply_key(call, request, record)
+            return
+        check_wish(self._owner(call), record, request)
+        if self._kv.full:
+            self._later(call, self._kv.room)
+            return
+        if self._moment.changes_wait:
+            self._later(call, self._moment.over)
+            return
+        if request.wish in (_Wish.SEAL, _Wish.REMOVE) and self._clock.boottime_s() < call.since_s + CLOSES_S \
+                and (self._opened_in(request.inode) or request.wish == _Wish.SEAL and self._view.rooms.promised(request.inode)):
+            self._later(call, lambda: asyncio.sleep(CLOSES_LOOK_S))
+            return
+        if request.wish == _Wish.REMOVE:
+            self._waits.add(call, lambda: self._remove_volume(request), lambda: self._reply_removed(call, request.inode))
+            return
+        if record.flags & REMOVING:
+            raise NotFound(f"volume {record.name} is being removed")
+        self._carry_out(request, record, use)
+        reply = pb.VolumeReply()
+        self._waits.add(call, partial(self._settle, request.inode, self._kv.sequence, reply),
+                        lambda: self._reply_volume(call, request.inode, reply), may_be_applied=True)
+
+    def _reply_key(self, call: Call, request: _Wish, record: VolumeRecord) -> None:
+        """For who may read in the volume. AccessDenied; KeyMissing."""
+        check_wish(self._owner(call), record, request)
+        reply = pb.VolumeReply()
+        if record.wrapped_key:
+            reply.key, reply.wrapped_key = self._view.pool_keys.unwrap(record.wrapped_key), record.wrapped_key
+        call.reply(reply.SerializeToString())
+
+    async def _settle(self, number: int, sequence: int, reply: pb.VolumeReply) -> None:
+        """Have what was changed stored, and rights that were taken back refused by the stores."""
+        await self._kv.sync(sequence)
+        if self._revocations.owes(number):
+            reply.revoked_in_s = ceil(await self._revocations.settle(number))
+
+    def _reply_volume(self, call: Call, number: int, reply: pb.VolumeReply | None = None) -> None:
+        reply = reply or pb.VolumeReply()
+        reply.volume.CopyFrom(volume_policy.state_of(self._view, number, *volume_policy.read_volume(self._view, number)))
+        call.reply(reply.SerializeToString())
+
+    def _carry_out(self, request: _Wish, record: VolumeRecord, use: volume_policy.Use) -> None:
+        """Nothing waits in here."""
+        number, wish, access = request.inode, request.wish, self._view.access
+        if wish in (_Wish.ATTACH, _Wish.DETACH):
+            self._attach(request, record)
+            return
+        if wish == _Wish.SET:
+            new = volume_policy.limited(record, use, self._view.rooms.promised(number), request)
+        elif wish == _Wish.SEAL:
+            self._check_no_writers(record, number)
+            new = record._replace(flags=record.flags | SEALED)
+        elif wish == _Wish.REWRAP:
+            new = record._replace(wrapped_key=self._view.pool_keys.rewrap(record.wrapped_key)) if record.wrapped_key else record
+        elif wish == _Wish.GRANT:
+            new = volume_policy.granted(record, request.grant)
+        elif wish == _Wish.REVOKE:
+            new = volume_policy.revoked(record, request.grant.client)
+            if record.flags & LISTED:
+                self._revocations.owe(number, {request.grant.client: ALL})  # once more, where a process has died over it
+        else:
+            raise InvalidRequest(f"nothing is known that could be done with a volume under the number {wish}")
+        if new == record:
+            return
+        self._kv.apply([(volume_key(VOLUME, number), encode_volume(new))], reclaims=True)
+        access.note(number, new)
+        self._revocations.owe(number, lost_rights(record, new))
+        if (new.flags, new.grants) != (record.flags, record.grants):
+            self._watches.end_all()  # who has no right any more relies on nothing that he was told
+
+    def _attach(self, request: _Wish, record: VolumeRecord) -> None:
+        key = volume_policy.attached_key(request.inode, check_holder(request.holder))
+        there = self._view.get(key) is not None
+        if request.wish == _Wish.DETACH:
+            if there:
+                self._kv.apply([(key, None)], reclaims=True)
+        elif not there:
+            if len(volume_policy.attachments(self._view, request.inode)) >= ATTACHMENTS_MAX:
+                raise InUse(f"volume {record.name} is attached {ATTACHMENTS_MAX} times already, which is the most")
+            self._kv.apply([(key, encode_attached(self._clock.wall_ns()))])
+
+    def _opened_in(self, number: int) -> dict[str, int]:
+        """Of the volume: how many inodes each client has open."""
+        found: dict[str, int] = {}
+        partition, view = partition_of(number), self._view
+        for session in self._sessions.by_number.values():
+            count = 0
+            for inode in session.opens:
+                if partition_of(inode) == partition:
+                    try:
+                        count += view.inode(inode).volume == number
+                    except NvpoolError:
+                        continue
+            if count:
+                found[session.client] = found.get(session.client, 0) + count
+        return found
+
+    def _check_no_writers(self, record: VolumeRecord, number: int) -> None:
+        """InUse while files of it are open, which may be written: sealed is for ever."""
+        opened = self._opened_in(number)
+        promised = self._view.rooms.promised(number)
+        if opened or promised:
+            who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
+            raise InUse(f"volume {record.name} is not sealed while files of it are open: {who or 'a writer is not done'}")
+
+    # -- room for writers ----------------------------------------------------------------------------------------------
+
+    def _volume_room(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.VolumeRoomRequest.FromString(call.message)
+        session = self._sessions.of(request.session, self._owner(call)).number
+        if (user := self._user(call)) is not None:
+            self._users.check_volume(self._view, user, request)
+        number, rooms = request.inode, self._view.rooms
+        record, use = volume_policy.read_volume(self._view, number)
+        self._view.access.check_change(number)
+        reply = pb.VolumeRoomReply(life_ms=int(UNLIMITED_S * 1000))
+        if not record.bytes_max:
+            rooms.promise(number, session, 0)
+            reply.unlimited = True
+            call.reply(reply.SerializeToString())
+            return
+        reply.bytes_max = record.bytes_max
+        before = rooms.of(number, session)
+        others = rooms.promised(number) - before
+        free = max(0, record.bytes_max - use.bytes - others)
+        if request.again and rooms.grace_left_s(number):
+            reply.bytes = request.bytes  # the process or shard before us has promised it: there is room for it
+        elif request.bytes <= before:
+            reply.bytes = request.bytes
+        elif (grace_s := rooms.grace_left_s(number)) > 0:
+            self._later(call, lambda: asyncio.sleep(grace_s))
+            return
+        else:
+            ahead = min(AHEAD_BYTES, max(0, free - request.needed) // AHEAD_SHARE)
+            reply.bytes = max(before, min(request.bytes, request.needed + ahead, free))
+        rooms.promise(number, session, reply.bytes)
+        call.reply(reply.SerializeToString())
+
+    # -- removal -------------------------------------------------------------------------------------------------------
+
+    async def _remove_volume(self, request: _Wish) -> None:
+        """It has no name any more on return, and what is in it goes; durably. InUse, with who holds it."""
+        number = request.inode
+
+        def check(record: VolumeRecord) -> None:
+            holders = volume_policy.attachments(self._view, number)
+            if holders and not request.force:
+                raise InUse(f"volume {record.name} is attached: {', '.join(holders[:5])}"
+                            f"{' and others' if len(holders) > 5 else ''}")
+            if opened := self._opened_in(number):
+                who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
+                raise InUse(f"files of volume {record.name} are open: {who}")
+
+        await self._mend(partial(removed, number=number, check=check), request.session)
+        try:
+            record, _ = await when_free(lambda: volume_policy.read_volume(self._view, number))
+            self._view.access.note(number, record)
+            self._watches.end_all()  # whatever anybody was promised of what is in it
+        except NotFound:
+            self._view.access.note(number, None)
+        self._view.rooms.by_volume.pop(number, None)
+        self._collector.add(number)
+        await self._kv.sync()
+        self._revocations.owe(number, {"": ALL})
+        try:
+            await self._revocations.settle(number)
+        except Unavailable as error:
+            _log.warning("volume %d is removed: %s", number, error)
+
+    def _reply_removed(self, call: Call, number: int) -> None:
+        try:
+            self._reply_volume(call, number)
+        except NotFound:
+            call.reply(pb.VolumeReply().SerializeToString())
+
+    # -- trash ---------------------------------------------------------------------------------------------------------
+
+    def _trash(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.TrashRequest.FromString(call.message)
+        session = self._sessions.of(request.session, self._owner(call)).number
+        number = request.inode
+        self._check_here(number)
+        record, _ = volume_policy.read_volume(self._view, number)
+        check_trash(self._owner(call), record, request.wish != pb.TrashRequest.LIST)
+        if request.wish == pb.TrashRequest.LIST:
+            call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())
+        elif request.wish == pb.TrashRequest.RESTORE:
+            self._waits.add(call, lambda: self._restore(request, session), lambda: call.reply(b""))
+        else:
+            reply = pb.TrashReply()
+            self._waits.add(call, lambda: self._purge_on_request(request, session, reply),
+                            lambda: call.reply(reply.SerializeToString()))
+
+    async def _restore(self, request: pb.TrashRequest, session: int) -> None:
+        await self._mend(lambda view, now_ns: trash.restored(view, request, now_ns), session)
+        await self._kv.sync()
+
+    async def _purge_on_request(self, request: pb.TrashRequest, session: int, reply: pb.TrashReply) -> None:
+        """One entry, or some of all: `next` says that there are more."""
+        while True:
+            try:
+                await self._purge_asked(request, session, reply)
+                break
+            except Held as held:
+                await held.wait()
+        await self._kv.sync()
+
+    async def _purge_asked(self, request: pb.TrashRequest, session: int, reply: pb.TrashReply) -> None:
+        self._check_here(request.inode)
+        if request.entry:
+            if self._view.get(trash.trash_key(request.inode, request.entry)) is None:
+                raise NotFound(f"inode {request.entry} is not in the trash of the volume")
+            reply.purged = await self._purge(request.inode, [request.entry], session)
+        else:
+            while reply.purged < PURGED_AT_ONCE:
+                pairs = self._view.scan(*trash.trash_range(request.inode), STEP)
+                if not pairs:
+                    break
+                reply.purged += await self._purge(request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session)
+            else:
+                reply.next = 1
+
+    async def _purge(self, volume: int, inodes: list[int], session: int) -> int:
+        """These leave the trash, when everybody with a lease on them has been told; how many. Held, WrongShard, Unavailable:
+        they are not ours to purge now."""
+        if not await self._may_change(volume, session, lambda: inodes):
+            self._check_here(volume)
+        draft = trash.purged(self._view, volume, inodes, self._clock.wall_ns())
+        effects = draft.finish()
+        if effects:
+            self._kv.apply(list(effects.items()), reclaims=True)
+        for orphan in draft.orphans:
+            self._collector.add(orphan)
+        return len(draft.orphans)
+
+    async def purge_more(self) -> int:
+        """What has been in the trash for long enough goes, of some entries of each volume at a time; how many inodes."""
+        gone, now_ns = 0, self._clock.wall_ns()
+        for volume in list(self._view.trashes):
+            if not self._view.serves(partition_of(volume)):
+                continue
+            after = self._purged_up_to.get(volume, 0)
+            pairs = self._kv.scan(*trash.trash_range(volume, after), TRASH_LOOKED_AT)
+            if not pairs and not after:
+                self._view.trashes.discard(volume)
+            if len(pairs) < TRASH_LOOKED_AT:
+                self._purged_up_to.pop(volume, None)
+            else:
+                self._purged_up_to[volume] = trash.inode_of_trash_key(pairs[-1][0])
+            try:
+                over = [trash.inode_of_trash_key(key) for key, raw in pairs if decode_trashed(raw).expires_ns <= now_ns]
+                for at in range(0, len(over), STEP):
+                    gone += await self._purge(volume, over[at:at + STEP], 0)
+                    await asyncio.sleep(0)
+            except Held:
+                continue  # until the next time
+            except NvpoolError as error:
+                _log.warning("the trash of volume %d is left as it is: %s", volume, error)
+        return gone
+
+    async def _run_removals(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.tick_s / 4)
+            if self._state == "serving":
+                await self.remove_more()
+                await self.purge_more()
+
+    async def remove_more(self) -> int:
+        """Some of what is in volumes that are being removed goes; how many inodes. In steps of a few milliseconds."""
+        gone = 0
+        for number, record in list(self._view.access.restricted.items()):
+            if not record.flags & REMOVING:
+                continue
+            removal = self._removals.get(number)
+            if removal is None:
+                removal = self._removals[number] = Removal(self._kv, self._view, self._collector, self._clock, number)
+            try:
+                until_s = self._clock.boottime_s() + self._options.tick_s / 4
+                while not removal.done and self._clock.boottime_s() < until_s \
+                        and await self._may_change(number, 0, removal.next):
+                    gone += removal.step()
+                    await asyncio.sleep(0)
+            except Held:
+                continue  # until the next time
+            except NvpoolError as error:
+                _log.warning("volume %s can not be removed further yet: %s", record.name, error)
+                self._removals.pop(number, None)
+                continue
+            if removal.done:
+                self._removals.pop(number, None)
+                self._view.access.note(number, None)
+        return gone

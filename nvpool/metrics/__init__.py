@@ -1,0 +1,1 @@
+"""Metrics for Prometheus: their declarations, their text format and GET /metrics."""

@@ -1,0 +1,1 @@
+"""Processes of a mount: server, holder, fork server and read workers."""

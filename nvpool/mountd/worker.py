@@ -1,0 +1,84 @@
+"""A process that reads for the one that serves a mount, forked off that (mountd/worker_pool).
+
+It is a client of its own, which opens files to read them and does nothing else. It ends when the serving process does or closes
+its socket, and when the mount is gone; never by SIGTERM, which a service manager sends to all of a mount's processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+
+from nvpool.client.metrics import measure_client
+from nvpool.client.session import Client
+from nvpool.core.config import Config
+from nvpool.core.errors import NvpoolError
+from nvpool.fuse.kernel.worker import ReaderEngine
+from nvpool.fuse.kernel.worker_channel import Channel
+from nvpool.fuse.ops.worker import LOOK_S, ReaderOps
+from nvpool.metrics.exposition import Page
+from nvpool.mountd.arguments import client_options, start_mount_log
+from nvpool.runtime.cpu_latency import Awake
+from nvpool.runtime.daemon_process import run
+from nvpool.runtime.metrics import own_page
+from nvpool.shm.mount_state import KeptHandles
+
+LEAVE_S = 0.5
+"""For what is in work. What is left the kernel hands out again, where the mount goes on."""
+CLOSE_S = 1.0
+
+log = logging.getLogger("nvpool.mountd.worker")
+
+
+async def serve(arguments: argparse.Namespace, config: Config, connection: socket.socket, clone: int,
+                memory: int) -> None:
+    client = await Client.open(arguments.pool, name=f"mount {arguments.mountpoint} reader",
+                               options=client_options(arguments, config.client)._replace(leases=False))
+    awake = Awake(config.processors.awake)
+    ops = ReaderOps(client.vfs, KeptHandles(memory))
+    engine = ReaderEngine(ops, Channel(connection, 4096), awake.touch)
+    engine.adopt(clone)
+
+    def measure(page: Page) -> None:
+        engine.measure(page)
+        measure_client(client.vfs, page)
+
+    engine.page = lambda: own_page(measure).pack()
+    serving = asyncio.ensure_future(engine.serve())
+    alone = asyncio.ensure_future(engine.alone.wait())
+    closing = asyncio.ensure_future(_close_old(ops))
+    try:
+        await asyncio.wait([serving, alone], return_when=asyncio.FIRST_COMPLETED)
+        if alone.done():
+            await engine.leave(LEAVE_S)
+        log.info("this process has answered %d requests and passed %d on", engine.answered, engine.passed)
+    finally:
+        for task in (serving, alone, closing):
+            task.cancel()
+        await asyncio.gather(serving, alone, closing, return_exceptions=True)
+        os.close(clone)
+        connection.close()
+        awake.close()
+        await client.close(CLOSE_S)
+
+
+async def _close_old(ops: ReaderOps) -> None:
+    while True:
+        await asyncio.sleep(LOOK_S)
+        try:
+            await ops.close_old()
+        except NvpoolError as error:
+            log.warning("a file that was read here is not closed: %s", error)
+
+
+def wait_and_read(arguments: argparse.Namespace, config: Config, connection: socket.socket) -> int:
+    """The exit code. Reads nothing before the serving process says so."""
+    start_mount_log("reader", arguments)
+    said, descriptors, _, _ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
+    if not said:
+        return 0
+    clone, memory = descriptors
+    return run(lambda _: serve(arguments, config, connection, clone, memory))

@@ -1,0 +1,149 @@
+"""The processes that read for the one that serves a mount (mountd/worker): started, let in, and ended with it.
+
+Each has a cloned descriptor of /dev/fuse, which this process and the holder have too, and a socket to here. When one of them
+dies while it serves, what it had taken from the kernel is in nobody's hands, and the kernel hands requests out again only all
+together: so this process then ends as if killed, and its successor begins with new ones. One that was killed before it was let
+in has taken nothing, but there would be no other: so that is the same. One that ends by itself before is done without.
+Called by mountd/server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nvpool.core.config import Config
+from nvpool.core.errors import NvpoolError
+from nvpool.core.programs import Program
+from nvpool.fuse.kernel.connection import KernelEngine
+from nvpool.fuse.kernel.worker_channel import Channel, Passing, clone
+from nvpool.metrics.exposition import Page
+from nvpool.mountd import worker as mount_worker
+from nvpool.mountd.holder_client import Held, has_ended
+from nvpool.mountd.process_fork import fork
+from nvpool.runtime.daemon_process import EXIT_BUG
+
+END_S = 2.0
+"""For what a reader has in work when the mount ends or another process takes over."""
+
+log = logging.getLogger("nvpool.mountd.server")
+
+
+class Waiting(NamedTuple):
+    """A process that could read."""
+
+    pid: int
+    pidfd: int
+    connection: socket.socket
+
+
+def fork_readers(count: int, arguments: Namespace, config: Config, held: Held, not_theirs: socket.socket) -> list[Waiting]:
+    """Copies of this process, which wait for `Readers.start`, or for our end. Fewer where there can not be more."""
+    made: list[Waiting] = []
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+
+        def read(ours: socket.socket = ours, theirs: socket.socket = theirs) -> int:
+            held.close()
+            for connection in (ours, not_theirs, *(one.connection for one in made)):
+                connection.close()
+            return mount_worker.wait_and_read(arguments, config, theirs)
+
+        with theirs:
+            try:
+                pid = fork(Program.MOUNT_WORKER, read)
+                made.append(Waiting(pid, os.pidfd_open(pid), ours))
+            except OSError as error:
+                log.error("this mount has fewer processes than it was to have: %s", error)
+                ours.close()
+                break
+    return made
+
+
+class Readers:
+    """`waiting`: as fork_readers has made them. `on_serving`: told of the pid of each that begins."""
+
+    def __init__(self, held: Held, engine: KernelEngine, waiting: list[Waiting], on_serving: Callable[[int], None]) -> None:
+        self._held = held
+        self._engine = engine
+        self._waiting = waiting
+        self._on_serving = on_serving
+        self._passings: dict[Passing, Waiting] = {}
+        self._ending = False
+
+    def start(self) -> None:
+        """Let them begin. They come in when the engine has been handed all that the process before this one left. Where that
+        can not be the mount goes on without them, and the log says why."""
+        clones = self._held.clones
+        if not self._waiting and not clones:
+            return
+        pidfds = []
+        try:
+            while len(clones) < len(self._waiting):
+                clones = [*clones, clone(self._engine.descriptor)]
+            for reader, descriptor in zip(self._waiting, clones, strict=False):
+                with contextlib.suppress(ConnectionError):  # it has died: its end is seen where it is received from
+                    socket.send_fds(reader.connection, [b"."], [descriptor, self._held.memory_descriptor])
+                channel = Channel(reader.connection, self._engine.request_bytes_max)
+                self._passings[Passing(channel, descriptor, self._lost)] = reader
+                pidfds.append(os.dup(reader.pidfd))
+        except (NvpoolError, OSError) as error:
+            log.error("this mount has fewer processes than it was to have: %s", error)
+        # A descriptor without a reader is kept too, with any pidfd: requests that were taken from it may be in work.
+        pidfds += [os.pidfd_open(os.getpid()) for _ in clones[len(pidfds):]]
+        self._held.keep_readers(clones, pidfds)
+        for passing in self._passings:  # only now: from here on whoever follows us knows of them
+            self._engine.let_read(passing, self._come_in)
+
+    def _come_in(self, passing: Passing) -> None:
+        passing.go()
+        pid = self._passings[passing].pid
+        log.info("process %d reads for this mount too", pid)
+        self._on_serving(pid)
+
+    def _lost(self, passing: Passing) -> None:
+        if self._ending:
+            return
+        reader = self._passings[passing]
+        if not passing.serves and self._end_of(reader) >= 0:
+            log.error("process %d was to read for this mount and has ended before: it is done without", reader.pid)
+            return
+        log.warning("process %d, which read for this mount, has died: all are replaced", reader.pid)
+        logging.shutdown()
+        os._exit(EXIT_BUG)
+
+    def _end_of(self, reader: Waiting) -> int:
+        """Its exit code. Killed where it does not end."""
+        self._waiting.remove(reader)
+        if not has_ended(reader.pidfd, END_S):
+            signal.pidfd_send_signal(reader.pidfd, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(reader.pid, 0)[1])
+
+    async def pages(self, wait_s: float) -> list[Page]:
+        """The metrics of those that have told them within `wait_s`."""
+        asked = [passing.ask() for passing in self._passings if passing.serves]
+        if not asked or self._ending:
+            return []
+        done, _ = await asyncio.wait(asked, timeout=wait_s)
+        return [Page.unpack(one.result()) for one in done]
+
+    def let_go(self) -> None:
+        """They end by themselves, soon."""
+        self._ending = True
+        for passing in self._passings:
+            passing.stop_reading()
+        for reader in self._waiting:
+            reader.connection.close()
+
+    def end(self) -> None:
+        """None is left when this returns. What they had in work is answered, or handed out again to whoever follows."""
+        self.let_go()
+        for reader in list(self._waiting):
+            self._end_of(reader)

@@ -1,0 +1,1 @@
+"""Administration requests that a supervisor carries out: drives, nodes, shards, certificates."""

@@ -1,0 +1,64 @@
+"""A node's certificates, renewed before they end: that of the pool, and that of etcd where it has one.
+
+Called by the supervisor. Who has the authority's key signs for himself; others ask, as clients do (client/certificate_renewal).
+etcd reads its files anew for each connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from nvpool.client import certificate_renewal as client_renewal
+from nvpool.client.certificate_renewal import Signed
+from nvpool.core.errors import AccessDenied, NvpoolError
+from nvpool.core.member_names import RENEW_S
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.node.admin.certificate_store import Certificates
+from nvpool.poolmap.model import PoolMap
+from nvpool.provision.tokens import hosts_of, read_authority
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.runtime.audit_events import ourselves
+from nvpool.runtime.audit_log import AuditLog
+from nvpool.security.tls import ETCD_SECRET, Identity, settle_key
+
+
+async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: Callable[[], PoolMap], dialer: Dialer,
+                       audit: AuditLog, certificates: Certificates) -> None:
+    """See client/certificate_renewal. `certificates` is told why it can not be."""
+    async def renew() -> bool:
+        try:
+            async with certificates.renewing:
+                renewed = await renew_once(directory, identity, pool_map(), dialer)
+        except (NvpoolError, OSError) as error:
+            certificates.trouble = str(error)
+            raise
+        certificates.trouble = ""
+        if renewed:
+            audit.note("certificate-renew", ourselves(), {"member": identity.own_member()})
+        return renewed
+
+    await client_renewal.keep_renewed(renew, identity)
+
+
+def settle_keys(directory: PoolDirectory) -> None:
+    """Before anything uses them: finish or undo changes of keys that were interrupted. OSError."""
+    for below in ("", ETCD_SECRET):
+        settle_key(directory.secret / below)
+
+
+async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, dialer: Dialer, *,
+                     left_s: float = RENEW_S, new_key: bool = False) -> bool:
+    """See client/certificate_renewal."""
+    return await client_renewal.renew_once(directory, identity, pool_map, dialer, left_s=left_s, new_key=new_key,
+                                     sign=partial(_sign, directory, identity, pool_map))
+
+
+def _sign(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, request: bytes) -> Signed | None:
+    member = identity.own_member()
+    node = next((one for one in pool_map.nodes if one.member == member), None)
+    try:
+        return [(below, read_authority(directory, below).sign(request, pool_map.pool_id, member, hosts_of(node)))
+                for below in ("", ETCD_SECRET)]
+    except AccessDenied:
+        return None

@@ -1,0 +1,478 @@
+"""What the operator wishes of drives: to be added, drained, removed, replaced; and how far moving their chains has come.
+
+Called by node/supervisor with the verbs of POOL_CHANGE. Each wish is one change of the map, refused before anything is changed;
+what follows from it is the manager's work, and goes on after any restart, since all of it stands in the map. A wish may be
+repeated: what is so already stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.config import Config
+from nvpool.core.errors import AlreadyExists, Bug, InUse, InvalidRequest, NotFound, Refused, Unavailable
+from nvpool.core.programs import Program, command
+from nvpool.core.units import format_bytes
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.node.coordination.leadership import Leading
+from nvpool.node.coordination.map_backend import used_ports
+from nvpool.poolmap.chains.rebalance import check_room, standing, with_goals
+from nvpool.poolmap.chains.tables import with_table
+from nvpool.poolmap.chains.transitions import died, named, only_copies, retired, wished
+from nvpool.poolmap.model import Drive, PoolMap, Target
+from nvpool.poolmap.shards.placement import beside, check_places, only_beside
+from nvpool.provision.create import endpoints_for, free_ports
+
+_MAKE_DEADLINE_S = 120.0
+LIMIT_MAX = 1 << 40
+"""On moving, of each drive that is filled: what none takes."""
+_SAMPLES = 64
+_SAMPLE_S = 1.0
+"""Between two looks at what is left, of which the speed is made."""
+
+
+class Drives:
+    def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, *,
+                 used: Callable[[], Awaitable[dict[int, int]]], start: Callable[[], None],
+                 end: Callable[[int], Awaitable[None]]):
+        """`used`: bytes that targets hold, as far as they answer; `start` starts what the map wants here, `end` ends the
+        process of a target for good."""
+        self._directory = directory
+        self._config = config
+        self._node = node
+        self._leading = leading
+        self._used = used
+        self._start = start
+        self._end = end
+        self._adding = asyncio.Lock()
+        self.verbs: dict[str, Callable[[dict], Awaitable[dict]]] = {
+            "drive-add": self._add, "drive-drain": self._drain, "drive-remove": self._remove, "drive-replace": self._replace,
+            "rebalance": self._rebalance, "replicas": self._replicas}
+
+    # -- adding ------------------------------------------------------------------------------------------------------------
+
+    async def _add(self, arguments: dict) -> dict:
+        new_drive = _drive_of(arguments, "drive-add")
+        async with self._adding:  # who was interrupted and asks again is told of what the first request does
+            return self._taken_in(new_drive[0]) or await self._take_in(*new_drive, lambda pool_map: pool_map)
+
+    def _taken_in(self, path: str) -> dict | None:
+        """What was answered when the drive at `path` was added, where it shall hold its share. Who was interrupted asks.
+        AlreadyExists: it is being drained."""
+        pool_map, place = self._leading.pool_map, os.path.realpath(path)
+        paths = {drive.id: drive.path for drive in pool_map.drives}
+        for target in pool_map.targets:
+            if target.node == self._node and target.state != "gone" and target.wish in ("share", "drain") \
+                    and place in map(os.path.realpath, _places(paths[target.drive])):
+                if target.wish == "drain":
+                    _check_stays(pool_map, self._node)
+                    raise AlreadyExists(f"drive {target.drive} is in the pool already, and was drained; it gets its share "
+                                        f"again with: nvpool drive drain POOL {target.drive} --cancel")
+                return {"drive": target.drive, "target": target.id, "path": paths[target.drive],
+                        "capacity_bytes": target.capacity_bytes, "epoch": pool_map.epoch,
+                        "chains_to_come": coming(pool_map)[target.id], "was_there": True}
+        return None
+
+    async def _take_in(self, path: str, capacity_bytes: int, force: bool, also: Callable[[PoolMap], PoolMap],
+                       used: dict[int, int] | None = None) -> dict:
+        """Make a chunk store at `path` and a target on it, start its process, and give it its share of the chains: they move to
+        it one after the other, each with its chunks. `also`: what else is changed in the same map. `used`: refused where what
+        is stored has no room then. With `_adding`."""
+        pool_map = self._leading.pool_map
+        _check_stays(pool_map, self._node)
+        _check_count(also(pool_map))  # what will be refused leaves no store behind, and costs no number
+        make = partial(_make_store, str(self._directory.path), path, capacity_bytes, force, self._node)
+        checked = await asyncio.to_thread(make, "check", 0, pool_map)
+        if used is not None:
+            check_room(_with_one_more(also(pool_map), self._node, path, checked["capacity_bytes"]), used)
+        pool_map, drive_id, target_id = await self._take_numbers()
+        made = await asyncio.to_thread(make, "store", target_id, pool_map)
+        endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
+                                  free_ports(2, self._config.network, used_ports(pool_map)))
+        drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
+        target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
+
+        def decide(newest: PoolMap) -> PoolMap:
+            return with_goals(also(msgspec.structs.replace(
+                newest, drives=tuple(drive if one.id == drive_id else one for one in newest.drives),
+                targets=tuple(target if one.id == target_id else one for one in newest.targets))))
+
+        new = await self._leading.change(decide)
+        self._start()
+        return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
+                "epoch": new.epoch, "chains_to_come": coming(new)[target_id], "was_there": False}
+
+    async def _take_numbers(self) -> tuple[PoolMap, int, int]:
+        """Numbers for a drive and a target that nobody else gets, on whatever node: they stand in the map as gone until there
+        is something behind them."""
+        numbers = (0, 0)
+
+        def decide(newest: PoolMap) -> PoolMap:
+            nonlocal numbers
+            if any(one.id == numbers[1] and one.node == self._node for one in newest.targets):
+                return newest  # asked again: what was thought to have failed was done
+            numbers = (max((drive.id for drive in newest.drives), default=0) + 1,
+                       max((target.id for target in newest.targets), default=0) + 1)
+            return msgspec.structs.replace(newest, drives=(*newest.drives, Drive(numbers[0], self._node, "", 0)),
+                                           targets=(*newest.targets, Target(numbers[1], numbers[0], self._node, 0, (), "gone")))
+
+        return await self._leading.change(decide), *numbers
+
+    # -- draining and removing -----------------------------------------------------------------------------------------------
+
+    async def _drain(self, arguments: dict) -> dict:
+        cancel, used = bool(arguments.get("cancel", False)), await self._used()
+
+        def decide(newest: PoolMap) -> PoolMap:
+            target = find(newest, arguments, self._node)
+            if target.wish == "lost":
+                raise InvalidRequest(f"drive {target.drive} is lost; it is being taken out of the pool")
+            if cancel:
+                if target.wish == "share":
+                    return newest
+                _check_stays(newest, target.node)
+                return with_goals(wished(newest, target.id, "share"))
+            if target.wish in ("drain", "remove"):
+                return newest
+            wanted = wished(newest, target.id, "drain")
+            check_room(wanted, used)
+            check_places(wanted)
+            return with_goals(wanted)
+
+        return self._told(await self._leading.change(decide), arguments)
+
+    async def _remove(self, arguments: dict) -> dict:
+        if bool(arguments.get("lost", False)):
+            return await self._lose(arguments)
+
+        def decide(newest: PoolMap) -> PoolMap:
+            target = find(newest, arguments, self._node, gone=True)
+            if target.state == "gone":
+                return newest
+            if target.id in named(newest):
+                raise InUse(f"drive {target.drive} holds, or is to hold, chains of the pool; first: nvpool drive drain POOL "
+                            f"{target.drive} --wait   or, when it is broken for good: nvpool drive remove POOL {target.drive} "
+                            f"--lost")
+            if there := beside(newest, target.drive):
+                raise InUse(f"metadata (shard {', '.join(map(str, there))}) lies on drive {target.drive}; it goes when "
+                            f"the drive is drained and another has it: nvpool drive drain POOL {target.drive} --wait")
+            return retired(wished(newest, target.id, "remove"))
+
+        return self._told(await self._leading.change(decide), arguments)
+
+    async def _lose(self, arguments: dict) -> dict:
+        """The target ends first: nobody is served by it while others take its place."""
+        used, give_up = await self._used(), bool(arguments.get("give_up", False))
+
+        def decide(newest: PoolMap) -> PoolMap:
+            target = find(newest, arguments, self._node, gone=True)
+            return newest if target.state == "gone" or target.wish == "lost" else self._without(newest, target, used, give_up)
+
+        target = find(self._leading.pool_map, arguments, self._node, gone=True)
+        decide(self._leading.pool_map)
+        if target.node == self._node and target.state != "gone":
+            await self._end(target.id)
+        try:
+            return self._told(await self._leading.change(decide), arguments)
+        finally:
+            self._start()  # where it was refused after all
+
+    def _without(self, newest: PoolMap, target: Target, used: Mapping[int, int], give_up: bool) -> PoolMap:
+        """The map in which the target is lost. InvalidRequest where that would give up what is stored, unless that is wished:
+        chains that only it has stay with it, and are not served."""
+        self._check_metadata(newest, target)
+        left = died(newest, {target.id}) if target.node == self._node else newest
+        if not give_up:
+            self._check_copies(newest, target)
+        wanted = wished(left, target.id, "lost")
+        check_room(wanted, {one: count for one, count in used.items() if one != target.id})
+        return retired(with_goals(wanted))
+
+    @staticmethod
+    def _check_metadata(newest: PoolMap, target: Target) -> None:
+        if only := only_beside(newest, target.drive):
+            raise InvalidRequest(f"drive {target.drive} has the only whole copy of the metadata of shard "
+                                 f"{', '.join(map(str, only))}; bring it back, wait until a standby has it (nvpool shard "
+                                 f"ls POOL), or load a dump into a new pool")
+
+    @staticmethod
+    def _check_copies(newest: PoolMap, target: Target) -> None:
+        after = died(newest, {target.id})
+        only = {table.id: count for table in after.tables if (count := only_copies(after, target.id, table.id))}
+        if only:
+            told = " and ".join(f"{count} chains of {replicas} replica{'s' if replicas > 1 else ''}"
+                                for replicas, count in only.items())
+            raise InvalidRequest(f"drive {target.drive} has the only copy of {told}; without it their chunks are lost. "
+                                 f"Bring it back, wait until other drives have them, or drain it while it can be read; to do "
+                                 f"without them for ever: nvpool drive remove POOL {target.drive} --lost --give-up")
+
+    async def _replace(self, arguments: dict) -> dict:
+        lost = bool(arguments.get("lost", False))
+        new_drive = _drive_of(arguments, "drive-replace")
+        old = find(self._leading.pool_map, arguments, self._node, gone=True)
+        if old.state == "gone" or old.wish in ("remove", "lost"):
+            if (there := self._taken_in(new_drive[0])) is not None:
+                return there | {"replaces": old.drive}
+            find(self._leading.pool_map, arguments, self._node)
+            raise InvalidRequest(f"drive {old.drive} is being removed already; add the new one with: nvpool drive "
+                                 "add POOL PATH")
+        if lost:
+            self._check_metadata(self._leading.pool_map, old)
+            self._check_copies(self._leading.pool_map, old)
+        if lost and old.node == self._node:
+            await self._end(old.id)
+
+        def also(newest: PoolMap) -> PoolMap:
+            target = find(newest, {"drive": str(old.drive)}, self._node)
+            if lost and target.node == self._node:
+                newest = died(newest, {target.id})
+            return wished(newest, target.id, "lost" if lost else "remove")
+
+        try:
+            async with self._adding:
+                used = {target: count for target, count in (await self._used()).items() if not lost or target != old.id}
+                made = await self._take_in(*new_drive, also, used)
+        finally:
+            self._start()
+        return made | {"replaces": old.drive}
+
+    def _told(self, pool_map: PoolMap, arguments: dict) -> dict:
+        target = find(pool_map, arguments, self._node, gone=True)
+        drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
+        return {"drive": target.drive, "target": target.id, "node": target.node, "path": drive.path,
+                "state": state_of(pool_map, target), "epoch": pool_map.epoch, "chains": held(pool_map)[target.id],
+                "chains_to_go": going(pool_map)[target.id], "waits_for": waits_for(pool_map)}
+
+    async def _replicas(self, arguments: dict) -> dict:
+        """Make the chain table of a replica count, where there is none."""
+        try:
+            replicas = int(arguments["replicas"])
+        except (KeyError, TypeError, ValueError):
+            raise InvalidRequest("replicas wants a number of them") from None
+        answering = (await self._used()).keys()
+        new = await self._leading.change(lambda newest: with_table(newest, replicas, answering))
+        return {"replicas": replicas, "epoch": new.epoch}
+
+    # -- moving in general ---------------------------------------------------------------------------------------------------
+
+    async def _rebalance(self, arguments: dict) -> dict:
+        """Pause, resume, limit; with none of them balance what is out of balance."""
+        try:
+            pause = arguments.get("pause")
+            limit = arguments.get("limit_bytes_s")
+            limit = None if limit is None else int(limit)
+        except (TypeError, ValueError):
+            raise InvalidRequest("rebalance wants pause and limit_bytes_s") from None
+        if limit is not None and not 0 <= limit <= LIMIT_MAX:
+            raise InvalidRequest(f"a limit is at most {format_bytes(LIMIT_MAX)} a second; 0 takes it away")
+
+        def decide(newest: PoolMap) -> PoolMap:
+            moving = newest.moving
+            if pause is not None:
+                moving = msgspec.structs.replace(moving, paused=bool(pause))
+            if limit is not None:
+                moving = msgspec.structs.replace(moving, limit_bytes_s=limit)
+            if pause is None and limit is None:
+                return with_goals(newest)
+            return msgspec.structs.replace(newest, moving=moving)
+
+        new = await self._leading.change(decide)
+        return {"epoch": new.epoch, "paused": new.moving.paused, "limit_bytes_s": new.moving.limit_bytes_s,
+                "chains_to_move": sum(coming(new).values())}
+
+
+class Progress:
+    """How far moving has come, with the speed of the last minute."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK):
+        self._clock = clock
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
+
+    def told(self, pool_map: PoolMap, serving: frozenset[int], used: Mapping[int, int]) -> dict:
+        """What status says of the chains of all replica counts. Of what is left bytes are an estimate: what a holder has
+        stored, by its chains."""
+        seen = standing(pool_map, serving)
+        holds = held(pool_map)
+        left = 0.0
+        for table in pool_map.tables:
+            for chain in table.chains:
+                missing = sum(target not in chain.targets for target in chain.goal)
+                if missing:
+                    source = next((t for t in reversed(chain.targets) if t in used), None)
+                    left += missing * used[source] / max(1, holds[source]) if source is not None else 0
+        now_s = self._clock.boottime_s()
+        if not seen.to_copy:
+            self._samples.clear()
+        elif not self._samples or now_s - self._samples[-1][0] >= _SAMPLE_S:
+            if self._samples and seen.to_copy > self._samples[-1][1]:
+                self._samples.clear()  # more was wished since
+            self._samples.append((now_s, seen.to_copy))
+        seconds_left = None
+        if len(self._samples) > 1 and (done := self._samples[0][1] - self._samples[-1][1]) > 0:
+            seconds_left = round(seen.to_copy * (self._samples[-1][0] - self._samples[0][0]) / done, 1)
+        return {"replicas": [table.id for table in pool_map.tables], "total": seen.chains,
+                "full": seen.full, "fewer": seen.short, "filling": seen.filled, "without": seen.without,
+                "to_copy": seen.to_copy, "bytes_left": int(left), "seconds_left": seconds_left,
+                "paused": pool_map.moving.paused, "limit_bytes_s": pool_map.moving.limit_bytes_s}
+
+
+# -- looking at a map ------------------------------------------------------------------------------------------------------
+
+
+def held(pool_map: PoolMap) -> Counter[int]:
+    """Chains that each target holds."""
+    return Counter(target for table in pool_map.tables for chain in table.chains for target in chain.targets)
+
+
+def coming(pool_map: PoolMap) -> Counter[int]:
+    """Chains that each target is still to get."""
+    return Counter(target for table in pool_map.tables for chain in table.chains for target in chain.goal
+                   if target not in chain.targets)
+
+
+def waits_for(pool_map: PoolMap) -> list[int]:
+    """Drives that are down and are to get chains: those wait until they are back, or given up."""
+    to_come = coming(pool_map)
+    return [target.drive for target in pool_map.targets if target.state == "down" and to_come[target.id]]
+
+
+def going(pool_map: PoolMap) -> Counter[int]:
+    """Chains that each target is still to give away."""
+    return Counter(target for table in pool_map.tables for chain in table.chains if chain.goal
+                   for target in chain.targets if target not in chain.goal)
+
+
+def state_of(pool_map: PoolMap, target: Target) -> str:
+    """What a person calls the state of a drive that the operator wishes something of; nothing where he does not."""
+    if target.state == "gone":
+        return "removed"
+    if target.wish == "share":
+        return ""
+    if target.wish in ("lost", "away"):
+        return target.wish
+    if target.id in named(pool_map) or beside(pool_map, target.drive):
+        return "draining" if target.wish == "drain" else "removing"
+    return "drained"
+
+
+def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
+    """What status says of each drive; `stores`: what the targets say of themselves."""
+    holds, come, go = held(pool_map), coming(pool_map), going(pool_map)
+    all_chains = max(1, sum(holds.values()))
+    told = []
+    for target in pool_map.targets:
+        if target.state == "gone":
+            continue
+        drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
+        store = stores.get(target.id, {})
+        told.append({"drive": drive.id, "target": target.id, "node": drive.node, "path": drive.path,
+                     "capacity_bytes": drive.capacity_bytes, "used_bytes": store.get("used_bytes"),
+                     "state": store.get("state", "stopped" if target.wish == "lost" else "unknown"),
+                     "in_use": holds[target.id] > 0, "wish": state_of(pool_map, target), "chains": holds[target.id],
+                     "share": round(holds[target.id] / all_chains, 4), "chains_to_come": come[target.id],
+                     "chains_to_go": go[target.id], "lacks_room": bool(come[target.id] and store.get("lacks_room")),
+                     "moving_wait": store.get("resync_wait", "") or (
+                         store.get("strays_wait", "") if target.wish != "share" else ""),
+                     "metadata": beside(pool_map, drive.id)})
+    return told
+
+
+_NAMED_MAX = 12
+"""Drives that an error lists."""
+
+
+def find(pool_map: PoolMap, arguments: dict, node: int, *, gone: bool = False) -> Target:
+    """The target on the drive that `arguments` name by its number or path. A path is one of `node`, where we are; of another
+    node only where this one never had a drive there. NotFound; InvalidRequest where several others have one. `gone`: also a
+    drive that was removed."""
+    name = str(arguments.get("drive", ""))
+    paths = {drive.id: drive.path for drive in pool_map.drives}
+    found = [target for target in pool_map.targets if name == str(target.drive)]
+    if os.path.isabs(name):
+        here = {os.path.realpath(name)}
+        found = [target for target in pool_map.targets
+                 if target.node == node and here & {os.path.realpath(path) for path in _places(paths[target.drive])}]
+        found = found or [target for target in pool_map.targets
+                          if target.node != node and name in _places(paths[target.drive])]
+        if len({target.node for target in found}) > 1:
+            raise InvalidRequest(f"there are drives at {name} on several nodes and none on this one; give the drive's number")
+    if not found:
+        there = [f"{target.drive} ({paths[target.drive]} of node {target.node})" for target in pool_map.targets
+                 if target.state != "gone"]
+        more = f" and {len(there) - _NAMED_MAX} more, which `nvpool drive ls POOL` lists" if len(there) > _NAMED_MAX else ""
+        raise NotFound(f"the pool has no drive {name}; its drives are {', '.join(there[:_NAMED_MAX])}{more}")
+    target = found[-1]  # of several at a path the last is the one that may be there still
+    if target.state == "gone" and not gone:
+        raise NotFound(f"drive {target.drive} was removed from the pool")
+    return target
+
+
+def _places(path: str) -> tuple[str, ...]:
+    """What a drive is called by: the path of its store, and the directory on it that the operator named."""
+    return (path, os.path.dirname(path)) if os.path.basename(path).startswith("nvpool-") else (path,)
+
+
+def _check_stays(pool_map: PoolMap, node: int) -> None:
+    """InvalidRequest where the node is to hold nothing: what came to it would have to go again."""
+    if node in pool_map.node_by_id and pool_map.node_by_id[node].wish != "share":
+        raise InvalidRequest(f"node {node} is being drained; first: nvpool node drain POOL {node} --cancel")
+
+
+def _with_one_more(pool_map: PoolMap, node: int, path: str, capacity_bytes: int) -> PoolMap:
+    """As it would be with a drive that is not made yet."""
+    drive = max((one.id for one in pool_map.drives), default=0) + 1
+    target = max((one.id for one in pool_map.targets), default=0) + 1
+    return msgspec.structs.replace(pool_map, drives=(*pool_map.drives, Drive(drive, node, path, capacity_bytes)),
+                                   targets=(*pool_map.targets, Target(target, drive, node, capacity_bytes, ())))
+
+
+def _check_count(pool_map: PoolMap) -> None:
+    """InvalidRequest where one more target would still be too few."""
+    most = max((table.id for table in pool_map.tables), default=1)
+    if len([target for target in pool_map.targets if target.state != "gone" and target.wish == "share"]) + 1 < most:
+        with_goals(pool_map)
+
+
+def _drive_of(arguments: dict, verb: str) -> tuple[str, int, bool]:
+    try:
+        path, capacity_bytes = str(arguments["path"]), int(arguments.get("capacity_bytes", 0))
+        force = bool(arguments.get("force", False))
+    except (ValueError, KeyError, TypeError):
+        raise InvalidRequest(f"{verb} wants a path and perhaps capacity_bytes and force") from None
+    if not os.path.isabs(path):
+        raise InvalidRequest(f"the path of a drive is absolute, {path!r} is not")
+    return path, capacity_bytes, force
+
+
+def _make_store(directory: str, path: str, capacity_bytes: int, force: bool, node: int, verb: str, target: int,
+                pool_map: PoolMap) -> dict:
+    """Run provision/create as a program of its own, so that what it does to a drive can not hold up this one. `verb`: store, or
+    check, which only refuses."""
+    request = {"verb": verb, "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
+               "pool_id": pool_map.pool_id, "known": _in_use(pool_map, node), "force": force}
+    try:
+        done = subprocess.run(command(Program.POOL_MAKER), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
+                              timeout=_MAKE_DEADLINE_S, check=False)
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"no store could be made at {path} within {_MAKE_DEADLINE_S:.0f} s", may_be_applied=True) from None
+    except ValueError:
+        raise Bug("the program that makes stores gave no answer; its reason is in the log") from None
+    if "error" in answer:
+        raise Refused(answer["error"])
+    return answer
+
+
+def _in_use(pool_map: PoolMap, node: int) -> list[str]:
+    """Where drives of this node are; others have theirs at the same paths."""
+    drives = {target.drive for target in pool_map.targets if target.state != "gone"}
+    return [drive.path for drive in pool_map.drives if drive.id in drives and drive.node == node]

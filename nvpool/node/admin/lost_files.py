@@ -1,0 +1,68 @@
+"""Which files are lost with drives that are gone, for `nvpool status`: the first ones that are found in a short time, and kept
+for a while. `nvpool fsck` names all. Called by node/supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import NvpoolError
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.poolmap.chains.data_loss import losing, ownerless
+from nvpool.poolmap.model import PoolMap
+
+LOOK_S = 2.0
+FILES_MAX = 20
+KEPT_S = 60.0
+
+
+class Losses:
+    def __init__(self, directory: PoolDirectory) -> None:
+        self._directory = directory
+        self._looking = asyncio.Lock()
+        self._found: list[str] = []
+        self._whole = False
+        """Whether all files were looked at."""
+        self._of_epoch = -1
+        self._until_s = 0.0
+
+    async def told(self, pool_map: PoolMap) -> list[str]:
+        """Sentences; none where nothing is lost, or no file is left that has lost something."""
+        chains = losing(pool_map)
+        if not chains:
+            return []
+        count = sum(map(len, chains.values()))
+        async with self._looking:
+            if self._of_epoch != pool_map.epoch or self._until_s < SYSTEM_CLOCK.boottime_s():
+                self._found, self._whole = [], False
+                try:
+                    async with asyncio.timeout(LOOK_S):
+                        await self._look()
+                        self._whole = True
+                except (TimeoutError, NvpoolError):
+                    pass  # what was found in time
+                self._of_epoch, self._until_s = pool_map.epoch, SYSTEM_CLOCK.boottime_s() + KEPT_S
+            waiting = ownerless(pool_map)
+            told = [f"{len(waiting)} chains are to begin anew with nothing: what is written to them waits until nobody has a "
+                    f"right any more to ask those that were given up"] if waiting else []
+            if self._whole and not self._found:
+                return told
+            return [*told, f"{count} chains were on lost drives only: what files had in them is gone; `nvpool fsck POOL` names "
+                    "all",
+                    *self._found]
+
+    async def _look(self) -> None:
+        # Imported when something is lost: the client is more than half of what a supervisor would load before it can lead.
+        from nvpool.client.reverse_paths import printable
+        from nvpool.client.session import Client
+        from nvpool.client.state.options import ClientOptions
+        from nvpool.sdk.fsck.lost_files import lost_files
+        client = await Client.open(os.fspath(self._directory.path), "status", ClientOptions(deadline_s=LOOK_S))
+        try:
+            async for path, inode, chunks in lost_files(client):
+                self._found.append(f"file {printable(path)}, inode {inode}: {chunks} of its chunks are lost")
+                if len(self._found) >= FILES_MAX:
+                    return
+        finally:
+            await client.close(0.5)

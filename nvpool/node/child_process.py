@@ -1,0 +1,252 @@
+"""One process that the supervisor keeps running: started, adopted, watched, started again.
+
+Called by node/supervisor. Guarantees that no second process is started for a shard or target while one holds its lock
+(run/NAME.lock),
+whoever started that one; that a process is signalled only while it is certainly the one meant (pidfd); and that each
+wait ends when a stop is asked for. Never reads what the process stores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from nvpool.core.clock import Clock
+from nvpool.core.config import Supervisor as Timing
+from nvpool.core.errors import NvpoolError
+from nvpool.host.pool_directory import PoolDirectory, holder_of
+from nvpool.host.processes import Identity, runs
+from nvpool.runtime.daemon_process import EXIT_IN_USE, spawn
+
+_LOG_BYTES = 64 << 10
+"""Of the end of a log: the last error and the traceback behind it."""
+_READY_POLL_S = 0.05
+_READY_POLL_S_MAX = 1.0
+
+log = logging.getLogger("nvpool.node.child_process")
+
+
+class Child:
+    def __init__(self, directory: PoolDirectory, role: str, number: int, arguments: list[str], timing: Timing,
+                 clock: Clock, before_start: Callable[[], Awaitable[None]] | None = None,
+                 on_death: Callable[[int], None] = lambda pid: None, name: str = "", keeps_memory: bool = False):
+        """`before_start` is awaited before a new process is started (not before one is adopted); while it fails, none is.
+        `on_death` is called, with its pid, when a process has ended that was not asked to. `keeps_memory`: those that are
+        started here get a memfd that outlives them; its number, and since when all of them have it, are its last words."""
+        self.name = name or f"{'target' if role == 'store' else role}-{number}"
+        self.role = role
+        self.number = number
+        self.state = "starting"
+        self.restarts = 0
+        self.adopted = False
+        self.since_ms = 0
+        self.last_end = ""
+        self.reason = ""
+        """What the last process said of its end in its log, until one serves."""
+        self._directory = directory
+        self._arguments = arguments
+        self._before_start = before_start
+        self._on_death = on_death
+        self._timing = timing
+        self._clock = clock
+        self._identity: Identity | None = None
+        self._pidfd = -1
+        self._popen: subprocess.Popen | None = None
+        self._serves_since_s = math.inf
+        self._keeps_memory = keeps_memory
+        self._memory = -1
+        self._memory_since_s = 0.0
+
+    @property
+    def pid(self) -> int:
+        """0 when it does not run."""
+        return self._identity.pid if self._identity else 0
+
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """Have the process running until `stopping` is set; returns with the process as it is then."""
+        delay = self._timing.restart_delay_min_s
+        while not stopping.is_set():
+            self._serves_since_s = math.inf
+            code = await self._run(stopping)
+            if self._identity is not None:
+                return  # asked to stop while it runs
+            if stopping.is_set():
+                break
+            if self._clock.boottime_s() - self._serves_since_s >= self._timing.healthy_s:
+                delay = self._timing.restart_delay_min_s
+            if code == EXIT_IN_USE:
+                log.info("%s runs already, started by somebody else", self.name)
+            else:
+                self.restarts += 1
+                log.warning("%s has ended (%s); starting it again in %.2f s", self.name, self.last_end, delay)
+            self.state = "restarting"
+            await _either(stopping, delay)
+            delay = min(delay * 2, self._timing.restart_delay_max_s)
+        self.state = "stopped"
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it runs."""
+        if self._pidfd >= 0:
+            try:
+                signal.pidfd_send_signal(self._pidfd, number)
+            except ProcessLookupError:
+                pass
+
+    async def end(self, drain_s: float, hurry: asyncio.Event) -> None:
+        """Ask the process to end, wait `drain_s` (less when `hurry` is set), then kill it. On return it is gone."""
+        if self._identity is None:
+            return
+        self.state = "draining"
+        self.signal(signal.SIGTERM)
+        if not await self._gone(drain_s, hurry):
+            log.warning("%s did not end within %.0f s and is killed", self.name, drain_s)
+            self.signal(signal.SIGKILL)
+            await self._gone(30.0, asyncio.Event())
+        self._forget()
+        self._drop_memory()
+        self.state = "stopped"
+
+    async def _run(self, stopping: asyncio.Event) -> int | None:
+        """Adopt the process or start it; its exit code once it has ended, or None when that is unknown or a stop was asked
+        for."""
+        try:
+            if not self._adopt():
+                if self._before_start is not None:
+                    await self._before_start()
+                self._start()
+        except (NvpoolError, OSError) as error:
+            self.last_end = f"it could not be started: {error}"
+            return None
+        pid = self.pid
+        code = await self._watch(stopping)
+        if self._identity is None:
+            self._on_death(pid)
+        return code
+
+    def _start(self) -> None:
+        arguments, passed = self._arguments, ()
+        if self._keeps_memory:
+            if self._memory < 0:
+                self._memory = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.fchmod(self._memory, 0o600)
+                self._memory_since_s = self._clock.boottime_s()
+            arguments, passed = [*arguments, str(self._memory), str(self._memory_since_s)], (self._memory,)
+        popen = spawn(arguments, pass_fds=passed)
+        try:
+            self._pidfd = os.pidfd_open(popen.pid)
+        except OSError:  # no descriptor left: what can not be watched must not run
+            popen.kill()
+            popen.wait()
+            raise
+        self._popen = popen
+        self._identity = Identity(popen.pid, 0, "")
+        self.adopted = False
+        self.state = "starting"
+        self.since_ms = self._clock.wall_ns() // 1_000_000
+        log.info("%s started as process %d", self.name, popen.pid)
+
+    def _adopt(self) -> bool:
+        """Whether a process that holds the lock of this shard or target was found; it is ours from now on."""
+        identity = holder_of(self._directory.run / f"{self.name}.lock")
+        if identity is None:
+            return False
+        try:
+            pidfd = os.pidfd_open(identity.pid)
+        except ProcessLookupError:
+            return False
+        if not runs(identity):  # ended between the look and the pidfd, which may be another's
+            os.close(pidfd)
+            return False
+        self._pidfd, self._identity, self._popen = pidfd, identity, None
+        self._drop_memory()  # it has another one
+        self.adopted = True
+        self.state = "starting"
+        self.since_ms = self._clock.wall_ns() // 1_000_000
+        log.info("%s runs as process %d and is adopted", self.name, identity.pid)
+        return True
+
+    def _drop_memory(self) -> None:
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
+
+    async def _watch(self, stopping: asyncio.Event) -> int | None:
+        """Return when the process has ended (its exit code where we can know it) or `stopping` is set."""
+        ended = self._ended()
+        asked = asyncio.ensure_future(stopping.wait())
+        poll_s = _READY_POLL_S
+        try:
+            while not ended.done() and not asked.done():
+                timeout = None
+                if self.state == "starting":
+                    state = self._directory.state_of(self.name)
+                    if state is not None and state.pid == self.pid:
+                        self.state, self.since_ms, self.reason = "serving", state.since_ms, ""
+                        self._serves_since_s = self._clock.boottime_s()
+                        continue
+                    timeout, poll_s = poll_s, min(poll_s * 1.5, _READY_POLL_S_MAX)
+                await asyncio.wait([ended, asked], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            return self._forget() if ended.done() else None
+        finally:
+            asked.cancel()
+            self._unwatch()
+
+    async def _gone(self, wait_s: float, hurry: asyncio.Event) -> bool:
+        ended = self._ended()
+        hurried = asyncio.ensure_future(hurry.wait())
+        try:
+            await asyncio.wait([ended, hurried], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            return ended.done()
+        finally:
+            hurried.cancel()
+            self._unwatch()
+
+    def _ended(self) -> asyncio.Future[None]:
+        """Done when the process has ended; a pidfd is readable then."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._pidfd, lambda: ended.done() or ended.set_result(None))
+        return ended
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+
+    def _forget(self) -> int | None:
+        """The process has ended: take its exit code, give its descriptor back."""
+        code = None
+        if self._popen is not None:
+            code = self._popen.wait()
+        self.last_end = "it was adopted, so nobody knows how" if code is None else f"exit code {code}" if code >= 0 \
+            else f"killed by {signal.Signals(-code).name}"
+        self.reason = last_error(self._directory.log / f"{self.name}.log", self.pid)
+        self._unwatch()
+        os.close(self._pidfd)
+        self._pidfd, self._identity, self._popen = -1, None, None
+        return code
+
+
+def last_error(log_file: Path, pid: int) -> str:
+    """The last error that this process wrote into its log; empty where there is none to be read."""
+    try:
+        with open(log_file, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            told = re.findall(rf" ERROR +\S+\[{pid}\] (.*)".encode(), file.read())
+    except OSError:
+        return ""
+    return told[-1].decode(errors="replace") if told else ""
+
+
+async def _either(event: asyncio.Event, wait_s: float) -> None:
+    try:
+        async with asyncio.timeout(wait_s):
+            await event.wait()
+    except TimeoutError:
+        pass

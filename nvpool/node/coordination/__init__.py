@@ -1,0 +1,1 @@
+"""Coordination between nodes: leadership, etcd, and failover of shards."""

@@ -1,0 +1,102 @@
+"""Begins chains anew that nobody holds any more, while this node leads.
+
+Between the loss and the beginning two things must be certain: that nobody is served by a former member (it may be alive and cut
+off: what was written there then would be gone without a word), and which inodes had been born by then. So all rights that were
+given before have to end first (of targets of this very node whose processes have ended: what clients know of their drives); the
+shards are asked after that. Called by node/supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.errors import NvpoolError, StaleEpoch, Unavailable
+from nvpool.core.grants import CLOCK_SKEW_S
+from nvpool.node.coordination.leadership import Leading
+from nvpool.poolmap.chains.data_loss import begun_anew, births_of, ownerless
+from nvpool.poolmap.model import Loss, PoolMap
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.store.chunks.api import LEND_S
+
+LOOK_S = 0.5
+LOCATIONS_S = LEND_S + 1.0
+"""Clients of this host may read the drive of a process that has ended until their locations have."""
+ASK_S = 2.0
+
+log = logging.getLogger("nvpool.node.coordination.chain_reset")
+
+
+class NewChains:
+    def __init__(self, leading: Leading, dialer: Dialer, *, rights_s: float, has_ended: Callable[[int], bool],
+                 clock: Clock = SYSTEM_CLOCK) -> None:
+        """`rights_s`: how long a right to a file's chunks lasts. `has_ended`: whether a target is this node's, and is not
+        served."""
+        self._leading = leading
+        self._dialer = dialer
+        self._wait_s = rights_s + 2 * CLOCK_SKEW_S
+        self._has_ended = has_ended
+        self._clock = clock
+        self._since_s: dict[int, float] = {}
+        """Targets that were given up and had chains for themselves, and since when this node, leading, knows it."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._leading.manager is None:
+                self._since_s.clear()
+                continue
+            try:
+                await self.run_once()
+            except NvpoolError as error:
+                log.info("chains can not begin anew yet: %s", error)
+
+    async def run_once(self) -> int:
+        """Begin those that can begin; how many did. Unavailable, StaleEpoch: nothing was changed, try again."""
+        pool_map, manager = self._leading.pool_map, self._leading.manager
+        chains = ownerless(pool_map)
+        now_s = self._clock.boottime_s()
+        former = frozenset().union(*chains.values())
+        self._since_s = {target: self._since_s.get(target, now_s) for target in former}
+        silent = {target for target in former
+                  if now_s - self._since_s[target] > (LOCATIONS_S if self._has_ended(target) else self._wait_s)}
+        names = [name for name, targets in chains.items() if targets <= silent]
+        if not names or manager is None:
+            return 0
+        loss = await self._births(pool_map)
+        serving = manager.serving()
+        before = _givers(pool_map)
+
+        def decide(newest: PoolMap) -> PoolMap:
+            if _givers(newest) != before:
+                raise StaleEpoch("the shards have changed meanwhile")
+            return begun_anew(newest, names, loss, serving)
+
+        after = await self._leading.change_as_leader(decide)
+        begun = len(names) - len(ownerless(after).keys() & set(names))
+        if begun:
+            log.warning("%d chains have begun anew with nothing: their drives were given up", begun)
+        return begun
+
+    async def _births(self, pool_map: PoolMap) -> Loss:
+        """What was born until now, as the primaries say."""
+        counters = await asyncio.gather(*(self._next_counter(shard.endpoints) for shard in pool_map.shards))
+        return births_of(pool_map, {shard.id: counter for shard, counter in zip(pool_map.shards, counters, strict=True)})
+
+    async def _next_counter(self, endpoints: tuple[str, ...]) -> int:
+        reply = await self._dialer.call(endpoints, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest().SerializeToString(),
+                                        deadline_s=self._clock.boottime_s() + ASK_S)
+        status = decoded(meta_pb2.MetaStatusReply, reply.message)
+        if status.state != "serving" or not status.next_counter:
+            raise Unavailable(f"shard {status.shard} does not serve yet")
+        return status.next_counter
+
+
+def _givers(pool_map: PoolMap) -> Iterable:
+    """Who gives numbers to which inodes."""
+    return pool_map.partitions, [(shard.id, shard.member, shard.term) for shard in pool_map.shards]

@@ -1,0 +1,293 @@
+"""Who is the primary of each shard: the leases of primaries, and the changes of the map when one is lost.
+
+A primary of a shard with standbys says every half second that it lives (META_ALIVE), to who leads the pool. Its lease counts
+from the sending, here it is counted from the arrival: so it has ended there before it has here. One that has been silent for a
+whole lease, or whose process on this node has ended, is followed by a standby that is up, where there is one. Primaries ask
+here that a standby be up, or be not (META_STANDBY), that partitions be another shard's (META_MOVED), and that grants of a
+volume be refused (META_TAKE_RIGHT). What changes is decided by poolmap/shards/members, poolmap/shards/partition_moves and
+poolmap/grant_revocation. Used by node/supervisor.
+
+A standby is asked for its records before it is promoted, and is demoted where it has lost them: an empty member never follows,
+and a shard waits rather than be served without changes that were acknowledged.
+
+No lease is given for longer than the leader's own lease at the coordinator lives for certain (`Lease.left_s`). So when another
+one leads, all that was given before has ended, and nothing has to be waited for once more: who has seen the former leader for a
+whole lease gives primaries only the time to be heard, and those on the former leader's node, which is likely to be gone as a
+whole, none. Who has not (a coordinator that was just opened) waits for a whole lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Awaitable, Callable, Collection
+from typing import NamedTuple
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import InvalidRequest, NvpoolError, StaleEpoch, StaleTerm
+from nvpool.core.units import PARTITION_COUNT
+from nvpool.meta.service_auth import AuthorityCheck
+from nvpool.node.coordination.leadership import Reign
+from nvpool.poolmap import grant_revocation
+from nvpool.poolmap.model import PoolMap, Shard, encode_map
+from nvpool.poolmap.shards import members as shard_members
+from nvpool.poolmap.shards import partition_moves
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.rpc.v1.moving_pb2 import MovedReply, MovedRequest
+
+LEASE_S = 2.5
+LOOK_S = 0.1
+HEARD_S = 1.5
+"""For a primary to find out who leads now: three signs of life."""
+
+log = logging.getLogger(__name__)
+
+Change = Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]]
+HasRecords = Callable[[Shard, int], Awaitable[bool | None]]
+
+
+class _Lost(NamedTuple):
+    """A primary that has to be replaced."""
+
+    shard: Shard
+    ended: bool
+    heard: tuple[int, float]
+    """Term and time of its last sign of life, as of this decision."""
+
+
+class ShardKeeper:
+    def __init__(self, pool_map: Callable[[], PoolMap], change: Change, clock: Clock,
+                 secret: Callable[[], bytes], leads: Callable[[], Reign | None], lease_s: float = LEASE_S, *,
+                 change_anywhere: Change | None = None, has_records: HasRecords | None = None,
+                 unaware: Callable[[int], Collection[int]] = lambda epoch: ()) -> None:
+        """`change(decide)` replaces the map by what `decide` makes of the newest, and returns the new one; `secret` is the
+        pool's key of grants, asked for with the first message. `leads`: our reign, where primaries tell us that they live, and
+        not another node's supervisor; nothing is decided else, but for the processes of this node that have ended
+        (`change_anywhere`). `has_records(shard, member)` asks a standby, before it is promoted, whether it still has its
+        records; None: it does not answer, or its drive is away. Without the function, a standby that is up has them.
+        `unaware(epoch)`: targets that serve and do not know the map of that epoch yet."""
+        self._newest = pool_map
+        self._change = change
+        self._clock = clock
+        self._secret = secret
+        self._checking: AuthorityCheck | None = None
+        self._leads = leads
+        self._change_anywhere = change_anywhere or change
+        self._has_records = has_records
+        self._lease_s = lease_s
+        self._unaware = unaware
+        self._reign: Reign | None = None
+        self._replacing: dict[int, tuple[int, int]] = {}
+        """Shard -> term in which its primary is being replaced, and the epoch of the map that would say so."""
+        self._heard: dict[int, tuple[int, float]] = {}  # shard -> term, when
+        self._ended: dict[int, int] = {}  # shard -> term in which the primary's process has ended
+        self._said: dict[int, int] = {}  # shard -> term in which no standby answered
+        self._woken = asyncio.Event()
+
+    METHODS = frozenset((wire.META_ALIVE, wire.META_STANDBY, wire.META_MOVED, wire.META_TAKE_RIGHT))
+
+    def _check(self, authority: bytes) -> None:
+        if self._checking is None:
+            self._checking = AuthorityCheck(self._clock, self._secret())
+        self._checking(authority)
+
+    async def answer(self, method: int, message: bytes) -> bytes:
+        """The encoded answer to one of METHODS. StaleGrant, StaleTerm, StaleMember, InvalidRequest; DecodeError."""
+        if method == wire.META_ALIVE:
+            alive = pb.ShardAliveRequest.FromString(message)
+            self._check(alive.authority)
+            return (await self._alive(alive)).SerializeToString()
+        if method == wire.META_MOVED:
+            moved = MovedRequest.FromString(message)
+            self._check(moved.authority)
+            return (await self._moved(moved)).SerializeToString()
+        if method == wire.META_TAKE_RIGHT:
+            taken = pb.TakeRightRequest.FromString(message)
+            self._check(taken.authority)
+            return (await self._take_right(taken)).SerializeToString()
+        request = pb.StandbyRequest.FromString(message)
+        self._check(request.authority)
+
+        def decide(pool_map: PoolMap) -> PoolMap:
+            if request.up:
+                return shard_members.standby_up(pool_map, request.shard, request.member, request.term, request.epoch)
+            return shard_members.standby_out(pool_map, request.shard, request.member, request.term)
+
+        new = await self._change(decide)
+        log.info("standby %d of shard %d is %s", request.member, request.shard, "up" if request.up else "not up any more")
+        return pb.StandbyReply(map=encode_map(new)).SerializeToString()
+
+    async def _take_right(self, request: pb.TakeRightRequest) -> pb.TakeRightReply:
+        """Have stores refuse grants that were given before now; or only say which do not know that yet."""
+        if not request.rights:
+            return pb.TakeRightReply(unaware=self._unaware(request.known))
+        new = await self._change(lambda newest: grant_revocation.taken(newest, request.volume, request.member, request.rights,
+                                                             self._clock.wall_ns() // 1_000_000, request.life_ms))
+        return pb.TakeRightReply(map=encode_map(new), unaware=self._unaware(new.epoch))
+
+    async def _moved(self, request: MovedRequest) -> MovedReply:
+        """Partitions are another shard's from here on, where they are to be. The newest map says what became of it."""
+        if len(request.partitions) % 2:
+            raise InvalidRequest("partitions are 2 bytes each")
+        partitions = struct.unpack(f"<{len(request.partitions) // 2}H", request.partitions)
+        if any(partition >= PARTITION_COUNT for partition in partitions):
+            raise InvalidRequest("there is no such partition")
+        try:
+            new = await self._change(
+                lambda newest: partition_moves.moved(
+                    newest, request.giver, request.term, request.taker, partitions, request.map_epoch
+                )
+            )
+        except StaleEpoch as error:
+            log.info("%d partitions stay where they are: %s", len(partitions), error)
+            new = self._newest()
+        return MovedReply(map=encode_map(new))
+
+    async def _alive(self, request: pb.ShardAliveRequest) -> pb.ShardAliveReply:
+        pool_map = self._newest()
+        shard = shard_members.shard_of(pool_map, request.shard)
+        if request.term == 0 and request.member == shard.member:
+            heirs, lost = await self._look_at_standbys(shard)
+            pool_map = await self._change(
+                lambda newest: shard_members.primary_began(
+                    newest, request.shard, request.member, heirs, lost, request.whole_term
+                )
+            )
+            silent = (
+                shard_members.up_standbys(shard) - shard_members.up_standbys(pool_map.shard_by_id[request.shard]) - heirs - lost
+            )
+            shard = pool_map.shard_by_id[request.shard]
+            if silent and shard.member == request.member:
+                log.warning("member %d of shard %d was started again, has every acknowledged change, and goes on without "
+                            "standby %s, which does not answer", shard.member, shard.id, ", ".join(map(str, sorted(silent))))
+            self._heard[shard.id] = shard.term, self._clock.boottime_s()
+            log.info("member %d of shard %d is its primary in term %d", shard.member, shard.id, shard.term)
+        elif request.term:
+            shard_members.check_term(shard, request.term)
+        if request.term and request.member != shard.member:
+            raise StaleTerm(f"member {shard.member} is the primary of shard {shard.id} in term {shard.term}, not member "
+                            f"{request.member} in term {request.term}")
+        reign, withheld = self._leads(), self._is_withheld(shard)
+        if request.term and not withheld:
+            self._heard[shard.id] = shard.term, self._clock.boottime_s()
+            self._ended.pop(shard.id, None)
+        lease_s = 0.0 if withheld or reign is None else min(self._lease_s, reign.left_s())
+        reply = pb.ShardAliveReply(lease_ms=int(lease_s * 1000),
+                                   map=encode_map(pool_map) if pool_map.epoch > request.map_epoch else b"")
+        if request.member == shard.member:
+            reply.term = shard.term
+        return reply
+
+    def _is_withheld(self, shard: Shard) -> bool:
+        """Whether another member is being named in the primary's place at this moment, or perhaps was: until it is known it
+        gets no lease."""
+        term, epoch = self._replacing.get(shard.id, (0, 0))
+        if term == shard.term and self._newest().epoch < epoch:
+            return True
+        self._replacing.pop(shard.id, None)
+        return False
+
+    def member_ended(self, shard: int, member: int) -> None:
+        """The process of that member has ended: where it was the primary it will not answer before it has asked again."""
+        known = self._newest().shard_by_id.get(shard)
+        if known is not None and known.member == member:
+            self._ended[shard] = known.term
+            self._woken.set()
+
+    async def run(self) -> None:
+        """Look after the primaries until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+            self._woken.clear()
+            try:
+                await self.run_once()
+            except NvpoolError as error:
+                log.warning("no primary could be named: %s", error)
+
+    def _begin(self, reign: Reign, now_s: float) -> None:
+        """Nobody has been heard in this reign."""
+        self._heard.clear()
+        for shard in self._newest().shards:
+            waits_s = self._lease_s
+            if reign.bounded:
+                waits_s = 0.0 if shard.node == reign.gone else HEARD_S
+            self._heard[shard.id] = shard.term, now_s - self._lease_s + waits_s
+
+    async def run_once(self) -> None:
+        """Promote a standby wherever a primary is lost."""
+        now_s = self._clock.boottime_s()
+        reign = self._leads()
+        if reign is None:
+            self._heard.clear()
+        elif reign is not self._reign:
+            self._begin(reign, now_s)
+        self._reign = reign
+        lost = []
+        for shard in self._newest().shards:
+            if not shard.standbys:
+                continue
+            ended = self._ended.get(shard.id) == shard.term
+            heard = self._heard.get(shard.id, (0, 0.0))
+            if not ended:
+                if reign is None:
+                    continue
+                if heard[0] != shard.term:
+                    self._heard[shard.id] = heard = shard.term, now_s  # a new primary: it has a whole lease to be heard
+                if now_s - heard[1] <= self._lease_s:
+                    continue
+            if shard_members.up_standbys(shard):
+                lost.append(_Lost(shard, ended, heard))
+        found = await asyncio.gather(*(self._look_at_standbys(one.shard) for one in lost))
+        for one, (heirs, without) in zip(lost, found, strict=True):
+            if heirs or without:
+                await self._replace(one, reign, heirs, without)
+            elif self._said.get(one.shard.id) != one.shard.term:
+                self._said[one.shard.id] = one.shard.term
+                log.warning("shard %d has no primary: its standbys that have everything do not answer", one.shard.id)
+
+    async def _look_at_standbys(self, shard: Shard) -> tuple[frozenset[int], frozenset[int]]:
+        """Of the standbys that are up: those that have their records, and those that have lost them."""
+        up = shard_members.up_standbys(shard)
+        if self._has_records is None or not up:
+            return up, frozenset()
+        answers = dict(zip(up, await asyncio.gather(*(self._has_records(shard, member) for member in up)), strict=True))
+        return (frozenset(member for member, has in answers.items() if has),
+                frozenset(member for member, has in answers.items() if has is False))
+
+    async def _replace(self, lost: _Lost, reign: Reign | None, heirs: frozenset[int], without: frozenset[int]) -> None:
+        """Name one of the heirs; demote standbys without records."""
+        shard = lost.shard
+
+        def decide(newest: PoolMap) -> PoolMap:
+            known = newest.shard_by_id.get(shard.id)
+            if known is None or known.term != shard.term:
+                raise StaleTerm("another has been named, or the shard has left the pool")
+            still = self._ended.get(shard.id) == shard.term if lost.ended else self._heard.get(shard.id) == lost.heard
+            if not still:
+                raise StaleTerm("the primary was heard while its standbys were asked")
+            new = shard_members.records_lost(newest, shard.id, without)
+            new = shard_members.primary_lost(new, shard.id, heirs) or new
+            if new is not newest:
+                self._replacing[shard.id] = shard.term, newest.epoch + 1
+            return new
+
+        try:
+            new = await (self._change_anywhere if reign is None else self._change)(decide)
+        except StaleTerm:
+            if lost.ended and self._newest().shard_by_id.get(shard.id, shard).term != shard.term:
+                self._ended.pop(shard.id, None)
+            return
+        after = new.shard_by_id[shard.id]
+        if without:
+            log.error("standby %s of shard %d has lost its records", ", ".join(map(str, sorted(without))), shard.id)
+        if after.term == shard.term:
+            return
+        self._heard[shard.id] = after.term, self._clock.boottime_s()
+        log.warning("the primary of shard %d, member %d, %s; member %d follows it in term %d", shard.id, shard.member,
+                    "has ended" if lost.ended else "was silent for its whole lease", after.member, after.term)

@@ -1,0 +1,253 @@
+"""The status of a pool as one node sees it: what `nvpool status` shows.
+
+Asks every process of the pool at once, each within a deadline; one that does not answer is told of, and never holds the others
+up. What follows from the answers is decided by poolmap/health_checks. Used by node/supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+
+from msgspec import structs
+
+from nvpool.client.reverse_paths import LOOK_S, KnownPaths, printable
+from nvpool.cluster.api import Coordinator
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import DeadlineExceeded, NvpoolError
+from nvpool.core.remedies import with_pool
+from nvpool.core.version import VERSION
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.node.admin.certificate_store import Certificates
+from nvpool.node.admin.drives import Progress, drives_told
+from nvpool.node.admin.lost_files import Losses
+from nvpool.node.admin.nodes import told_of
+from nvpool.node.admin.scrub import told as scrub_told
+from nvpool.node.admin.shards import shards_told
+from nvpool.node.child_process import Child
+from nvpool.node.coordination.etcd_members import EtcdKeeper
+from nvpool.node.coordination.leadership import Leading
+from nvpool.node.health_watch import HealthWatch
+from nvpool.poolmap.certificate_checks import problems as expiring_problems
+from nvpool.poolmap.chains.transitions import remaining
+from nvpool.poolmap.health_checks import Health, Problem, exit_code
+from nvpool.poolmap.model import Node, PoolMap, Shard, Target
+from nvpool.poolmap.shards.members import endpoints_of, members, node_and_path, process_name
+from nvpool.provision.tokens import address_of
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.messages.data_codec import decoded
+from nvpool.rpc.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
+
+_DEADLINE_S = 2.0
+_PROBLEM_FIELDS = ("kind", "severity", "node", "name", "target", "drive", "shard", "member", "count", "reason", "remedy",
+                   "since_ms", "text")
+
+
+class PoolStatus:
+    def __init__(self, directory: PoolDirectory, node: int, coordinator: Coordinator, leading: Leading, dialer: Dialer,
+                 etcd: EtcdKeeper | None, children: Mapping[str, Child], certificates: Certificates, *,
+                 is_stopping: Callable[[], bool], replace_after_s: float, plain_text: bool = False) -> None:
+        """`children`: the processes of this node, by name, as they come and go. `plain_text`: as node.toml says."""
+        self._directory = directory
+        self._node = node
+        self._coordinator = coordinator
+        self._leading = leading
+        self._dialer = dialer
+        self._etcd = etcd
+        self._children = children
+        self.certificates = certificates
+        self._is_stopping = is_stopping
+        self._replace_after_s = replace_after_s
+        self._plain_text = plain_text
+        self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
+        self._losses = Losses(directory)
+        self._progress = Progress()
+        self._paths = KnownPaths(lambda: coordinator.pool_map, dialer, SYSTEM_CLOCK)
+        self.watch = HealthWatch(lambda: coordinator.pool_map, self._targets)
+
+    async def used_bytes(self) -> dict[int, int]:
+        """Of each target that answers."""
+        return {one["target"]: one["used_bytes"] for one in await self._targets() if one["used_bytes"] is not None}
+
+    async def _targets(self) -> list[dict]:
+        return await asyncio.gather(*(self._target_status(target) for target in remaining(self._coordinator.pool_map)))
+
+    async def told(self, until_s: float, issued: bool = False) -> dict:
+        """What `nvpool status --json` prints: pool, processes, drives, problems; with `issued` the certificates that this node
+        has signed. Paths of damaged files are looked for a short
+        time, at most until `until_s`."""
+        pool_map = self._coordinator.pool_map
+        shards = [self._shard_status(shard, member) for shard in pool_map.shards for member in members(shard)]
+        targets = [self._target_status(target) for target in pool_map.targets if not target.is_over]
+        nodes, answers = await asyncio.gather(asyncio.gather(*(self._node_status(node) for node in pool_map.nodes)),
+                                              asyncio.gather(*shards, *targets))
+        metas, stores = answers[:len(shards)], answers[len(shards):]
+        bad_blocks = [bad for store in stores for bad in store["bad_blocks"]]
+        look_s = min(LOOK_S, until_s - SYSTEM_CLOCK.boottime_s())
+        if bad_blocks and look_s > 0:
+            await self._paths.look((bad["inode"] for bad in bad_blocks), look_s)
+        for bad in bad_blocks:
+            path = self._paths.path(bad["inode"])
+            bad["path"] = os.fsdecode(path) if path is not None else None
+        processes = [{"role": "supervisor", "pid": os.getpid(), "state": "draining" if self._is_stopping() else "serving",
+                      "since_ms": self._since_ms, "restarts": 0, "endpoints": self._endpoints_of_node(pool_map)}]
+        processes += metas
+        processes += stores
+        for name, state in self._directory.states().items():
+            if state.role in ("mount", "reader", "holder"):
+                processes.append({"role": state.role, "name": name, "pid": state.pid, "state": state.state,
+                                  "since_ms": state.since_ms, "mountpoint": state.mountpoint, "engine": state.engine})
+        dead = self._directory.dead_mounts()
+        processes += [{"role": "mount", "name": name, "pid": 0, "state": "dead", "since_ms": state.since_ms,
+                       "mountpoint": state.mountpoint} for name, state in dead.items()]
+        serving = frozenset(store["target"] for store in stores if store["state"] in ("serving", "draining"))
+        used = {store["target"]: store["used_bytes"] for store in stores if store["used_bytes"] is not None}
+        chains = self._progress.told(pool_map, serving, used)
+        drives = drives_told(pool_map, {store["target"]: store for store in stores})
+        found = Health(pool_map, nodes, metas, stores, pool=str(self._directory.path), replace_after_s=self._replace_after_s,
+                       stalled_s=self.watch.stalled_s(), can_change=self._can_change()).problems()
+        found = self._map_problems() + found
+        found += [_bad_block(store, bad) for store in stores for bad in store["bad_blocks"]]
+        if until_s > SYSTEM_CLOCK.boottime_s():
+            found += [Problem("data-lost", text, "nvpool fsck POOL names the files; put them back from a copy, or remove them",
+                              "damaged") if "; `nvpool fsck POOL`" in text else Problem("data-lost", text, severity="damaged")
+                      for text in await self._losses.told(pool_map)]
+        certificates, now_s = self.certificates.told(), SYSTEM_CLOCK.wall_ns() / 1e9
+        expiring = expiring_problems(certificates, now_s, node=self._node, pool=str(self._directory.path),
+                                     trouble=self.certificates.trouble)
+        found += [problem for problem in expiring if problem.severity != "notice"]
+        is_degraded = bool(found)
+        found += [problem for problem in expiring if problem.severity == "notice"]
+        found += [Problem("mount-dead", f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone",
+                          f"clean it up with: nvpool umount {state.mountpoint}", "notice", node=self._node, name=name)
+                  for name, state in dead.items()]
+        if self._plain_text and any("+unix:" not in endpoint for endpoint in self._endpoints_of_node(pool_map)):
+            found.append(Problem("plain-text", f"node {self._node} speaks plain text over TCP: whoever reaches its ports may "
+                                               f"read and change everything",
+                                 "where the network is not the pool's alone, set network.plain_text = false in node.toml of "
+                                 "all nodes and clients", "notice", node=self._node))
+        found = [_completed(problem, str(self._directory.path)) for problem in self.watch.since(found)]
+        problems = [problem.text for problem in found if problem.kind != "plain-text"]  # what was chosen is none
+        return {"nodes": nodes, "members": pool_map.members, "certificates": certificates,
+                "revoked": [one.member for one in pool_map.revoked],
+                "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
+                         "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
+                         "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
+                         "software": f"nvpool {VERSION}", "now_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000,
+                         "state": "degraded" if is_degraded else "serving"},
+                "processes": [{"node": self._node} | process for process in processes], "drives": drives,
+                "shards": shards_told(pool_map, metas), "chains": chains, "problems": problems,
+                "health": {"exit_code": exit_code(found), "problems": list(map(_told, found))}} | (
+                    {"issued": self.certificates.issued_told()} if issued else {})
+
+    def _can_change(self) -> bool:
+        """Whether the pool map can be changed, as far as this node knows."""
+        return not any("can not be changed" in text for text in (self._etcd.problems() if self._etcd is not None else ()))
+
+    def _map_problems(self) -> list[Problem]:
+        """What the keeper of the pool's etcd says, the reason and the remedy apart."""
+        found = []
+        for at, text in enumerate(self._etcd.problems() if self._etcd is not None else ()):
+            reason, _, remedy = text.partition(" (lost for good: ")
+            if remedy:
+                remedy = (f"start the nodes that keep the map and do not answer; when most are lost for good: nvpool node "
+                          f"recover-etcd {self._directory.path} --yes")
+            elif text.startswith("etcd on node"):
+                remedy = "start that node; one that is lost for good is replaced by itself where another node can keep the map"
+            found.append(Problem("map", reason, remedy, "unavailable" if "can not be changed" in text else "degraded",
+                                 name=f"etcd {at}"))
+        return found
+
+    def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
+        return next((node.endpoints for node in pool_map.nodes if node.id == self._node), ())
+
+    def _seen(self, name: str, role: str, endpoints: tuple[str, ...], node: int) -> dict:
+        child = self._children.get(name)
+        if child is None and node != self._node:
+            return {"role": role, "name": name, "node": node, "pid": None, "state": "serving", "restarts": None, "since_ms": 0,
+                    "endpoints": endpoints, "counters": {}}  # unless it does not answer
+        if child is None:
+            return {"role": role, "name": name, "node": node, "pid": 0, "state": "stopped", "restarts": 0, "since_ms": 0,
+                    "endpoints": endpoints, "counters": {}}
+        return {"role": role, "name": name, "node": node, "pid": child.pid, "state": child.state, "restarts": child.restarts,
+                "since_ms": child.since_ms, "endpoints": endpoints, "adopted": child.adopted, "last_end": child.last_end,
+                "counters": {}} | ({"reason": child.reason} if child.reason else {})
+
+    async def _node_status(self, node: Node) -> dict:
+        pool_map = self._coordinator.pool_map
+        seen = {"node": node.id, "name": node.name, "address": address_of(node), "member": node.member, "state": "serving",
+                "endpoints": node.endpoints} | told_of(pool_map, node, self._leading.leader())
+        if node.id != self._node:
+            await self._ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=pool_map.epoch), pool_pb2.MapReply)
+        return seen
+
+    async def node_answers(self, node: Node) -> bool:
+        seen = {"state": "serving", "endpoints": node.endpoints}
+        return await self._ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply) is not None
+
+    async def _shard_status(self, shard: Shard, member: int) -> dict:
+        seen = self._seen(process_name(shard.id, member), "meta", endpoints_of(shard, member), node_and_path(shard, member)[0])
+        state = next((standby.state for standby in shard.standbys if standby.member == member), "primary")
+        seen |= {"shard": shard.id, "member": member, "in_map": state}
+        reply = await self._ask(seen, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(), meta_pb2.MetaStatusReply)
+        if reply is not None:
+            if reply.reason:
+                seen["reason"] = reply.reason
+            if reply.state not in ("standby", "filling", "empty"):  # it does what it is there for
+                seen |= {"state": reply.state or seen["state"], "inodes": reply.inodes, "sessions": reply.sessions,
+                         "orphans": reply.orphans, "to_collect": reply.to_collect}
+            seen["counters"] = dict(reply.counters)
+        return seen
+
+    async def _target_status(self, target: Target) -> dict:
+        seen = self._seen(f"target-{target.id}", "store", target.endpoints, target.node)
+        drive = next(drive for drive in self._coordinator.pool_map.drives if drive.id == target.drive)
+        seen |= {"target": target.id, "drive": target.drive, "path": drive.path, "capacity_bytes": target.capacity_bytes,
+                 "used_bytes": None, "bad_blocks": []}
+        reply = await self._ask(seen, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target.id),
+                                data_pb2.DataStatusReply)
+        if reply is not None:
+            seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
+                     "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
+                     "writes": reply.writes, "host_full": reply.host_full, "lacks_room": reply.lacks_room,
+                     "resync_wait": reply.resync_wait, "strays_wait": reply.strays_wait,
+                     "counters": dict(reply.counters), "scrub": scrub_told(reply.scrubbing),
+                     "serving_pid": reply.pid, "refused": reply.refused,
+                     "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
+                                    for bad in reply.bad]}
+            if reply.fenced_because:
+                seen["reason"] = reply.fenced_because
+        return seen
+
+    async def _ask(self, seen: dict, method: int, request, reply_type):
+        """The process's own word, or None and the reason in `seen`, when it has none within the deadline."""
+        if seen["state"] != "serving":
+            return None
+        try:
+            reply = await self._dialer.call(seen["endpoints"], method, request.SerializeToString(),
+                                            deadline_s=SYSTEM_CLOCK.boottime_s() + _DEADLINE_S)
+            return decoded(reply_type, reply.message)
+        except NvpoolError as error:
+            seen["state"], seen["reason"], seen["hangs"] = "silent", str(error), isinstance(error, DeadlineExceeded)
+            return None
+
+
+
+
+def _completed(problem: Problem, pool: str) -> Problem:
+    return structs.replace(problem, reason=with_pool(problem.reason, pool), remedy=with_pool(problem.remedy, pool))
+
+
+def _told(problem: Problem) -> dict:
+    return {name: getattr(problem, name) for name in _PROBLEM_FIELDS}
+
+
+def _bad_block(store: dict, bad: dict) -> Problem:
+    path = bad["path"]
+    file = f"file {printable(os.fsencode(path))}, " if path else "a file without a name, " if path == "" else ""
+    names = "; `nvpool fsck POOL` names the file" if path is None else ""
+    return Problem("bad-block", f"bad block on target {store['target']} ({store['path']}): {file}inode {bad['inode']} chunk "
+                   f"{bad['index']} block {bad['block']} {bad['text']}{names}", severity="damaged", node=store["node"],
+                   name=f"{store['name']} {bad['inode']}.{bad['index']}.{bad['block']}", target=store["target"],
+                   drive=store["drive"])

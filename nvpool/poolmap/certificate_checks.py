@@ -1,0 +1,68 @@
+"""Certificates that end soon, as problems of a pool: decisions of `nvpool status` and `nvpool doctor`.
+
+A member's certificate is renewed by itself when a third of its life is left, which is the notice time of the others: one that
+is below that for a day was not renewed, and the problem says why. Others are not renewed. Used by node/status and the CLI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from nvpool.core.member_names import SKEW_S
+from nvpool.poolmap.health_checks import Problem
+
+DAY_S = 86_400.0
+NOTICE_S, RISK_S = 30 * DAY_S, 7 * DAY_S
+LATE_S = DAY_S
+"""For so long the pool may take to renew a certificate before that is a problem."""
+NAMES = {"authority": "the pool's authority", "member": "this node", "etcd-authority": "the authority of etcd",
+         "etcd-member": "this node for etcd", "external-etcd-authority": "the authority of your etcd",
+         "external-etcd-member": "this node for your etcd"}
+"""By kind, as in node/admin/certificate_store."""
+
+_RENEWED = frozenset(("member", "etcd-member"))
+"""Kinds that are renewed by themselves."""
+State = Literal["well", "notice", "risk", "ended"]
+
+
+def state_of(kind: str, begins_s: float, ends_s: float, now_s: float) -> State:
+    """How a certificate stands. Those of short lives have shorter times: a third and a twelfth of the life."""
+    left_s, life_s = ends_s - now_s, ends_s - (begins_s + SKEW_S)
+    if left_s <= 0:
+        return "ended"
+    if left_s < min(RISK_S, life_s / 12):
+        return "risk"
+    notice_s = min(NOTICE_S, life_s / 3)
+    if kind in _RENEWED:
+        notice_s -= min(LATE_S, life_s / 12)
+    return "notice" if left_s < notice_s else "well"
+
+
+def remedy_of(kind: str, node: str) -> str:
+    if kind.startswith("external"):
+        return "put new files of your etcd's authority into secret/external-etcd of the pool directory, on each node"
+    if kind not in _RENEWED:
+        return "an authority is not renewed: make a new pool before, and copy the files (nvpool export POOL:/ DIR, and then "\
+               "nvpool import DIR NEW_POOL:/)"
+    return f"nvpool cert rotate {node}   and see that the clocks of all nodes are right"
+
+
+def problems(certificates: Iterable[Mapping[str, Any]], now_s: float, *, node: int, pool: str, trouble: str) -> list[Problem]:
+    """Of the certificates of a node, as node/admin/certificate_store tells them. `trouble`: why its own could not be
+    renewed."""
+    found = []
+    for one in certificates:
+        kind = one["kind"]
+        state = state_of(kind, one["begins_s"], one["ends_s"], now_s)
+        if state == "well":
+            continue
+        days = abs(one["ends_s"] - now_s) / DAY_S
+        when = f"ended {days:.1f} days ago" if state == "ended" else f"ends in {days:.1f} days"
+        why = ""
+        if kind in _RENEWED:
+            why = f", and was not renewed: {trouble or 'the supervisor has not tried yet; it does so every hour'}"
+        severity = {"notice": "notice", "risk": "degraded", "ended": "unavailable"}[state]
+        found.append(Problem("certificate", f"the certificate of {NAMES[kind]} {when}{why}", remedy_of(kind, pool),
+                             severity, node=node, name=kind))
+    return found

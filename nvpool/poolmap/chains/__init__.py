@@ -1,0 +1,1 @@
+"""Replication chains in the pool map: placement, rebalancing, changes on failure."""

@@ -1,0 +1,55 @@
+"""A set of chains, and whether a chunk belongs to one of them: what a target asks another's chunks by.
+
+On the wire 129 bytes a table, part of the format: table u8, then a bit for each of its 1,024 chains, chain n in byte n // 8 as
+bit n % 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nvpool.core.errors import InvalidRequest
+from nvpool.core.units import CHAINS_PER_TABLE
+from nvpool.poolmap.layout import chain_of
+
+_TABLE_BYTES = 1 + CHAINS_PER_TABLE // 8
+
+
+class ChainSet:
+    def __init__(self, chains: Iterable[tuple[int, int]] = ()) -> None:
+        """Of (table, chain) each."""
+        self._of_table: dict[int, bytearray] = {}
+        for table, chain in chains:
+            self._of_table.setdefault(table, bytearray(CHAINS_PER_TABLE))[chain] = 1
+
+    def has_chunk(self, table: int, inode: int, index: int) -> bool:
+        """Whether a chunk of this table's belongs to one of the chains."""
+        flags = self._of_table.get(table)
+        return flags is not None and flags[chain_of(inode, index)] > 0
+
+    def __iter__(self):
+        for table, flags in self._of_table.items():
+            for chain, flag in enumerate(flags):
+                if flag:
+                    yield table, chain
+
+    def __bool__(self) -> bool:
+        return bool(self._of_table)
+
+
+def encode_chains(chains: ChainSet) -> bytes:
+    masks: dict[int, int] = {}
+    for table, chain in chains:
+        masks[table] = masks.get(table, 0) | 1 << chain
+    return b"".join(bytes((table,)) + mask.to_bytes(_TABLE_BYTES - 1, "little") for table, mask in sorted(masks.items()))
+
+
+def decode_chains(raw: bytes) -> ChainSet:
+    """InvalidRequest for what is none."""
+    if len(raw) % _TABLE_BYTES or len(raw) > 256 * _TABLE_BYTES:
+        raise InvalidRequest(f"{len(raw)} bytes are no set of chains")
+    found = []
+    for at in range(0, len(raw), _TABLE_BYTES):
+        mask = int.from_bytes(raw[at + 1:at + _TABLE_BYTES], "little")
+        found += [(raw[at], chain) for chain in range(CHAINS_PER_TABLE) if mask >> chain & 1]
+    return ChainSet(found)

@@ -1,0 +1,412 @@
+"""Problems of a pool, with place, reason and the command that mends them: decisions of `nvpool status`.
+
+Pure functions from the pool map and from what nodes, shard members and stores said of themselves. Every problem names what it
+concerns, so that people, scripts and alerts mean the same. Used by node/health_watch, which gathers the answers; the texts are
+for operators. Figures come from poolmap/chains/rebalance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from nvpool.core.remedies import with_pool
+from nvpool.core.units import format_seconds
+from nvpool.poolmap.chains.placement import usable
+from nvpool.poolmap.chains.transitions import named
+from nvpool.poolmap.model import PoolMap, Shard, Target
+from nvpool.poolmap.nodes.broken_links import BROKEN
+from nvpool.poolmap.shards.placement import beside, good_places, place_of, wanted
+
+FULL_SHARE = 0.95
+"""Of a drive's capacity: then it is a problem. The alert comes earlier."""
+
+Severity = Literal["unavailable", "degraded", "damaged", "notice"]
+"""unavailable: something can not be read or written. degraded: one more loss may make it so, or an operator is needed. damaged:
+something that was stored is lost or wrong. notice: the pool itself is well."""
+EXIT_CODES: dict[str, int] = {"unavailable": 3, "degraded": 3, "damaged": 4, "notice": 0}
+WELL = frozenset(("serving", "starting"))
+Said = Mapping[str, Any]
+"""An entry of `nvpool status --json` for one process or node."""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    kind: str
+    reason: str
+    """A sentence without its end: what is wrong, with whom, and why."""
+    remedy: str = ""
+    """A command, or what to do first; empty: there is nothing to do."""
+    severity: Severity = "degraded"
+    node: int | None = None
+    name: str = ""
+    """Of the process."""
+    target: int | None = None
+    drive: int | None = None
+    shard: int | None = None
+    member: int | None = None
+    count: int = 0
+    """Chains, standbys or the like."""
+    since_ms: int = 0
+    """Since when this node has known of it."""
+
+    @property
+    def key(self) -> tuple:
+        """The same for the same problem, whatever its figures are now."""
+        return self.kind, self.node, self.target, self.drive, self.shard, self.member, self.name
+
+    @property
+    def text(self) -> str:
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
+
+
+def exit_code(problems: Iterable[Problem]) -> int:
+    """Of `nvpool status`: 0 well, 3 something is or may soon be unavailable, 4 only damage is left."""
+    codes = {EXIT_CODES[problem.severity] for problem in problems} - {0}
+    return min(codes, default=0)
+
+
+class Health:
+    """One look at a pool. `pool` is how commands name it; `replace_after_s` as configured, 0: never."""
+
+    def __init__(self, pool_map: PoolMap, nodes: Sequence[Said], metas: Sequence[Said], stores: Sequence[Said], *,
+                 pool: str = "POOL", replace_after_s: float = 0.0, stalled_s: Mapping[int, float] | None = None,
+                 can_change: bool = True) -> None:
+        """`stalled_s`: drive -> how long its drain has made no progress; those that do are left out. `can_change`: whether the
+        pool map can be changed; while it can not, no command is told that would have to."""
+        self._can_change = can_change
+        self._map = pool_map
+        self._pool = pool
+        self._replace_after_s = replace_after_s
+        self._stalled_s = stalled_s or {}
+        self._nodes = nodes
+        self._metas = {(meta["shard"], meta["member"]): meta for meta in metas}
+        self._stores = {store["target"]: store for store in stores}
+        self._several = len(pool_map.nodes) > 1
+        self._silent = {node["node"] for node in nodes if node.get("reason") and node["wish"] in ("", "draining")}
+
+    def problems(self) -> list[Problem]:
+        """All that follow from the map and the answers; the worst first."""
+        found = [*self._silent_nodes(), *self._processes(), *self._chains(), *self._shards(), *self._drains(), *self._drives()]
+        order = list(EXIT_CODES)
+        return sorted(found, key=lambda problem: order.index(problem.severity))
+
+    # -- words -------------------------------------------------------------------------------------------------------------
+
+    def _on(self, node: int) -> str:
+        return f" on node {node}" if self._several else ""
+
+    def _name(self, target: Target) -> str:
+        return f"target {target.id} (drive {target.drive}){self._on(target.node)}"
+
+    def _log(self, name: str, node: int) -> str:
+        """Where to read on. Directories of other nodes are not known here."""
+        return f"see its log, log/{name}.log in the pool's directory{self._on(node)}"
+
+    def _start_node(self, node: int) -> str:
+        start = f"start node {node} (systemctl start nvpoold, or nvpool serve DIRECTORY, there)"
+        return f"{start}; if it is lost for good: nvpool node remove {self._pool} {node} --lost" if self._can_change else start
+
+    def _restart(self, process: Said) -> str:
+        """For a process that does not serve. Its supervisor starts one that has ended, not one that hangs."""
+        if process["state"] == "silent" and process.get("hangs"):
+            return f"kill -9 {process.get('pid') or 'its process'}{self._on(process['node'])} (its supervisor starts it again)"
+        return f"{self._log(process['name'], process['node'])}; it is started again by itself"
+
+    def _new_drive(self, target: Target) -> str:
+        return f"nvpool drive replace {self._pool} {target.drive} NEW_PATH --lost"
+
+    def _lost_drive(self, target: Target) -> str:
+        return f"nvpool drive remove {self._pool} {target.drive} --lost"
+
+    # -- nodes and processes -----------------------------------------------------------------------------------------------
+
+    def _silent_nodes(self) -> Iterable[Problem]:
+        for node in self._nodes:
+            if node["node"] not in self._silent:
+                continue
+            names = [one["name"] for one in (*self._metas.values(), *self._stores.values())
+                     if one["node"] == node["node"] and one["state"] not in WELL]
+            with_it = f", nor do its {', '.join(names)}" if names else ", its other processes do"
+            yield Problem("node-silent", f"node {node['node']} ({node['name']}) does not answer{with_it}: {node['reason']}",
+                          self._start_node(node["node"]), node=node["node"], name="supervisor")
+
+    def _processes(self) -> Iterable[Problem]:
+        """Stores; members of shards are told of with their shards."""
+        for store in self._stores.values():
+            target = self._map.target_by_id[store["target"]]
+            about = {"node": target.node, "name": store["name"], "target": target.id, "drive": target.drive}
+            name = f"{store['name']}{self._on(target.node)} (drive {target.drive}, {store['path']})"
+            if store["state"] not in WELL or (store.get("reason") and store["state"] != "serving"):
+                if target.node not in self._silent:
+                    yield Problem("process-down", f"{name} {_what_is(store)}", f"{self._restart(store)}; where its drive is "
+                                  f"broken: {self._new_drive(target)}", **about)
+            elif store["state"] == "serving" and target.state == "down" and target.wish != "lost":
+                how = f"not accepted: {store['refused']}" if store.get("refused") else "accepted again since just now"
+                remedy = (f"where it lasts for more than 10 s: kill {store.get('serving_pid') or 'its process'}"
+                          f"{self._on(target.node)} (its supervisor starts it again)")
+                if store.get("refused") == BROKEN:
+                    how = BROKEN
+                    remedy = f"mend the network between them (on each: nvpool doctor --pool {self._pool}); it returns by itself"
+                else:
+                    how = f"its signs of life are {how}"
+                yield Problem("target-left-out", f"{name} says that it serves, and the pool map leaves it out: {how}", remedy,
+                              **about)
+
+    # -- data --------------------------------------------------------------------------------------------------------------
+
+    def _serves(self, target: int) -> bool:
+        store = self._stores.get(target)
+        return store is not None and store["state"] in ("serving", "draining")
+
+    def _chains(self) -> Iterable[Problem]:
+        without: Counter[int] = Counter()
+        missing: dict[int, Counter[str]] = defaultdict(Counter)
+        short: Counter[tuple[int, int]] = Counter()
+        counts = Counter()
+        for table in self._map.tables:
+            for chain in table.chains:
+                live = [target for target in chain.targets if self._serves(target)]
+                if not live:
+                    counts["without"] += 1
+                    without.update(chain.targets)
+                elif len(live) < table.id:
+                    counts["fewer"] += 1
+                    counts["filling"] += bool(chain.joining)
+                    short[len(live), table.id] += 1
+                    holders = chain.goal or chain.targets
+                    for target in holders:
+                        if target not in live:
+                            missing[target]["filled" if target in chain.joining else "waits"] += 1
+                    counts["nowhere"] += len(holders) < table.id
+        if without:
+            yield self._unavailable(counts["without"], without)
+        for target_id, how in sorted(missing.items(), key=lambda item: -item[1].total()):
+            yield self._missing(self._map.target_by_id[target_id], how, counts["fewer"], short)
+        if counts["nowhere"]:
+            here, most = len(usable(self._map.targets)), max(table.id for table in self._map.tables)
+            yield Problem("copies-missing", f"{counts['nowhere']} chains have fewer copies than they shall: {here} "
+                          f"drive{'' if here == 1 else 's'} can be used, and {most} copies of each chunk are asked for",
+                          f"nvpool drive add {self._pool} PATH", count=counts["nowhere"])
+
+    def _unavailable(self, count: int, holders: Counter[int]) -> Problem:
+        targets = [self._map.target_by_id[target] for target in holders if target in self._map.target_by_id]
+        whose = ", ".join(self._name(target) for target in targets[:4]) + (", …" if len(targets) > 4 else "")
+        one = targets[0] if targets else None
+        node = one.node if one is not None and one.node in self._silent else None
+        back = self._start_node(node) if node is not None else f"bring {'it' if len(targets) == 1 else 'one of them'} back"
+        remedy = back if one is None or not self._can_change else \
+            f"{back}; to do without what is in them for ever: {self._lost_drive(one)} --give-up"
+        return Problem("data-unavailable", f"{count} chains have no target that serves: what they hold can not be read or "
+                       f"written until one is back of {whose or 'those that were given up'}", remedy, "unavailable",
+                       node=one.node if len(targets) == 1 else None, target=one.id if len(targets) == 1 else None,
+                       drive=one.drive if len(targets) == 1 else None, count=count)
+
+    def _missing(self, target: Target, how: Counter[str], fewer: int, short: Mapping[tuple[int, int], int]) -> Problem:
+        """Chains that lack the copy of one target."""
+        count, store = how.total(), self._stores.get(target.id, {})
+        have = ", ".join(f"{live} of {shall}" for live, shall in sorted(short))
+        head = f"{count} chains have fewer copies than they shall ({have}): {self._name(target)} does not have its copies, "
+        most = max((table.id for table in self._map.tables), default=1)
+        others = [one for one in usable(self._map.targets) if one.id != target.id]
+        if len(others) < most:
+            replaced, lost = "and no other drive could take them", self._new_drive(target)
+        elif self._replace_after_s:
+            replaced = f"they are made again elsewhere {format_seconds(self._replace_after_s)} after it went"
+            lost = self._lost_drive(target)
+        else:
+            replaced, lost = "by itself nobody makes them elsewhere (supervisor.replace_after_s is 0)", self._lost_drive(target)
+        if target.wish in ("lost", "away", "remove") or target.state == "gone":
+            why, remedy = f"it is {target.wish}, and others are being filled", ""
+        elif target.node in self._silent and not self._serves(target.id):
+            why = f"its node does not answer; {replaced}"
+            remedy = self._start_node(target.node)
+        elif store.get("lacks_room"):
+            why, remedy = "there is no room for them on it", f"nvpool drive add {self._pool} PATH"
+        elif not self._serves(target.id):
+            why = f"its process {_what_is(store) if store else 'is not known'}; {replaced}"
+            remedy = f"{self._restart(store)}; if the drive is lost for good: {lost}" if store else lost
+        elif target.state == "down":
+            why = "its process serves and the pool map leaves it out: see there"
+            remedy = ""
+        elif how["filled"] or target.state == "up":
+            why = f"{how['filled']} are being filled now, {how['waits']} wait for their turn"
+            remedy = f"wait; nvpool pool rebalance {self._pool} --status shows how far it is"
+        else:
+            why, remedy = "they are to be filled", ""
+        return Problem("copies-missing", head + why, remedy, node=target.node, name=f"target-{target.id}", target=target.id,
+                       drive=target.drive, count=count)
+
+    # -- metadata ----------------------------------------------------------------------------------------------------------
+
+    def _shards(self) -> Iterable[Problem]:
+        for shard in self._map.shards:
+            primary = self._metas.get((shard.id, shard.member))
+            serves = primary is not None and primary["state"] == "serving"
+            if primary is not None and not serves:
+                yield self._no_primary(shard, primary)
+            elif primary is not None and primary.get("reason"):
+                yield Problem("shard-at-risk", f"shard {shard.id}: {primary['name']}{self._on(primary['node'])} serves, and "
+                              f"{primary['reason']}", f"have a standby filled now: nvpool shard standbys {self._pool} "
+                              f"{shard.id} {max(1, len(shard.standbys))}, or write a dump: nvpool dump {self._pool} FILE",
+                              node=primary["node"], name=primary["name"], shard=shard.id, member=shard.member)
+            shall = wanted(shard)
+            if shall:
+                yield from self._standbys(shard, shall)
+
+    def _no_primary(self, shard: Shard, primary: Said) -> Problem:
+        why = primary.get("reason", "")
+        away = [meta for meta in self._members(shard) if meta["in_map"] == "up" and meta["state"] != "serving"] \
+            if primary["state"] != "waiting" else []  # it is the primary, and only lacks its lease
+        text = f"shard {shard.id} has no primary that serves, so nothing below it can be changed or looked up: " \
+               f"{primary['name']}{self._on(primary['node'])} {_what_is(primary)}"
+        if away:
+            whom = " and ".join(f"{meta['name']}{self._on(meta['node'])} ({meta['state']})" for meta in away)
+            text += f"; it waits for {whom}, which may have changes that it lacks"
+        if primary["node"] in self._silent:
+            remedy = self._start_node(primary["node"])
+        elif away:
+            meta = away[0]
+            remedy = self._start_node(meta["node"]) if meta["node"] in self._silent else self._log(meta["name"], meta["node"])
+            remedy += (f"; to go on without what it has: nvpool shard standbys {self._pool} {shard.id} "
+                       f"{len(shard.standbys) - len(away)}")
+        elif primary["state"] == "waiting" and not self._can_change:
+            remedy = "it serves as soon as the pool map can be changed again"
+        elif "missing" in why or "no whole records" in why:
+            remedy = "mount the file system that holds its records, or put the directory back; where it is lost for good, " \
+                     "load a dump into a new pool (nvpool load NEW_POOL FILE)"
+        else:
+            remedy = f"where that lasts for more than some seconds: {self._restart(primary)}"
+        return Problem("shard-no-primary", text, remedy, "unavailable", node=primary["node"], name=primary["name"],
+                       shard=shard.id, member=shard.member)
+
+    def _members(self, shard: Shard) -> list[Said]:
+        names = [(shard.id, standby.member) for standby in shard.standbys]
+        return [self._metas[name] for name in names if name in self._metas]
+
+    def _standbys(self, shard: Shard, shall: int) -> Iterable[Problem]:
+        metas = self._members(shard)
+        able = [meta for meta in metas if meta["in_map"] == "up" and meta["state"] == "serving"]
+        if len(able) >= shall:
+            return
+        unable = [meta for meta in metas if meta not in able]
+        told, remedies = [], []
+        for meta in unable:
+            what, remedy = self._standby(shard, meta)
+            told.append(f"standby {meta['name']}{self._on(meta['node'])} {what}")
+            remedies += [remedy] if remedy and remedy not in remedies else []
+        if len(shard.standbys) < shall:
+            places = {place.drive for place in good_places(self._map)}
+            told.append(f"{shall - len(shard.standbys)} more is to be made" if len(places) > shall
+                        else f"there are {len(places)} drives for {shall + 1} members")
+            if len(places) <= shall:
+                remedies.append(f"nvpool drive add {self._pool} PATH, or ask for fewer: nvpool shard standbys {self._pool} "
+                                f"{shard.id} {max(0, len(places) - 1)}")
+        one = unable[0] if len(unable) == 1 else None
+        yield Problem("standby-missing" if able else "shard-no-standby",
+                      f"shard {shard.id} has {len(able)} of {shall} standbys that could follow its primary: " + "; ".join(told),
+                      "; ".join(remedies), node=one["node"] if one else None, name=one["name"] if one else "", shard=shard.id,
+                      member=one["member"] if one else None, count=shall - len(able))
+
+    def _standby(self, shard: Shard, meta: Said) -> tuple[str, str]:
+        """Reason why a standby could not follow its primary, and the remedy."""
+        why = f": {meta['reason']}" if meta.get("reason") else ""
+        again = f"nvpool shard standbys {self._pool} {shard.id} {wanted(shard) - 1}, and then {wanted(shard)}"
+        drive = place_of(self._map, shard, meta["member"]).drive
+        if meta["node"] in self._silent:
+            return "does not answer, nor does its node", self._start_node(meta["node"])
+        if meta["state"] == "lost":
+            return f"has lost its records{why}", f"it is made again by itself within a minute; else: {again}"
+        if meta["state"] == "away":
+            lost = f"; lost for good: nvpool drive remove {self._pool} {drive} --lost" if drive else ""
+            return f"has its records on a drive that is away{why}", f"mount the drive{lost}; or have another one: {again}"
+        if meta["state"] in WELL and not why:
+            return "does not have everything yet", f"wait until it is filled; where that does not end: {again}"
+        return _what_is(meta), f"{self._restart(meta)}; or have another one: {again}"
+
+    # -- drains and drives -------------------------------------------------------------------------------------------------
+
+    def _drains(self) -> Iterable[Problem]:
+        going, coming, held = Counter(), Counter(), named(self._map)
+        for table in self._map.tables:
+            for chain in table.chains:
+                going.update(target for target in chain.targets if chain.goal and target not in chain.goal)
+                coming.update(target for target in chain.goal if target not in chain.targets)
+        for target in self._map.targets:
+            if target.wish not in ("drain", "remove") or target.state == "gone" or target.drive not in self._stalled_s:
+                continue
+            left, shards = going[target.id], beside(self._map, target.drive)
+            still = format_seconds(self._stalled_s[target.drive])
+            about = {"node": target.node, "target": target.id, "drive": target.drive}
+            if not shards and target.id not in held:
+                why, remedy = self._why_not_empty(target)
+                yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} has given all its chains away and "
+                              f"does not become empty, nothing was removed for {still}: {why}", remedy, **about)
+                continue
+            why, remedy = self._why_stalled(target, coming)
+            what = " and ".join(([f"{left} chains"] if left else [])
+                                + ([f"metadata of shard {', '.join(map(str, shards))}"] if shards else []))
+            yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} is being drained and nothing has "
+                          f"moved for {still}; {what} to go: {why}", remedy, count=left, **about)
+
+    def _why_not_empty(self, target: Target) -> tuple[str, str]:
+        wait = self._stores.get(target.id, {}).get("strays_wait") or "the reason is not known"
+        why, _, remedy = wait.partition("; give them back with: ")
+        return why, with_pool(remedy, self._pool) or self._log(f"target-{target.id}", target.node)
+
+    def _why_stalled(self, target: Target, coming: Collection[int] | Counter[int]) -> tuple[str, str]:
+        takers = [one for one in self._map.targets if coming[one.id]]
+        down = [one for one in takers if one.state == "down" or not self._serves(one.id)]
+        full = [one for one in takers if self._stores.get(one.id, {}).get("lacks_room")]
+        cancel = f"nvpool drive drain {self._pool} {target.drive} --cancel"
+        if self._map.moving.paused:
+            return "moving is paused", f"nvpool pool rebalance {self._pool} --resume"
+        if down:
+            nodes = [one.node for one in down if one.node in self._silent]
+            back = self._start_node(nodes[0]) if nodes else self._log(f"target-{down[0].id}", down[0].node)
+            return f"{', '.join(map(self._name, down[:4]))} shall take them and does not serve", back
+        if full:
+            return f"{', '.join(map(self._name, full[:4]))} has no room for them", \
+                f"nvpool drive add {self._pool} PATH, or {cancel}"
+        if not self._serves(target.id):
+            return "its own process does not serve", \
+                f"{self._log(f'target-{target.id}', target.node)}; if it is lost for good: {self._lost_drive(target)}"
+        for one in takers:
+            if wait := self._stores.get(one.id, {}).get("resync_wait"):
+                return f"{self._name(one)}, which shall take some, waits for {wait}", \
+                    f"{self._log(f'target-{one.id}', one.node)}; or {cancel}"
+        return "the reason is not known", f"{self._log(f'target-{target.id}', target.node)}; or {cancel}"
+
+    def _drives(self) -> Iterable[Problem]:
+        coming = Counter(target for table in self._map.tables for chain in table.chains for target in chain.goal
+                         if target not in chain.targets)
+        for target in self._map.targets:
+            store = self._stores.get(target.id, {})
+            about = {"node": target.node, "name": f"target-{target.id}", "target": target.id, "drive": target.drive}
+            if target.wish == "away" and target.state != "gone":
+                yield Problem("drive-away", f"drive {target.drive}{self._on(target.node)} has been away for long: what it held "
+                              f"is made again elsewhere, and it gets its share when it is back",
+                              f"when it will not come back: {self._lost_drive(target)}", **about)
+            if coming[target.id] and store.get("lacks_room"):
+                yield Problem("drive-no-room", f"drive {target.drive} has no room for the {coming[target.id]} chains that it "
+                              f"is to get", f"make some: nvpool drive add {self._pool} PATH", count=coming[target.id], **about)
+            used, room = store.get("used_bytes") or 0, store.get("capacity_bytes") or 0
+            if room and used >= FULL_SHARE * room:
+                yield Problem("drive-full", f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes "
+                              f"to it fail when nothing is left", f"add one: nvpool drive add {self._pool} PATH; or remove "
+                              f"files, or empty the trash", **about)
+            if store.get("host_full"):
+                yield Problem("host-full", f"{store['name']}: {store['host_full']}", **about)
+
+
+def _what_is(process: Said) -> str:
+    """State and reason of a process that does not serve; the same from one try to start it to the next."""
+    why = f": {process['reason']}" if process.get("reason") else ""
+    return f"does not start{why}" if why and process["state"] in ("starting", "restarting") else f"is {process['state']}{why}"
+
+
+def with_since(problems: Iterable[Problem], known: Mapping[tuple, int], now_ms: int) -> list[Problem]:
+    """The problems, each with the time since when it is known: of `known`, or now."""
+    return [msgspec.structs.replace(problem, since_ms=known.get(problem.key, now_ms)) for problem in problems]

@@ -1,0 +1,100 @@
+"""Where the bytes of a file lie: chunks, and the chain that each chunk belongs to.
+
+An inode keeps its chain table and chunk size from its creation. Chunk `i` of inode `n` belongs to chain
+`chunk_hash(n, i) % 1024` of its table; only the membership of chains ever changes, so nothing else has to be looked up.
+The hash is part of the format (golden values in tests/golden/chunk_hash.json).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from nvpool.core.errors import FileTooLarge, InvalidRequest
+from nvpool.core.units import (
+    CHAINS_PER_TABLE,
+    CHUNK_BYTES_DEFAULT,
+    CHUNK_BYTES_MAX,
+    CHUNK_BYTES_MIN,
+    FILE_BYTES_MAX,
+    format_bytes,
+)
+
+_MASK = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+class Layout(NamedTuple):
+    """Kept in the inode: chain table (u8; its replica count), log2 of the chunk size (u8)."""
+
+    table: int = 1
+    chunk_bits: int = CHUNK_BYTES_DEFAULT.bit_length() - 1
+
+    @property
+    def chunk_bytes(self) -> int:
+        return 1 << self.chunk_bits
+
+
+class Piece(NamedTuple):
+    """A part of a byte range that lies in one chunk. `at` is where it begins in the range, all in bytes."""
+
+    index: int
+    offset: int
+    length: int
+    at: int
+
+
+_LAYOUT = struct.Struct("<BB")
+
+
+def pack_layout(layout: Layout) -> bytes:
+    return _LAYOUT.pack(*layout)
+
+
+def layout_of(chunk_bytes: int, table: int = 1) -> Layout:
+    """InvalidRequest when chunk_bytes is no power of two between 64 KiB and 16 MiB."""
+    if chunk_bytes & (chunk_bytes - 1) or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
+        raise InvalidRequest(f"a chunk size is a power of two from 64 KiB to 16 MiB, not "
+                             f"{chunk_bytes:,} bytes ({format_bytes(chunk_bytes)})")
+    return Layout(table, chunk_bytes.bit_length() - 1)
+
+
+def chunk_hash(inode: int, index: int) -> int:
+    """64 bits, spread evenly: the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, OOPSLA 2014) over inode + (index + 1) * golden gamma, twice, so that neighbouring inodes and indexes part."""
+    z = (inode + (index + 1) * _GOLDEN_GAMMA) & _MASK
+    for _ in range(2):
+        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
+    return z
+
+
+def chain_of(inode: int, index: int) -> int:
+    return chunk_hash(inode, index) % CHAINS_PER_TABLE
+
+
+def pieces(layout: Layout, offset: int, length: int) -> Iterator[Piece]:
+    """The range [offset, offset + length) of a file cut at the borders of chunks, in order."""
+    bits = layout.chunk_bits
+    mask = (1 << bits) - 1
+    at = 0
+    while at < length:
+        place = offset + at
+        within = place & mask
+        part = min(length - at, mask + 1 - within)
+        yield Piece(place >> bits, within, part, at)
+        at += part
+
+
+def size_max(layout: Layout) -> int:
+    return min(FILE_BYTES_MAX, 1 << 32 + layout.chunk_bits)
+
+
+def check_range(layout: Layout, offset: int, length: int) -> None:
+    """InvalidRequest for negative numbers, FileTooLarge for a range that ends past the largest file."""
+    if offset < 0 or length < 0:
+        raise InvalidRequest(f"offset {offset} and length {length} must not be negative")
+    if offset + length > size_max(layout):
+        raise FileTooLarge(f"the file would end at byte {offset + length}, the largest is {size_max(layout)}")

@@ -1,0 +1,1 @@
+"""Nodes in the pool map: joining, draining, removal, membership of etcd."""

@@ -1,0 +1,204 @@
+"""Who is a member of the pool's own etcd, and what is to be done next for those to be members who should.
+
+Pure functions of the map, of what etcd says of its members and of who is there. Called by node/coordination/etcd_members: by
+who leads, for the steps, and by each node for its own entry. One step at a time, each of which leaves the map or etcd changed
+and may be repeated; so whoever leads next goes on where the last one was. A member comes as one that learns (it has no vote, so
+nothing is lost while it fills), and goes before another comes in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from nvpool.poolmap.model import EtcdMember, PoolMap, changed
+
+MEMBERS = 3
+"""One of them may be away. With two nodes there is one: of two members none may be, and twice as many can."""
+
+
+class Found(NamedTuple):
+    """A member as etcd knows it. `peers` without their scheme."""
+
+    id: str
+    peers: tuple[str, ...]
+    learns: bool
+    started: bool
+
+
+class Add(NamedTuple):
+    """As one that learns."""
+
+    peer: str
+
+
+class Promote(NamedTuple):
+    id: str
+
+
+class Remove(NamedTuple):
+    id: str
+
+
+class Change(NamedTuple):
+    """What the map is to become; the same map where that is not so any more."""
+
+    decide: Callable[[PoolMap], PoolMap]
+
+
+Step = Add | Promote | Remove | Change
+
+
+def of_node(pool_map: PoolMap, node: int) -> EtcdMember | None:
+    return next((one for one in pool_map.etcd if one.node == node), None)
+
+
+def clients(pool_map: PoolMap) -> tuple[str, ...]:
+    """Where etcd is asked: of members that vote, or will again."""
+    return tuple(one.client for one in pool_map.etcd if one.client and one.state in ("up", "leaving"))
+
+
+def lets_in(pool_map: PoolMap) -> frozenset[int]:
+    """The nodes that have, or are to have, the keys of the pool's authorities: those that keep the map, or, where no node does,
+    the first ones. Where one node keeps it alone the first other one too: it can keep it when that is lost for good."""
+    if not pool_map.etcd:
+        return frozenset(sorted(pool_map.node_by_id)[:MEMBERS])
+    others = sorted(node.id for node in pool_map.nodes if node.wish == "share" and node.id != pool_map.etcd[0].node)
+    keeping = {one.node for one in pool_map.etcd if one.state in ("added", "up")}
+    return frozenset((keeping & pool_map.node_by_id.keys()) | set(others[:1] if len(pool_map.etcd) == 1 else ()))
+
+
+def last_revoked(pool_map: PoolMap) -> int:
+    """The epoch in which a node was removed last; 0 where nothing of it is left that could be shown."""
+    return max((one.epoch for one in pool_map.revoked), default=0)
+
+
+def members_wanted(pool_map: PoolMap, going: Collection[int] = ()) -> int:
+    """How many the nodes that are to stay shall have, without those whose member is `going`."""
+    willing = {node.id for node in pool_map.nodes if node.wish == "share"}
+    return MEMBERS if len(willing.difference(going)) >= MEMBERS else 1
+
+
+def put(pool_map: PoolMap, node: int, generation: int, **fields) -> PoolMap:
+    """With `fields` of that node's member; the same map where there is none, another, or all is so already."""
+    old = of_node(pool_map, node)
+    if old is None or old.generation != generation:
+        return pool_map
+    new = replace(old, **fields)
+    return pool_map if new == old else changed(pool_map, etcd=tuple(new if one is old else one for one in pool_map.etcd))
+
+
+def wanted(pool_map: PoolMap, node: int) -> PoolMap:
+    if of_node(pool_map, node) is not None or node not in pool_map.node_by_id:
+        return pool_map
+    new = EtcdMember(node, "", "", "wanted", pool_map.epoch + 1, revoked=last_revoked(pool_map))  # nobody is connected yet
+    return changed(pool_map, etcd=(*pool_map.etcd, new))
+
+
+def leaving(pool_map: PoolMap, node: int) -> PoolMap:
+    """With that node's member on its way out; the same map where it has none."""
+    old = of_node(pool_map, node)
+    if old is None or old.state in ("leaving", "lost"):
+        return pool_map
+    return put(pool_map, node, old.generation, state="leaving")
+
+
+def without(pool_map: PoolMap, node: int, generation: int) -> PoolMap:
+    etcd = tuple(one for one in pool_map.etcd if (one.node, one.generation) != (node, generation))
+    return pool_map if etcd == pool_map.etcd else changed(pool_map, etcd=etcd)
+
+
+def next_step(pool_map: PoolMap, found: Collection[Found], here: Collection[int], away: Collection[int]) -> Step | None:
+    """What is to be done next; None when all is as it should be, or nothing can be done. `found`: what etcd says, no older than
+    the map. `here`: nodes that could have a member, or have one that answers, at this moment. `away`: nodes that have been
+    away, or whose member has not answered, for longer than others wait for it."""
+    entries = pool_map.etcd
+    if not entries:
+        return None  # the embedded coordinator, or an etcd that is not ours
+    known = {(one.node, one.generation): _match(one, found) for one in entries}
+    matched = {one.id for one in known.values() if one is not None}
+    for one in found:
+        if one.id not in matched:
+            return Remove(one.id)
+    voters = {entry.node for entry in entries if (it := known[entry.node, entry.generation]) and not it.learns}
+    stuck = False
+    for entry in entries:
+        it = known[entry.node, entry.generation]
+        step = _step_of(entry, it, pool_map, here, away)
+        if isinstance(step, Remove) and not it.learns and not _may_go(entry.node, voters, here):
+            stuck = True  # others have to come before it goes
+            continue
+        if step is not None:
+            return step
+    if any(entry.state in ("wanted", "ready", "added") for entry in entries):
+        return None  # one after the other; it goes on when that node has done its part
+    return _who_else(pool_map, entries, here, away, stuck)
+
+
+def _match(entry: EtcdMember, found: Collection[Found]) -> Found | None:
+    if entry.id:
+        return next((one for one in found if one.id == entry.id), None)
+    return next((one for one in found if entry.peer and entry.peer in one.peers), None)
+
+
+def _step_of(entry: EtcdMember, it: Found | None, pool_map: PoolMap, here: Collection[int],
+             away: Collection[int]) -> Step | None:
+    node, generation = entry.node, entry.generation
+    if entry.state in ("leaving", "lost") or node not in pool_map.node_by_id:
+        if it is not None:
+            return Remove(it.id)
+        return Change(lambda newest: without(newest, node, generation))
+    if entry.state == "up":
+        if it is None:
+            return Change(lambda newest: without(newest, node, generation))
+        return None if entry.id else Change(lambda newest: put(newest, node, generation, id=it.id))
+    if node in away:
+        return Change(lambda newest: put(newest, node, generation, state="leaving"))
+    if entry.state == "ready":
+        if it is None:
+            return Add(entry.peer)
+        return Change(lambda newest: put(newest, node, generation, state="added", id=it.id))
+    if entry.state == "added":
+        if it is None:
+            return Change(lambda newest: without(newest, node, generation))
+        if not it.learns:
+            return Change(lambda newest: put(newest, node, generation, state="up"))
+        return Promote(it.id) if it.started and node in here else None
+    return None
+
+
+def _may_go(node: int, voters: set[int], here: Collection[int]) -> bool:
+    """Whether the others can decide without it."""
+    rest = voters - {node}
+    return len(rest & set(here)) > len(rest) // 2
+
+
+def _who_else(pool_map: PoolMap, entries: tuple[EtcdMember, ...], here: Collection[int], away: Collection[int],
+              stuck: bool) -> Step | None:
+    staying = [entry.node for entry in entries if entry.state == "up" and entry.node in pool_map.node_by_id]
+    going = {entry.node for entry in entries} - set(staying)
+    willing = {node.id for node in pool_map.nodes if node.wish == "share" and node.id not in going}
+    count = members_wanted(pool_map, going)
+    # One that has lost its data may be filled anew on the same node, so it is out of the list by then.
+    others = [node for node in pool_map.nodes if node.id in here and node.id not in staying and node.id in willing]
+    racks = {pool_map.node_by_id[node].rack for node in staying}
+    others.sort(key=lambda node: (bool(node.rack) and node.rack in racks, node.id))
+    if len(staying) < count and others and (stuck or len(staying) + len(others) >= count):
+        new = others[0].id
+        return Change(lambda newest: wanted(newest, new))
+    lost = [node for node in staying if node in away]
+    if lost and (others or len(staying) > count) and _may_go(lost[0], set(staying), here):
+        return Change(lambda newest: leaving(newest, lost[0]))
+    drained = [node for node in staying if node not in willing]
+    if drained and (others or len(staying) > count):
+        if _may_go(drained[0], set(staying), here):
+            return Change(lambda newest: leaving(newest, drained[0]))
+        if others:
+            return Change(lambda newest: wanted(newest, others[0].id))
+    if len(staying) > count:
+        last = max(staying, key=lambda node: (node not in here, node))
+        if _may_go(last, set(staying), here):
+            return Change(lambda newest: leaving(newest, last))
+    return None

@@ -1,0 +1,1 @@
+"""Metadata shards in the pool map: members, partitions, placement."""

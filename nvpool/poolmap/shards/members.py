@@ -1,0 +1,201 @@
+"""How the members of a shard change in the pool map: pure functions, each from a map to the next.
+
+Who asks: the primary of a term, that a standby which has everything be called up, and that one which is silent be so no more;
+whoever watches the leases, that another member become primary when the primary has been silent for its whole lease or its
+process has ended. Together with what kv/replication/primary does they keep two things true: of two primaries only the later can
+acknowledge a change, and every member that is called up has all that were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from nvpool.core.errors import InvalidRequest, StaleMember, StaleTerm, Unavailable
+from nvpool.core.units import PARTITION_COUNT
+from nvpool.poolmap.model import PartitionRange, PoolMap, Shard, Standby, changed
+
+STANDBYS_MAX = 4
+SHARDS_MAX = 64
+"""Of a pool, when it is made: as many processes of one core each."""
+
+
+def dealt(count: int) -> tuple[PartitionRange, ...]:
+    """The partitions over `count` new shards, 1 to count: as many for each, in one range."""
+    firsts = [number * PARTITION_COUNT // count for number in range(count + 1)]
+    return tuple(PartitionRange(first, behind - first, number)
+                 for number, (first, behind) in enumerate(zip(firsts, firsts[1:], strict=False), 1))
+_MEMBERS_MAX = 8
+"""With those that are on their way to another place."""
+
+
+def members(shard: Shard) -> tuple[int, ...]:
+    """The primary first."""
+    return (shard.member, *(standby.member for standby in shard.standbys))
+
+
+def process_name(shard: int, member: int) -> str:
+    """Of the daemon of a member, its lock, log and socket."""
+    return f"meta-{shard}.{member}" if member else f"meta-{shard}"
+
+
+def node_and_path(shard: Shard, member: int) -> tuple[int, str]:
+    """Where a member's records are; an empty path: in the pool's directory. InvalidRequest: it is no member."""
+    found = _standby(shard, member)
+    if member == shard.member:
+        return shard.node, shard.path
+    if found is None:
+        raise InvalidRequest(f"shard {shard.id} has no member {member}")
+    return found.node, found.path
+
+
+def endpoints_of(shard: Shard, member: int) -> tuple[str, ...]:
+    """Nothing where it is no member."""
+    found = _standby(shard, member)
+    return shard.endpoints if member == shard.member else found.endpoints if found is not None else ()
+
+
+def standby_added(pool_map: PoolMap, shard_id: int, standby: Standby) -> PoolMap:
+    """A new member, which has nothing yet. InvalidRequest: it is one already, or there are too many."""
+    shard = shard_of(pool_map, shard_id)
+    if standby.member in members(shard) or len(shard.standbys) >= _MEMBERS_MAX:
+        raise InvalidRequest(f"shard {shard_id} has member {standby.member} already, or {_MEMBERS_MAX} standbys")
+    standby = msgspec.structs.replace(standby, state="syncing")
+    return _with(pool_map, shard, standbys=(*shard.standbys, standby))
+
+
+def standby_removed(pool_map: PoolMap, shard_id: int, member: int) -> PoolMap:
+    """The shard without that standby. InvalidRequest: it is none."""
+    shard = shard_of(pool_map, shard_id)
+    if _standby(shard, member) is None:
+        raise InvalidRequest(f"shard {shard_id} has no standby {member}")
+    return _with(pool_map, shard, standbys=tuple(other for other in shard.standbys if other.member != member))
+
+
+def standby_made(pool_map: PoolMap, shard_id: int, member: int, path: str, endpoints: tuple[str, ...]) -> PoolMap:
+    """The standby has a place, and will listen there. InvalidRequest: it is none, or has been made already."""
+    shard = shard_of(pool_map, shard_id)
+    found = _standby(shard, member)
+    if found is None or found.endpoints:
+        raise InvalidRequest(f"standby {member} of shard {shard_id} is not to be made")
+    made = msgspec.structs.replace(found, path=path, endpoints=endpoints)
+    return _with(pool_map, shard, standbys=tuple(made if other is found else other for other in shard.standbys))
+
+
+def standbys_wanted(pool_map: PoolMap, shard_id: int, count: int) -> PoolMap:
+    """The shard shall have so many standbys; poolmap/shards/placement says which. InvalidRequest: that is out of bounds."""
+    shard = shard_of(pool_map, shard_id)
+    if not 0 <= count <= STANDBYS_MAX:
+        raise InvalidRequest(f"a shard has 0 to {STANDBYS_MAX} standbys, not {count}")
+    return pool_map if shard.standbys_wanted == count else _with(pool_map, shard, standbys_wanted=count)
+
+
+def standby_up(pool_map: PoolMap, shard_id: int, member: int, term: int, epoch: int) -> PoolMap:
+    """The primary of `term` says that the standby has everything, and waits for it with each answer. It said so when the
+    shard's epoch was `epoch`: what it has said or asked since counts more.
+
+    StaleTerm, Unavailable: as of check_term. StaleMember: something has changed since.
+    """
+    shard = _in_term(pool_map, shard_id, term)
+    if shard.epoch != epoch:
+        raise StaleMember(f"shard {shard_id} has epoch {shard.epoch}, not {epoch}, by now")
+    return _with_state(pool_map, shard, member, "up")
+
+
+def standby_out(pool_map: PoolMap, shard_id: int, member: int, term: int) -> PoolMap:
+    """The primary of `term` waits no longer for the standby: it is not up from here on. The epoch grows in any case, so that a
+    question that it be up, sent before, comes too late. StaleTerm, Unavailable: as of check_term."""
+    return _with_state(pool_map, _in_term(pool_map, shard_id, term), member, "syncing")
+
+
+def up_standbys(shard: Shard) -> frozenset[int]:
+    """Standbys that have every acknowledged change by the map."""
+    return frozenset(standby.member for standby in shard.standbys if standby.state == "up")
+
+
+def records_lost(pool_map: PoolMap, shard_id: int, lost: Collection[int]) -> PoolMap:
+    """Demote standbys that have no records any more: they must never be promoted, and are filled like new ones."""
+    for member in up_standbys(shard_of(pool_map, shard_id)) & set(lost):
+        pool_map = _with_state(pool_map, shard_of(pool_map, shard_id), member, "syncing")
+    return pool_map
+
+
+def primary_lost(pool_map: PoolMap, shard_id: int, heirs: Collection[int] | None = None) -> PoolMap | None:
+    """The primary is dead, or has been silent for its whole lease: the first standby that is up, of those on nodes that are to
+    stay where there is one, becomes primary of the next term, the old one a standby that has to catch up. None where no standby
+    is up: only the old primary has everything. `heirs`: standbys that were found to have their records; None: all."""
+    shard = shard_of(pool_map, shard_id)
+    up = [standby for standby in shard.standbys if standby.state == "up" and (heirs is None or standby.member in heirs)]
+    heir = min(up, key=lambda standby: pool_map.node_by_id[standby.node].wish != "share", default=None)
+    if heir is None:
+        return None
+    former = Standby(shard.member, shard.node, shard.endpoints, "syncing", shard.path)
+    return _with(pool_map, shard, term=shard.term + 1, member=heir.member, node=heir.node, endpoints=heir.endpoints,
+                 path=heir.path, standbys=(*(other for other in shard.standbys if other is not heir), former))
+
+
+def primary_began(pool_map: PoolMap, shard_id: int, member: int, heirs: Collection[int] | None = None,
+                  lost: Collection[int] = (), whole_term: int = 0) -> PoolMap:
+    """A new process of the primary wants to serve. Its drive may have lost what was not synced: a standby that is up has that,
+    and is promoted; where none is, the same member begins another term.
+
+    `heirs` are standbys that were found to have their records (None: all that are up), `lost` those found without.
+    `whole_term`: the process has proof of having every change that was acknowledged up to and in this term. In that term it
+    waits for no standby that was not found: that one is up no more from here on, so it can not follow without what comes next.
+    StaleTerm: it is not the primary. Unavailable: a standby that is up may have more, and was not found.
+    """
+    shard = shard_of(pool_map, shard_id)
+    if member != shard.member:
+        raise StaleTerm(f"member {shard.member} is the primary of shard {shard_id}, {member} is not")
+    pool_map = records_lost(pool_map, shard_id, lost)
+    shard = shard_of(pool_map, shard_id)
+    if (new := primary_lost(pool_map, shard_id, heirs)) is not None:
+        return new
+    if whole_term and whole_term == shard.term:
+        pool_map = records_lost(pool_map, shard_id, up_standbys(shard))
+        shard = shard_of(pool_map, shard_id)
+    if missing := [standby for standby in shard.standbys if standby.state == "up"]:
+        told = " and ".join(f"{process_name(shard_id, standby.member)} on node {standby.node}" for standby in missing)
+        raise Unavailable(f"{told} may have changes that {process_name(shard_id, member)} lacks, and does not answer; "
+                          f"start it, or go on without what it has: nvpool shard standbys POOL {shard_id} "
+                          f"{len(shard.standbys) - len(missing)}", retry_after_s=0.5)
+    return _with(pool_map, shard, term=shard.term + 1)
+
+
+def shard_of(pool_map: PoolMap, shard_id: int) -> Shard:
+    """InvalidRequest: there is none."""
+    shard = pool_map.shard_by_id.get(shard_id)
+    if shard is None:
+        raise InvalidRequest(f"the pool has no shard {shard_id}; `nvpool shard ls POOL` lists them")
+    return shard
+
+
+def _standby(shard: Shard, member: int) -> Standby | None:
+    return next((standby for standby in shard.standbys if standby.member == member), None)
+
+
+def _in_term(pool_map: PoolMap, shard_id: int, term: int) -> Shard:
+    shard = shard_of(pool_map, shard_id)
+    check_term(shard, term)
+    return shard
+
+
+def check_term(shard: Shard, term: int) -> None:
+    """StaleTerm: there is a later primary. Unavailable: this map is older than the one that began the term."""
+    if term < shard.term:
+        raise StaleTerm(f"shard {shard.id} is in term {shard.term}, not {term}")
+    if term > shard.term:
+        raise Unavailable(f"shard {shard.id} is in term {shard.term} here, nobody has heard of {term} yet", retry_after_s=0.1)
+
+
+def _with_state(pool_map: PoolMap, shard: Shard, member: int, state: str) -> PoolMap:
+    if _standby(shard, member) is None:
+        raise InvalidRequest(f"shard {shard.id} has no standby {member}")
+    return _with(pool_map, shard, standbys=tuple(
+        msgspec.structs.replace(other, state=state) if other.member == member else other for other in shard.standbys))
+
+
+def _with(pool_map: PoolMap, shard: Shard, **fields) -> PoolMap:
+    new = msgspec.structs.replace(shard, epoch=shard.epoch + 1, **fields)
+    return changed(pool_map, shards=tuple(new if other.id == shard.id else other for other in pool_map.shards))

@@ -1,0 +1,1 @@
+"""Making pools and joining nodes to them."""

@@ -1,0 +1,57 @@
+"""Location of the pool map on a node, DIR/coordinator.json: the embedded coordinator, etcd, or on the way there.
+
+The file is replaced atomically; where there is none, the map is in the embedded coordinator. Written by
+node/coordination/map_backend, which moves the map, and by a node that joins a pool (provision/join, provision/external_etcd).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from nvpool.core.errors import CorruptRecord
+from nvpool.host.pool_directory import PoolDirectory, write_whole
+
+EXTERNAL_SECRET = "external-etcd"
+"""Below secret/: what is shown to an etcd of the operator's own, under the names that files there have everywhere."""
+
+
+class OwnMember(msgspec.Struct, frozen=True):
+    """The member of etcd that this node runs. `cluster`: (node, peer's host:port) of those it began with."""
+
+    node: int
+    client: str
+    peer: str
+    cluster: tuple[tuple[int, str], ...]
+    token: str
+    state: Literal["new", "existing"] = "new"
+    generation: int = 0
+    """As in the map; each has a directory of its own."""
+    alone: bool = False
+    """It is being made the only one, of whatever it knows: most of the others are lost for good (`recover`)."""
+
+    def data(self, directory: PoolDirectory) -> Path:
+        return directory.path / (f"etcd-{self.generation}" if self.generation else "etcd")
+
+
+class MapLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: Literal["embedded", "moving", "etcd"] = "embedded"
+    members: tuple[str, ...] = ()
+    own: OwnMember | None = None
+    external: Literal["", "plain", "secured"] = ""
+    """An etcd of the operator's own (provision/external_etcd), and how it is spoken with."""
+
+
+def read_map_location(directory: PoolDirectory) -> MapLocation:
+    try:
+        return msgspec.json.decode((directory.path / "coordinator.json").read_bytes(), type=MapLocation)
+    except FileNotFoundError:
+        return MapLocation()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CorruptRecord(f"{directory.path}/coordinator.json can not be read: {error}") from None
+
+
+def write_map_location(directory: PoolDirectory, location: MapLocation) -> None:
+    write_whole(directory.path / "coordinator.json", msgspec.json.encode(location))

@@ -1,0 +1,1 @@
+"""Remote procedure calls: connections, limits, access control, and errors on the wire."""

@@ -1,0 +1,212 @@
+"""Who may call which method of the wire: the one table, and the check at the door of each service.
+
+The table gives each method the least right that its caller must have; `checks` says in words what the service looks at beyond
+that (a grant, the owner of a session, the right to a volume). A method without a line is refused to all but nodes, and a test
+fails for it. A client that is bound to one user, or whose root is squashed, may ask of metadata what a local user may. Used by
+the metadata service, the members of a shard, the chunk store and the supervisor, in their `handle`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from nvpool.core.errors import AccessDenied
+from nvpool.rpc.api import Call, Credentials, Peer
+from nvpool.rpc.peer_roles import Role, acts_as, role_of
+from nvpool.rpc.v1 import wire_pb2 as wire
+
+
+class Who(enum.Enum):
+    """The least right of a caller."""
+
+    STRANGER = "anybody who can connect"
+    USER = "each local user, client and node of the pool"
+    VOLUME = "who has a right to the volume that the request is about"
+    MEMBER = "each client and node of the pool"
+    VOLUME_OF_CLIENT = "clients with a right to the volume that the request is about, and nodes"
+    NODE = "nodes of the pool"
+    OPERATOR = "operators, by the unix socket of a node"
+
+
+class Right(NamedTuple):
+    who: Who
+    checks: str
+    """What the service checks further."""
+
+
+_SESSION = "the session is the caller's own"
+_CHANGE = f"{_SESSION}; it may change what is in the volume; a repetition is of the same request"
+_SEE = f"{_SESSION}; it may see what is in the volume"
+_SIGNED = "the message bears the right of a service, signed with the key of the pool"
+_NOTHING = "nothing more"
+
+RIGHTS: dict[int, Right] = {
+    wire.DATA_READ: Right(Who.VOLUME, "a grant to read each inode"),
+    wire.DATA_WRITE: Right(Who.VOLUME, "a grant to write each inode, of the session in the request"),
+    wire.DATA_FLUSH: Right(Who.USER, _NOTHING),
+    wire.DATA_CUT: Right(Who.NODE, _SIGNED),
+    wire.DATA_REMOVE: Right(Who.NODE, _SIGNED),
+    wire.DATA_DESCRIBE: Right(Who.VOLUME_OF_CLIENT, "a grant of the inode, but of nodes"),
+    wire.DATA_LIST: Right(Who.NODE, _NOTHING),
+    wire.DATA_SCRUB: Right(Who.NODE, _NOTHING),
+    wire.DATA_STATUS: Right(Who.USER, "all but nodes learn the room alone"),
+    wire.DATA_LOCATE: Right(Who.VOLUME, "the token of the descriptors that were handed over; a grant to read each inode"),
+    wire.DATA_EXTENTS: Right(Who.VOLUME, "a grant of the inode"),
+    wire.DATA_COPY: Right(Who.VOLUME, "a grant to read the one inode and to write the other"),
+    wire.DATA_PEER_WRITE: Right(Who.NODE, _SIGNED),
+    wire.DATA_VERSIONS: Right(Who.NODE, _SIGNED),
+    wire.DATA_FETCH: Right(Who.NODE, _SIGNED),
+    wire.DATA_SCRUB_ORDER: Right(Who.NODE, _SIGNED),
+    wire.DATA_PULL: Right(Who.NODE, _SIGNED),
+    wire.DATA_USE: Right(Who.NODE, _NOTHING),
+    wire.META_OPEN_SESSION: Right(Who.USER, "of an earlier session: its secret, and that it is the caller's own"),
+    wire.META_RENEW_SESSION: Right(Who.USER, _SESSION),
+    wire.META_CLOSE_SESSION: Right(Who.USER, _SESSION),
+    wire.META_LOOKUP: Right(Who.VOLUME, _SEE),
+    wire.META_GETATTR: Right(Who.VOLUME, _SEE),
+    wire.META_SETATTR: Right(Who.VOLUME, _CHANGE),
+    wire.META_READLINK: Right(Who.VOLUME, _SEE),
+    wire.META_CREATE: Right(Who.VOLUME, _CHANGE),
+    wire.META_UNLINK: Right(Who.VOLUME, _CHANGE),
+    wire.META_RMDIR: Right(Who.VOLUME, _CHANGE),
+    wire.META_RENAME: Right(Who.VOLUME, _CHANGE),
+    wire.META_LINK: Right(Who.VOLUME, _CHANGE),
+    wire.META_OPEN: Right(Who.VOLUME, f"{_SEE}, and change it where it opens to write"),
+    wire.META_RELEASE: Right(Who.USER, _SESSION),
+    wire.META_REPORT: Right(Who.VOLUME, _CHANGE),
+    wire.META_RESERVE: Right(Who.VOLUME, _CHANGE),
+    wire.META_LIST: Right(Who.VOLUME, _SEE),
+    wire.META_STATFS: Right(Who.USER, _SESSION),
+    wire.META_GETXATTR: Right(Who.VOLUME, _SEE),
+    wire.META_SETXATTR: Right(Who.VOLUME, _CHANGE),
+    wire.META_LISTXATTR: Right(Who.VOLUME, _SEE),
+    wire.META_REMOVEXATTR: Right(Who.VOLUME, _CHANGE),
+    wire.META_SYNC: Right(Who.USER, f"{_SESSION}; nodes need none"),
+    wire.META_LOCK: Right(Who.VOLUME, _SEE),
+    wire.META_LOCK_WAIT: Right(Who.USER, _SESSION),
+    wire.META_LOCKS: Right(Who.VOLUME, _SEE),
+    wire.META_ALLOCATE: Right(Who.VOLUME, _CHANGE),
+    wire.META_WATCH: Right(Who.USER, _SESSION),
+    wire.META_LOOKUP_MANY: Right(Who.VOLUME, _SEE),
+    wire.META_GETATTR_MANY: Right(Who.VOLUME, _SEE),
+    wire.META_DUMP: Right(Who.NODE, _NOTHING),
+    wire.META_LOAD: Right(Who.NODE, "the shard has no files"),
+    wire.META_FSCK: Right(Who.NODE, _NOTHING),
+    wire.META_STATUS: Right(Who.MEMBER, _NOTHING),
+    wire.META_COLLECT: Right(Who.NODE, _NOTHING),
+    wire.META_NAMES: Right(Who.VOLUME_OF_CLIENT, "names in volumes that the caller may not see are left out"),
+    wire.META_FSCK_SUMS: Right(Who.NODE, _NOTHING),
+    wire.META_FSCK_CLIMB: Right(Who.NODE, _NOTHING),
+    wire.META_PARTS: Right(Who.MEMBER, _SESSION),
+    wire.META_MOMENT: Right(Who.NODE, "the number of the moment is not 0; changes go on by themselves after a while"),
+    wire.META_SESSIONS: Right(Who.NODE, _NOTHING),
+    wire.META_SHIP: Right(Who.NODE, _SIGNED),
+    wire.META_FOLLOW: Right(Who.NODE, _SIGNED),
+    wire.META_ALIVE: Right(Who.NODE, _SIGNED),
+    wire.META_STANDBY: Right(Who.NODE, _SIGNED),
+    wire.META_TAKE_RIGHT: Right(Who.NODE, _SIGNED),
+    wire.META_HOLD: Right(Who.NODE, _SIGNED),
+    wire.META_SETTLE: Right(Who.NODE, _SIGNED),
+    wire.META_OUTCOME: Right(Who.NODE, _SIGNED),
+    wire.META_MOVE: Right(Who.NODE, _SIGNED),
+    wire.META_MOVED: Right(Who.NODE, _SIGNED),
+    wire.META_VOLUMES: Right(Who.MEMBER, _SESSION),
+    wire.META_VOLUME: Right(Who.USER, f"{_SESSION}; the wish: clients with the right to write, rights by nodes, a local user "
+                                      "only looks"),
+    wire.META_VOLUME_ROOM: Right(Who.VOLUME, _CHANGE),
+    wire.META_TRASH: Right(Who.VOLUME_OF_CLIENT, f"{_SEE}, and write in it to change the trash"),
+    wire.POOL_MAP: Right(Who.USER, _NOTHING),
+    wire.POOL_STATUS: Right(Who.MEMBER, _NOTHING),
+    wire.POOL_CHANGE: Right(Who.OPERATOR, "the arguments of the verb"),
+    wire.POOL_STOP: Right(Who.OPERATOR, _NOTHING),
+    wire.POOL_ALIVE: Right(Who.NODE, "the caller is the node that it speaks of"),
+    wire.POOL_AUTHORITY: Right(Who.STRANGER, _NOTHING),
+    wire.POOL_JOIN: Right(Who.STRANGER, "a token that was not used yet"),
+    wire.POOL_RENEW: Right(Who.MEMBER, "the caller shows the certificate that is renewed"),
+    wire.POOL_KEYS: Right(Who.NODE, f"{_SIGNED}; the node keeps the pool map"),
+    wire.PROCESS_METRICS: Right(Who.MEMBER, _NOTHING),
+}
+_LEAST = {Who.STRANGER: Role.STRANGER, Who.USER: Role.USER, Who.VOLUME: Role.USER, Who.MEMBER: Role.CLIENT,
+          Who.VOLUME_OF_CLIENT: Role.CLIENT, Who.NODE: Role.NODE, Who.OPERATOR: Role.NODE}
+_PEERS_KEPT = 4096
+"""Connections whose callers are remembered; all of them are looked at anew behind it."""
+
+
+def _refused(role: Role, local: bool) -> frozenset[int]:
+    """Methods of this version that are refused to such callers. Others are left to the service, which does not know them."""
+    refused = set()
+    for method in wire.Method.values():
+        right = RIGHTS.get(method)
+        least = Role.NODE if right is None else _LEAST[right.who]
+        if role < least or right is not None and right.who is Who.OPERATOR and not local:
+            refused.add(method)
+    return frozenset(refused)
+
+
+_REFUSED = {(role, local): _refused(role, local) for role in Role for local in (False, True)}
+_REFUSED_METADATA = frozenset(method for method in _REFUSED[Role.USER, False] if wire.Method.Name(method).startswith("META_"))
+"""What a metadata service does not answer local users, and clients that may not act as all users."""
+
+
+class Caller(NamedTuple):
+    """What a service goes by: the role of a peer, and the name of who owns what it opens."""
+
+    role: Role
+    owner: str
+    """The member of a client, or the number of a local user; "" of nodes, which may act for all."""
+    refused: frozenset[int]
+    """Methods that it may not call."""
+    user: Credentials | None = None
+    """User and groups as which alone it acts, whatever it says, SOMEBODY where it may say any but root; None: it is trusted to
+    say for whom it asks."""
+
+
+class Callers:
+    """The callers of one service. Each connection is looked at once: it has one `Peer` for its life."""
+
+    def __init__(self, operators: int | None = None, *, strangers: bool = False) -> None:
+        """`operators`: number of the operator group. `strangers`: who shows no certificate is let in, and is a stranger."""
+        self.operators = operators
+        self._strangers = strangers
+        self._known: dict[int, tuple[Peer, Caller]] = {}
+
+    def of(self, peer: Peer) -> Caller:
+        known = self._known.get(id(peer))
+        if known is not None and known[0] is peer:
+            return known[1]
+        if len(self._known) >= _PEERS_KEPT:
+            self._known.clear()
+        caller = self._look_at(peer)
+        self._known[id(peer)] = peer, caller
+        return caller
+
+    def _look_at(self, peer: Peer) -> Caller:
+        if self._strangers and not peer.member:
+            return Caller(Role.STRANGER, "", _REFUSED[Role.STRANGER, peer.local])
+        role, user = role_of(peer, self.operators), acts_as(peer, self.operators)
+        owner = "" if role == Role.NODE else peer.member or f"uid/{peer.credentials.uid}"
+        refused = _REFUSED[role, peer.local]
+        return Caller(role, owner, refused if user is None else refused | _REFUSED_METADATA, user)
+
+    def check(self, call: Call) -> Caller:
+        """Who calls. AccessDenied: the method is not for that caller."""
+        peer = call.peer
+        known = self._known.get(id(peer))
+        caller = known[1] if known is not None and known[0] is peer else self.of(peer)
+        if call.method in caller.refused:
+            raise AccessDenied(_refusal(call.method, caller, peer))
+        return caller
+
+
+def _refusal(method: int, caller: Caller, peer: Peer) -> str:
+    if caller.role == Role.STRANGER:
+        return "nothing is told to strangers but how to join; show a certificate of this pool"
+    name = wire.Method.Name(method)
+    if caller.role == Role.USER:
+        return (f"user {caller.user.uid} has not the rights of a node, which {name} needs; ask root, or a member of the "
+                "operator group (access.operators)")
+    right = RIGHTS.get(method)
+    if right is not None and right.who is Who.OPERATOR:
+        return "a pool is changed through the unix socket of its node only, by who runs it; do it there"
+    return f"{caller.owner or peer.name} may not ask for {name}, which is for nodes of the pool: run the command on a node"

@@ -1,0 +1,322 @@
+"""Connections to many daemons: one live connection to each, over the best transport that both ends have.
+
+A daemon is known by its tuple of endpoints, as the pool map lists them. The transport is chosen by trying them, best rank
+first: what this process has installed, what can be reached from this host, what answers. Callers that need the same
+connection at once share one attempt. A connection that ended is not used any more, the next call makes a new one. A connection
+over a worse transport than the best is replaced in the background as soon as a better endpoint answers; requests under way
+finish on the connection on which they began. Requests are never repeated here: that is the business of metaclient and
+chunkclient. Used from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from math import inf
+from typing import NamedTuple
+
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.errors import DeadlineExceeded, InvalidRequest, NvpoolError, StaleIdentity, TooManyOpen, Unreachable
+from nvpool.rpc import registry
+from nvpool.rpc.api import Buffer, Connection, Greeting, Reply, Transport
+
+ATTEMPT_S = 3.0
+"""For one endpoint: a host that is up answers in milliseconds, and the next endpoint wants its turn within the deadline."""
+
+SLOW_FAILURE_S = 0.5
+SHUN_S = 30.0
+"""An endpoint that failed slowly (a firewall that swallows packets) is tried last for this long. One that is refused at once
+costs nothing and is tried in its turn, so that a restarted daemon is found on its best transport."""
+SHUN_LOCAL_S = 2.0
+"""For a unix socket: no firewall is in between, its daemon was stopped or busy for a moment."""
+
+RETURN_LOCAL_S = (1.0, 8.0)
+RETURN_S = (5.0, 60.0)
+"""Pause before a better endpoint is tried again while a worse one is in use: the first, and the longest after repeated
+failures. A unix socket costs one stat as long as it is not there."""
+RETIRED_LOOK_S = 0.25
+RETIRED_S_MAX = 120.0
+"""A replaced connection is closed when nothing waits on it, and after this in any case: the longest polls take 40 s."""
+
+Endpoints = tuple[str, ...]
+
+
+class _Candidate(NamedTuple):
+    """An endpoint that can be tried from this host."""
+
+    endpoint: str
+    transport: Transport
+    socket_path: str
+    """Of a unix socket, else nothing."""
+
+
+class _Attempt:
+    """The making of one connection: what was tried, and what failed."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[tuple[Connection, int]]
+        self.failures: list[tuple[str, NvpoolError]] = []
+        self.trying = ""
+
+    def failed(self) -> list[str]:
+        return [str(error) if endpoint in str(error) else f"{endpoint}: {error}" for endpoint, error in self.failures]
+
+    def error(self) -> NvpoolError:
+        """All failures as one error, of the class that says most."""
+        for _, error in self.failures:
+            if isinstance(error, StaleIdentity):  # the daemon answers, and this is the reason
+                return error
+        worst = next((error for _, error in self.failures if not isinstance(error, Unreachable)), self.failures[-1][1])
+        return type(worst)("; ".join(self.failed()), may_be_applied=worst.may_be_applied, retry_after_s=worst.retry_after_s)
+
+
+class Dialer:
+    """`transports` replaces the installed ones (simulations). `host_id` of this host decides about endpoints with ?host=.
+    `certified`: the certificate says who asks, so no unix socket of another user is used: there this process's user would."""
+
+    def __init__(self, greeting: Greeting, *, host_id: str = "", clock: Clock = SYSTEM_CLOCK,
+                 transports: Mapping[str, Transport] | None = None, certified: bool = False) -> None:
+        self._greeting = greeting._replace(host_id=host_id or greeting.host_id)
+        self._clock = clock
+        self._transports = transports
+        self._certified = certified
+        self._live: dict[Endpoints, Connection] = {}
+        self._ranks: dict[Endpoints, int] = {}
+        """Rank of the transport of each of `_live`."""
+        self._connecting: dict[Endpoints, _Attempt] = {}
+        self._returning: dict[Endpoints, asyncio.Task[None]] = {}
+        self._retired: dict[Endpoints, list[Connection]] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._shunned: dict[str, float] = {}
+        self._closed = False
+
+    @property
+    def greeting(self) -> Greeting:
+        """What our connections begin with."""
+        return self._greeting
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Name the pool in later greetings; for a client that has now read its map."""
+        self._greeting = self._greeting._replace(fingerprint=fingerprint)
+
+    def live(self, endpoints: Endpoints) -> Connection | None:
+        """The connection to this daemon, when there is one now. From any thread."""
+        connection = self._live.get(endpoints)
+        return None if connection is None or connection.closed else connection
+
+    def connections(self, endpoints: Endpoints) -> Iterator[Connection]:
+        """All open connections to this daemon: the live one, and replaced ones on which requests are still under way."""
+        live = self.live(endpoints)
+        if live is not None:
+            yield live
+        yield from [connection for connection in self._retired.get(endpoints, ()) if not connection.closed]
+
+    def call(self, endpoints: Endpoints, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
+             into: memoryview | None = None) -> Awaitable[Reply]:
+        """Connection.call on the connection to this daemon, made first where there is none.
+
+        Unreachable        nobody answers at any endpoint: nothing was sent
+        DeadlineExceeded, Disconnected, and what the other side answers: as Connection.call says
+        """
+        connection = self.live(endpoints)
+        if connection is not None:
+            return connection.call(method, message, payload, deadline_s=deadline_s, into=into)
+        return self._connect_and_call(endpoints, method, message, payload, deadline_s, into)
+
+    async def _connect_and_call(self, endpoints, method, message, payload, deadline_s, into) -> Reply:
+        connection = await self.connect(endpoints, deadline_s)
+        return await connection.call(method, message, payload, deadline_s=deadline_s, into=into)
+
+    async def connect(self, endpoints: Endpoints, deadline_s: float) -> Connection:
+        """The live connection to this daemon, made first where there is none.
+
+        Unreachable        nobody answers at any of the endpoints
+        DeadlineExceeded   the attempt took longer than this caller has; it goes on for others
+        ProtocolMismatch   somebody answers, and no endpoint accepts us: another pool or version
+
+        The text of each names the endpoints that were tried, and why each of them failed.
+        """
+        connection = self.live(endpoints)
+        if connection is not None:
+            return connection
+        if self._closed:
+            raise Unreachable("this dialer is closed")
+        attempt = self._connecting.get(endpoints)
+        if attempt is None:
+            attempt = self._connecting[endpoints] = _Attempt()
+            attempt.task = asyncio.get_running_loop().create_task(self._make(endpoints, attempt))
+            attempt.task.add_done_callback(lambda done: self._made(endpoints, done))
+        task = attempt.task
+        await asyncio.wait([task], timeout=max(0.0, deadline_s - self._clock.boottime_s()))
+        if not task.done():
+            said = [*attempt.failed(), f"{attempt.trying or ', '.join(endpoints)} has not answered yet"]
+            raise DeadlineExceeded(f"no connection within the deadline: {'; '.join(said)}", may_be_applied=False)
+        if task.cancelled():
+            raise Unreachable("this dialer is closed")
+        return task.result()[0]
+
+    def redial(self, endpoints: Endpoints) -> None:
+        """Have the next call to this daemon make another connection. Requests under way finish on the one that there is."""
+        connection = self._live.pop(endpoints, None)
+        if connection is not None and not connection.closed:
+            self._retire(endpoints, connection)
+
+    # -- making a connection
+
+    def _made(self, endpoints: Endpoints, task: asyncio.Task[tuple[Connection, int]]) -> None:
+        del self._connecting[endpoints]
+        if task.cancelled() or task.exception() is not None:
+            return
+        for gone in [key for key, connection in self._live.items() if connection.closed]:
+            del self._live[gone]
+            self._ranks.pop(gone, None)
+        self._live[endpoints], self._ranks[endpoints] = task.result()
+        former = self._returning.pop(endpoints, None)
+        if former is not None:
+            former.cancel()
+        if not self._closed and self._better(endpoints):
+            self._returning[endpoints] = task = asyncio.get_running_loop().create_task(self._return(endpoints))
+            task.add_done_callback(lambda done: self._returned(endpoints, done))
+
+    async def _make(self, endpoints: Endpoints, attempt: _Attempt) -> tuple[Connection, int]:
+        self._refresh_identity()
+        for candidate in self._candidates(endpoints):
+            attempt.trying = candidate.endpoint
+            try:
+                return await self._try(candidate), candidate.transport.rank
+            except TooManyOpen:
+                raise
+            except NvpoolError as error:
+                attempt.failures.append((candidate.endpoint, error))
+        if attempt.failures:
+            raise attempt.error()
+        raise Unreachable(f"none of {', '.join(endpoints) or 'no endpoints'} can be reached from this host")
+
+    def _refresh_identity(self) -> None:
+        if self._greeting.identity is not None:
+            with contextlib.suppress(NvpoolError):  # then what was shown so far is
+                self._greeting.identity.refresh()  # another process may have renewed it, and some live longer than it is good
+
+    async def _try(self, candidate: _Candidate) -> Connection:
+        began_s = self._clock.boottime_s()
+        try:
+            connection = await candidate.transport.connect(candidate.endpoint, self._greeting, deadline_s=began_s + ATTEMPT_S)
+        except NvpoolError as error:
+            now_s = self._clock.boottime_s()
+            if now_s - began_s > SLOW_FAILURE_S and not isinstance(error, TooManyOpen):
+                self._shunned = {key: until_s for key, until_s in self._shunned.items() if until_s > now_s}
+                self._shunned[candidate.endpoint] = now_s + (SHUN_LOCAL_S if candidate.socket_path else SHUN_S)
+            raise
+        self._shunned.pop(candidate.endpoint, None)
+        return connection
+
+    def _usable(self, endpoints: Endpoints) -> Iterator[_Candidate]:
+        """Endpoints whose transport is here and reaches their host, whether somebody listens or not."""
+        for endpoint in endpoints:
+            try:
+                where = parse_endpoint(endpoint)
+            except InvalidRequest:
+                continue  # of a newer version, or a mistake in the map: the others may do
+            transport = registry.upgrading(where.scheme) if self._transports is None else self._transports.get(where.scheme)
+            is_local = where.scheme.endswith("+unix")
+            if transport is None or (where.host_id and self._greeting.host_id and is_local
+                                     and where.host_id != self._greeting.host_id):
+                continue
+            if is_local and self._certified and not _is_ours(where.path):
+                continue
+            yield _Candidate(endpoint, transport, where.path if is_local else "")
+
+    def _candidates(self, endpoints: Endpoints) -> list[_Candidate]:
+        """What can be tried from here, in the order to try it."""
+        now_s = self._clock.boottime_s()
+        return sorted((candidate for candidate in self._usable(endpoints) if _is_there(candidate)),
+                      key=lambda candidate: (self._shunned.get(candidate.endpoint, 0.0) > now_s, -candidate.transport.rank))
+
+    # -- returning to a better one
+
+    def _better(self, endpoints: Endpoints) -> list[_Candidate]:
+        """Those that are preferred to the live connection, best first."""
+        rank = self._ranks.get(endpoints, inf)
+        return sorted((candidate for candidate in self._usable(endpoints) if candidate.transport.rank > rank),
+                      key=lambda candidate: -candidate.transport.rank)
+
+    async def _return(self, endpoints: Endpoints) -> None:
+        """Replace the live connection by a better one as soon as one can be made; ends with the connection."""
+        now_s = self._clock.boottime_s
+        pauses = {one.endpoint: (RETURN_LOCAL_S if one.socket_path else RETURN_S)[0] for one in self._better(endpoints)}
+        due_s = {endpoint: now_s() + pause_s for endpoint, pause_s in pauses.items()}
+        while better := self._better(endpoints):
+            await asyncio.sleep(max(0.0, min(due_s[one.endpoint] for one in better) - now_s()))
+            for candidate in better:
+                replaced = self.live(endpoints)
+                if replaced is None:
+                    return
+                endpoint = candidate.endpoint
+                if due_s[endpoint] > now_s():
+                    continue
+                connection = None
+                if _is_there(candidate):
+                    self._refresh_identity()
+                    try:
+                        connection = await self._try(candidate)
+                    except NvpoolError:
+                        pauses[endpoint] = min(2 * pauses[endpoint], (RETURN_LOCAL_S if candidate.socket_path else RETURN_S)[1])
+                due_s[endpoint] = now_s() + pauses[endpoint]
+                if connection is None:
+                    continue
+                if self.live(endpoints) is not replaced:
+                    await connection.close()  # the worse one has ended meanwhile, and the next attempt takes the best anyway
+                    return
+                self._live[endpoints], self._ranks[endpoints] = connection, candidate.transport.rank
+                self._retire(endpoints, replaced)
+                break
+
+    def _returned(self, endpoints: Endpoints, task: asyncio.Task[None]) -> None:
+        if self._returning.get(endpoints) is task:
+            del self._returning[endpoints]
+
+    def _retire(self, endpoints: Endpoints, connection: Connection) -> None:
+        self._retired.setdefault(endpoints, []).append(connection)
+        task = asyncio.get_running_loop().create_task(self._close_when_idle(endpoints, connection))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def _close_when_idle(self, endpoints: Endpoints, connection: Connection) -> None:
+        until_s = self._clock.boottime_s() + RETIRED_S_MAX
+        await asyncio.sleep(RETIRED_LOOK_S)  # also for callers that have just been given it
+        while (not connection.closed and connection.unanswered_since_s() < inf  # noqa: ASYNC110 - it has no event for that
+               and self._clock.boottime_s() < until_s):
+            await asyncio.sleep(RETIRED_LOOK_S)
+        await connection.close()
+        self._retired[endpoints].remove(connection)
+        if not self._retired[endpoints]:
+            del self._retired[endpoints]
+
+    async def close(self) -> None:
+        """End every connection and attempt. May be called twice."""
+        self._closed = True
+        tasks = [*(attempt.task for attempt in self._connecting.values()), *self._returning.values(), *self._retiring]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        open_ones = [*self._live.values(), *(connection for some in self._retired.values() for connection in some)]
+        self._live, self._retired = {}, {}
+        if open_ones:
+            await asyncio.gather(*[connection.close() for connection in open_ones])
+
+
+def _is_ours(path: str) -> bool:
+    """Whether the daemon at that socket gives this process the rights of a node: root, and the owner of the socket."""
+    user = os.geteuid()
+    try:
+        return not user or os.stat(path).st_uid == user
+    except OSError:
+        return False
+
+
+def _is_there(candidate: _Candidate) -> bool:
+    return not candidate.socket_path or os.path.exists(candidate.socket_path)

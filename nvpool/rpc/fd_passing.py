@@ -1,0 +1,178 @@
+"""Descriptors from one process of a host to another: a unix socket that answers each connection with one message and hangs up.
+
+For the short cut: a store hands the descriptors of its data to clients of its host. Who may have them is decided by who is at
+the other end (SO_PEERCRED, SO_PEERGROUPS: the kernel says so, and can not be lied to), and by the mode of the socket file
+before that. Asyncio's transports carry no descriptors, so that this is a socket beside the one for requests. The message,
+little-endian, golden in tests/golden/short-cut.json:
+
+    magic "NPfd" · version u16 = 2 · status u16 (0, or the wire code of an error) · what the giver says, up to 256 bytes
+
+Nothing here waits for a peer: an answer fits into the socket's buffer, and who is not there any more has lost it.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Sequence
+
+from nvpool.core import errors
+from nvpool.core.errors import (
+    AccessDenied,
+    CorruptFrame,
+    NotSupported,
+    NvpoolError,
+    Unavailable,
+    Unreachable,
+    from_os_error,
+)
+from nvpool.rpc.peer_roles import credentials_of
+
+log = logging.getLogger(__name__)
+
+_HEAD = struct.Struct("<4sHH")
+_MAGIC, _VERSION = b"NPfd", 2
+SAID_BYTES_MAX = 256
+DESCRIPTORS_MAX = 4
+_ACCEPTS_A_TURN = 16
+
+
+def path_beside(path: str) -> str:
+    """Where the descriptors are to be had of who takes requests at the unix socket `path`: no longer than that."""
+    return path.removesuffix(".sock") + ".fd"
+
+
+
+class Handover:
+    """The giving side. `give()` returns what to say and descriptors, which are closed when they have been sent; an NvpoolError
+    out of it is told to the asker. Only root, the user of this process and members of `group` are given anything."""
+
+    def __init__(self, path: str, give: Callable[[], tuple[bytes, Sequence[int]]], *, group: int | None = None) -> None:
+        self.path = path
+        self._give = give
+        self._group = group
+        self._loop = asyncio.get_running_loop()
+        self._sock: socket.socket | None = None
+
+    def start(self) -> None:
+        """Listen; what an earlier process left at the path is replaced. AccessDenied, DriveFailed as the file system says."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISSOCK(os.stat(self.path, follow_symlinks=False).st_mode):
+                    os.unlink(self.path)
+            sock.bind(self.path)
+            os.chmod(self.path, 0o600)
+            if self._group is not None:
+                os.chown(self.path, -1, self._group)
+                os.chmod(self.path, 0o660)
+            sock.listen(128)
+            sock.setblocking(False)
+        except OSError as error:
+            sock.close()
+            raise from_os_error(error, f"listening at {self.path}") from None
+        self._sock = sock
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    def allows(self, uid: int, groups: set[int]) -> bool:
+        return uid in (0, os.geteuid()) or self._group is not None and self._group in groups
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_A_TURN):
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:  # nobody more; or no descriptor is left, and who waits is told when there is one
+                return
+            with sock:
+                self._answer(sock)
+
+    def _answer(self, sock: socket.socket) -> None:
+        descriptors: Sequence[int] = ()
+        try:
+            sock.setblocking(False)
+            uid, groups, _ = credentials_of(sock)
+            try:
+                if not self.allows(uid, groups):
+                    raise AccessDenied(f"user {uid} is not of the pool's group")
+                said, descriptors = self._give()
+                socket.send_fds(sock, [_HEAD.pack(_MAGIC, _VERSION, 0) + said], descriptors)
+            except NvpoolError as error:
+                log.info("%s: %s", self.path, error)
+                sock.send(_HEAD.pack(_MAGIC, _VERSION, error.wire_code))
+        except OSError as error:
+            log.debug("%s: %s", self.path, error)  # the asker has gone
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+            self._sock = None
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+
+
+async def take(path: str, timeout_s: float) -> tuple[bytes, list[int]]:
+    """What is said and given at `path`; the descriptors are the caller's to close, and no child inherits them.
+
+    AccessDenied       this process is not of those that are given anything
+    NotSupported       nothing is given there; what was given is of another version
+    Unreachable        nobody listens there, or nobody answered in time
+    """
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.sock_connect(sock, path)
+                return await _received(loop, sock)
+        except PermissionError:
+            raise AccessDenied(f"{path} is not for this user") from None
+        except FileNotFoundError:
+            raise NotSupported(f"nothing is given at {path}") from None
+        except OSError as error:  # TimeoutError is one
+            raise Unreachable(f"{path}: {error.strerror or 'no answer in time'}") from None
+
+
+async def _received(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tuple[bytes, list[int]]:
+    while True:
+        try:
+            said, ancillary, _, _ = sock.recvmsg(_HEAD.size + SAID_BYTES_MAX, socket.CMSG_SPACE(4 * DESCRIPTORS_MAX),
+                                                 socket.MSG_CMSG_CLOEXEC)
+            break
+        except BlockingIOError:
+            ready = loop.create_future()
+            loop.add_reader(sock.fileno(), lambda waiting=ready: waiting.done() or waiting.set_result(None))
+            try:
+                await ready
+            finally:
+                loop.remove_reader(sock.fileno())
+    descriptors: list[int] = []
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors += array.array("i", content[:len(content) // 4 * 4])
+    try:
+        if not said:
+            raise OSError(errno.ECONNRESET, "the other side has hung up")
+        try:
+            magic, version, status = _HEAD.unpack_from(said)
+        except struct.error:
+            raise CorruptFrame("what came with descriptors is too short") from None
+        if magic != _MAGIC or version != _VERSION:
+            raise NotSupported(f"descriptors come in version {version} here, this nvpool knows {_VERSION}")
+        if status:
+            raise errors.BY_WIRE_CODE.get(status, Unavailable)(f"refused with {status}")
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return said[_HEAD.size:], descriptors

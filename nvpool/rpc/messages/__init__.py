@@ -1,0 +1,1 @@
+"""Packed forms of messages that would be slow as protobuf."""

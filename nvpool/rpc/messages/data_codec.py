@@ -1,0 +1,265 @@
+"""Read and write batches as packed structs: the part of data.proto that is made and taken apart for every read.
+
+A batch is one bytes object of fixed entries, so that 64 reads cost one struct call each and no protobuf objects. Everything
+that comes from the other side is checked here: what makes no sense is InvalidRequest (of requests) or CorruptFrame (of
+answers), and never an exception of `struct`. Called by chunkclient and store/server/service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from struct import Struct
+
+from google.protobuf.message import DecodeError
+
+from nvpool.core.errors import CorruptFrame, InvalidRequest, TooBig
+from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.rpc.api import PAYLOAD_BYTES_MAX, Buffer
+from nvpool.rpc.v1.data_pb2 import ReadReply, ReadRequest, WriteReply, WriteRequest
+
+READ_ENTRY = Struct("<QIIIHH")
+"""inode, chunk index, offset, length, grant (index into the request's grants), flags"""
+READ_RESULT = Struct("<HHIQ")
+"""status, flags, length, version"""
+WRITE_ENTRY = Struct("<QQQIIIHH")
+"""inode, cut, sequence, chunk index, offset, length, grant, flags"""
+WRITE_RESULT = Struct("<HHIQ")
+"""status, flags, reserved, version"""
+LOCATE_ENTRY = Struct("<QIHHQ")
+"""inode, chunk index, blocks, grant, version that the asker has"""
+LOCATE_RESULT = Struct("<HHIIIIIQ")
+"""status, flags, runs, blocks, life in milliseconds, slot, stamp, version"""
+PAST_READS = Struct("<QQQ")
+"""inode, reads past the store, bytes of them"""
+LENT = Struct("<QI4x16sd")
+"""What a store says with its descriptors (rpc/fd_passing): target, slots of its table, token, CLOCK_BOOTTIME there"""
+INODE = Struct("<Q")
+
+BATCH_ENTRIES_MAX = 8192
+"""8,192 reads of one block are the largest payload; more entries would be smaller than a block each."""
+
+ASKER_KEEPS = 1
+"""Flag of a read: the asker has a cache of his own, so this need not stay in that of the drive."""
+ALL_OF_BLOCKS = 1
+"""Flag of a write: the file has no other bytes in the blocks that it changes in part, and has had none since its chain was
+begun anew."""
+UNCHECKED = 1
+"""Flag of a read result: the store has not compared these blocks with their checksums."""
+
+SAME_VERSION = 1
+"""Flag of a locate result: the asker knows where the blocks lie."""
+LOCATE_ENTRIES_MAX = 256
+"""A quarter of a GiB of a file; its checksums are 256 KiB of message."""
+LOCATE_BYTES_MAX = 2 << 20
+"""Of runs and checksums in one answer; entries that would pass it are not answered."""
+
+_BLOCK_MASK = BLOCK_BYTES - 1
+
+
+# -- the commonest messages without protobuf: the same bytes, a quarter of the time -------------------------------------------
+
+_READ_REQUEST = Struct("<BQBBBB60sBB24s")
+_READ_REQUEST_BYTES = _READ_REQUEST.size
+_WRITE_REQUEST = Struct("<BQBBBB60sBB40sBB4sBQBB")
+_WRITE_REQUEST_BYTES = _WRITE_REQUEST.size
+_WRITE_REPLY = Struct("<BQBB16s")
+_WRITE_REPLY_BYTES = _WRITE_REPLY.size
+_WRITE_MARKS = 0x09, 0x10, 0x1A, 60, 0x22, 40, 0x2A, 4, 0x31, 0x38
+_READ_REPLY = Struct("<BQBB16sBB4s")
+_READ_REPLY_BYTES = _READ_REPLY.size
+"""ReadRequest with one grant and one read, ReadReply with one block, WriteRequest with one grant and one write within a block,
+WriteReply to one write, as protobuf encodes them: of each field tag, length (where it has one) and value."""
+
+
+def encode_read_request(epoch: int, target: int, grants: list[bytes], reads: bytes, verify: bool = False) -> bytes:
+    if len(reads) == 24 and len(grants) == 1 and len(grants[0]) == 60 and 0 < target < 128 and epoch and not verify:
+        return _READ_REQUEST.pack(0x09, epoch, 0x10, target, 0x1A, 60, grants[0], 0x22, 24, reads)
+    return ReadRequest(map_epoch=epoch, target=target, grants=grants, reads=reads, verify=verify).SerializeToString()
+
+
+def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], bytes, bool]:
+    """(epoch, target, grants, reads, verify). InvalidRequest when it is no ReadRequest; the fields are not looked at."""
+    if len(message) == _READ_REQUEST_BYTES:
+        one, epoch, two, target, three, grant_bytes, grant, four, reads_bytes, reads = _READ_REQUEST.unpack(message)
+        if one == 0x09 and two == 0x10 and target < 128 and three == 0x1A and grant_bytes == 60 and four == 0x22 and \
+                reads_bytes == 24:
+            return epoch, target, (grant,), reads, False
+    try:
+        request = ReadRequest.FromString(bytes(message))
+    except DecodeError:
+        raise InvalidRequest("not a ReadRequest") from None
+    return request.map_epoch, request.target, request.grants, request.reads, request.verify
+
+
+def encode_write_request(epoch: int, target: int, grant: bytes, writes: bytes, checksums: bytes, session: int,
+                         slot: int) -> bytes:
+    if len(checksums) == 4 and len(writes) == 40 and len(grant) == 60 and 0 < target < 128 and 0 < slot < 128 and epoch \
+            and session:
+        return _WRITE_REQUEST.pack(0x09, epoch, 0x10, target, 0x1A, 60, grant, 0x22, 40, writes, 0x2A, 4, checksums, 0x31,
+                                   session, 0x38, slot)
+    return WriteRequest(map_epoch=epoch, target=target, grants=[grant], writes=writes, checksums=checksums, session=session,
+                        slot=slot).SerializeToString()
+
+
+def decode_write_request(message: Buffer) -> tuple[int, int, bytes, bytes, bytes, int, int] | None:
+    """(epoch, target, grant, writes, checksums, session, slot) of one write within a block; None where it is anything else, or
+    no WriteRequest at all. The fields are not looked at."""
+    if len(message) != _WRITE_REQUEST_BYTES:
+        return None
+    one, epoch, two, target, *marks, grant, four, forty, writes, five, four_bytes, checksums, six, session, seven, slot = \
+        _WRITE_REQUEST.unpack(message)
+    if (one, two, *marks, four, forty, five, four_bytes, six, seven) != _WRITE_MARKS or target > 127 or slot > 127:
+        return None
+    return epoch, target, grant, writes, checksums, session, slot
+
+
+def encode_write_reply(epoch: int, results: bytes | bytearray) -> bytes:
+    if len(results) == 16 and epoch:
+        return _WRITE_REPLY.pack(0x09, epoch, 0x12, 16, results)
+    return WriteReply(map_epoch=epoch, results=bytes(results)).SerializeToString()
+
+
+def decode_write_reply(message: Buffer) -> bytes:
+    """The results. CorruptFrame when it is no WriteReply; the field is not looked at."""
+    if len(message) == _WRITE_REPLY_BYTES:
+        one, _, two, results_bytes, results = _WRITE_REPLY.unpack(message)
+        if one == 0x09 and two == 0x12 and results_bytes == 16:
+            return results
+    return decoded(WriteReply, message).results
+
+
+def decoded(reply_type, raw: Buffer):
+    """An answer of another process. CorruptFrame when it is none of that type: never an exception of protobuf."""
+    try:
+        return reply_type.FromString(raw if type(raw) is bytes else bytes(raw))
+    except DecodeError:
+        raise CorruptFrame(f"an answer is no {reply_type.DESCRIPTOR.name}") from None
+
+
+def encode_read_reply(epoch: int, results: bytes | bytearray, checksums: bytes) -> bytes:
+    if len(results) == 16 and len(checksums) == 4 and epoch:
+        return _READ_REPLY.pack(0x09, epoch, 0x12, 16, results, 0x1A, 4, checksums)
+    return ReadReply(map_epoch=epoch, results=bytes(results), checksums=checksums).SerializeToString()
+
+
+def decode_read_reply(message: Buffer) -> tuple[bytes, bytes]:
+    """(results, checksums). CorruptFrame when it is no ReadReply; the fields are not looked at."""
+    if len(message) == _READ_REPLY_BYTES:
+        one, _, two, results_bytes, results, three, checksums_bytes, checksums = _READ_REPLY.unpack(message)
+        if one == 0x09 and two == 0x12 and results_bytes == 16 and three == 0x1A and checksums_bytes == 4:
+            return results, checksums
+    try:
+        reply = ReadReply.FromString(bytes(message))
+    except DecodeError:
+        raise CorruptFrame("an answer is no ReadReply") from None
+    return reply.results, reply.checksums
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------------
+
+
+def pack_reads(entries: Iterable[tuple[int, int, int, int, int, int]]) -> bytes:
+    pack = READ_ENTRY.pack
+    return b"".join([pack(*entry) for entry in entries])
+
+
+def unpack_reads(raw, grant_count: int) -> list[tuple[int, int, int, int, int, int]]:
+    """(inode, index, offset, length, grant, flags) of each read: whole blocks inside the largest chunk, with a grant that is
+    there. InvalidRequest otherwise; TooBig when the answer would not fit into a frame."""
+    entries = _unpack(READ_ENTRY, raw, InvalidRequest)
+    total = 0
+    for inode, _, offset, length, grant, _ in entries:
+        if (offset | length) & _BLOCK_MASK or not length or offset + length > CHUNK_BYTES_MAX:
+            raise InvalidRequest(f"a read of {length} bytes at {offset} of inode {inode} is not of whole blocks within a chunk")
+        if grant >= grant_count:
+            raise InvalidRequest(f"a read names grant {grant} of {grant_count}")
+        total += length
+    if total > PAYLOAD_BYTES_MAX:
+        raise TooBig(f"reads of {total} bytes do not fit into one answer")
+    return entries
+
+
+def pack_read_results(results: Iterable[tuple[int, int, int, int]]) -> bytes:
+    pack = READ_RESULT.pack
+    return b"".join([pack(*result) for result in results])
+
+
+def unpack_read_results(raw, lengths: Iterable[int], payload_bytes: int, checksums) -> list[tuple[int, int, int, int]]:
+    """(status, flags, length, version) of each read that was asked for with `lengths`.
+
+    On return there are as many results as lengths, each of whole blocks and not longer than was asked for, nothing for an
+    error, and payload and checksums are as long as all together say. CorruptFrame otherwise.
+    """
+    results = _unpack(READ_RESULT, raw, CorruptFrame)
+    lengths = list(lengths)
+    if len(results) != len(lengths):
+        raise CorruptFrame(f"{len(results)} results for {len(lengths)} reads")
+    total = 0
+    for (status, _, length, _), asked in zip(results, lengths, strict=True):
+        if length > asked or length & _BLOCK_MASK or (status and length):
+            raise CorruptFrame(f"a result of {length} bytes (status {status}) for a read of {asked}")
+        total += length
+    if total != payload_bytes or len(checksums) != total // BLOCK_BYTES * 4:
+        raise CorruptFrame(f"results of {total} bytes with {payload_bytes} bytes of payload, {len(checksums)} of checksums")
+    return results
+
+
+def pack_writes(entries: Iterable[tuple[int, int, int, int, int, int, int, int]]) -> bytes:
+    pack = WRITE_ENTRY.pack
+    return b"".join([pack(*entry) for entry in entries])
+
+
+def unpack_writes(raw, grant_count: int, payload_bytes: int, checksums) -> list[tuple[int, int, int, int, int, int, int, int]]:
+    """(inode, cut, sequence, index, offset, length, grant, flags) of each write: bytes inside the largest chunk, with a grant
+    that is there, payload and checksums as long as all together say. InvalidRequest otherwise."""
+    entries = _unpack(WRITE_ENTRY, raw, InvalidRequest)
+    total = pieces = 0
+    for inode, _, _, _, offset, length, grant, _ in entries:
+        if not length or offset + length > CHUNK_BYTES_MAX:
+            raise InvalidRequest(f"a write of {length} bytes at {offset} of inode {inode} is not within a chunk")
+        if grant >= grant_count:
+            raise InvalidRequest(f"a write names grant {grant} of {grant_count}")
+        total += length
+        pieces += piece_count(offset, length)
+    if total != payload_bytes:
+        raise InvalidRequest(f"writes of {total} bytes with {payload_bytes} bytes of payload")
+    if len(checksums) != pieces * 4:
+        raise InvalidRequest(f"writes of {pieces} pieces with {len(checksums)} bytes of checksums")
+    return entries
+
+
+def piece_count(offset: int, length: int) -> int:
+    """Into how many pieces block borders divide a write; each has a checksum."""
+    return (offset + length - 1) // BLOCK_BYTES - offset // BLOCK_BYTES + 1
+
+
+def pack_write_results(results: Iterable[tuple[int, int, int, int]]) -> bytes:
+    pack = WRITE_RESULT.pack
+    return b"".join([pack(*result) for result in results])
+
+
+def unpack_write_results(raw, count: int) -> list[tuple[int, int, int, int]]:
+    """(status, flags, reserved, version) of each of `count` writes. CorruptFrame when there are more or fewer."""
+    results = _unpack(WRITE_RESULT, raw, CorruptFrame)
+    if len(results) != count:
+        raise CorruptFrame(f"{len(results)} results for {count} writes")
+    return results
+
+
+def pack_inodes(inodes: Iterable[int]) -> bytes:
+    pack = INODE.pack
+    return b"".join([pack(inode) for inode in inodes])
+
+
+def unpack_inodes(raw) -> list[int]:
+    """The u64 of each inode. InvalidRequest when the bytes are not whole ones, or more than a message should have."""
+    if len(raw) % 8:
+        raise InvalidRequest(f"{len(raw)} bytes are not whole inode numbers")
+    return [number for number, in INODE.iter_unpack(raw)]
+
+
+def _unpack(entry: Struct, raw, error: type[InvalidRequest] | type[CorruptFrame]) -> list[tuple]:
+    count, rest = divmod(len(raw), entry.size)
+    if rest or not 0 < count <= BATCH_ENTRIES_MAX:
+        raise error(f"{len(raw)} bytes are no batch of 1 to {BATCH_ENTRIES_MAX} entries of {entry.size} bytes")
+    return list(entry.iter_unpack(raw))

@@ -1,0 +1,141 @@
+"""Entries of a directory with their attributes, packed: the part of LIST that is made and taken apart for every name listed.
+
+An entry is ENTRY and its name, one behind another. `Listed` is a batch of them as it came: what is asked of all entries is
+there as lists, and an Attr is made of those only that somebody asks for one by one. Packed by meta/operations/listing, read by
+client and fuse. Knows nothing of files, leases or the kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from nvpool.core.errors import CorruptFrame
+from nvpool.core.grants import GRANT_BYTES
+from nvpool.rpc.v1.meta_pb2 import Attr, DirEntry
+
+ENTRY = struct.Struct("<QQIIIIQQqqqQQIHBBQQBB")
+"""cursor behind it; as in Attr: inode, mode, links, uid, gid, size, blocks, atime_ns, mtime_ns, ctime_ns, change, cut, rdev,
+table, chunk_bits, flags, parent, punches; promised (lease_ms of the answer holds for the inode), bytes of the name"""
+ENTRY_BYTES = ENTRY.size
+_unpack = ENTRY.unpack
+_ATTR_FIELDS = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change", "cut",
+                "rdev", "table", "chunk_bits", "flags", "parent", "punches")
+_REGULAR = 8
+"""S_IFREG >> 12."""
+_CURSOR, _INODE, _CHANGE, _PROMISED, _NAME_BYTES = 0, 1, 11, 19, 20
+_CHANGE_WORD = struct.Struct("<Q")
+_CHANGE_AT = struct.calcsize("<QQIIIIQQqqq")
+
+
+class Entry(NamedTuple):
+    """One of a Listed. `kind`: S_IFMT bits >> 12."""
+
+    name: bytes
+    cursor: int
+    inode: int
+    kind: int
+    attr: Attr
+
+
+class Listed:
+    """A batch of entries, in order. `words[n]` is ENTRY's tuple of the n-th, `records[n]` its bytes without the name.
+    `promised`: how many are."""
+
+    __slots__ = ("names", "words", "records", "inodes", "changes", "promised")
+
+    def __init__(self, packed: bytes) -> None:
+        """CorruptFrame for what are no entries."""
+        self.names: list[bytes] = []
+        self.words: list[tuple] = []
+        self.records: list[bytes] = []
+        names, words, records = self.names, self.words, self.records
+        unpack, at, end = ENTRY.unpack, 0, len(packed)
+        try:
+            while at < end:
+                behind = at + ENTRY_BYTES
+                record = packed[at:behind]
+                found = unpack(record)
+                at = behind + found[_NAME_BYTES]
+                records.append(record)
+                words.append(found)
+                names.append(packed[behind:at])
+        except struct.error:
+            raise CorruptFrame("entries of a directory are cut off") from None
+        if at != end:
+            raise CorruptFrame("the name of an entry is cut off")
+        self.inodes = [found[_INODE] for found in words]
+        self.changes = [found[_CHANGE] for found in words]
+        self.promised = sum([found[_PROMISED] for found in words])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, at: int) -> Entry:
+        found = self.words[at]
+        return Entry(self.names[at], found[_CURSOR], found[_INODE], found[2] >> 12, self.attr(at))
+
+    def __iter__(self) -> Iterator[Entry]:
+        return map(self.__getitem__, range(len(self.names)))
+
+    def attr(self, at: int) -> Attr:
+        return attr_of(self.records[at])
+
+    def grants(self, packed: bytes) -> list[bytes]:
+        """Of each entry what ListDirReply.grants has for it, b"" where that is nothing. CorruptFrame where they do not fit."""
+        found, at = [], 0
+        for words in self.words:
+            behind = at + GRANT_BYTES if words[_PROMISED] and words[2] >> 12 == _REGULAR else at
+            found.append(packed[at:behind])
+            at = behind
+        if at != len(packed):
+            raise CorruptFrame("the grants of a listing are not as many as its files")
+        return found
+
+    def cursor(self, at: int) -> int:
+        """It leads on behind the entry."""
+        return self.words[at][_CURSOR]
+
+    def is_promised(self, at: int) -> bool:
+        return bool(self.words[at][_PROMISED])
+
+    def only(self, places: list[int]) -> Listed:
+        """The entries at these places."""
+        part = Listed(b"")
+        for name in ("names", "words", "records", "inodes", "changes"):
+            of_all = getattr(self, name)
+            setattr(part, name, [of_all[at] for at in places])
+        part.promised = sum([found[_PROMISED] for found in part.words])
+        return part
+
+    def put(self, at: int, attr: Attr) -> None:
+        """Show these attributes instead."""
+        record = pack_entry(self.cursor(at), attr, self.is_promised(at), b"")
+        self.records[at], self.words[at], self.changes[at] = record, ENTRY.unpack(record), attr.change
+
+
+def pack_entry(cursor: int, attr: Attr, promised: bool, name: bytes) -> bytes:
+    return ENTRY.pack(cursor, *[getattr(attr, field) for field in _ATTR_FIELDS], promised, len(name)) + name
+
+
+def packed(entries: Iterable[DirEntry]) -> bytes:
+    """Of entries that have attributes."""
+    return b"".join([pack_entry(entry.cursor, entry.attr, entry.promised, entry.name)
+                     for entry in entries if entry.HasField("attr")])
+
+
+def attr_of(record: bytes) -> Attr:
+    """Of a record of a Listed."""
+    attr = Attr()  # by name and one by one: half of what it takes by a dict
+    (_, attr.inode, attr.mode, attr.links, attr.uid, attr.gid, attr.size, attr.blocks, attr.atime_ns, attr.mtime_ns,
+     attr.ctime_ns, attr.change, attr.cut, attr.rdev, attr.table, attr.chunk_bits, attr.flags, attr.parent, attr.punches, _,
+     _) = _unpack(record)
+    return attr
+
+
+def change_of(record: bytes) -> int:
+    return _CHANGE_WORD.unpack_from(record, _CHANGE_AT)[0]
+
+
+NOTHING_LISTED = Listed(b"")

@@ -1,0 +1,1 @@
+"""Transports: TCP and unix sockets, RDMA, gRPC, and in-process."""

@@ -1,0 +1,281 @@
+"""Frames of the stream transport: a fixed header, a protobuf message, a payload of raw bytes.
+
+Header, 32 bytes, little-endian:
+
+    bytes   field           meaning
+    0-1     magic u16       0x504E ("NP")
+    2       kind u8         1 HELLO, 2 REQUEST, 3 REPLY, 4 CANCEL (wire.proto, Frame.Kind)
+    3       flags u8        0; a receiver that finds another value ends the connection
+    4-5     code u16        REQUEST: the method · REPLY, HELLO: 0 or an error's wire code · CANCEL: 0
+    6-7     reserved u16    0
+    8-11    number u32      of the request, chosen by the asker, unique among its requests in flight · HELLO: 0
+    12-15   deadline u32    REQUEST: milliseconds left when it was sent · else 0
+    16-19   message u32     bytes of the message behind the header, at most MESSAGE_BYTES_MAX
+    20-23   payload u32     bytes of the payload behind the message, at most PAYLOAD_BYTES_MAX
+    24-27   message crc u32 CRC32C of the message
+    28-31   header crc u32  CRC32C of bytes 0-27
+
+The header has a checksum of its own, so that a flipped bit in a length is seen at once, not when that many bytes have come.
+The payload has none here: its blocks carry their checksums from writer to reader. No I/O happens in this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+
+from nvpool.core.checksum import crc32c
+from nvpool.core.containers.buffer_pool import SPARES
+from nvpool.core.errors import CorruptFrame
+from nvpool.rpc.api import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer
+from nvpool.rpc.v1 import wire_pb2
+
+try:
+    from nvpool.rpc.transports import _frame
+except ImportError:  # not compiled
+    _frame = None
+
+MAGIC = 0x504E
+HELLO, REQUEST, REPLY, CANCEL = (wire_pb2.Frame.HELLO, wire_pb2.Frame.REQUEST, wire_pb2.Frame.REPLY, wire_pb2.Frame.CANCEL)
+HEADER = Struct("<HBBHHIIIIII")
+HEADER_BYTES = HEADER.size
+_CHECKED = Struct("<HBBHHIIIII")
+_CHECKED_BYTES = _CHECKED.size
+_LENGTHS = Struct("<II")
+
+SMALL_PAYLOAD_BYTES = 64 << 10
+"""Up to here a payload is taken out of the linear buffer in one copy; a larger one is received right where it stays."""
+
+LINEAR_BYTES = 128 << 10
+"""One receive call takes in up to this: dozens of small frames, and not too much of a large payload that must be copied out."""
+
+WIDE_PAYLOAD_BYTES = 128 << 10
+WIDE_BYTES = 4 * (WIDE_PAYLOAD_BYTES + (4 << 10))
+"""The same where many payloads of up to WIDE_PAYLOAD_BYTES are handed on from the buffer: four in one receive call."""
+
+NARROW_AFTER = 64
+"""Larger payloads, one behind the other, and nobody has asked for it: what is received of them in a wide buffer is copied."""
+
+EMPTY = memoryview(b"")
+
+
+def pack_head_plain(kind: int, code: int, number: int, deadline_ms: int, message: Buffer, payload_bytes: int) -> bytes:
+    """The header and the message of a frame, to be followed by payload_bytes of payload."""
+    checked = _CHECKED.pack(MAGIC, kind, 0, code, 0, number, deadline_ms, len(message), payload_bytes, crc32c(message))
+    return b"%b%b%b" % (checked, crc32c(checked).to_bytes(4, "little"), message)
+
+
+def read_head_plain(buffer: bytearray, begin: int, end: int, whole_max: int) -> tuple[int, int, int, int, bytes, int] | int:
+    """(kind, code, number, deadline_ms, message, payload bytes) of the frame at `begin`; or, where not all of it came before
+    `end`, how many bytes there must be: header, message and a payload of up to `whole_max`. CorruptFrame."""
+    view = memoryview(buffer)[begin:end]
+    (magic, kind, flags, code, reserved, number, deadline_ms, message_bytes, payload_bytes, message_crc,
+     header_crc) = HEADER.unpack_from(view)
+    if magic != MAGIC or crc32c(view[:_CHECKED_BYTES]) != header_crc:
+        raise CorruptFrame("what came is not a frame of ours, or was changed on its way")
+    if flags or reserved or not HELLO <= kind <= CANCEL:
+        raise CorruptFrame(f"a frame of unknown kind {kind} (flags {flags:#x}, reserved {reserved})")
+    if message_bytes > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
+        raise CorruptFrame(f"a frame of {message_bytes} + {payload_bytes} bytes is too long")
+    needed = HEADER_BYTES + message_bytes + (payload_bytes if payload_bytes <= whole_max else 0)
+    if len(view) < needed:
+        return needed
+    message = bytes(view[HEADER_BYTES:HEADER_BYTES + message_bytes])
+    if crc32c(message) != message_crc:
+        raise CorruptFrame("a message was changed on its way")
+    return kind, code, number, deadline_ms, message, payload_bytes
+
+
+def _read_head_compiled(buffer: bytearray, begin: int, end: int, whole_max: int) -> tuple[int, int, int, int, bytes, int] | int:
+    found = _frame.read_head(buffer, begin, end, whole_max)
+    return found if found is not None else read_head_plain(buffer, begin, end, whole_max)  # which says what is wrong
+
+
+pack_head = pack_head_plain if _frame is None else _frame.pack_head
+read_head = read_head_plain if _frame is None else _read_head_compiled
+
+
+class FrameReader:
+    """Takes bytes as they come (asyncio.BufferedProtocol's two calls), gives whole frames to `deliver`.
+
+    deliver(kind, code, number, deadline_ms, message bytes, payload memoryview): both belong to the receiver.
+    place(kind, number, payload_bytes) may say where a payload goes (a writable memoryview of just that length) or None.
+    Raises CorruptFrame, after which nothing more may be given to it. While `stalled` is true frames are kept: set it to False
+    and call `parse`.
+    """
+
+    def __init__(self, deliver: Callable, place: Callable[[int, int, int], memoryview | None],
+                 admit: Callable[[int, int], bool] | None = None) -> None:
+        """`admit(kind, bytes)` is asked before memory is taken for a frame with a message or a payload above LINEAR_BYTES, once
+        or more often. Where it says False it has set `stalled`; it is asked again with the next `parse`."""
+        self.stalled = False
+        self.admit = admit
+        self._deliver = deliver
+        self._place = place
+        self._buffer = bytearray(LINEAR_BYTES)
+        self._view = memoryview(self._buffer)
+        self._begin = self._end = 0
+        self.linear_bytes = LINEAR_BYTES
+        self._whole_max = SMALL_PAYLOAD_BYTES
+        self._larger = 0
+        self._parsing = False
+        self._sink: memoryview | None = None  # the rest of a large payload is received there
+        self._sink_at = 0
+        self._sink_frame: tuple = ()
+
+    def get_buffer(self, hint: int) -> memoryview:
+        if self._sink is not None:
+            return self._sink[self._sink_at:]
+        if self._end == len(self._buffer):
+            self._make_room(self._end - self._begin + HEADER_BYTES)
+        elif not self._end and len(self._buffer) != self.linear_bytes:
+            self._be_ordinary()
+        return self._view[self._end:] if self._end else self._view
+
+    def buffer_updated(self, count: int) -> None:
+        if self._sink is None:
+            self._end += count
+        else:
+            self._sink_at += count
+            if self._sink_at < len(self._sink):
+                return
+            payload, self._sink = self._sink, None
+            frame, self._sink_frame = self._sink_frame, ()
+            self._deliver(*frame, payload)
+        self.parse()
+
+    def widen(self) -> None:
+        """Payloads of up to WIDE_PAYLOAD_BYTES will come, many, and are best handed on from where they are received; to be said
+        for each. Takes effect when nothing is kept."""
+        self.linear_bytes, self._whole_max, self._larger = WIDE_BYTES, WIDE_PAYLOAD_BYTES, 0
+
+    @property
+    def empty(self) -> bytearray | None:
+        """Where the next bytes are received, when nothing came before them that is kept, and nobody stalls us; else None."""
+        return None if self._end or self.stalled or self._sink is not None else self._buffer
+
+    def rewind(self) -> int:
+        """How many bytes are kept; they come anew, to be said to `buffer_updated` again."""
+        if self._sink is not None:
+            return 0
+        kept = self._end - self._begin
+        if self._begin:
+            self._view[:kept] = self._view[self._begin:self._end]
+        self._begin = self._end = 0
+        return kept
+
+    def skip(self, count: int) -> None:
+        """The first `count` of the bytes that come next, into what was `empty`, are taken already."""
+        self._begin = count
+
+    def only(self, count: int) -> tuple | None:
+        """What would be delivered for `count` more bytes, where they are one whole frame and nothing came before them: they
+        are taken then, and nobody is called. None: give them to `buffer_updated`. CorruptFrame."""
+        if self._end or self.stalled or self._sink is not None or count < HEADER_BYTES:
+            return None
+        found = read_head(self._buffer, 0, count, SMALL_PAYLOAD_BYTES)
+        if type(found) is int:
+            return None
+        at = HEADER_BYTES + len(found[4])
+        if at + found[5] != count:
+            return None
+        return *found[:5], memoryview(bytes(self._view[at:count]))
+
+    def parse(self) -> None:
+        """Deliver what is whole. Does nothing when called from within `deliver`."""
+        if self._parsing:
+            return
+        self._parsing = True
+        try:
+            while not self.stalled and self._sink is None and self._end - self._begin >= HEADER_BYTES:
+                if not self._take():
+                    break
+        finally:
+            self._parsing = False
+        if self._begin == self._end:
+            self._begin = self._end = 0
+            if len(self._buffer) > self.linear_bytes:  # grown for one long message
+                self._be_ordinary()
+
+    def _take(self) -> bool:
+        """Deliver the frame at the beginning of the buffer, or begin to receive its payload; False when bytes are missing."""
+        begin = self._begin
+        found = read_head(self._buffer, begin, self._end, self._whole_max)
+        if type(found) is int:
+            self._make_room(found)
+            return False
+        kind, code, number, deadline_ms, message, payload_bytes = found
+        if payload_bytes > LINEAR_BYTES and self.admit is not None and not self.admit(kind, len(message) + payload_bytes):
+            return False
+        at = begin + HEADER_BYTES + len(message)
+        if not payload_bytes:
+            self._begin = at
+            self._deliver(kind, code, number, deadline_ms, message, EMPTY)
+            return True
+        if payload_bytes > self._whole_max > SMALL_PAYLOAD_BYTES:
+            self._larger += 1
+            if self._larger > NARROW_AFTER:
+                self.linear_bytes, self._whole_max = LINEAR_BYTES, SMALL_PAYLOAD_BYTES
+        have = min(self._end - at, payload_bytes)
+        self._begin = at + have
+        payload = self._place(kind, number, payload_bytes)
+        view = self._view
+        if have == payload_bytes:
+            if payload is None and payload_bytes <= SMALL_PAYLOAD_BYTES:
+                payload = memoryview(bytes(view[at:at + have]))
+            else:
+                payload = SPARES.take(payload_bytes) if payload is None else payload
+                payload[:] = view[at:at + have]
+            self._deliver(kind, code, number, deadline_ms, message, payload)
+            return True
+        if payload is None:
+            payload = SPARES.take(payload_bytes)
+        payload[:have] = view[at:at + have]
+        self._sink, self._sink_at = payload, have
+        self._sink_frame = (kind, code, number, deadline_ms, message)
+        return True
+
+    def abandon(self, number: int) -> None:
+        """The place that was given for this request's payload is no longer ours: receive the rest elsewhere."""
+        if self._sink is not None and self._sink_frame[2] == number:
+            self._sink = memoryview(bytearray(len(self._sink)))
+
+    def release(self) -> None:
+        """Let go of memory and of who is called: the connection is gone. A cycle would keep both until the next collection."""
+        self._buffer = self._view = self._sink = self._deliver = self._place = self.admit = None
+
+    def unfinished(self) -> tuple[bytes, int] | None:
+        """Of a frame that has begun and is not whole: what tells it from those before it, and its length as far as that is
+        known. None without one, and while frames are kept."""
+        if self.stalled or self._buffer is None:
+            return None
+        if self._sink is not None:
+            return b"%012d" % self._sink_frame[2], len(self._sink)
+        kept = self._end - self._begin
+        if not kept:
+            return None
+        head = bytes(self._view[self._begin:self._begin + min(kept, HEADER_BYTES)])
+        return head[:12], sum(_LENGTHS.unpack_from(head, 16)) if kept >= HEADER_BYTES else 0
+
+    def _be_ordinary(self) -> None:
+        """Receive into a buffer of the ordinary size: nothing is kept."""
+        self._buffer = bytearray(self.linear_bytes)
+        self._view = memoryview(self._buffer)
+
+    def _make_room(self, frame_bytes: int) -> None:
+        """Let more of the frame that begins at `_begin` fit behind it: by moving it to the front, seldom by a larger buffer.
+        That doubles when it is full, since a length in a header is only a word, and has room for this frame alone."""
+        if len(self._buffer) - self._begin >= frame_bytes:
+            return
+        kept = self._end - self._begin
+        if kept == len(self._buffer):
+            if self.admit is not None:
+                _, kind, _, _, _, _, _, message_bytes, payload_bytes, _, _ = HEADER.unpack_from(self._buffer, self._begin)
+                if not self.admit(kind, message_bytes + payload_bytes):
+                    return
+            buffer = bytearray(min(frame_bytes, 2 * kept))
+            buffer[:kept] = self._view[self._begin:self._end]
+            self._buffer, self._view = buffer, memoryview(buffer)
+        elif self._begin:
+            self._view[:kept] = self._view[self._begin:self._end]  # may overlap, which memoryview allows
+        self._begin, self._end = 0, kept

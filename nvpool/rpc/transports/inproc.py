@@ -1,0 +1,154 @@
+"""The transport `inproc://name`: both ends on one event loop, for tests and for a whole pool in simulated time.
+
+An honest twin of the others: everything is copied at the border, nothing is delivered before the sender's turn of the loop has
+ended, greetings are checked, deadlines, cancellation, bounds and draining work alike. `faults` may delay or drop each frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.errors import CorruptFrame, InUse, Unreachable
+from nvpool.rpc.api import Connection, Greeting, Handler, Listener, Peer
+from nvpool.rpc.handshake import check_hello, encode_hello
+from nvpool.rpc.multiplexer import Answerer, Asker
+from nvpool.rpc.transports.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
+
+Faults = Callable[[str, int, int], float | None]
+"""faults(endpoint, kind, code): seconds to delay this frame by, or None to drop it. Kinds as in rpc/transports/frame."""
+
+_unnamed = count(1)
+
+
+class InprocTransport:
+    """Listeners of one instance are known by name to connections of the same instance only: one per process usually, one per
+    simulated pool in simulations."""
+
+    scheme = "inproc"
+    rank = 50
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK, faults: Faults | None = None) -> None:
+        self.faults = faults
+        self.clock = clock
+        self._listeners: dict[str, InprocListener] = {}
+
+    async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
+        name = parse_endpoint(endpoint).path
+        delay_s = self.faults(endpoint, HELLO, 0) if self.faults else 0.0
+        left_s = deadline_s - self.clock.boottime_s()
+        if delay_s is None or delay_s > left_s:
+            await asyncio.sleep(max(0.0, left_s))
+            raise Unreachable(f"nobody answers at {endpoint}: no answer in time")
+        await asyncio.sleep(delay_s)
+        listener = self._listeners.get(name)
+        if listener is None or left_s <= 0:
+            raise Unreachable(f"nobody answers at {endpoint}: there is no such listener in this process")
+        hello = check_hello(encode_hello(greeting), listener.greeting)
+        check_hello(encode_hello(listener.greeting), greeting)
+        asking = InprocConnection(self, endpoint, listener.greeting.name)
+        asking._served = _Served(asking, listener, Peer(hello.name, "inproc", True))
+        listener.connections.add(asking._served)
+        return asking
+
+    async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
+        name = parse_endpoint(endpoint).path or f"unnamed-{next(_unnamed)}"
+        if name in self._listeners:
+            raise InUse(f"{endpoint}: another listener has this name")
+        self._listeners[name] = listener = InprocListener(self, name, greeting, handler)
+        return listener
+
+    def carry(self, endpoint: str, kind: int, code: int, deliver: Callable, *frame) -> None:
+        loop = asyncio.get_running_loop()
+        delay_s = self.faults(endpoint, kind, code) if self.faults else 0.0
+        if delay_s is None:
+            return
+        if delay_s > 0:
+            loop.call_later(delay_s, deliver, *frame)
+        else:
+            loop.call_soon(deliver, *frame)
+
+
+class InprocConnection(Asker):
+    def __init__(self, transport: InprocTransport, endpoint: str, name: str) -> None:
+        super().__init__(asyncio.get_running_loop(), Peer(name, endpoint, True), transport.clock)
+        self._carry = transport.carry
+        self._served: _Served
+
+    def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
+        self._carry(self.peer.address, REQUEST, method, self._served.take, number, method, deadline_ms, bytes(message),
+                    memoryview(b"".join(payload)) if payload_bytes else EMPTY)
+
+    def _send_cancel(self, number) -> None:
+        self._carry(self.peer.address, CANCEL, 0, self._served._cancelled, number)
+
+    def take(self, number, status, message, payload) -> None:
+        if self.closed:
+            return
+        into = self._into(number, len(payload)) if payload else None
+        if into is not None:
+            into[:] = payload
+            payload = into
+        self._answered(number, status, message, payload)
+
+    def lose(self, reason: str) -> None:
+        """End the connection as if the peer had died."""
+        if not self.closed:
+            self._lost(f"{self.peer.name}: {reason}")
+            self._served.end()
+
+    async def close(self) -> None:
+        self.lose("closed here")
+
+
+class _Served(Answerer):
+    def __init__(self, asking: InprocConnection, listener: InprocListener, peer: Peer) -> None:
+        super().__init__(listener.handler, peer, listener.transport.clock, transport="inproc")
+        self._asking = asking
+        self._listener = listener
+        self._carry = listener.transport.carry
+
+    def take(self, number, method, deadline_ms, message, payload) -> None:
+        if self._asking.closed:
+            return
+        try:
+            self._arrived(number, method, deadline_ms, message, payload)
+        except CorruptFrame as error:
+            self._asking.lose(str(error))
+
+    def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
+        self._carry(self._asking.peer.address, REPLY, status, self._asking.take, number, status, bytes(message),
+                    memoryview(b"".join(payload)) if payload_bytes else EMPTY)
+
+    def end(self) -> None:
+        self._listener.connections.discard(self)
+        self._asker_gone()
+
+    async def drain(self, drain_s: float) -> None:
+        await self._drained(drain_s)
+        await asyncio.sleep(0)  # the last answers are on their way
+        self._asking.lose("the server is closing")
+
+
+class InprocListener:
+    def __init__(self, transport: InprocTransport, name: str, greeting: Greeting, handler: Handler) -> None:
+        self.endpoint = f"inproc://{name}"
+        self.transport = transport
+        self.greeting = greeting
+        self.handler = handler
+        self.connections: set[_Served] = set()
+        self._name = name
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        self.transport._listeners.pop(self._name, None)
+        if self.connections:
+            await asyncio.gather(*[served.drain(drain_s) for served in list(self.connections)])
+
+    def kill(self) -> None:
+        """As if the process had died: every connection ends at once, nobody listens any more."""
+        self.transport._listeners.pop(self._name, None)
+        for served in list(self.connections):
+            served._asking.lose("the connection was lost")

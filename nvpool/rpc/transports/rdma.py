@@ -1,0 +1,573 @@
+"""The transport `rdma`: a stream connection whose larger answers are written by the store right into registered memory here.
+
+A connection begins as one of `stream` (TCP with TLS, or a unix socket), with that one's greeting and its certificates: who may
+have keys to our memory is decided there. The listening side offers RDMA in its Hello, only to peers in networks that its
+operator has named, since what is written one-sidedly is not encrypted. Both tell the addresses of their UCX workers and make
+endpoints to one another (also the asking side, which sends nothing by it: UCX ends a process that hears of a peer's death by an
+endpoint of no owner). Then the store is given a key to memory and writes a few bytes there, and when they have come both know
+that it works. Otherwise the connection stays what it is, and the log says why.
+
+From then on a request may carry a place: (key, offset, length, method), 14 bytes in front of its message. The store writes the
+payload of the whole batch there, waits until it has arrived (flush), and sends the answer's small frame with statuses and
+checksums over the stream; its deadline field has the number of bytes written. Everything else (requests, small answers, errors,
+cancellation, draining) is the stream's. Where the store reaches the place by itself (shared memory), its handler may fill it
+before it answers (Call.room): the drive's pages are copied there, without a buffer and a put between. With a REPLY a place is
+over: the store writes nothing more there. So
+
+* a place whose request ended here (deadline, cancellation) is not used again before the store has answered for it, which it
+  does also for what was cancelled; if it does not within QUARANTINE_S, the connection ends;
+* when a connection ends its worker is destroyed first, through which alone anything can arrive, and its memory is never
+  handed out again. The caller's own memory (`into`) is copied to, never written by the peer;
+* a key that is not valid any more makes the answer an Unavailable.
+
+Words of ours travel in frames of kind HELLO with a code, behind the greeting:
+
+    1 BEGIN   nothing (the asking side wants it) · address of the worker (both: the store's comes first)
+    2 KEY     number u32, reserved u32, address u64, bytes u64, key
+    3 TRY     number of a key u32, offset u32, 8 bytes to be written there
+    4 WORKS   (store) they have arrived
+    5 FAILED  (either) why this connection goes on without
+    6 FORGET  number of a key u32
+
+With UCX's own TCP the reader's worker has a part in each write; with verbs and shared memory it has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import struct
+from collections.abc import Callable, Sequence
+from ipaddress import IPv4Network, IPv6Network, ip_address
+from typing import Any, NamedTuple
+
+from nvpool.core.errors import Cancelled, CorruptFrame, NotSupported, NvpoolError, Unavailable, Unreachable
+from nvpool.rpc.api import MESSAGE_BYTES_MAX, Buffer, Connection, Greeting
+from nvpool.rpc.error_codec import encode_error
+from nvpool.rpc.transports import ucx
+from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, pack_head
+from nvpool.rpc.transports.rdma_buffers import PLACE_BYTES_MAX, Rooms
+from nvpool.rpc.transports.stream import (
+    GATHER_IN_FLIGHT,
+    StreamConnection,
+    StreamListener,
+    StreamServed,
+    StreamTransport,
+    UnixStreamTransport,
+)
+
+_log = logging.getLogger(__name__)
+
+BEGIN, KEY, TRY, WORKS, FAILED, FORGET = range(1, 7)
+PLACED = 0xFFFF
+"""In place of a request's method: its message begins with a place (of no bytes: with none) and the method."""
+_PLACE = struct.Struct("<IIIH")
+_KEY = struct.Struct("<IIQQ")
+_TRY = struct.Struct("<II8s")
+_NUMBER = struct.Struct("<I")
+OFFER = "rdma:"
+"""In Hello.transports, with UCX's transports behind it."""
+
+PLACED_BYTES_MIN = 16 << 10
+"""Smaller answers come with their frame: measured, a place costs 6 us on both sides together, copying 16 KiB less."""
+UPGRADE_S = 2.0
+QUARANTINE_S = 5.0
+"""For a store to say that it writes no more to a place; longer than any write takes, shorter than a client's patience."""
+KEYS_MAX = 256
+"""Of one peer."""
+KEY_BYTES_MAX = 4096
+WRITING_BYTES_MAX = 64 << 20
+"""Under way to one peer; above it nothing more is read from it."""
+TURN_BYTES = 1 << 20
+"""After so many bytes written to a peer's memory it is told of them, before more of what it has asked for is read: it looks at
+these while we copy those. Answers of a stream are that long by themselves."""
+_TURNS = 256
+"""Of UCX at once, before others on this loop get theirs."""
+_SPINS_A_US = 10
+
+
+class Settings(NamedTuple):
+    """Of the listening side; the asking side does what it is offered."""
+
+    networks: tuple[IPv4Network | IPv6Network, ...] = ()
+    """Peers in these are offered RDMA."""
+    local: bool = False
+    """And those on unix sockets, through shared memory."""
+    transports: str = "auto"
+    """UCX's; auto: InfiniBand and RoCE for networks, shared memory for unix sockets."""
+    devices: str = "all"
+    poll_us: int = 0
+    """Look for the end of a write for so long before waiting for it."""
+
+
+OFF = Settings()
+
+
+class _Turning:
+    """A UCX worker on the running loop."""
+
+    def __init__(self, context: Any, poll_us: int = 0) -> None:
+        self.worker = ucx.Worker(context)
+        self._loop = asyncio.get_running_loop()
+        self._spins = poll_us * _SPINS_A_US
+        self._flushes: dict[Any, Callable[[Any], None]] = {}
+        self._soon = False
+        self.closed = False
+        self._descriptor = self.worker.descriptor()
+        self._loop.add_reader(self._descriptor, self.turn)
+        self.turn()
+
+    def turn(self) -> None:
+        """Do what is to be done now; the loop calls again when there is more."""
+        if self.closed:
+            return
+        done = self.worker.progress(_TURNS)
+        for flush in [flush for flush in self._flushes if flush.ended()]:
+            self._flushes.pop(flush)(flush)
+        if not done and not self._soon and not self.closed:
+            self._soon = True
+            self._loop.call_soon(self._again)
+
+    def _again(self) -> None:
+        self._soon = False
+        self.turn()
+
+    def wait(self, flush: Any, on_end: Callable[[Any], None]) -> None:
+        """Call `on_end(flush)` when it has ended, at once where it has."""
+        if flush.ended() or self._spins and self.worker.spin(flush, self._spins):
+            on_end(flush)
+        else:
+            self._flushes[flush] = on_end
+            self.turn()
+
+    def close(self) -> None:
+        """When this returns nothing can arrive through this worker any more. Endpoints are closed before."""
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_reader(self._descriptor)
+            self._flushes.clear()
+            self.worker.close()
+
+
+def reach(worker: Any, address: bytes, transports: str) -> Any:
+    """An endpoint of the worker at `address`. That a peer has gone is told by UCX over a network; within a host, where UCX can
+    not, by the connection that this is for."""
+    if not address or len(address) > KEY_BYTES_MAX:
+        raise CorruptFrame("that is no address of a worker")
+    try:
+        return ucx.Endpoint(worker, address, True)
+    except ucx.Error:
+        if set(transports.split(",")) - set(ucx.LOCAL.split(",")):
+            raise
+    return ucx.Endpoint(worker, address, False)
+
+
+class RdmaConnection(StreamConnection):
+    """The asking end. `upgraded`: answers can be written to our memory. `why_not`, else."""
+
+    placed_bytes_min = PLACED_BYTES_MIN
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.upgraded = False
+        self.why_not = ""
+        self.placed_bytes = 0
+        """Of payload that came one-sidedly, for those who count."""
+        self._turning: _Turning | None = None
+        self._rooms: Rooms | None = None
+        self._places: dict[int, Any] = {}       # by request, until the store has answered for it
+        self._quarantined: dict[int, float] = {}  # of those, whose requests have ended here, and until when
+        self._quarantine_timer: asyncio.TimerHandle | None = None
+        self._endpoint: Any = None
+        self._works: asyncio.Future[bytes] | None = None
+
+    async def upgrade(self, deadline_s: float) -> None:
+        """Go on with RDMA where the other side offers it and it works; `why_not` says why it does not."""
+        offers = [offer.removeprefix(OFFER) for offer in self.offers if offer.startswith(OFFER)]
+        if not offers:
+            self.why_not = "the other side does not offer it to this host"
+            return
+        self._works = self._loop.create_future()
+        try:
+            context = ucx.context(offers[0])
+            self._turning = _Turning(context)
+            self._rooms = Rooms(context, self._tell_key, self._forget_key)
+            async with asyncio.timeout(min(UPGRADE_S, max(0.0, deadline_s - self._now_s()))):
+                self._say(BEGIN, b"")
+                self._endpoint = reach(self._turning.worker, await self._works, offers[0])
+                self._works = self._loop.create_future()
+                self._say(BEGIN, self._turning.worker.address())
+                place = self._rooms.take(8)
+                if place is None:
+                    raise NotSupported("no memory can be registered")
+                wanted, view = os.urandom(8), memoryview(place)
+                self._say(TRY, _TRY.pack(place.key, place.offset, wanted))
+                await self._works
+            if view != wanted:
+                raise NotSupported("what the other side has written did not arrive")
+            self.upgraded = True
+        except (NvpoolError, ucx.Error) as error:
+            self._do_without(str(error))
+        except TimeoutError:
+            self._do_without("the other side does not write")
+        finally:
+            if not self._works.done():
+                self._works.cancel()
+
+    def _do_without(self, reason: str) -> None:
+        self.why_not = reason
+        self._unlink()
+        if not self._ended:
+            self._say(FAILED, reason.encode()[:KEY_BYTES_MAX])
+
+    def _unlink(self) -> None:
+        """Nothing can arrive any more on return, and no place is used again."""
+        self.upgraded = False
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+        if self._turning is not None:
+            self._turning.close()
+        if self._rooms is not None:
+            self._rooms.close()
+        for place in self._places.values():
+            place.home = None
+        self._places.clear()
+        self._quarantined.clear()
+        if self._quarantine_timer is not None:
+            self._quarantine_timer.cancel()
+            self._quarantine_timer = None
+
+    def _say(self, word: int, said: bytes) -> None:
+        self._send(pack_head(HELLO, word, 0, 0, said, 0), (), 0, gather=False)
+
+    def _tell_key(self, number: int, slab: Any) -> None:
+        self._say(KEY, _KEY.pack(number, 0, slab.address, slab.length) + slab.key())
+
+    def _forget_key(self, number: int) -> None:
+        if not self._ended:
+            self._say(FORGET, _NUMBER.pack(number))
+
+    def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
+        if self.upgraded:
+            _, into, _, room, *_ = self._in_flight[number]
+            wanted = min(room if into is None else len(into), PLACE_BYTES_MAX)
+            place = None
+            if wanted >= self.placed_bytes_min and len(message) <= MESSAGE_BYTES_MAX - _PLACE.size:
+                place = self._rooms.take(wanted)
+            if place is not None:
+                self._places[number] = place
+                method, message = PLACED, _PLACE.pack(place.key, place.offset, wanted, method) + bytes(message)
+            elif method == PLACED:
+                message = _PLACE.pack(0, 0, 0, method) + bytes(message)
+        super()._send_request(number, method, deadline_ms, message, payload, payload_bytes)
+
+    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+        if kind == REPLY:
+            place = self._places.pop(number, None)
+            if deadline_ms:
+                self._arrived_there(place, code, number, deadline_ms, message)
+                return
+            if place is not None:
+                self._quarantined.pop(number, None)
+        elif kind == HELLO and code in (BEGIN, WORKS, FAILED) and self._works is not None:
+            if not self._works.done():
+                if code != FAILED:
+                    self._works.set_result(message)
+                else:
+                    self._works.set_exception(NotSupported(message.decode(errors="replace")))
+            return
+        super()._deliver(kind, code, number, deadline_ms, message, payload)
+
+    def _arrived_there(self, place: Any, code: int, number: int, count: int, message: bytes) -> None:
+        if place is None or count > place.length:
+            raise CorruptFrame(f"{count} bytes were written where there was no place for them")
+        if self._quarantined.pop(number, None) is not None:
+            return
+        self.placed_bytes += count
+        payload = memoryview(place)[:count]
+        into = self._into(number, count)
+        if into is not None:
+            into[:] = payload
+            payload = into
+        self._answered(number, code, message, payload)
+
+    def _send_cancel(self, number) -> None:
+        if number in self._places:
+            self._quarantined[number] = self._now_s() + QUARANTINE_S
+            if self._quarantine_timer is None:
+                self._quarantine_timer = self._loop.call_later(QUARANTINE_S, self._look_at_quarantine)
+        super()._send_cancel(number)
+
+    def _look_at_quarantine(self) -> None:
+        self._quarantine_timer = None
+        now_s = self._now_s()
+        if any(until_s <= now_s for until_s in self._quarantined.values()):
+            self._end("the other side does not say whether it still writes to our memory", logged=True)
+        elif self._quarantined:
+            self._quarantine_timer = self._loop.call_later(min(self._quarantined.values()) - now_s, self._look_at_quarantine)
+
+    def revoke_keys(self) -> None:
+        """Let the other side write to none of the memory it has keys of; what is in flight to it fails with Unavailable there,
+        later requests get new memory."""
+        for number in list(self._rooms.numbers()):
+            self._rooms.revoke(number)
+
+    def _on_end(self, reason: str) -> None:
+        self._unlink()
+        if self._works is not None and not self._works.done():
+            self._works.set_exception(NotSupported(reason))
+        super()._on_end(reason)
+
+
+class RdmaServed(StreamServed):
+    """The answering end of one connection. It is an ordinary one of `stream` to who does not ask for more."""
+
+    def __init__(self, listener: RdmaListener) -> None:
+        super().__init__(listener)
+        self._endpoint: Any = None
+        self._keys: dict[int, Any] = {}
+        self._places: dict[int, Sequence[int]] = {}
+        self._filled: dict[int, memoryview] = {}  # places that were handed to the handler itself
+        self._writing_bytes = 0
+        self._turn_bytes = 0
+
+    def _offers(self) -> Sequence[str]:
+        transports = self._listener.offered(self._transport)
+        return (OFFER + transports,) if transports else ()
+
+    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+        if kind == REQUEST and code == PLACED and self._endpoint is not None:
+            if len(message) < _PLACE.size or number in self._places:
+                raise CorruptFrame(f"request {number} has no proper place")
+            *place, code = _PLACE.unpack_from(message)
+            message = message[_PLACE.size:]
+            if place[2]:
+                self._places[number] = place
+        elif kind == CANCEL and number in self._places:
+            super()._deliver(kind, code, number, deadline_ms, message, payload)
+            self._filled.pop(number, None)
+            if self._places.pop(number, None) is not None:  # the answer would have been the word that we write no more there
+                status, text = encode_error(Cancelled("given up"))
+                super()._send_answer(number, status, text, (), 0)
+            return
+        elif kind == HELLO and code and self._greeted:
+            self._word(code, message)
+            return
+        super()._deliver(kind, code, number, deadline_ms, message, payload)
+
+    # -- words
+
+    def _word(self, word: int, said: bytes) -> None:
+        try:
+            if word == BEGIN and self._endpoint is None:
+                if not self._offers():
+                    raise NotSupported("it was not offered")
+                if said:
+                    self._endpoint = reach(self._listener.turning.worker, said, self._listener.transports)
+                else:
+                    self._send(pack_head(HELLO, BEGIN, 0, 0, self._listener.turning.worker.address(), 0), (), 0, gather=False)
+            elif word == KEY and self._endpoint is not None:
+                number, _, base, length = _KEY.unpack_from(said)
+                if len(self._keys) >= KEYS_MAX or len(said) > KEY_BYTES_MAX or number in self._keys:
+                    raise CorruptFrame("more keys than one can need")
+                self._keys[number] = ucx.Key(self._endpoint, bytes(said[_KEY.size:]), base, length)
+            elif word == TRY and self._endpoint is not None:
+                number, offset, content = _TRY.unpack(said)
+                self._listener.turning.wait(self._endpoint.put(self._keys[number], offset, (content,)), self._tried)
+            elif word == FORGET:
+                key = self._keys.pop(_NUMBER.unpack(said)[0], None)
+                if key is not None:
+                    key.drop()
+            elif word == FAILED:
+                _log.info("no RDMA with %s: %s", self._who(), bytes(said).decode(errors="replace"))
+                self._unlink()
+            elif self._endpoint is not None or word not in (KEY, TRY):  # else they were on their way when we failed
+                raise CorruptFrame(f"word {word} out of place")
+        except (NotSupported, ucx.Error) as error:
+            self._failed(str(error))
+        except (struct.error, KeyError):
+            raise CorruptFrame(f"word {word} can not be read") from None
+
+    def _tried(self, flush: Any) -> None:
+        if flush.error:
+            self._failed(flush.error)
+        elif not self._ended:
+            self._carried_by(RdmaUnixTransport.scheme if self.peer.local else RdmaTransport.scheme)
+            self._send(pack_head(HELLO, WORKS, 0, 0, b"", 0), (), 0, gather=False)
+
+    def _failed(self, reason: str) -> None:
+        _log.info("no RDMA with %s: %s", self._who(), reason)
+        self._unlink()
+        if not self._ended:
+            self._send(pack_head(HELLO, FAILED, 0, 0, reason.encode(), 0), (), 0, gather=False)
+
+    def _unlink(self) -> None:
+        for key in self._keys.values():
+            key.drop()
+        self._keys.clear()
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+            if not self._ended:
+                self._carried_by(RdmaUnixTransport.stream_scheme if self.peer.local else RdmaTransport.stream_scheme)
+
+    # -- answers
+
+    def _answer_room(self, number: int, byte_count: int) -> memoryview | None:
+        place = self._places.get(number)
+        key = self._keys.get(place[0]) if place is not None and 0 < byte_count <= place[2] else None
+        window = key.window(place[1], byte_count) if key is not None else None
+        if window is not None:
+            self._filled[number] = window
+        return window
+
+    def _send_answer(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
+        place = self._places.pop(number, None) if self._places else None
+        filled = self._filled.pop(number, None) if self._filled else None
+        if place is None or status or not payload_bytes or self._ended:
+            super()._send_answer(number, status, message, payload, payload_bytes)
+            return
+        number_of_key, offset, length = place
+        key = self._keys.get(number_of_key)
+        if payload_bytes > length and key is not None:
+            super()._send_answer(number, status, message, payload, payload_bytes)
+            return
+        try:
+            if key is None:
+                raise ucx.Error("the key to the reader's memory is not valid any more")
+            if filled is not None and len(payload) == 1 and payload[0] is filled:
+                self._send(pack_head(REPLY, 0, number, payload_bytes, message, 0), (), 0,
+                           gather=len(self._in_work) >= GATHER_IN_FLIGHT)
+                self._end_turn(payload_bytes)
+                return
+            flush = self._write(key, offset, payload)
+        except ucx.Error as error:
+            self._could_not(number, str(error))
+            return
+        self._writing_bytes += payload_bytes
+        if self._writing_bytes > WRITING_BYTES_MAX and not flush.ended():
+            self.pause_writing()
+        self._listener.turning.wait(flush, lambda flush: self._written(flush, number, message, payload_bytes))
+
+    def _end_turn(self, byte_count: int) -> None:
+        self._turn_bytes += byte_count
+        if self._turn_bytes >= TURN_BYTES and self._reading and not self._reader.stalled:
+            self._turn_bytes = 0
+            self._stop_reading()
+            self._stream_loop.call_soon(self._room)
+
+    def _write(self, key: Any, offset: int, payload: Sequence[Buffer]) -> Any:
+        return self._endpoint.put(key, offset, payload)
+
+    def _written(self, flush: Any, number: int, message: Buffer, count: int) -> None:
+        before, self._writing_bytes = self._writing_bytes, self._writing_bytes - count
+        if flush.error:
+            self._could_not(number, flush.error)
+        elif not self._ended:
+            self._send(pack_head(REPLY, 0, number, count, message, 0), (), 0, gather=True)
+        if before > WRITING_BYTES_MAX >= self._writing_bytes and not self._ended:
+            self.resume_writing()
+
+    def _could_not(self, number: int, reason: str) -> None:
+        status, text = encode_error(Unavailable(f"the answer could not be written to the reader's memory: {reason}"))
+        super()._send_answer(number, status, text, (), 0)
+
+    def _on_end(self, reason: str) -> None:
+        self._unlink()
+        self._places.clear()
+        self._filled.clear()
+        super()._on_end(reason)
+
+
+class RdmaListener(StreamListener):
+    """One worker for all of its connections."""
+
+    def __init__(self, settings: Settings, *arguments) -> None:
+        super().__init__(*arguments)
+        self._settings = settings
+        self.transports = settings.transports if settings.transports != "auto" else ucx.LOCAL if self.local else ucx.NETWORK
+        self.turning: _Turning | None = None
+
+    def _serve(self) -> StreamServed:
+        return RdmaServed(self)
+
+    async def start(self, sock, endpoint: str, path: str = "") -> None:
+        if self._settings.local if self.local else self._settings.networks:
+            try:
+                self.turning = _Turning(ucx.context(self.transports, self._settings.devices), self._settings.poll_us)
+            except (NvpoolError, ucx.Error) as error:
+                _log.info("%s: no RDMA is offered: %s", endpoint, error)
+        try:
+            await super().start(sock, endpoint, path)
+        except BaseException:
+            if self.turning is not None:
+                self.turning.close()
+            raise
+
+    def offered(self, transport) -> str:
+        """UCX's transports for this connection, or nothing: no device, or the peer is not in a network for it."""
+        if self.turning is None or self.turning.closed:
+            return ""
+        if self.local:
+            return self.transports
+        for end in ("sockname", "peername"):
+            address = ip_address(transport.get_extra_info(end)[0].partition("%")[0])
+            address = getattr(address, "ipv4_mapped", None) or address
+            if not any(address in network for network in self._settings.networks):
+                return ""
+        return self.transports
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        await super().close(drain_s)
+        if self.turning is not None:
+            self.turning.close()
+
+
+class _Rdma:
+    """What both transports add to theirs of `stream`. `strict`: a connection without RDMA is none."""
+
+    _asking = RdmaConnection
+
+    def __init__(self, settings: Settings = OFF, *, strict: bool = True) -> None:
+        super().__init__()
+        self._settings = settings
+        self._strict = strict
+        self._told: set[tuple[str, str]] = set()
+
+    def _listening(self, greeting, handler, identity) -> StreamListener:
+        return RdmaListener(self._settings, greeting, handler, self.local, self._clock, identity)
+
+    async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
+        """As StreamTransport.connect. Unreachable, too, when RDMA does not work between the two and this is strict."""
+        connection = await super().connect(endpoint, greeting, deadline_s=deadline_s)
+        try:
+            await connection.upgrade(deadline_s)
+        except BaseException:
+            await connection.close()
+            raise
+        if not connection.upgraded:
+            if self._strict or connection.closed:
+                await connection.close()
+                raise Unreachable(f"no RDMA with {endpoint}: {connection.why_not}")
+            if connection.offers and (endpoint, connection.why_not) not in self._told:
+                self._told = {*list(self._told)[-63:], (endpoint, connection.why_not)}
+                _log.info("no RDMA with %s, so it is %s: %s", endpoint, self.stream_scheme, connection.why_not)
+        return connection
+
+
+class RdmaTransport(_Rdma, StreamTransport):
+    """`rdma://host:port`, where a `stream` listens that offers it."""
+
+    scheme = "rdma"
+    stream_scheme = StreamTransport.scheme
+    rank = 35
+
+
+class RdmaUnixTransport(_Rdma, UnixStreamTransport):
+    """`rdma+unix:///path`: shared memory in place of RDMA, between processes of one user of one host."""
+
+    scheme = "rdma+unix"
+    stream_scheme = UnixStreamTransport.scheme
+    rank = 45

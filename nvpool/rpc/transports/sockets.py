@@ -1,0 +1,92 @@
+"""Sockets of the stream transports: their options, their TLS, and what their errors mean.
+
+Called by rpc/transports/stream, rpc/transports/sync_stream and rpc/transports/tls_server. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+
+from nvpool.core.errors import (
+    AccessDenied,
+    BadConfiguration,
+    DriveFailed,
+    InUse,
+    NvpoolError,
+    TooManyOpen,
+    Unreachable,
+    from_os_error,
+)
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.handshake import HELLO_S
+from nvpool.security.tls import Identity, refusal_of
+
+SOCKET_BUFFER_BYTES = 1 << 20
+"""Of unix sockets, whose default of 208 KiB lets a 1 MiB answer stop four times for its reader. (TCP sizes itself.)"""
+
+DEAD_PEER_S = 10
+"""Shorter than a client's patience, longer than a switch takes to find another path."""
+
+RESENT_S = 1
+"""What is not acknowledged is sent again at least so often: else the waits double, and a link that was away for five seconds
+carries nothing for another five."""
+_TCP_RTO_MAX_MS = 44
+"""tcp(7) of Linux 6.15; not in Python's socket yet."""
+
+GOODBYE_S = 5.0
+"""For what is still to be sent, and the goodbye of TLS, on a connection that is closed."""
+
+
+def is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def set_socket_options(sock) -> None:
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_PEER_S // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_PEER_S // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_S * 1000)
+    with contextlib.suppress(OSError):  # before Linux 6.15
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, RESENT_S * 1000)
+
+
+def tls_options(identity: Identity | None, greeting: Greeting, *, serving: bool) -> dict:
+    """What the loop's create_connection and create_server want for it."""
+    if identity is None:
+        return {}
+    return {"ssl": identity.context(serving=serving, strangers=greeting.strangers), "ssl_handshake_timeout": HELLO_S,
+            "ssl_shutdown_timeout": GOODBYE_S}
+
+
+def connect_error(error: OSError, endpoint: str) -> NvpoolError:
+    if refusal := refusal_of(error):
+        return AccessDenied(f"{endpoint}: {refusal}")
+    known = from_os_error(error, endpoint)
+    if isinstance(known, TooManyOpen):
+        return known
+    if isinstance(error, ConnectionResetError) and not error.errno:  # so says the loop's TLS
+        return Unreachable(f"{endpoint} hung up in the handshake of TLS: it has too many connections from here "
+                           f"(limits.connections_per_peer), or speaks plain text (network.plain_text, --plain-text)")
+    return Unreachable(f"nobody answers at {endpoint}: {error.strerror or str(error) or 'no answer in time'}")
+
+
+def listen_error(error: OSError, endpoint: str) -> NvpoolError:
+    if error.errno in (errno.EADDRINUSE, errno.EAGAIN):  # EAGAIN: so busy that its backlog is full
+        return InUse(f"{endpoint}: the address is in use")
+    known = from_os_error(error, f"listening at {endpoint}")
+    if isinstance(known, DriveFailed):  # no such host, not an address of this host
+        return BadConfiguration(str(known))
+    return known

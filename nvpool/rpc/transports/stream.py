@@ -1,0 +1,582 @@
+"""The transports `stream` (TCP) and `stream+unix` (unix sockets): frames as in rpc/transports/frame, on the running loop's
+sockets.
+
+Works on any asyncio loop; made for uvloop, whose transports write at once and keep what does not fit by reference, without a
+copy. One frame that is malformed, too long or unknown ends its connection with one logged reason, and nothing else.
+
+Both directions are bounded: the asking side keeps requests back while its socket is full, the answering side reads nothing
+while its answers are not taken or too many payload bytes are in work. A peer host that vanished is noticed by keepalive and
+TCP_USER_TIMEOUT within DEAD_PEER_S; a peer process that only hangs is left to the deadlines of requests.
+
+What leaves the host goes through the loop's TLS with both sides' certificates, as the greeting's identity says; frames and all
+else are the same then. The handshake of TLS 1.3 is over for the asking side before its certificate was looked at, so a refusal
+of it comes in place of the greeting; and by the TLS of uvloop and asyncio without a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.endpoint import Endpoint, host_port_url, parse_endpoint
+from nvpool.core.errors import (
+    AccessDenied,
+    Busy,
+    CorruptFrame,
+    InUse,
+    NvpoolError,
+    ProtocolMismatch,
+    Unreachable,
+)
+from nvpool.rpc.api import Buffer, Connection, Greeting, Handler, Listener, Peer
+from nvpool.rpc.error_codec import decode_error, encode_error
+from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
+from nvpool.rpc.limits import Limits, Metered, Share
+from nvpool.rpc.multiplexer import Answerer, Asker
+from nvpool.rpc.peer_roles import with_address
+from nvpool.rpc.transports.fast_replies import AnswersAtOnce, HearsAtOnce
+from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
+from nvpool.rpc.transports.sockets import GOODBYE_S, connect_error, is_socket, listen_error, set_socket_options, tls_options
+from nvpool.rpc.transports.tls_server import TlsServer
+from nvpool.security.tls import Identity, member_of, refusal_of, security
+
+_log = logging.getLogger(__name__)
+
+JOIN_BYTES = 32 << 10
+"""Frames up to here are joined into one buffer: copying it costs less than what a vectored write adds."""
+
+GATHER_BYTES = 256 << 10
+"""Frames that are gathered while others are being read go out at the latest at this many bytes."""
+
+WRITE_HIGH_BYTES = 1 << 20
+WRITE_LOW_BYTES = 256 << 10
+"""Bytes that the loop's transport holds for a peer that does not take them, before we stop adding and until we go on."""
+
+BACKLOG = 1024
+
+GATHER_IN_FLIGHT = 4
+"""With this many requests in flight more are likely in this turn of the loop; their frames leave together at its end."""
+
+
+class _End(asyncio.BufferedProtocol):
+    """One end of a stream: reads frames, writes frames. Derived classes say what they mean."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._stream_loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._reader = FrameReader(self._deliver, self._place)
+        self.get_buffer = self._reader.get_buffer
+        self._out: list[Buffer] = []
+        self._out_bytes = 0
+        self._out_scheduled = False
+        self._reading = False
+        self._ended = ""
+        self._gone = loop.create_future()
+
+    def connection_made(self, transport) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
+        set_socket_options(transport.get_extra_info("socket"))
+
+    def buffer_updated(self, count: int) -> None:
+        self._reading = True
+        try:
+            self._reader.buffer_updated(count)
+        except CorruptFrame as error:
+            self._end(str(error), logged=True)
+        finally:
+            self._reading = False
+            if self._out:
+                self._flush()
+
+    def _go_on_reading(self) -> None:
+        """Deliver what is kept in the buffer, then receive more, unless that stalls us again."""
+        if self._ended:
+            return
+        self._reader.stalled = False
+        if not self._reading:
+            self.buffer_updated(0)
+        if not self._reader.stalled and not self._ended:
+            self._transport.resume_reading()
+
+    def _stop_reading(self) -> None:
+        self._reader.stalled = True
+        if not self._ended:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._end("the other side has closed the connection")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        refusal = refusal_of(error)
+        if refusal:
+            self._turned_away(AccessDenied(f"{self._who()}: {refusal}"))
+        self._end(f"the connection was lost: {error.strerror or error}" if isinstance(error, OSError)
+                  else "the connection was lost")
+        self._reader.release()
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def _send(self, head: bytes, payload: Sequence[Buffer], payload_bytes: int, gather: bool) -> None:
+        out = self._out
+        if not payload_bytes:
+            out.append(head)
+        elif payload_bytes <= JOIN_BYTES:
+            out.append(b"".join((head, *payload)))
+        else:
+            out.append(head)
+            out.extend(payload)
+        self._out_bytes += len(head) + payload_bytes
+        if (self._reading or gather) and self._out_bytes < GATHER_BYTES:
+            if not self._reading and not self._out_scheduled:
+                self._out_scheduled = True
+                self._stream_loop.call_soon(self._flush_gathered)
+        else:
+            self._flush()
+
+    def _flush_gathered(self) -> None:
+        self._out_scheduled = False
+        if self._out:
+            self._flush()
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        total, self._out_bytes = self._out_bytes, 0
+        if self._transport.is_closing():
+            return
+        if len(out) == 1:
+            self._transport.write(out[0])
+        elif total <= JOIN_BYTES:
+            self._transport.write(b"".join(out))
+        else:
+            self._transport.writelines(out)
+
+    def _end(self, reason: str, logged: bool = False) -> None:
+        """Close, once; `reason` is what callers are told, and goes to the log where it is somebody's fault."""
+        if self._ended:
+            return
+        self._ended = reason
+        self._reader.stalled = True
+        if logged:
+            _log.warning("connection with %s ended: %s", self._who(), reason)
+        if self._out:
+            self._flush()
+        self._transport.close()
+        self._on_end(reason)
+
+    async def _closed(self, timeout_s: float) -> None:
+        """Wait until what was written has gone out; after timeout_s drop it."""
+        await asyncio.wait([self._gone], timeout=timeout_s)
+        if not self._gone.done():
+            self._transport.abort()
+            await self._gone
+
+    def _member(self, identity: Identity, *, as_server: bool) -> str:
+        """Who is at the other end by his certificate, which is watched from now on; nothing where none was shown. AccessDenied,
+        StaleIdentity."""
+        member = member_of(self._transport.get_extra_info("peercert"), identity.pool_id)
+        if member:
+            identity.admit(member, as_server=as_server)
+            identity.watch(self, member)
+        return member
+
+    def revoked(self, error: NvpoolError) -> None:
+        self._end(str(error), logged=True)
+
+    def _turned_away(self, error: NvpoolError) -> None:
+        """One side's certificate was refused."""
+
+    def _who(self) -> str:
+        raise NotImplementedError
+
+    def _deliver(self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview) -> None:
+        raise NotImplementedError
+
+    def _place(self, kind: int, number: int, payload_bytes: int) -> memoryview | None:
+        return None
+
+    def _on_end(self, reason: str) -> None:
+        raise NotImplementedError
+
+
+class StreamConnection(HearsAtOnce, _End, Asker):
+    """The asking end. Made by the transports' `connect`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, greeting: Greeting, endpoint: str, local: bool, clock: Clock,
+                 identity: Identity | None = None) -> None:
+        """With `identity` over TLS."""
+        Asker.__init__(self, loop, Peer(endpoint, endpoint, local), clock)
+        _End.__init__(self, loop)
+        self._greeting = greeting
+        self._identity = identity
+        self.offers: tuple[str, ...] = ()
+        """What the other side would go on to; see rpc/transports/rdma."""
+        self.greeted = loop.create_future()
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._linger(False)
+        if self._identity is not None:
+            try:
+                self.peer = self.peer._replace(member=self._member(self._identity, as_server=True))
+            except NvpoolError as error:
+                self._refused(type(error)(f"{self.peer.address}: {error}"))
+                return
+        self._send(pack_head(HELLO, 0, 0, 0, encode_hello(self._greeting), 0), (), 0, gather=False)
+
+    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+        if kind == REPLY and self.greeted.done():
+            self._answered(number, code, message, payload)
+        elif kind == HELLO and not self.greeted.done():
+            if code:
+                self._refused(decode_error(code, message))
+                return
+            try:
+                hello = check_hello(message, self._greeting)
+            except ProtocolMismatch as error:
+                self._refused(error)
+                return
+            self.peer = self.peer._replace(name=hello.name)
+            self.offers = tuple(hello.transports)
+            self.greeted.set_result(None)
+        else:
+            raise CorruptFrame(f"a frame of kind {kind} out of place")
+
+    def _refused(self, error: NvpoolError) -> None:
+        if not self.greeted.done():
+            self.greeted.set_exception(error)
+        self._end(str(error))
+
+    _turned_away = _refused
+
+    def _place(self, kind, number, payload_bytes):
+        return self._into(number, payload_bytes)
+
+    def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
+        self._send(pack_head(REQUEST, method, number, deadline_ms, message, payload_bytes), payload, payload_bytes,
+                   len(self._in_flight) >= GATHER_IN_FLIGHT)
+
+    def _send_cancel(self, number) -> None:
+        self._reader.abandon(number)
+        self._send(pack_head(CANCEL, 0, number, 0, b"", 0), (), 0, gather=True)
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._pump()
+
+    def _who(self) -> str:
+        return self.peer.name
+
+    def _on_end(self, reason: str) -> None:
+        if not self.greeted.done():
+            plain = self._identity is None and not self.peer.local
+            self.greeted.set_exception(Unreachable(f"{self.peer.address}: {reason}" + (
+                "; does it speak TLS? Here plain text is spoken (network.plain_text, --plain-text)" if plain else "")))
+        self._lost(f"{self.peer.name}: {reason}")
+
+    async def close(self) -> None:
+        self._linger(True)
+        self._end("closed here")
+        await self._closed(timeout_s=1.0)
+
+    def _linger(self, wanted: bool) -> None:
+        """Whether the kernel goes on sending when this end is closed. Not where this process dies: a write that arrived seconds
+        later, after lost packets, might lie over what its successor has written there since."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX and sock.fileno() >= 0:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", not wanted, 0))
+
+
+class StreamServed(AnswersAtOnce, _End, Answerer):
+    """The answering end of one connection."""
+
+    def __init__(self, listener: StreamListener) -> None:
+        Answerer.__init__(self, listener.handler, Peer("somebody", "", listener.local), listener.clock,
+                          transport="stream+unix" if listener.local else "stream")
+        _End.__init__(self, listener.loop)
+        self._listener = listener
+        self._at_once = getattr(listener.handler, "at_once", None)
+        self._later = self if type(self) is StreamServed else None  # an answer of another kind may have to go elsewhere
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._greeted = False
+        self._entered: Share | None = None
+        self._held_back = False
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self.peer = with_address(self.peer, transport)
+        connections = self._listener.connections
+        connections.add(self)
+        self._hello_timer = self._stream_loop.call_later(HELLO_S, self._end, "no greeting came", True)
+        try:
+            if self._listener.identity is not None:
+                self.peer = self.peer._replace(member=self._member(self._listener.identity, as_server=False))
+            self._entered = share = self._listener.limits.enter(self, self.peer, self._listener.greeting.name)
+        except NvpoolError as error:
+            self._refuse(error)
+            return
+        if share.limited:
+            self._share = share
+            self._reader.admit = self._admit
+            self._transport = Metered(transport)
+
+    def _refuse(self, error: NvpoolError) -> None:
+        code, message = encode_error(error)
+        self._send(pack_head(HELLO, code, 0, 0, message, 0), (), 0, gather=False)
+        self._end(str(error), logged=not isinstance(error, Busy))  # of limits the log says little, however many come
+
+    def _place(self, kind, number, payload_bytes):
+        if kind != REQUEST:
+            raise CorruptFrame(f"a frame of kind {kind} with a payload")
+        return None
+
+    def _admit(self, kind: int, count: int) -> bool:
+        if kind != REQUEST or not self._greeted:
+            raise CorruptFrame(f"a frame of kind {kind} with {count} bytes out of place")
+        return self._share.admit(count)
+
+    # -- what limits ask of a connection: rpc/limits.Limited
+
+    def unfinished(self) -> tuple[bytes, int] | None:
+        return self._reader.unfinished() if self._greeted else None
+
+    def unsent(self) -> tuple[int, int]:
+        return self._transport.get_write_buffer_size(), self._transport.sent
+
+    def hold_back(self) -> None:
+        self._held_back = True
+        self._stop_reading()
+
+    def go_on(self) -> None:
+        self._held_back = False
+        self._room()
+
+    def cut_off(self, reason: str) -> None:
+        self._end(reason)
+        self._transport.abort()
+
+    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+        if kind == REQUEST and self._greeted:
+            self._arrived(number, code, deadline_ms, message, payload)
+            if self._overfull or self._share is not None and not self._share.takes_turn():
+                self._stop_reading()
+        elif kind == CANCEL and self._greeted:
+            self._cancelled(number)
+        elif kind == HELLO and not self._greeted:
+            greeting = self._listener.greeting
+            try:
+                hello = check_hello(message, greeting)
+            except ProtocolMismatch as error:
+                self._refuse(error)
+                return
+            self._greeted = True
+            self._hello_timer.cancel()
+            self.peer = self.peer._replace(name=hello.name)
+            self._send(pack_head(HELLO, 0, 0, 0, encode_hello(greeting, self._offers()), 0), (), 0, gather=False)
+        else:
+            raise CorruptFrame(f"a frame of kind {kind} out of place")
+
+    def _offers(self) -> Sequence[str]:
+        return ()
+
+    def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
+        if not self._ended:
+            self._send(pack_head(REPLY, status, number, 0, message, payload_bytes), payload, payload_bytes,
+                       len(self._in_work) >= GATHER_IN_FLIGHT)
+
+    # Nothing is read while answers are not taken, or there would be no end to them.
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+        self._stop_reading()
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        self._room()
+
+    _writing_paused = False
+
+    def _room(self) -> None:
+        if self._may_read and (self._share is None or not self._share.queued):
+            self._go_on_reading()
+
+    @property
+    def _may_read(self) -> bool:
+        return not (self._writing_paused or self._overfull or self._held_back or self._ended)
+
+    def _who(self) -> str:
+        return f"{self.peer.name} at {self.peer.address}"
+
+    def _on_end(self, reason: str) -> None:
+        self._hello_timer.cancel()
+        self._listener.connections.discard(self)
+        self._asker_gone()
+        if self._entered is not None:
+            self._entered.leave()
+        if self._transport.get_write_buffer_size():  # to a peer that may never take it
+            self._stream_loop.call_later(GOODBYE_S, self._transport.abort)
+
+    async def drain(self, drain_s: float) -> None:
+        await self._drained(drain_s)
+        self._end("the server is closing")
+        await self._closed(timeout_s=1.0)
+
+
+class StreamListener:
+    """transport.Listener of both stream transports."""
+
+    def __init__(self, greeting: Greeting, handler: Handler, local: bool, clock: Clock,
+                 identity: Identity | None = None) -> None:
+        """With `identity` over TLS."""
+        self.endpoint = ""
+        self.greeting = greeting
+        self.identity = identity
+        self.handler = handler
+        self.local = local
+        self.clock = clock
+        self.loop = asyncio.get_running_loop()
+        self.limits = greeting.limits or Limits(clock=clock)
+        self.connections: set[StreamServed] = set()
+        self._server: asyncio.Server | TlsServer | None = None
+        self._path: tuple[str, int] | None = None
+
+    def _serve(self) -> StreamServed:
+        return StreamServed(self)
+
+    async def start(self, sock: socket.socket, endpoint: str, path: str = "") -> None:
+        self.endpoint = endpoint
+        if path:
+            self._path = (path, os.stat(path).st_ino)
+            self._server = await self.loop.create_unix_server(self._serve, sock=sock, backlog=BACKLOG)
+        elif self.identity is None:
+            self._server = await self.loop.create_server(self._serve, sock=sock, backlog=BACKLOG)
+        else:
+            self._server = TlsServer(self._serve, sock, tls_options(self.identity, self.greeting, serving=True), self.limits)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            if self._path is not None:
+                with contextlib.suppress(OSError):
+                    if os.stat(self._path[0]).st_ino == self._path[1]:  # not one that somebody else has made since
+                        os.unlink(self._path[0])
+        if self.connections:
+            await asyncio.gather(*[connection.drain(drain_s) for connection in list(self.connections)])
+
+
+class StreamTransport:
+    """`stream://host:port`: frames over TCP."""
+
+    scheme = "stream"
+    rank = 30
+    local = False
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+
+    async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
+        where = parse_endpoint(endpoint)
+        loop = asyncio.get_running_loop()
+        made: list[StreamConnection] = []
+        identity = security(greeting.identity, where, endpoint)
+
+        def protocol() -> StreamConnection:
+            made.append(self._asking(loop, greeting, endpoint, self.local, self._clock, identity))
+            return made[0]
+
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                await self._open(loop, protocol, where, tls_options(identity, greeting, serving=False))
+                await asyncio.shield(made[0].greeted)
+        except OSError as error:  # TimeoutError is one
+            raise connect_error(error, endpoint) from None
+        except Unreachable:
+            if identity is not None and (trouble := identity.own_trouble()):
+                raise AccessDenied(f"{endpoint} hung up: {trouble}") from None
+            raise
+        finally:
+            if made and not (made[0].greeted.done() and made[0].greeted.exception() is None):
+                if made[0]._transport is not None:
+                    made[0]._end("the greeting did not come")
+                if made[0].greeted.done():
+                    made[0].greeted.exception()
+        return made[0]
+
+    _asking: type[StreamConnection] = StreamConnection
+
+    def _listening(self, greeting: Greeting, handler: Handler, identity: Identity | None) -> StreamListener:
+        return StreamListener(greeting, handler, self.local, self._clock, identity)
+
+    async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:
+        await loop.create_connection(protocol, where.host, where.port, **tls)
+
+    async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
+        where = parse_endpoint(endpoint)
+        loop = asyncio.get_running_loop()
+        identity = security(greeting.identity, where, endpoint)
+        try:
+            family, kind, protocol, _, address = (await loop.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM,
+                                                                         flags=socket.AI_PASSIVE))[0]
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(address)
+                sock.listen(BACKLOG)
+                sock.setblocking(False)
+            except OSError:
+                sock.close()
+                raise
+        except OSError as error:
+            raise listen_error(error, endpoint) from None
+        listener = self._listening(greeting, handler, identity)
+        await listener.start(sock, host_port_url(self.scheme, where.host, sock.getsockname()[1]))
+        return listener
+
+
+class UnixStreamTransport(StreamTransport):
+    """`stream+unix:///path`: frames over a unix socket, between processes of one host."""
+
+    scheme = "stream+unix"
+    rank = 40
+    local = True
+
+    async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:
+        await loop.create_unix_connection(protocol, where.path)
+
+    async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
+        """As StreamTransport.listen. A socket file that nobody listens on any more is replaced. Only this user may connect, or
+        all of this host where the greeting says so."""
+        where = parse_endpoint(endpoint)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if is_socket(where.path):
+                sock.setblocking(False)
+                with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+                    sock.connect(where.path)
+                    raise InUse(f"{endpoint}: another process listens there")
+                sock.close()
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                os.unlink(where.path)
+            sock.bind(where.path)
+            os.chmod(where.path, 0o666 if greeting.local_users else 0o600)
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
+        except OSError as error:
+            sock.close()
+            raise listen_error(error, endpoint) from None
+        except InUse:
+            sock.close()
+            raise
+        listener = self._listening(greeting, handler, None)
+        await listener.start(sock, endpoint, where.path)
+        return listener

@@ -1,0 +1,129 @@
+"""A connection of the stream transports for a thread that waits itself: one request at a time, by plain system calls.
+
+What a loop gives (many requests, gathering, cancelling) costs a single request more than its bytes do; a thread that does
+nothing but wait for one answer needs none of it. Frames and greeting are those of stream_transport, the listener sees no
+difference. A connection that meets anything but a whole answer is closed and stays so. Used by one thread at a time; called by
+client/read/threads.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.errors import CorruptFrame, DeadlineExceeded, Disconnected, InvalidRequest, Unreachable
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.error_codec import decode_error
+from nvpool.rpc.handshake import check_hello, encode_hello
+from nvpool.rpc.transports.frame import HELLO, REPLY, REQUEST, FrameReader, pack_head
+from nvpool.rpc.transports.sockets import set_socket_options
+from nvpool.security.tls import security
+
+_NUMBER_MASK = 0xFFFFFFFF
+
+
+class BlockingConnection:
+    """To the daemon at `endpoint`; the greeting is over when this is made. Nothing here takes longer than `patience_s`, but for
+    the look-up of a host's name.
+
+    Unreachable        nobody answers there in time, or it is no endpoint of the stream transports
+    ProtocolMismatch   as the other side says
+    """
+
+    def __init__(self, endpoint: str, greeting: Greeting, patience_s: float) -> None:
+        self.closed = False
+        self._patience_s = patience_s
+        self._number = 0
+        self._frames: list[tuple] = []
+        self._reader = FrameReader(lambda *frame: self._frames.append(frame), lambda kind, number, count: None)
+        try:
+            where = parse_endpoint(endpoint)
+            if security(greeting.identity, where, endpoint) is not None:
+                raise Unreachable(f"{endpoint}: under TLS only by a loop")
+            if where.scheme == "stream":
+                self._socket = socket.create_connection((where.host, where.port), patience_s)
+            elif where.scheme == "stream+unix":
+                self._socket = socket.socket(socket.AF_UNIX)
+                self._socket.settimeout(patience_s)
+                try:
+                    self._socket.connect(where.path)
+                except BaseException:
+                    self._socket.close()
+                    raise
+            else:
+                raise Unreachable(f"{endpoint}: not by waiting for a socket")
+        except (OSError, InvalidRequest) as error:
+            raise Unreachable(f"nobody answers at {endpoint}: {error}") from None
+        try:
+            # Python's own time-out would cost a poll(2) before each call; the kernel's costs none.
+            self._socket.settimeout(None)
+            seconds = struct.pack("ll", int(patience_s), int(patience_s % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+            set_socket_options(self._socket)
+            kind, code, _, _, message, _ = self._exchange(pack_head(HELLO, 0, 0, 0, encode_hello(greeting), 0))
+            if kind != HELLO:
+                raise CorruptFrame(f"a frame of kind {kind} came instead of a greeting")
+            if code:
+                raise decode_error(code, message)
+            check_hello(message, greeting)
+        except (OSError, CorruptFrame, Disconnected, DeadlineExceeded) as error:
+            self.close()
+            raise Unreachable(f"no greeting from {endpoint}: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: int, message: bytes) -> tuple[bytes, memoryview]:
+        """Message and payload of the answer, the caller's to keep. The deadline that is sent is our patience.
+
+        DeadlineExceeded   nothing, or not all, came in time   } closed
+        Disconnected       the other side is gone              }
+        CorruptFrame       what came is no answer to this      }
+        any NvpoolError    what the other side answered: the connection is as good as before
+        """
+        self._number = number = self._number % _NUMBER_MASK + 1
+        try:
+            kind, code, its_number, _, found, payload = self._exchange(
+                pack_head(REQUEST, method, number, int(self._patience_s * 1000), message, 0))
+            if kind != REPLY or its_number != number or self._frames:
+                raise CorruptFrame(f"a frame of kind {kind} and number {its_number} came to question {number}")
+        except BlockingIOError:
+            self.close()
+            raise DeadlineExceeded(f"no answer within {self._patience_s} s") from None
+        except OSError as error:
+            self.close()
+            raise Disconnected(str(error)) from None
+        except BaseException:  # Ctrl-C too: what comes later would be taken for the answer to the next question
+            self.close()
+            raise
+        if code:
+            raise decode_error(code, found)
+        return found, payload
+
+    def _exchange(self, frame: bytes) -> tuple:
+        reader, frames, receive = self._reader, self._frames, self._socket.recv_into
+        self._socket.sendall(frame)
+        until_s = 0.0
+        while True:
+            count = receive(reader.get_buffer(0))
+            if not count:
+                raise Disconnected("the other side has closed the connection")
+            if not until_s and (found := reader.only(count)) is not None:
+                return found
+            reader.buffer_updated(count)
+            if frames:
+                return frames.pop(0)
+            now_s = SYSTEM_CLOCK.boottime_s()  # a part came, and each part has the kernel's patience anew
+            until_s = until_s or now_s + self._patience_s
+            if now_s > until_s:
+                raise BlockingIOError
+
+    def close(self) -> None:
+        """May be called twice."""
+        if not self.closed:
+            self.closed = True
+            self._socket.close()
+            self._reader.release()

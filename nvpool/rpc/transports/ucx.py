@@ -1,0 +1,122 @@
+"""UCX as the transport `rdma` uses it: which library, its settings, one Context for each choice of UCX's own transports.
+
+UCX comes with the wheel libucx (`nvpool[rdma]`), which has shared memory and TCP but no verbs, or with the system (Debian:
+libucx0, or the network card's vendor), which is taken first where it brings InfiniBand and RoCE. Nothing is loaded before a
+Context is asked for. UCX is told to leave signals alone, to start no file system of its own, and to keep its cache of
+registered memory within bounds. The only user of _ucx.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import re
+from collections import OrderedDict
+from importlib.util import find_spec
+from typing import Any
+
+from nvpool.core.errors import BadConfiguration, NotSupported
+
+try:
+    from nvpool.rpc.transports import _ucx
+except ImportError:  # not compiled
+    _ucx = None
+
+log = logging.getLogger(__name__)
+
+LOCAL = "posix,sysv,self"
+"""UCX's transports within a host: shared memory."""
+NETWORK = "ib,self"
+"""All that go over InfiniBand and RoCE devices."""
+_VERBS = ("ib", "rc", "ud", "dc")
+TRANSPORTS = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+){0,15}")
+DEVICES = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]+)?(,[A-Za-z0-9_.-]+(:[0-9]+)?){0,15}")
+
+_ENVIRONMENT = {"UCX_HANDLE_ERRORS": "none", "UCX_ERROR_SIGNALS": "", "UCX_VFS_ENABLE": "n", "UCX_WARN_UNUSED_ENV_VARS": "n",
+                "UCX_LOG_LEVEL": "fatal"}
+"""Read by UCX when it is loaded. Errors come back as statuses and are logged by us."""
+RCACHE_BYTES_MAX = 256 << 20
+RCACHE_REGIONS_MAX = 4096
+"""Of a store's buffers that UCX keeps registered since it has sent from them."""
+_SYSTEM = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/opt/ucx/lib",
+           "/usr/local/lib")
+_CONTEXTS_MAX = 4
+_loaded_by = 0
+"""The process that has loaded UCX. Its forked children can not use it, nor take apart what they have inherited."""
+_contexts: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+Error: type[Exception] = _ucx.UcxError if _ucx is not None else NotSupported
+if _ucx is not None:
+    Endpoint, Flush, Key, Place, Slab, Worker = _ucx.Endpoint, _ucx.Flush, _ucx.Key, _ucx.Place, _ucx.Slab, _ucx.Worker
+
+
+def library() -> tuple[str, bool] | None:
+    """Where UCX's libraries lie, and whether they know verbs: the system's where those do, else the wheel's, else the system's;
+    None where there are none."""
+    system = next((place for place in _SYSTEM if os.path.exists(f"{place}/libucp.so.0")), "")
+    if system and glob.glob(f"{system}/ucx/libuct_ib*.so*"):
+        return system, True
+    wheel = find_spec("libucx")
+    if wheel is not None and wheel.submodule_search_locations:
+        place = os.path.join(next(iter(wheel.submodule_search_locations)), "lib")
+        if os.path.exists(f"{place}/libucp.so.0"):
+            return place, bool(glob.glob(f"{place}/ucx/libuct_ib*.so*"))
+    return (system, False) if system else None
+
+
+def missing() -> str:
+    """What keeps this process from using UCX, with the remedy; nothing when it can. Loads nothing."""
+    if _ucx is None:
+        return "nvpool's module for UCX was not compiled; install a C compiler and nvpool anew"
+    if _loaded_by not in (0, os.getpid()):
+        return "this process was forked from one that uses UCX"
+    if library() is None:
+        return "UCX is not installed; pip install 'nvpool[rdma]', or the system's UCX where there are network cards for RDMA"
+    return ""
+
+
+def _load() -> None:
+    global _loaded_by
+    if reason := missing():
+        raise NotSupported(reason)
+    place, _ = library()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        _ucx.load(*(f"{place}/lib{name}.so.0" for name in ("ucs", "uct", "ucp")))
+    except _ucx.UcxError as error:
+        raise NotSupported(f"UCX in {place} can not be used: {error}") from None
+    _loaded_by = os.getpid()
+
+
+def version() -> str:
+    """Of the library that is, or would be, used. NotSupported where there is none."""
+    _load()
+    return _ucx.version()
+
+
+def context(transports: str, devices: str = "all") -> Any:
+    """UCX with these of its transports over these devices; the same again for the same. NotSupported where this host has none
+    of them; BadConfiguration for what are no names."""
+    if not TRANSPORTS.fullmatch(transports) or not DEVICES.fullmatch(devices):
+        raise BadConfiguration(f"{transports!r} over {devices!r} are no names of UCX's transports and devices")
+    _load()
+    known = _contexts.get((transports, devices))
+    if known is None:
+        settings = {"TLS": transports, "NET_DEVICES": devices}
+        if any(name.startswith(_VERBS) for name in transports.split(",")):
+            # UCX leaves out what it does not have, and would say so to the first peer only.
+            if not library()[1]:
+                raise NotSupported("this UCX was built without verbs")
+            if not os.path.isdir("/sys/class/infiniband") or not os.listdir("/sys/class/infiniband"):
+                raise NotSupported("this host has no InfiniBand or RoCE device")
+            settings |= {"RCACHE_MAX_SIZE": str(RCACHE_BYTES_MAX), "RCACHE_MAX_REGIONS": str(RCACHE_REGIONS_MAX)}
+        try:
+            known = _ucx.Context(settings)
+        except _ucx.UcxError as error:
+            raise NotSupported(f"UCX has no {transports} here ({error})") from None
+        while len(_contexts) >= _CONTEXTS_MAX:  # in use ones live on with those who use them
+            _contexts.popitem(last=False)
+        _contexts[transports, devices] = known
+    return known

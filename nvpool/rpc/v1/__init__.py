@@ -1,0 +1,1 @@
+"""Messages of the wire protocol, generated from proto/nvpool/v1."""

@@ -1,0 +1,155 @@
+"""What of a daemon's work goes to the audit log: changes by operators and clients, and refusals.
+
+Called by node/supervisor and node/admin/join_server for changes of the pool, by runtime/service for what a metadata service is
+asked. Data and ordinary changes of files are no events. Nothing here decides or delays an answer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from nvpool.core.config import Config, as_dict
+from nvpool.core.errors import AccessDenied, NotPermitted, Refused
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.rpc.api import Buffer, Call, Peer
+from nvpool.rpc.v1 import meta_pb2 as pb
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.runtime.audit_log import Actor, AuditLog
+from nvpool.security.audit_format import FILE
+
+_VOLUME_WISHES = {"SET", "SEAL", "GRANT", "REVOKE", "REMOVE"}
+_NEW_VOLUME = bytes((pb.CreateRequest.DESCRIPTOR.fields_by_name["volume"].number << 3 | 2,))
+"""How the field of a new volume begins in a message (protobuf encoding: number and wire type); few others have that byte."""
+
+Event = tuple[str, dict[str, Any]]
+T = TypeVar("T")
+
+
+def audit_log(directory: PoolDirectory, process: str) -> AuditLog:
+    return AuditLog(directory.log / FILE, directory.run / "audit.lock", process)
+
+
+def actor_of(peer: Peer) -> Actor:
+    credentials = peer.credentials
+    if credentials is None or peer.member:
+        return Actor(peer.member, address=peer.address)
+    return Actor(uid=credentials.uid, pid=credentials.pid, address=peer.address)
+
+
+def ourselves() -> Actor:
+    """For what a daemon does by itself, or for whoever started it."""
+    return Actor(uid=os.geteuid(), pid=os.getpid())
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether who asked may not have it; other errors say that it could not be done."""
+    return isinstance(error, AccessDenied | NotPermitted)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Those that are not the default, by section."""
+    defaults = as_dict(Config())
+    changed = {section: {name: value for name, value in keys.items() if value != defaults[section][name]}
+               for section, keys in as_dict(config).items()}
+    return {section: keys for section, keys in changed.items() if keys}
+
+
+async def audited(log: AuditLog, event: str, actor: Actor, what: dict[str, Any], work: Awaitable[T]) -> T:
+    """The result of `work`, which is noted, as is its error."""
+    try:
+        result = await work
+    except Exception as error:
+        log.note(event, actor, what, error, refused=is_refusal(error))
+        raise
+    log.note(event, actor, what)
+    return result
+
+
+class MetaAudit:
+    """Watches the requests of a metadata service; `watched` costs a look into a table for those that are no events."""
+
+    def __init__(self, log: AuditLog) -> None:
+        self._log = log
+        self._events: dict[int, Callable[[Buffer], Event | None]] = {
+            wire.META_CREATE: _created, wire.META_VOLUME: _volume_wish, wire.META_TRASH: _trash_wish,
+            wire.META_DUMP: lambda message: ("dump", {}), wire.META_LOAD: lambda message: ("load", {})}
+
+    def watched(self, call: Call) -> Call:
+        """`call`, or one in its place that notes its answer."""
+        read = self._events.get(call.method)
+        if read is None or call.method == wire.META_CREATE and bytes(call.message).find(_NEW_VOLUME) < 0:
+            return call
+        try:
+            event = read(call.message)
+        except DecodeError:
+            return call  # the service refuses it
+        return call if event is None else _Watched(call, *event, self._log)
+
+
+class _Watched:
+    """A Call whose answer is noted."""
+
+    def __init__(self, call: Call, event: str, what: dict[str, Any], log: AuditLog) -> None:
+        self._call = call
+        self._event = event
+        self._what = what
+        self._log = log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def reply(self, message: Buffer = b"", payload=()) -> None:
+        self._call.reply(message, payload)
+        if self._event.startswith("volume-") and self._call.method == wire.META_VOLUME:
+            try:
+                if name := pb.VolumeReply.FromString(bytes(message)).volume.name:
+                    self._what["volume"] = name
+            except DecodeError:
+                pass
+        self._log.note(self._event, actor_of(self._call.peer), self._what)
+
+    def fail(self, error: BaseException) -> None:
+        self._call.fail(error)
+        if isinstance(error, Refused):  # else the client asks again, perhaps another shard
+            self._log.note(self._event, actor_of(self._call.peer), self._what, error, refused=is_refusal(error))
+
+
+def _created(message: Buffer) -> Event | None:
+    request = pb.CreateRequest.FromString(bytes(message))
+    if not request.HasField("volume"):
+        return None
+    return "volume-create", {"volume": request.name.decode(errors="replace")} | _fields(request.volume)
+
+
+def _volume_wish(message: Buffer) -> Event | None:
+    request = pb.VolumeRequest.FromString(bytes(message))
+    if request.wish not in pb.VolumeRequest.Wish.values():
+        return None
+    wish = pb.VolumeRequest.Wish.Name(request.wish)
+    if wish not in _VOLUME_WISHES:
+        return None
+    what: dict[str, Any] = {"inode": request.inode}
+    if wish in ("GRANT", "REVOKE"):
+        what["client"] = request.grant.client
+    if wish == "GRANT":
+        what["right"] = "rw" if request.grant.write else "ro"
+    if wish == "SET":
+        what |= {name: value for name, value in _fields(request).items() if name not in ("session", "inode", "wish")}
+    return f"volume-{wish.lower()}", what
+
+
+def _trash_wish(message: Buffer) -> Event | None:
+    request = pb.TrashRequest.FromString(bytes(message))
+    if request.wish == pb.TrashRequest.LIST:
+        return None
+    return f"trash-{'restore' if request.wish == pb.TrashRequest.RESTORE else 'purge'}", {"inode": request.inode,
+                                                                                           "entry": request.entry}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """Those that are set; numbers and texts."""
+    return {field.name: value for field, value in message.ListFields() if isinstance(value, int | str)}

@@ -1,0 +1,84 @@
+"""The log of a program: where it goes, in which form, and how its level changes while it runs.
+
+Called by the programs beside it, each at its start; by runtime/daemon_process when SIGHUP comes. What Python itself says at a
+crash goes the same way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import json
+import logging
+import logging.handlers
+import os
+from pathlib import Path
+
+from nvpool.host.log_files import log_opener
+
+log = logging.getLogger("nvpool.runtime")
+
+_again: Path | None = None
+"""The node.toml that says what this process is to log."""
+
+
+class _Lines(logging.Formatter):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}[%(process)d] %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+class _File(logging.handlers.WatchedFileHandler):
+    """Each new file is for its owner and group alone."""
+
+    def _open(self):
+        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=log_opener)
+
+
+class _Objects(logging.Formatter):
+    """One JSON object a line. Keys that do not change: time (RFC 3339, UTC), level, process, pid, logger, message; error where
+    there is a traceback."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
+        told = {"time": time.replace("+00:00", "Z"), "level": record.levelname.lower(), "process": self._name,
+                "pid": record.process, "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            told["error"] = self.formatException(record.exc_info)
+        return json.dumps(told, ensure_ascii=False)
+
+
+def start_log(name: str, level: str, path: Path | None, *, form: str = "text", node_toml: Path | None = None) -> None:
+    """All log goes to `path` (opened anew when it was moved away), or to stderr, as lines of text or of JSON. With `node_toml`,
+    `follow_settings` takes the level that stands there by then."""
+    global _again
+    _again = node_toml
+    if path is not None:
+        kept: logging.Handler = _File(path, encoding="utf-8", errors="backslashreplace")
+        descriptor = log_opener(os.fspath(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    else:
+        kept = logging.StreamHandler()
+    kept.setFormatter(_Objects(name) if form == "json" else _Lines(name))
+    logging.basicConfig(level=level.upper(), handlers=[kept], force=True)
+    faulthandler.enable()
+
+
+def follow_settings() -> None:
+    """Take the level that node.toml says now; one that can not be read leaves it as it is, with a warning."""
+    if _again is None:
+        return
+    from nvpool.core.config import load  # not in the holder, which is to stay small
+    from nvpool.core.errors import NvpoolError
+    try:
+        level = load(_again).log.level
+    except NvpoolError as error:
+        log.warning("the level of the log stays: %s", error)
+        return
+    logging.getLogger().setLevel(level.upper())
+    log.info("the level of the log is %s", level)

@@ -1,0 +1,1 @@
+"""Administration of a running pool: dumps, statistics and calls to one shard or target."""

@@ -1,0 +1,121 @@
+"""Begin a check or a dump at all shards of a pool, of one moment of the whole pool (meta/snapshot_barrier), while it serves.
+
+Called by `checkup_names` and `dumpfile`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import Busy, NotFound, NvpoolError, Stale, Unavailable
+from nvpool.core.units import PARTITION_COUNT
+from nvpool.rpc.messages.fsck_sums import unpack_bits
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.rpc.v1.meta_pb2 import MomentReply, MomentRequest
+from nvpool.sdk.admin.calls import AWAY_S, Asking
+
+TRY_S = 60.0
+"""For others who begin one, hand-overs of partitions just then, a shard that is busy. Each try takes milliseconds."""
+PAUSE_S = 0.05
+FORGET_S = 2.0
+ANEW_MAX = 10
+"""Of one walk: a pool in which shards change more often while it lasts is to be looked at first."""
+
+
+class Begun(NamedTuple):
+    cursors: dict[int, bytes]
+    """By shard, of what was begun there."""
+    holders: tuple[int, ...]
+    """By partition, the shard that has it at that moment: what was begun there shows it."""
+
+
+async def walk_at_all(client, walk: Callable[[Begun], Awaitable[None]], anew: Callable[[str], None], *, dump: bool = False,
+                      repair: bool = False) -> None:
+    """Begin it, and `walk` it. Where a shard is another process meanwhile, or has left the pool, what was begun there is gone,
+    and no other moment fits to what the others have: then all of it is begun anew, up to ANEW_MAX times, and `anew` is told why
+    before. Errors as `begin_at_all`'s; what ends the last walk."""
+    for times in range(ANEW_MAX + 1):
+        begun = await begin_at_all(client, dump=dump, repair=repair)
+        try:
+            return await walk(begun)
+        except BaseException as error:
+            await _forget(Asking(client), begun)
+            if times == ANEW_MAX or not isinstance(error, Unavailable | Stale | NotFound):
+                raise
+            anew(str(error) or type(error).__name__)
+
+
+async def _forget(asking: Asking, begun: Begun) -> None:
+    """So that it takes no place. A shard that does not hear of it makes place for others by itself, after a while."""
+    async def forget(shard: int) -> None:
+        with suppress(NvpoolError, TimeoutError):
+            async with asyncio.timeout(FORGET_S):
+                request = MomentRequest(stage=MomentRequest.END, drop=begun.cursors[shard])
+                await asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply)
+
+    await _all(forget, list(begun.cursors))
+
+
+async def begin_at_all(client, *, dump: bool = False, repair: bool = False) -> Begun:
+    """What was begun at each shard, of one moment for all. Changes waited for some round trips, two seconds at most; nothing of
+    that is refused.
+
+    Busy         it could not be for a minute: begin again when less goes on
+    InUse        too many checks and dumps are under way at a shard
+    Unreachable, DeadlineExceeded, Disconnected: a shard did not answer for AWAY_S
+    """
+    since_s = client.clock.boottime_s()
+    while True:
+        await client.refresh_map()
+        try:
+            return await _try(Asking(client), client.clock, dump, repair)
+        except (Unavailable, Stale) as error:
+            if client.clock.boottime_s() - since_s >= (TRY_S if isinstance(error, Busy | Stale) else AWAY_S):
+                raise
+            await asyncio.sleep(max(PAUSE_S, error.retry_after_s) * (0.5 + client.clock.random().random()))
+
+
+async def _try(asking: Asking, clock: Clock, dump: bool, repair: bool) -> Begun:
+    number = int.from_bytes(clock.secret(8), "little") | 1
+    shards = [shard.id for shard in asking.pool_map.shards]
+    begun: dict[int, bytes] = {}
+
+    async def ask(shard: int, stage: int, **more) -> MomentReply:
+        request = MomentRequest(id=number, stage=stage, **more)
+        return (await asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply))[0]
+
+    async def take(shard: int) -> list[int]:
+        reply = await ask(shard, MomentRequest.TAKE, dump=dump, repair=repair)
+        begun[shard] = reply.cursor
+        return unpack_bits(reply.partitions)
+
+    async def drop(shard: int) -> None:
+        with suppress(NvpoolError):  # it goes on by itself, and forgets what nobody asks for
+            await ask(shard, MomentRequest.END, drop=begun.get(shard, b""))
+
+    try:
+        await _all(lambda shard: ask(shard, MomentRequest.QUIET), shards)
+        parts = await _all(take, shards)
+        ended = await _all(lambda shard: ask(shard, MomentRequest.END), shards)
+        if not all(reply.stood for reply in ended):
+            raise Busy("the shards did not stand still long enough for one moment of all")
+        holders = {partition: shard for shard, part in zip(shards, parts, strict=True) for partition in part}
+        if len(holders) != PARTITION_COUNT or sum(map(len, parts)) != PARTITION_COUNT:
+            raise Busy("partitions were just being handed over")
+        return Begun(begun, tuple(holders[partition] for partition in range(PARTITION_COUNT)))
+    except BaseException:
+        await _all(drop, shards)
+        raise
+
+
+async def _all(ask: Callable, shards: list[int]) -> list:
+    """Every one to its end; then the first error."""
+    answers = await asyncio.gather(*map(ask, shards), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers

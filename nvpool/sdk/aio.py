@@ -1,0 +1,533 @@
+"""The SDK for asyncio programs: a pool as a file system of paths.
+
+Guarantees what the client does (close-to-open between clients, read-your-writes in one). Errors are OSError with the usual
+subclasses, the path that the caller gave as `filename`, and nvpool's own error, which says more, as their cause. One object
+belongs to one event loop and one process. A pickled one connects anew with the first call that is awaited where it is
+unpickled. `sdk/filesystem` is the synchronous face of this.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, NamedTuple
+
+from nvpool.client.session import Client
+from nvpool.client.state.options import ClientOptions
+from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, Caller, FileHandle, StatFs
+from nvpool.core.errors import (
+    AlreadyExists,
+    InUse,
+    InvalidRequest,
+    IsADirectory,
+    NotADirectory,
+    NotFound,
+    NvpoolError,
+    Unreachable,
+)
+from nvpool.core.units import MIB
+from nvpool.sdk.argument_checks import (
+    attribute_flags,
+    attribute_name,
+    bytes_of,
+    check_new_names,
+    contiguous,
+    flags_of,
+    integer,
+    layout_of,
+    mode_of,
+    owner_of,
+    size_of,
+    timeout,
+    times_of,
+)
+from nvpool.sdk.paths import Path, as_os_error, as_told, find, locate, name_bytes, stat_result, write_all
+from nvpool.sdk.pool_origin import Origin, origin_of
+from nvpool.sdk.read_many import Batches
+from nvpool.sdk.read_requests import Read, check_on_error, reads_of
+from nvpool.sdk.volumes import AsyncVolumes
+
+_COPY_BYTES = 4 * MIB
+_LIST_STEP = 1000
+_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+class Entry(NamedTuple):
+    """One name of a directory, with what stat shows of it (a symbolic link is not followed)."""
+
+    name: str
+    stat: os.stat_result
+
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.stat.st_mode)
+
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.stat.st_mode)
+
+    def is_symlink(self) -> bool:
+        return stat.S_ISLNK(self.stat.st_mode)
+
+
+class HandedDown(NamedTuple):
+    """What a directory hands down to new files."""
+
+    replicas: int
+    chunk_bytes: int
+
+
+class AsyncFile:
+    """An open file without a position: reads and writes say where. Use `async with`, or close it."""
+
+    def __init__(self, pool: AsyncFileSystem, path: Path, handle: FileHandle):
+        self.path = path
+        self.handle = handle
+        self._vfs = pool.vfs
+
+    @property
+    def size(self) -> int:
+        return self.handle.size
+
+    async def read(self, offset: int, length: int) -> memoryview | bytes:
+        """Up to `length` bytes, fewer only at the end of the file."""
+        if type(offset) is not int or type(length) is not int:
+            offset, length = integer("offset", offset), integer("length", length)
+        with as_os_error(self.path):
+            return await self._vfs.read(self.handle, offset, length)
+
+    async def write(self, offset: int, buffer) -> int:
+        """Take all of `buffer`; it is stored by flush or close at the latest, where what went wrong is raised. EDQUOT: it does
+        not fit into the volume; as much as fits was taken."""
+        content, offset = bytes_of(buffer), integer("offset", offset)
+        with as_os_error(self.path):
+            return await write_all(self._vfs, self.handle, offset, content)
+
+    async def truncate(self, size: int) -> None:
+        size = size_of(size)
+        with as_os_error(self.path):
+            await self._vfs.setattr(self.handle.inode, size=size, caller=Caller(0, 0), handle=self.handle)
+
+    async def punch(self, offset: int, length: int) -> None:
+        """Make a hole: zeros that occupy nothing, durably. The size stays."""
+        offset, length = integer("offset", offset), integer("length", length)
+        with as_os_error(self.path):
+            await self._vfs.fallocate(self.handle, offset, length, PUNCH_HOLE | KEEP_SIZE)
+
+    async def flush(self) -> None:
+        """What was written is at the stores and seen by whoever opens the file from now on."""
+        with as_os_error(self.path):
+            await self._vfs.flush(self.handle)
+
+    async def fsync(self) -> None:
+        """What was written survives the loss of power."""
+        with as_os_error(self.path):
+            await self._vfs.fsync(self.handle, False)
+
+    async def stat(self) -> os.stat_result:
+        with as_os_error(self.path):
+            return stat_result(await self._vfs.getattr(self.handle.inode))
+
+    async def close(self) -> None:
+        """Flush and close; may be called twice. The file is closed also where this raises."""
+        if self.handle.closed:
+            return
+        with as_os_error(self.path):
+            try:
+                await self._vfs.flush(self.handle)
+            finally:
+                await self._vfs.release(self.handle)
+
+    def __reduce__(self):
+        raise TypeError(f"cannot pickle the open file {self.path!r}; pickle the file system and the path, and open it again")
+
+    async def __aenter__(self) -> AsyncFile:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+
+class AsyncFileSystem:
+    """Made by `await nvpool.connect_async(where)`. Use `async with`, or close it."""
+
+    def __init__(self, client: Client, caller: Caller, origin: Origin | None = None):
+        self.client = client
+        self.vfs = client.vfs
+        self.caller = caller
+        self.origin = origin
+        """How to connect again; None where the client was made by hand."""
+        self._batches = Batches(client.vfs, caller)
+        self.volumes = AsyncVolumes(self)
+
+    @classmethod
+    async def connect(cls, where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+        """As connect_async."""
+        return cls(*await connected(origin_of(where, name, options)))
+
+    def __reduce__(self):
+        if self.origin is None:
+            raise TypeError("cannot pickle a file system that was made of a client; make it with connect_async")
+        from nvpool.sdk.pickled_filesystem import Unconnected
+        return Unconnected, (self.origin,)
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        timeout_s = timeout("timeout_s", timeout_s)
+        try:
+            await self._batches.forget()
+        except NvpoolError:
+            pass  # read-only handles: the session's end gives them up
+        await self.client.close(timeout_s)
+
+    async def __aenter__(self) -> AsyncFileSystem:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    # -- files -----------------------------------------------------------------------------------------------------------
+
+    async def open_handle(self, path: Path, flags: int, mode: int = 0o666) -> FileHandle:
+        """Open as open(2) would, but for rights and the umask, which are the caller's affair."""
+        if flags & os.O_CREAT:
+            place = await locate(self.vfs, path, follow=not flags & os.O_EXCL, to_open=True)
+            if not place.name:
+                raise IsADirectory
+            if place.attr is None or flags & os.O_EXCL:
+                return (await self.vfs.create(place.parent, place.name, mode, flags, self.caller))[1]
+            attr = place.attr
+        else:
+            attr = (await locate(self.vfs, path, to_open=True)).attr
+            if attr is None:
+                raise NotFound
+        if stat.S_ISDIR(attr.mode):
+            raise IsADirectory
+        if not stat.S_ISREG(attr.mode):
+            raise InvalidRequest("only regular files can be opened through the SDK")
+        try:
+            return await self.vfs.open(attr.inode, flags, self.caller)
+        except NotFound:
+            # the name stands for another file since we looked
+            place = await locate(self.vfs, path)
+            self.vfs.cache.forget_entry(place.parent, place.name)
+            if flags & os.O_CREAT:
+                return (await self.vfs.create(place.parent, place.name, mode, flags, self.caller))[1]
+            return await self.vfs.open((await find(self.vfs, path)).inode, flags, self.caller)
+
+    async def open(self, path: Path, mode: str = "rb", permissions: int = 0o644) -> AsyncFile:
+        """Modes as of Python's open, always binary."""
+        flags, permissions = flags_of(mode), mode_of(permissions, "permissions")
+        with as_os_error(path):
+            return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
+
+    async def read_many(self, reads: Iterable[Any], into=None, *, on_error: str = "raise"):
+        """Many reads at once, in one message per target. A read is a path or an open file (all of it), or (path or open file,
+        offset, length), where a length of None reaches to the end of the file; they may be mixed.
+
+        Without `into` the result is a list of memoryviews. With `into` (any writable buffer) the bytes lie there, each read's
+        at the sum of the lengths before it (asked for; of a whole file its size), and the result is a list of lengths. A read
+        is shorter than asked for only at the end of its file. `into` must not be used while this waits.
+
+        Files that are not open yet are looked up and opened in one message per metadata shard; directories on the way that are
+        not known take one per shard and level, however many they are; a symbolic link takes one of its own.
+
+        TypeError, ValueError   a read makes no sense (its index and the reason are named), or `into` is too small or read-only;
+                                nothing was read
+        OSError   of the first read that failed, whose path is its `filename`; `into` holds nothing that may be relied on. With
+                  on_error="return" the error takes the place of that read's result, and all others are whole
+        """
+        returns_errors = check_on_error(on_error)
+        plan, given = reads_of(reads, self._handle_of)
+        return await self.read_planned(plan, given, None if into is None else contiguous(into), returns_errors)
+
+    async def read_planned(self, plan: list[Read], given, into: memoryview | None, returns_errors: bool) -> list:
+        """read_many of reads that are checked."""
+        return await self._batches.read_many(plan, given, into, returns_errors)
+
+    def _handle_of(self, what: Any) -> FileHandle | None:
+        if not isinstance(what, AsyncFile):
+            return None
+        if what._vfs is not self.vfs:
+            raise ValueError(f"the file {what.path!r} was opened through another connection")
+        return what.handle
+
+    async def read_bytes(self, path: Path) -> bytes:
+        async with await self.open(path) as file:
+            parts = []
+            at = 0
+            while len(part := await file.read(at, _COPY_BYTES)):
+                parts.append(part)
+                at += len(part)
+            return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+
+    async def write_bytes(self, path: Path, content) -> int:
+        """Make `content` (bytes or another buffer) all that the file has; its length. What is no buffer is refused with
+        TypeError before the file is touched."""
+        content = bytes_of(content)
+        async with await self.open(path, "wb") as file:
+            return await file.write(0, content)
+
+    async def copy(self, source: Path, target: Path) -> int:
+        """Copy a file's bytes and permissions; the number of bytes. `target` appears whole: under its name only when stored.
+        What stores can copy by themselves does not come here, and holes stay holes."""
+        with as_os_error(source):
+            attr = await find(self.vfs, source)
+        if stat.S_ISDIR(attr.mode):
+            raise IsADirectoryError(errno.EISDIR, "copy takes files", os.fspath(source))
+        # In the same directory, for the rename; of this call alone, so that two copies to one target do not share it.
+        name = b".nvpool-copy-" + self.client.clock.secret(8).hex().encode()
+        beside = os.path.join(os.path.dirname(name_bytes(target)), name)
+        count = 0
+        async with await self.open(source) as reading:
+            with as_os_error(target):
+                writing = AsyncFile(self, target, await self.open_handle(beside, flags_of("xb"), stat.S_IMODE(attr.mode)))
+            try:
+                async with writing:
+                    with as_os_error(source, target):
+                        while copied := await self.vfs.copy_range(reading.handle, count, writing.handle, count, 1 << 62):
+                            count += copied
+                with as_os_error(target):
+                    await self._rename(beside, target)
+            except BaseException:
+                try:
+                    await self.remove(beside)
+                except OSError:
+                    pass  # renamed, or the pool does not answer: then it stays, under a name that says what it is
+                raise
+        return count
+
+    # -- names -----------------------------------------------------------------------------------------------------------
+
+    async def stat(self, path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        with as_os_error(path):
+            attr = await find(self.vfs, path, follow=follow_symlinks)
+            return stat_result(await self.vfs.getattr(attr.inode))
+
+    async def exists(self, path: Path) -> bool:
+        """False too for a path that can be no name of anything, as of os.path.exists. An error of the pool is raised."""
+        return await self._kind(path) is not None
+
+    async def is_dir(self, path: Path) -> bool:
+        return await self._kind(path) == stat.S_IFDIR
+
+    async def is_file(self, path: Path) -> bool:
+        return await self._kind(path) == stat.S_IFREG
+
+    async def _kind(self, path: Path) -> int | None:
+        """Its bits of stat's mode; None where the path leads to nothing."""
+        try:
+            return stat.S_IFMT((await self.stat(path)).st_mode)
+        except ValueError:  # a null character, or what no file system's encoding has
+            return None
+        except OSError as error:
+            if error.errno not in _NOTHING_THERE:
+                raise
+            return None
+
+    async def scan(self, path: Path = "/") -> AsyncIterator[Entry]:
+        """The entries of a directory in no particular order, in bounded memory however many there are."""
+        with as_os_error(path):
+            directory = await self.vfs.opendir((await find(self.vfs, path)).inode)
+        cursor, more = 0, True
+        while more:
+            with as_os_error(path):
+                entries, more = await self.vfs.readdir(directory, cursor, _LIST_STEP)
+            for entry in entries:
+                cursor = entry.cursor
+                yield Entry(os.fsdecode(entry.name), stat_result(entry.attr))
+
+    async def list(self, path: Path = "/") -> list[str]:
+        """The names in a directory, sorted."""
+        return sorted([entry.name async for entry in self.scan(path)])
+
+    async def walk(self, top: Path = "/") -> AsyncIterator[tuple[str, list[str], list[str]]]:
+        """As os.walk, top down; symbolic links are listed with the files and not followed."""
+        place = os.fsdecode(top)
+        directories, files = [], []
+        async for entry in self.scan(place):
+            (directories if entry.is_dir() else files).append(entry.name)
+        yield place, sorted(directories), sorted(files)
+        for name in sorted(directories):
+            async for found in self.walk(os.path.join(place, name)):
+                yield found
+
+    async def mkdir(self, path: Path, mode: int = 0o755, *, parents: bool = False, exist_ok: bool = False,
+                    wide: bool = False) -> None:
+        """`wide` spreads the names of a directory that will have very many over all partitions."""
+        mode, wide = mode_of(mode), bool(wide)
+        with as_os_error(path):
+            check_new_names(path)
+            try:
+                place = await locate(self.vfs, path)
+            except NotFound:
+                if not parents:
+                    raise
+                await self.mkdir(os.path.dirname(os.fsencode(path).rstrip(b"/")) or b"/", parents=True, exist_ok=True)
+                place = await locate(self.vfs, path)
+            if place.attr is None:
+                try:
+                    await self.vfs.mkdir(place.parent, place.name, mode, self.caller, wide)
+                    return
+                except AlreadyExists:
+                    place = await locate(self.vfs, path)
+            if not exist_ok or place.attr is None or not stat.S_ISDIR(place.attr.mode):
+                raise AlreadyExists
+
+    async def remove(self, path: Path) -> None:
+        """Remove a file, a symbolic link or anything else that is no directory."""
+        with as_os_error(path):
+            place = await locate(self.vfs, path, follow=False)
+            if place.attr is None:
+                raise NotFound
+            if stat.S_ISDIR(place.attr.mode):
+                raise IsADirectory
+            await self._batches.forget([path])
+            await self.vfs.unlink(place.parent, place.name, self.caller)
+
+    async def rmdir(self, path: Path) -> None:
+        with as_os_error(path):
+            place = await locate(self.vfs, path, follow=False)
+            if place.attr is None:
+                raise NotFound
+            if not stat.S_ISDIR(place.attr.mode):
+                raise NotADirectory
+            if not place.name:
+                raise InUse("the path ends at the root or in .., and only a name can be removed")
+            await self.vfs.rmdir(place.parent, place.name, self.caller)
+
+    async def remove_tree(self, path: Path) -> None:
+        """Remove a directory and all below it; symbolic links are removed, not followed."""
+        names = [entry async for entry in self.scan(path)]
+        for entry in names:
+            below = os.path.join(os.fsdecode(path), entry.name)
+            if entry.is_dir():
+                await self.remove_tree(below)
+            else:
+                await self.remove(below)
+        await self.rmdir(path)
+
+    async def rename(self, source: Path, target: Path) -> None:
+        """What `target` stood for, if anything, is replaced; also after a loss of power it shows the old bytes or the new."""
+        with as_os_error(source, target):
+            await self._rename(source, target)
+
+    async def _rename(self, source: Path, target: Path) -> None:
+        old = await locate(self.vfs, source, follow=False)
+        new = await locate(self.vfs, target, follow=False)
+        if old.attr is None:
+            raise NotFound
+        if not old.name or not new.name:
+            raise InUse("a path ends at the root or in .., and only a name can be given to something else")
+        await self._batches.forget()
+        await self.vfs.rename(old.parent, old.name, new.parent, new.name, 0, self.caller)
+
+    async def link(self, source: Path, target: Path) -> None:
+        with as_os_error(source, target):
+            attr = await find(self.vfs, source, follow=False)
+            new = await locate(self.vfs, target, follow=False)
+            if new.attr is not None:
+                raise AlreadyExists
+            await self.vfs.link(attr.inode, new.parent, new.name, self.caller)
+
+    async def symlink(self, target: Path, path: Path) -> None:
+        """`path` becomes a symbolic link to `target`."""
+        with as_os_error(path):
+            if not name_bytes(target):
+                raise NotFound
+            place = await locate(self.vfs, path, follow=False)
+            if place.attr is not None:
+                raise AlreadyExists
+            await self.vfs.symlink(place.parent, place.name, os.fsencode(target), self.caller)
+
+    async def readlink(self, path: Path) -> str:
+        with as_os_error(path):
+            attr = await find(self.vfs, path, follow=False)
+            if not stat.S_ISLNK(attr.mode):
+                raise InvalidRequest("not a symbolic link")
+            return os.fsdecode(await self.vfs.readlink(attr.inode))
+
+    # -- attributes --------------------------------------------------------------------------------------------------------
+
+    async def layout(self, path: Path) -> HandedDown:
+        """What new files of a directory get; what a file has."""
+        with as_os_error(path):
+            attr = await find(self.vfs, path)
+            return HandedDown(attr.table, 1 << attr.chunk_bits)
+
+    async def set_layout(self, path: Path, *, replicas: int = 0, chunk_bytes: int = 0) -> None:
+        """What files and directories that are made in the directory from now on get, where not 0. A replica count that no
+        directory has had yet is set with `nvpool dir set`, on a node of the pool."""
+        replicas, chunk_bytes = layout_of(replicas, chunk_bytes)
+        with as_os_error(path):
+            attr = await find(self.vfs, path)
+            if replicas and replicas not in self.client.pool_map.table_by_id:
+                await self.vfs.view.refresh()
+            await self.vfs.hand_down(attr.inode, self.caller, replicas=replicas, chunk_bytes=chunk_bytes)
+
+    async def chmod(self, path: Path, mode: int) -> None:
+        mode = mode_of(mode)
+        with as_os_error(path):
+            await self.vfs.setattr((await find(self.vfs, path)).inode, mode=mode, caller=self.caller)
+
+    async def chown(self, path: Path, uid: int = -1, gid: int = -1) -> None:
+        """-1 keeps what is there."""
+        user, group = owner_of("uid", uid), owner_of("gid", gid)
+        with as_os_error(path):
+            await self.vfs.setattr((await find(self.vfs, path)).inode, uid=user, gid=group, caller=self.caller)
+
+    async def utime(self, path: Path, ns: tuple[int, int] | None = None) -> None:
+        """`ns` are the times of access and change, in nanoseconds; now without it."""
+        atime, mtime = times_of(ns)
+        with as_os_error(path):
+            await self.vfs.setattr((await find(self.vfs, path)).inode, atime_ns=atime, mtime_ns=mtime, caller=self.caller)
+
+    async def truncate(self, path: Path, size: int) -> None:
+        size = size_of(size)
+        with as_os_error(path):
+            await self.vfs.setattr((await find(self.vfs, path)).inode, size=size, caller=self.caller)
+
+    async def getxattr(self, path: Path, name: str) -> bytes:
+        raw = attribute_name(name)
+        with as_os_error(path):
+            return await self.vfs.getxattr((await find(self.vfs, path)).inode, raw)
+
+    async def setxattr(self, path: Path, name: str, value, flags: int = 0) -> None:
+        """`value` is bytes or another buffer; `flags` as of os.setxattr."""
+        raw, content, flags = attribute_name(name), bytes(bytes_of(value, "value")), attribute_flags(flags)
+        with as_os_error(path):
+            await self.vfs.setxattr((await find(self.vfs, path)).inode, raw, content, flags, self.caller)
+
+    async def listxattr(self, path: Path) -> list[str]:
+        with as_os_error(path):
+            return [os.fsdecode(name) for name in await self.vfs.listxattr((await find(self.vfs, path)).inode)]
+
+    async def removexattr(self, path: Path, name: str) -> None:
+        raw = attribute_name(name)
+        with as_os_error(path):
+            await self.vfs.removexattr((await find(self.vfs, path)).inode, raw, self.caller)
+
+    async def statfs(self, path: Path = "/") -> StatFs:
+        """Sizes of the volume that the path is in, where that has a quota; else those of the whole pool."""
+        with as_os_error(path):
+            return await self.vfs.statfs((await find(self.vfs, path)).inode)
+
+
+async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
+    """A client of that pool, for this process."""
+    with as_told(origin.where or None):
+        try:
+            client = await Client.open(origin.place, origin.name or f"sdk pid {os.getpid()}", origin.options)
+        except Unreachable as error:
+            raise Unreachable(f"{error}. Is the node up, and the port right? `nvpool node ls POOL` on a node of the pool shows "
+                              f"the addresses") from error
+    return client, Caller(os.getuid(), os.getgid(), os.getpid()), origin
+
+
+async def connect_async(where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+    """The pool that `where` names (its directory on this host, a mount point of it, or "host:port" of any node), on the running
+    event loop. Without `options` the client behaves as [client] of the directory's node.toml says.
+
+    OSError: FileNotFoundError where there is no pool, ConnectionRefusedError where nobody answers, TimeoutError where no answer
+    comes.
+    """
+    return await AsyncFileSystem.connect(where, name=name, options=options)

@@ -1,0 +1,113 @@
+"""Ways to directories, gone together: of each level all names are asked for at once, one message for each metadata shard.
+
+As `paths.locate` goes each by itself: directories are believed for the client's `attr_s`, symbolic links are followed, and what
+goes wrong on one way is that way's alone. Called by the SDK's read_many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import Iterable, Sequence
+
+from nvpool.client.vfs.filesystem import Vfs
+from nvpool.core.errors import NotADirectory, NvpoolError, TooManySymlinks
+from nvpool.core.ids import ROOT_INODE
+from nvpool.sdk.paths import SYMLINKS_MAX, names_of
+
+_LINKS_AT_ONCE = 64
+
+
+class Way:
+    """`names` are those that are still to be gone, and `inode` the directory that was reached."""
+
+    __slots__ = ("above", "names", "links", "error")
+
+    def __init__(self, names: Sequence[bytes]) -> None:
+        self.above = [ROOT_INODE]   # directories from the root to where we are
+        self.names = names[::-1]
+        self.links = 0
+        self.error: NvpoolError | None = None
+
+    @property
+    def inode(self) -> int:
+        return self.above[-1]
+
+    def next_name(self) -> bytes:
+        """That has to be looked up in `inode`; nothing at the end."""
+        while self.names and self.names[-1] == b"..":
+            self.names.pop()
+            if len(self.above) > 1:
+                self.above.pop()
+        return self.names[-1] if self.names and self.error is None else b""
+
+    def take_last(self) -> bytes:
+        """The last name, which is none of the way any more; nothing where there is none, or it leads upward."""
+        return self.names.pop(0) if self.names and self.names[0] != b".." else b""
+
+    def branch(self) -> Way:
+        """Another one, which goes on from here."""
+        way = Way(())
+        way.above, way.names, way.links, way.error = list(self.above), list(self.names), self.links, self.error
+        return way
+
+    def follow(self, target: bytes | NvpoolError) -> None:
+        """Here is a symbolic link to `target`."""
+        self.links += 1
+        if self.links > SYMLINKS_MAX:
+            target = TooManySymlinks()
+        if isinstance(target, NvpoolError):
+            self.error = target
+            return
+        if target.startswith(b"/"):
+            del self.above[1:]
+        self.names += names_of(target)[::-1]
+
+
+async def walk_together(vfs: Vfs, ways: Iterable[Way]) -> None:
+    """Each is at its directory after this, or has an error."""
+    going = ways
+    while True:
+        asked: dict[tuple[int, bytes], list[Way]] = {}
+        for way in going:
+            name = way.next_name()
+            if name:
+                asked.setdefault((way.inode, name), []).append(way)
+        if not asked:
+            return
+        found = await vfs.walk_many(list(asked))
+        links: dict[int, list[Way]] = {}
+        for some, one in zip(asked.values(), found, strict=True):
+            for way in some:
+                if isinstance(one, NvpoolError):
+                    way.error = one
+                    continue
+                way.names.pop()
+                inode, mode = one
+                if stat.S_ISDIR(mode):
+                    way.above.append(inode)
+                elif stat.S_ISLNK(mode):
+                    links.setdefault(inode, []).append(way)
+                else:
+                    way.error = NotADirectory()
+        targets = await read_links(vfs, links)
+        for inode, some in links.items():
+            for way in some:
+                way.follow(targets[inode])
+        going = [way for some in asked.values() for way in some]
+
+
+async def read_links(vfs: Vfs, inodes: Iterable[int]) -> dict[int, bytes | NvpoolError]:
+    """Where these symbolic links lead, one message each."""
+    async def read(inode: int) -> bytes | NvpoolError:
+        try:
+            return await vfs.readlink(inode)
+        except NvpoolError as error:
+            return error
+
+    found: dict[int, bytes | NvpoolError] = {}
+    left = list(inodes)
+    for first in range(0, len(left), _LINKS_AT_ONCE):
+        some = left[first:first + _LINKS_AT_ONCE]
+        found.update(zip(some, await asyncio.gather(*map(read, some)), strict=True))
+    return found

@@ -1,0 +1,1 @@
+"""Check of a whole pool: metadata, replicas and lost files."""

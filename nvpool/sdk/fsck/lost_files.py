@@ -1,0 +1,77 @@
+"""Files of which the last copy is gone: those with bytes in chains that were given up with the drives that held them.
+
+No index leads from a chain to its files, so the tree is walked, and of each file that is old enough the chunks of such chains
+are read: a file is named when one of them, up to its size, can not be. Whether that was a hole nobody can say any more. Called
+by `nvpool fsck`, which takes the time it needs, and by node/supervisor for `status`, which does not.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import AsyncIterator
+
+from nvpool.client.state.types import Caller
+from nvpool.core.errors import BytesLost, NotFound, NvpoolError
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import CHAINS_PER_TABLE
+from nvpool.poolmap.chains.data_loss import losing, may_have_lost, ownerless
+from nvpool.poolmap.layout import chain_of
+
+_LIST_STEP = 1000
+_CHUNKS_MAX = 4 * CHAINS_PER_TABLE
+"""Looked at of one file: a file with more meets each of 1,024 chains, but for one in 50."""
+
+
+async def lost_files(client) -> AsyncIterator[tuple[bytes, int, int]]:
+    """(path, inode, how many of its chunks have lost something) of each such file that the tree has, in no order. What comes
+    and goes meanwhile may be missed."""
+    pool_map = client.pool_map
+    chains, nobody = losing(pool_map), ownerless(pool_map)
+    waiting = [(ROOT_INODE, b"")] if chains else []
+    while waiting:
+        inode, path = waiting.pop()
+        try:
+            directory = await client.vfs.opendir(inode)
+        except NotFound:
+            continue
+        cursor, more = 0, True
+        while more:
+            entries, more = await client.vfs.readdir(directory, cursor, _LIST_STEP)
+            for entry in entries:
+                cursor, attr, name = entry.cursor, entry.attr, path + b"/" + os.fsencode(entry.name)
+                if stat.S_ISDIR(attr.mode):
+                    waiting.append((attr.inode, name))
+                elif stat.S_ISREG(attr.mode) and attr.size and (numbers := chains.get(attr.table)):
+                    count = min(_CHUNKS_MAX, (attr.size - 1 >> attr.chunk_bits) + 1)
+                    of_table = pool_map.table_by_id[attr.table].chains
+                    suspect = [index for index in range(count) if (number := chain_of(attr.inode, index)) in numbers
+                               and ((attr.table, number) in nobody or may_have_lost(pool_map, of_table[number], attr.inode))]
+                    sure = sum((attr.table, chain_of(attr.inode, index)) in nobody for index in suspect)
+                    lost = sure + (await _unreadable(client, attr, suspect) if len(suspect) > sure else 0)
+                    if lost:
+                        yield name, attr.inode, lost
+
+
+async def _unreadable(client, attr, indexes: list[int]) -> int:
+    """Of these chunks those with bytes that are lost; those that nobody holds are left out."""
+    nobody = ownerless(client.pool_map)
+    lost = 0
+    try:
+        handle = await client.vfs.open(attr.inode, os.O_RDONLY, Caller(0, 0))
+    except NotFound:
+        return 0
+    try:
+        for index in indexes:
+            start = index << attr.chunk_bits
+            if (attr.table, chain_of(attr.inode, index)) in nobody or start >= handle.file.size:
+                continue
+            try:
+                await client.vfs.chunks.read_range(handle.file, start, min(1 << attr.chunk_bits, handle.file.size - start))
+            except BytesLost:
+                lost += 1
+            except NvpoolError:
+                continue  # that is another matter, and fsck tells of it
+    finally:
+        await client.vfs.release(handle)
+    return lost

@@ -1,0 +1,183 @@
+"""The first pass of a check: the metadata of all shards of a pool, of one moment (`moment`), while it serves and partitions
+move.
+
+Each shard walks its own records and says what is wrong with them, and what it alone can not tell: sums, which are laid
+together here and settled by the shards of the inodes; directories of others that it has climbed to, from which climbs go on
+here (`checkup_tree`); attributes of wide directories and of their parts, which are compared here. What a shard has not
+looked at, since its partition went elsewhere meanwhile, is looked at by its new holder, as often as it takes.
+
+Called by `checkup`. Memory: a hundred bytes for each inode with a name on another shard, and for each wide directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+
+from nvpool.core.errors import NotFound, Stale
+from nvpool.core.ids import partition_of
+from nvpool.rpc.messages.fsck_sums import (
+    Copy,
+    Sum,
+    pack_numbers,
+    pack_partitions,
+    pack_sums,
+    unpack_copies,
+    unpack_numbers,
+    unpack_partitions,
+    unpack_sums,
+)
+from nvpool.rpc.v1 import meta_pb2, wire_pb2
+from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.admin.snapshot_barrier import Begun, walk_at_all
+from nvpool.sdk.fsck.report import PROBLEMS_KEPT_MAX, Checkup, Problem
+from nvpool.sdk.fsck.tree import Climbs
+
+RECORDS_A_STEP = 5000
+INODES_A_STEP = 1000
+CLIMBS_AT_ONCE = 10_000
+TURNS_MAX = 1000
+"""Of asking about partitions in vain: minutes."""
+AGAIN_S, AGAIN_S_MAX = 0.02, 0.5
+"""Before who is closed, or not known to us yet, is asked again."""
+
+
+async def check_names(client, checkup: Checkup, repair: bool) -> None:
+    """Note every problem of the metadata in `checkup`. As `checkup.check`; Busy as `walk_at_all`."""
+    await _Names(client, checkup, repair).run()
+
+
+class _Names:
+    def __init__(self, client, checkup: Checkup, repair: bool) -> None:
+        self._client = client
+        self._asking = Asking(client)
+        self._checkup = checkup
+        self._repair = repair
+        self._sums: dict[int, Sum] = {}
+        self._copies: dict[int, dict[int, Copy]] = {}
+        """Of wide directories, by shard."""
+        self._noted: set[tuple[str, str]] = set()
+        self._is_whole = True
+        self._climbs = Climbs(client, self._asking)
+
+    async def run(self) -> None:
+        await walk_at_all(self._client, self._walk_all, self._anew, repair=self._repair)
+        if self._is_whole:  # else no sum is right
+            await self._settle([one for one in self._sums.values() if not one.is_even], self._uneven())
+
+    def _anew(self, reason: str) -> None:
+        """What was wrong at one moment is told, and once; sums of two moments do not belong together."""
+        self._checkup.begun_anew.append(reason)
+        self._checkup.records, self._is_whole = 0, True
+        self._sums, self._copies, self._climbs = {}, {}, Climbs(self._client, self._asking)
+
+    async def _walk_all(self, begun: Begun) -> None:
+        before, passed = self._checkup.records, set()
+        for shard, cursor in begun.cursors.items():
+            passed |= await self._walk(shard, meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP), before)
+            before = self._checkup.records
+        await self._look_again(passed)
+        await self._climb()
+
+    def _note(self, problem: Problem) -> None:
+        if (problem.kind, problem.text) in self._noted:
+            return  # seen before its partition moved, and after
+        if len(self._noted) < PROBLEMS_KEPT_MAX:
+            self._noted.add((problem.kind, problem.text))
+        self._checkup.note(problem)
+
+    async def _walk(self, shard: int, request: meta_pb2.FsckRequest, before: int | None = None) -> set[int]:
+        """Ask for all steps; partitions that were passed. `before`: records that were counted; None: these are none more."""
+        passed: set[int] = set()
+        done = False
+        while not done:
+            reply, _ = await self._asking.shard(shard, wire_pb2.META_FSCK, request, meta_pb2.FsckReply)
+            if before is not None:
+                self._checkup.records = before + reply.checked  # since the beginning of its walk
+            for one in unpack_sums(reply.sums):
+                self._sums[one.inode] = one.plus(self._sums[one.inode]) if one.inode in self._sums else one
+            for copy in unpack_copies(reply.copies):
+                self._copies.setdefault(copy.inode, {})[copy.shard] = copy
+            for problem in reply.problems:
+                self._is_whole &= problem.kind != "unreadable"
+                self._note(Problem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
+            passed.update(unpack_partitions(reply.passed))
+            self._climbs.add(unpack_numbers(reply.above))
+            if self._climbs.waiting >= CLIMBS_AT_ONCE:
+                await self._climb()
+            request.cursor, done = reply.cursor, reply.done
+        return passed
+
+    async def _look_again(self, passed: set[int]) -> None:
+        turns = 0
+        while passed:
+            if turns >= TURNS_MAX:
+                self._note(Problem("moving", "", f"{len(passed)} partitions moved each time they were to be looked at"))
+                return
+            await self._pause(turns)
+            left: set[int] = set()
+            for shard, some in self._by_shard(passed, lambda partition: partition).items():
+                request = meta_pb2.FsckRequest(limit=RECORDS_A_STEP, repair=self._repair, partitions=pack_partitions(some))
+                try:
+                    left |= await self._walk(shard, request)
+                except (NotFound, Stale):  # a shard that has left, or another process of it
+                    left.update(some)
+            turns = turns + 1 if left == passed else 0
+            passed = left
+
+    async def _pause(self, turns: int) -> None:
+        await asyncio.sleep(min(AGAIN_S_MAX, AGAIN_S * 2 ** min(turns, 8)))
+        await self._client.refresh_map()
+
+    def _by_shard(self, these: Iterable, partition: callable) -> dict[int, list]:
+        found: dict[int, list] = {}
+        owners = self._client.pool_map.shard_of_partition
+        only = self._client.pool_map.shards[0].id
+        for one in these:
+            place = partition(one)
+            found.setdefault(owners[place] if place < len(owners) else only, []).append(one)
+        return found
+
+    async def _climb(self) -> None:
+        async for problem in self._climbs.loops(self._repair):
+            self._note(problem)
+
+    def _uneven(self) -> list[int]:
+        """Wide directories with parts that differ from their record."""
+        return [inode for inode, copies in self._copies.items()
+                if 0 in copies and any(copy._replace(shard=0) != copies[0] for copy in copies.values())]
+
+    async def _settle(self, sums: Collection[Sum], uneven: Collection[int]) -> None:
+        """What is wrong by the sums of all shards together, as those say who have the inodes."""
+        turns = 0
+        while (sums or uneven) and turns < TURNS_MAX:
+            if turns:
+                await self._pause(turns)
+            else:
+                await self._client.refresh_map()
+            turns += 1
+            left_sums: list[Sum] = []
+            left_uneven: list[int] = []
+            by_sum = self._by_shard(sums, lambda one: partition_of(one.inode))
+            by_uneven = self._by_shard(uneven, partition_of)
+            for shard in sorted(by_sum.keys() | by_uneven.keys()):
+                works = [(some, []) for some in _parted(by_sum.get(shard, []))]
+                works += [([], some) for some in _parted(by_uneven.get(shard, []))]
+                for some, wide in works:
+                    request = meta_pb2.FsckSumsRequest(sums=pack_sums(some), repair=self._repair, uneven=pack_numbers(wide))
+                    try:
+                        reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_SUMS, request, meta_pb2.FsckReply)
+                    except NotFound:  # it has left
+                        left_sums += some
+                        left_uneven += wide
+                        continue
+                    passed = set(unpack_partitions(reply.passed))
+                    left_sums += [one for one in some if partition_of(one.inode) in passed]
+                    left_uneven += [inode for inode in wide if partition_of(inode) in passed]
+                    for problem in reply.problems:
+                        self._note(Problem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
+            sums, uneven = left_sums, left_uneven
+
+
+def _parted(these: list) -> list[list]:
+    return [these[first:first + INODES_A_STEP] for first in range(0, len(these), INODES_A_STEP)]

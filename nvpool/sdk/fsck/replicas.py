@@ -1,0 +1,156 @@
+"""The copies of chunks, compared over the members of their chains: a check finds one that a member lacks, or has otherwise than
+the others. Its reader would get zeros, or what was before, and nothing else tells of it.
+
+Who is written to differs for moments. So what differs is looked at again, several times and for longer than a lease; it is told
+when all of it stood still meanwhile, the chain too. Each target's chunks are compared with those of the others, so that a chunk
+is found wherever it is missing but at all of them. With the secret the others fetch the newest copy (DATA_PULL).
+
+Called by `checkup`. Memory: some hundred bytes for each of SUSPECTS_MAX chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nvpool.core import grants
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
+from nvpool.core.ids import version_parts
+from nvpool.poolmap.layout import chain_of
+from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
+from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.file_layout import chunks_on
+from nvpool.sdk.fsck.report import Checkup, Problem
+
+SUSPECTS_MAX = 1000
+LOOKS_S = (0.2, 0.8, 3.0)
+"""Before each look at what has differed: together longer than a lease, after which the map would have changed."""
+GRANT_MS = 60_000
+
+Name = tuple[int, int, int]
+"""Inode, chunk index, chain table."""
+
+
+class Copy(NamedTuple):
+    """What a target has of a chunk; nothing at all where there is none."""
+
+    version: int = 0
+    blocks: int = 0
+    end: int = 0
+
+    def __str__(self) -> str:
+        return f"version {'.'.join(map(str, version_parts(self.version)))} of {self.blocks} blocks" if self.version else "none"
+
+
+class Seen(NamedTuple):
+    chain_epoch: int
+    copies: dict[int, Copy]
+    """By target, of those that can read theirs."""
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.copies.values())) < 2
+
+
+def service_right(secret: bytes) -> bytes:
+    """What a store does for the pool itself only."""
+    ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + GRANT_MS
+    return grants.sign(grants.Grant(grants.SERVICE, 0, 0, 0, 0, ends_ms), secret)
+
+
+class Copies:
+    def __init__(self, client, asking: Asking, checkup: Checkup, secret: bytes | None):
+        """`secret`: what differs is mended."""
+        self._client = client
+        self._asking = asking
+        self._checkup = checkup
+        self._secret = secret
+        self._suspects: dict[Name, Seen] = {}
+        self._settled: set[Name] = set()
+        """Of those that were told the first ones: they are met again at the next member."""
+
+    async def look(self, target: int, inode: int, table: int, held: Sequence[data_pb2.ChunkDescription]) -> None:
+        """Compare these chunks of the target, in order, with what the other members of their chains have."""
+        if table < 2 or not held:
+            return
+        here = {chunk.index: chunk for chunk in held}
+        chains = self._client.pool_map.table_by_id[table].chains
+        others = {member for index in here for member in chains[chain_of(inode, index)].targets} - {target}
+        there = {member: await self._held(member, inode, held[0].index, held[-1].index) for member in others}
+        for index, chunk in here.items():
+            chain = chains[chain_of(inode, index)]
+            copies = {member: found.get(index, Copy()) for member in chain.targets
+                      if (found := there.get(member)) is not None}
+            seen = Seen(chain.epoch, copies | {target: Copy(chunk.version, chunk.blocks, chunk.end)})
+            name = inode, index, table
+            if not seen.even and name not in self._settled:
+                self._suspects[name] = seen
+        if len(self._suspects) >= SUSPECTS_MAX:
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Look again at what differed, and note what still does."""
+        suspects, self._suspects = self._suspects, {}
+        for pause_s in LOOKS_S:
+            if not suspects:
+                return
+            await asyncio.sleep(pause_s)
+            await self._client.refresh_map()
+            again = {name: await self._seen(name) for name in suspects}
+            suspects = {name: seen for name, seen in again.items() if not seen.even and seen == suspects[name]}
+        for name, seen in suspects.items():
+            if await self._exists(name[0]):
+                await self._tell(name, seen)
+
+    async def _tell(self, name: Name, seen: Seen) -> None:
+        inode, index, table = name
+        if len(self._settled) < SUSPECTS_MAX:
+            self._settled.add(name)
+        told = ", ".join(f"target {target} has {copy}" for target, copy in sorted(seen.copies.items()))
+        repaired = False
+        if self._secret is not None:
+            newest = max(seen.copies, key=lambda target: seen.copies[target].version)
+            try:
+                for target in seen.copies.keys() - {newest}:
+                    request = data_pb2.PullRequest(target=target, authority=service_right(self._secret), table=table,
+                                                   inode=inode, index=index, source=newest)
+                    await self._asking.target(target, wire_pb2.DATA_PULL, request, data_pb2.PullReply)
+                repaired = (await self._seen(name)).even
+            except Disconnected:
+                raise
+            except NvpoolError as error:
+                told = f"{told}; not repaired: {error or type(error).__name__}"
+        self._checkup.note(Problem("copies", f"chunk {index} of inode {inode}", f"is not the same at all of its chain: {told}",
+                                   repaired, inode))
+
+    async def _seen(self, name: Name) -> Seen:
+        inode, index, table = name
+        chain = self._client.pool_map.table_by_id[table].chains[chain_of(inode, index)]
+        copies = {}
+        for target in chain.targets:
+            found = await self._held(target, inode, index, index)
+            if found is not None:
+                copies[target] = found.get(index, Copy())
+        return Seen(chain.epoch, copies)
+
+    async def _held(self, target: int, inode: int, first: int, last: int) -> dict[int, Copy] | None:
+        """Chunks of the target by their indexes; None where it can not read its record, which is told elsewhere."""
+        found = {}
+        try:
+            async for chunk in chunks_on(self._asking, target, inode, first):
+                if chunk.index > last:
+                    break
+                found[chunk.index] = Copy(chunk.version, chunk.blocks, chunk.end)
+        except CorruptRecord:
+            return None
+        return found
+
+    async def _exists(self, inode: int) -> bool:
+        request = meta_pb2.GetAttrRequest(inode=inode)
+        try:
+            await self._client.vfs.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        except NotFound:
+            return False
+        return True

@@ -1,0 +1,169 @@
+"""Loops of directories that cross shards: climbs that go on from shard to shard.
+
+What a shard's own climbs come to (meta/fsck/tree) is climbed from here, many at once, each directory once; what is known to
+be below the root is remembered, up to a million. A climb over several shards is not of one moment, and a directory that is
+renamed meanwhile may make it meet itself. So what looks like a loop is traced twice: where both times every directory on it
+is as it was (it has a counter of changes), all of it was there at the moment in between.
+
+Called by `checkup_names`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from nvpool.core.errors import NotFound, NvpoolError
+from nvpool.core.ids import partition_of
+from nvpool.rpc.messages.fsck_sums import pack_numbers, unpack_numbers
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.rpc.v1.meta_pb2 import FsckClimbReply, FsckClimbRequest
+from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.fsck.report import Problem
+
+CLIMBS_A_STEP = 1000
+ROOTED_MAX = 1_000_000
+ROUNDS_MAX = 100_000
+"""Of asking: a path is not deeper."""
+TRACES_MAX = 10
+PAUSE_S = 0.05
+
+Step = tuple[int, int, int]  # directory, parent, counter of changes
+
+
+class Climbs:
+    def __init__(self, client, asking: Asking) -> None:
+        self._client = client
+        self._asking = asking
+        self._waiting: set[int] = set()
+        self._rooted: set[int] = set()
+
+    def add(self, directories: Iterable[int]) -> None:
+        """Climb from these too."""
+        self._waiting.update(one for one in directories if one not in self._rooted)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def loops(self, repair: bool) -> AsyncIterator[Problem]:
+        """Climb from all that were added; each loop that is found."""
+        above = await self._climb()
+        for start in _met_again(above):
+            way = await self._confirmed(start)
+            if way:
+                yield await self._told(way, repair)
+        if len(self._rooted) > ROOTED_MAX:
+            self._rooted.clear()
+        self._rooted.update(above)
+
+    async def _climb(self) -> dict[int, int]:
+        """Directory -> that of the next shard above it; 0: it is below the root, or below nothing."""
+        above: dict[int, int] = {}
+        now, self._waiting = self._waiting, set()
+        for _ in range(ROUNDS_MAX):
+            if not now:
+                break
+            then: set[int] = set()
+            by_shard: dict[int, list[int]] = {}
+            for one in now:
+                by_shard.setdefault(self._holder(one), []).append(one)
+            moved = False
+            for shard, all_of_it in by_shard.items():
+                for first in range(0, len(all_of_it), CLIMBS_A_STEP):
+                    some = all_of_it[first:first + CLIMBS_A_STEP]
+                    found = await self._above(shard, some)
+                    for one, next_one in zip(some, found, strict=True):
+                        if one == next_one:
+                            moved = True
+                            then.add(one)
+                        else:
+                            above[one] = next_one
+                            if next_one and next_one not in self._rooted:
+                                then.add(next_one)
+            if moved:
+                await asyncio.sleep(PAUSE_S)
+                await self._client.refresh_map()
+            now = then - above.keys()
+        return above
+
+    async def _above(self, shard: int, some: list[int]) -> tuple[int, ...] | list[int]:
+        try:
+            reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_CLIMB, FsckClimbRequest(inodes=pack_numbers(some)),
+                                                    FsckClimbReply)
+        except NotFound:  # the shard has left
+            return some
+        return unpack_numbers(reply.above)
+
+    def _holder(self, directory: int) -> int:
+        now = self._client.pool_map
+        place = partition_of(directory)
+        return now.shard_of_partition[place] if now.partitions and place < len(now.shard_of_partition) else now.shards[0].id
+
+    async def _confirmed(self, start: int) -> list[Step]:
+        """The directories of the loop in which this one is; none where it is in none."""
+        for _ in range(TRACES_MAX):
+            way = await self._traced(start)
+            if not way or way == await self._traced(start):
+                return way
+        return []
+
+    async def _traced(self, start: int) -> list[Step]:
+        """From the directory up until it comes back to it; nothing where it does not."""
+        way: list[Step] = []
+        at, seen = start, set()
+        for _ in range(ROUNDS_MAX):
+            request = FsckClimbRequest(inodes=pack_numbers([at]), trace=True)
+            try:
+                reply = await self._asking.any_primary(self._holder(at), wire_pb2.META_FSCK_CLIMB, request, FsckClimbReply)
+                found, numbers = unpack_numbers(reply.above)[0], unpack_numbers(reply.way)
+            except NotFound:
+                found, numbers = at, ()
+            if found == at and not numbers:  # it has moved
+                await asyncio.sleep(PAUSE_S)
+                await self._client.refresh_map()
+                continue
+            way += zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+            seen.add(at)
+            if found == start:
+                return way
+            if not found or found in seen:
+                break
+            at = found
+        return []
+
+    async def _told(self, way: list[Step], repair: bool) -> Problem:
+        directory, parent, _ = min(way)
+        text, repaired = f"directory {directory} is below itself, over several shards", False
+        if repair:
+            try:
+                repaired = await self._loosened(directory, parent)
+            except NvpoolError as error:
+                text = f"{text}; not repaired: {error}"
+        return Problem("loop", f"{len(way)} directories", text, repaired)
+
+    async def _loosened(self, directory: int, parent: int) -> bool:
+        """Move it to /lost+found: the shard that has its name does. That of a wide directory may be any."""
+        first = self._holder(parent)
+        for shard in (first, *(other.id for other in self._client.pool_map.shards if other.id != first)):
+            request = FsckClimbRequest(loose=directory, parent=parent)
+            reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_CLIMB, request, FsckClimbReply)
+            if reply.loosened:
+                return True
+        return False
+
+
+def _met_again(above: dict[int, int]) -> list[int]:
+    """One directory of each loop."""
+    done: set[int] = set()
+    found = []
+    for start in above:
+        path: set[int] = set()
+        at = start
+        while at in above and at not in done and at not in path:
+            path.add(at)
+            at = above[at]
+        if at in path:
+            found.append(at)
+        done |= path
+    return sorted(found)

@@ -1,0 +1,88 @@
+"""A file system for asyncio programs that came out of a pickle: it connects with the first call that is awaited.
+
+Each coroutine method connects, and then is the one of AsyncFileSystem, which the object is from then on: a connected file
+system pays nothing for this. Made by AsyncFileSystem.__reduce__ only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from nvpool.sdk.aio import AsyncFileSystem, connected
+from nvpool.sdk.pool_origin import Origin
+from nvpool.sdk.volumes import AsyncVolumes
+
+
+class Unconnected(AsyncFileSystem):
+    """Becomes an AsyncFileSystem."""
+
+    def __init__(self, origin: Origin) -> None:  # not that of the base, which takes a client
+        self.origin = origin
+        self.volumes = _UnconnectedVolumes(self)
+        self._connecting: asyncio.Task[None] | None = None
+
+    async def _connect(self) -> None:
+        if type(self) is AsyncFileSystem:
+            return
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.get_running_loop().create_task(self._become())
+        await asyncio.shield(self._connecting)
+
+    async def _become(self) -> None:
+        if type(self) is Unconnected:
+            made = await connected(self.origin)
+            self.__class__ = AsyncFileSystem
+            AsyncFileSystem.__init__(self, *made)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("client", "vfs", "caller"):
+            raise RuntimeError(f"this file system came out of a pickle and is not connected yet; use it in `async with`, or "
+                               f"await one of its calls, before its .{name}")
+        raise AttributeError(name)
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Nothing is open yet."""
+        if type(self) is not Unconnected:
+            await AsyncFileSystem.close(self, timeout_s)
+
+    async def __aenter__(self) -> AsyncFileSystem:
+        await Unconnected._connect(self)
+        return self
+
+
+class _UnconnectedVolumes(AsyncVolumes):
+    def __init__(self, pool: Unconnected) -> None:  # not that of the base, which takes the pool's client
+        self._pool = pool
+
+
+def _connecting(method: Callable, of: Callable[[Any], tuple[Unconnected, Any]]) -> Callable:
+    if inspect.isasyncgenfunction(method):
+        @wraps(method)
+        async def generate(self, *arguments: Any, **named: Any):
+            pool, found = of(self)
+            await Unconnected._connect(pool)
+            async for one in method(found(), *arguments, **named):
+                yield one
+        return generate
+
+    @wraps(method)
+    async def call(self, *arguments: Any, **named: Any) -> Any:
+        pool, found = of(self)
+        await Unconnected._connect(pool)
+        return await method(found(), *arguments, **named)
+    return call
+
+
+def _cover(cls: type, base: type, of: Callable[[Any], tuple[Unconnected, Any]]) -> None:
+    for name, method in vars(base).items():
+        if not name.startswith("_") and name not in vars(cls) and (inspect.iscoroutinefunction(method)
+                                                                   or inspect.isasyncgenfunction(method)):
+            setattr(cls, name, _connecting(method, of))
+
+
+_cover(Unconnected, AsyncFileSystem, lambda pool: (pool, lambda: pool))
+_cover(_UnconnectedVolumes, AsyncVolumes, lambda volumes: (volumes._pool, lambda: volumes._pool.volumes))

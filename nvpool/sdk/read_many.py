@@ -1,0 +1,309 @@
+"""read_many of the SDK: paths and open files mixed, into one buffer.
+
+Files named by path are opened for the batch and kept open for the ones after it, as long as the client's `attr_s`: so a
+loader that reads the same shards again and again asks the metadata service once a second, for all of them together, and not
+once a read. Bounded; what was not used for longest is closed first. Called by the SDK's file systems.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from nvpool.client.state.types import Caller, FileHandle
+from nvpool.client.vfs.filesystem import Vfs
+from nvpool.core.errors import InvalidRequest, IsADirectory, NotFound, NvpoolError, Unavailable
+from nvpool.sdk.bulk_paths import Way, read_links, walk_together
+from nvpool.sdk.paths import Path, as_os_error, names_of, os_error
+from nvpool.sdk.read_requests import Read, name_of
+
+KEPT_OPEN = 1024
+"""Files; each costs 2 KiB here and a number at the shard."""
+READ_BYTES_MAX = (1 << 63) - 1
+"""Most bytes that a buffer of Python can hold."""
+_READS_AT_ONCE = 64
+"""Of a batch of which a part failed."""
+
+_Piece = tuple[FileHandle, int, int]
+
+
+class _Wanted:
+    """A file that is to be read: the way to its directory, which it may share with others, and its name there."""
+
+    __slots__ = ("way", "name", "link", "handle", "error")
+
+    def __init__(self, path: Path, ways: dict[bytes, Way]) -> None:
+        names = names_of(path)
+        self.handle: FileHandle | None = None
+        self.error: NvpoolError | None = None
+        self.link = 0
+        self.name = names.pop() if names and names[-1] != b".." else b""
+        directory = b"/".join(names)
+        self.way = ways.get(directory) or ways.setdefault(directory, Way(names))
+        if not self.name and not os.fspath(path):
+            self.way = Way(())
+            self.way.error = NotFound()
+
+    def follow(self, target: bytes | NvpoolError) -> None:
+        """The name stands for a symbolic link."""
+        self.way = self.way.branch()
+        self.way.follow(target)
+        self.name = self.way.take_last()
+
+
+class Batches:
+    def __init__(self, vfs: Vfs, caller: Caller):
+        self._vfs = vfs
+        self._caller = caller
+        self._kept: OrderedDict[bytes, tuple[FileHandle, float]] = OrderedDict()
+        self._running: dict[int, None] = {}  # numbers of the batches that are being read, rising
+        self._begun = 0
+        self._left: deque[tuple[int, FileHandle]] = deque()
+        """Not kept any more, with the last batch that may be reading by it."""
+
+    async def read_many(self, reads: Sequence[Read], given: Sequence[Any], into: memoryview | None,
+                        returns_errors: bool) -> list[int | OSError] | list[memoryview | OSError]:
+        """Each read in `into`, at the sum of the lengths before it, or in memory of its own; one message per target.
+
+        With `into` the length of each, else a view of each: fewer bytes than asked for only at the end of the file. A read
+        that fails raises, or takes the place of its result. On a raised error `into` holds nothing that may be relied on.
+        ValueError, and nothing read: `into` is too small. `given`: the reads as the caller wrote them, for errors.
+        """
+        paths: dict[Path, None] = {}
+        whole: dict[Path, None] = {}
+        has_lengths = True
+        for what, _, length in reads:
+            if length is None:
+                has_lengths = False
+            if type(what) is not FileHandle:
+                (paths if length is not None else whole)[what] = None
+        self._begun += 1
+        me = self._begun
+        self._running[me] = None
+        opened: dict[Path, FileHandle] = {}
+        try:
+            failed: dict[Path, NvpoolError] = {}
+            found = await self._opened(paths, failed) if paths else {}
+            if whole:
+                opened = await self._open_whole(whole, failed)
+            if failed and not returns_errors:
+                number = next(at for at, read in enumerate(reads) if read[0] in failed)
+                with as_os_error(name_of(given[number])):
+                    raise failed[reads[number][0]]
+            if into is None and not failed and len(opened) == len(reads) and not any(read[1] for read in reads):
+                try:
+                    return await self._vfs.read_whole([opened[read[0]] for read in reads])
+                except Unavailable as error:
+                    if not returns_errors:
+                        raise _of_batch(error, given) from error
+                except NvpoolError:
+                    pass  # which of them it was shows below
+            pieces: Sequence[_Piece | None] = reads
+            if has_lengths and not failed and paths:
+                pieces = [(what if type(what) is FileHandle else found[what], offset, length) for what, offset, length in reads]
+            elif not has_lengths or failed:
+                pieces = [_piece(read, found, opened) for read in reads]
+            return await self._read(reads, pieces, failed, given, into, returns_errors)
+        finally:
+            for handle in opened.values():
+                await self._vfs.release(handle)
+            del self._running[me]
+            await self._trim(KEPT_OPEN)
+
+    async def _read(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], failed: Mapping[Path, NvpoolError],
+                    given: Sequence[Any], into: memoryview | None, returns_errors: bool) -> list:
+        spans = [piece[2] if piece is not None else read[2] or 0 for piece, read in zip(pieces, reads, strict=True)] \
+            if pieces is not reads else [read[2] for read in reads]
+        total = sum(spans)
+        if into is not None and total > len(into):
+            raise ValueError(f"the buffer to read into has {len(into)} bytes, and the {len(reads)} reads need {total}")
+        if total > READ_BYTES_MAX:
+            raise ValueError(f"the {len(reads)} reads are of {total} bytes together, which no buffer holds")
+        buffer = into if into is not None else _buffer_of(total, len(reads))
+        if failed or returns_errors:
+            done = await self._read_apart(reads, pieces, spans, failed, given, buffer)
+        else:
+            try:
+                done = await self._vfs.read_many(pieces, buffer)
+            except Unavailable as error:  # to find out which one it was would take as long again
+                raise _of_batch(error, given) from error
+            except NvpoolError:
+                done = await self._read_apart(reads, pieces, spans, failed, given, buffer)
+                for one in done:
+                    if isinstance(one, OSError):
+                        raise one from one.__cause__
+        if into is not None:
+            return done
+        views, place = [], 0
+        for one, span in zip(done, spans, strict=True):
+            views.append(one if isinstance(one, OSError) else buffer[place:place + one])
+            place += span
+        return views
+
+    async def _read_apart(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], spans: Sequence[int],
+                          failed: Mapping[Path, NvpoolError], given: Sequence[Any], buffer: memoryview) -> list[int | OSError]:
+        """As many together as can be; where that fails, each by itself, so that each has a result or an error of its own."""
+        done: list[int | OSError] = [0] * len(reads)
+        runs: list[tuple[int, int, int, int]] = []  # numbers from, to, and bytes from, to
+        place = 0
+        for number, (piece, span) in enumerate(zip(pieces, spans, strict=True)):
+            if piece is None:
+                error = failed[reads[number][0]]
+                done[number] = _caused(os_error(error, name_of(given[number])), error)
+            elif runs and runs[-1][1] == number:
+                runs[-1] = (runs[-1][0], number + 1, runs[-1][2], place + span)
+            else:
+                runs.append((number, number + 1, place, place + span))
+            place += span
+
+        async def read(first: int, last: int, begin: int, end: int) -> bool:
+            try:
+                done[first:last] = await self._vfs.read_many(pieces[first:last], buffer[begin:end])
+            except NvpoolError as error:
+                done[first:last] = [_caused(os_error(error, name_of(one)), error) for one in given[first:last]]
+                return last - first == 1
+            return True
+
+        alone = []
+        for (first, last, begin, _), is_known in zip(runs, await _some(read, runs), strict=True):
+            for number in () if is_known else range(first, last):
+                alone.append((number, number + 1, begin, begin + spans[number]))
+                begin += spans[number]
+        if alone:
+            with contextlib.suppress(TimeoutError):  # then the others keep the error of their run
+                async with asyncio.timeout(self._vfs.options.deadline_s):
+                    await _some(read, alone)
+        return done
+
+    async def _open_whole(self, paths: Iterable[Path], failed: dict[Path, NvpoolError]) -> dict[Path, FileHandle]:
+        """Opened anew, together, for their sizes are those of now; to be released. Errors go to `failed`."""
+        ways: dict[bytes, Way] = {}
+        wanted = {path: _Wanted(path, ways) for path in paths}
+        try:
+            await self._open_all(list(wanted.values()))
+        except BaseException as error:
+            for one in wanted.values():
+                if one.handle is not None:
+                    await self._vfs.release(one.handle)
+            if isinstance(error, NvpoolError):
+                raise os_error(error) from error
+            raise
+        failed.update((path, one.error) for path, one in wanted.items() if one.error is not None)
+        return {path: one.handle for path, one in wanted.items() if one.handle is not None}
+
+    async def _open_all(self, wanted: list[_Wanted]) -> None:
+        """Each has a handle after this, or an error. Symbolic links at the ends are followed together, too."""
+        while wanted:
+            await walk_together(self._vfs, list({id(one.way): one.way for one in wanted}.values()))
+            plain = []
+            for one in wanted:
+                one.error = one.way.error or (None if one.name else IsADirectory())
+                if one.error is None:
+                    plain.append(one)
+            opened = await self._vfs.open_many([(one.way.inode, one.name) for one in plain], self._caller)
+            wanted = []
+            for one, found in zip(plain, opened, strict=True):
+                if type(found) is FileHandle:
+                    one.handle = found
+                elif isinstance(found, NvpoolError):
+                    one.error = found
+                elif stat.S_ISLNK(found.mode):
+                    one.link = found.inode
+                    wanted.append(one)
+                else:
+                    one.error = IsADirectory() if stat.S_ISDIR(found.mode) else InvalidRequest("only regular files can be read")
+            targets = await read_links(self._vfs, {one.link for one in wanted})
+            for one in wanted:
+                one.follow(targets[one.link])
+
+    async def _opened(self, paths: Iterable[Path], failed: dict[Path, NvpoolError]) -> dict[Path, FileHandle]:
+        """Those that are not open, or were for long enough, are opened together. Errors go to `failed`."""
+        found: dict[Path, FileHandle] = {}
+        ways: dict[bytes, Way] = {}
+        wanted: dict[Path, _Wanted] = {}
+        now_s = self._vfs.clock.boottime_s()
+        for path in paths:
+            key = os.fsencode(path)
+            kept = self._kept.get(key)
+            if kept is not None and kept[1] > now_s:
+                self._kept.move_to_end(key)
+                found[path] = kept[0]
+            else:
+                wanted[path] = _Wanted(path, ways)
+        if not wanted:
+            return found
+        try:
+            await self._open_all(list(wanted.values()))
+        except NvpoolError as error:
+            raise os_error(error, next(iter(wanted)) if len(wanted) == 1 else None) from error
+        finally:
+            for path, one in wanted.items():
+                if one.handle is not None:
+                    found[path] = one.handle
+                    self._keep(os.fsencode(path), one.handle, now_s + self._vfs.options.attr_s)
+        failed.update((path, one.error) for path, one in wanted.items() if one.error is not None)
+        return found
+
+    def _keep(self, key: bytes, handle: FileHandle, until_s: float) -> None:
+        self._leave(key)
+        self._kept[key] = handle, until_s
+
+    def _leave(self, key: bytes) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._left.append((self._begun, kept[0]))
+
+    async def _trim(self, count: int) -> None:
+        """Keep so many, and close those that are not kept and that nobody can be reading by."""
+        while len(self._kept) > count:
+            self._leave(next(iter(self._kept)))
+        while self._left and self._left[0][0] < next(iter(self._running), self._begun + 1):
+            await self._vfs.release(self._left.popleft()[1])
+
+    async def forget(self, paths: Iterable[Path] | None = None) -> None:
+        """Keep none of them, or of these: their names mean something else now. What no batch is reading by is closed."""
+        if paths is None:
+            await self._trim(0)
+            return
+        for path in paths:
+            self._leave(os.fsencode(path))
+        await self._trim(KEPT_OPEN)
+
+
+def _piece(read: Read, found: Mapping[Path, FileHandle], opened: Mapping[Path, FileHandle]) -> _Piece | None:
+    """None: its file could not be opened."""
+    what, offset, length = read
+    handle = what if type(what) is FileHandle else (found if length is not None else opened).get(what)
+    if handle is None:
+        return None
+    return handle, offset, max(0, handle.size - offset) if length is None else length
+
+
+async def _some(read: Callable[..., Awaitable[bool]], runs: Sequence[tuple[int, int, int, int]]) -> list[bool]:
+    found: list[bool] = []
+    for first in range(0, len(runs), _READS_AT_ONCE):
+        found += await asyncio.gather(*[read(*run) for run in runs[first:first + _READS_AT_ONCE]])
+    return found
+
+
+def _buffer_of(total: int, count: int) -> memoryview:
+    try:
+        return memoryview(bytearray(total))
+    except MemoryError:
+        raise MemoryError(f"the reads ({count}) need {total} bytes of memory together; ask for less at once") from None
+
+
+def _of_batch(error: NvpoolError, given: Sequence[Any]) -> OSError:
+    """With the name of the file, where all reads are of one."""
+    names = {name_of(one) for one in given}
+    return os_error(error, names.pop() if len(names) == 1 else None)
+
+
+def _caused(error: OSError, cause: NvpoolError) -> OSError:
+    error.__cause__ = cause
+    return error

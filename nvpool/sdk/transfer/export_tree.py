@@ -1,0 +1,331 @@
+"""Export: a tree or file of a pool onto a local file system."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable
+from functools import partial
+
+from nvpool.client.state.types import Caller
+from nvpool.core.checksum import crc32c
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.core.errors import (
+    AlreadyExists,
+    ChecksumMismatch,
+    NotADirectory,
+    NotFound,
+    Refused,
+    from_os_error,
+)
+from nvpool.core.ids import ROOT_INODE
+from nvpool.core.units import KIB
+from nvpool.sdk.transfer.progress import PIECE_BYTES, Tally, TransferOptions
+from nvpool.sdk.transfer.workers import Crew, Folder
+
+LISTED_AT_ONCE = 1000
+_ZEROS = bytes(64 * KIB)
+"""Runs of zeros of this size and place become holes."""
+
+
+async def export_tree(vfs, source: bytes, destination: str | bytes | os.PathLike, *, tally: Tally,
+                      options: TransferOptions | None = None) -> None:
+    """Make the local `destination` what `source`, a path in the pool, is; missing parents are made.
+
+    As import_tree, the other way. Each block that arrives is checked against the checksum of its writer, and what was written
+    here is synced, read back from the drive and compared. A file that was cut short is begun anew, whole ones are left out.
+
+    NotFound    there is no source
+    NotADirectory, AlreadyExists   source and destination are not of one kind
+    Unavailable the pool did not answer in time; NoSpace: the local drive is full. Repeat when it is mended
+    """
+    await _Export(vfs, tally, options or TransferOptions()).run(source, os.fsencode(destination))
+
+
+class _Export:
+    def __init__(self, vfs, tally: Tally, options: TransferOptions):
+        self._vfs = vfs
+        self._tally = tally
+        self._options = options
+        self._caller = Caller(os.geteuid(), os.getegid())
+        self._crew = Crew(tally, options.parallel, self._finish_folder)
+        self._linked: dict[int, tuple[asyncio.Future[bytes | None], list[int]]] = {}
+        self._folders: list[Folder] = []
+
+    async def run(self, source: bytes, destination: bytes) -> None:
+        attr = await self._vfs.getattr(ROOT_INODE)
+        names = [name for name in source.split(b"/") if name]
+        for depth, name in enumerate(names, 1):
+            try:
+                attr = await self._vfs.lookup(attr.inode, name)
+            except NotFound:
+                raise NotFound(f"/{os.fsdecode(b'/'.join(names[:depth]))} does not exist in the pool") from None
+        if not stat.S_ISDIR(attr.mode):
+            if await self._crew.blocking(os.path.isdir, destination):
+                destination = os.path.join(destination, names[-1])
+            self._tally.files_total, self._tally.bytes_total, self._tally.counted = 1, attr.size, True
+            os.makedirs(os.path.dirname(destination) or b".", exist_ok=True)
+            await self._crew.run(self._crew.add(None, source, partial(self._one, destination, attr)))
+            return
+        try:
+            os.makedirs(destination, exist_ok=True)
+        except OSError as error:
+            raise NotADirectory(f"{os.fsdecode(destination)}: {error.strerror}") from None
+        self._folders.append(Folder(None, source, destination, attr, False))
+        counting = asyncio.create_task(self._count(attr.inode))
+        try:
+            await self._crew.run(self._list_folders())
+        finally:
+            counting.cancel()
+        self._tally.counted = True
+
+    async def _count(self, inode: int) -> None:
+        """Grow the totals ahead of the export."""
+        waiting = [inode]
+        while waiting:
+            async for entries in self._entries(waiting.pop()):
+                for entry in entries:
+                    if self._options.leaves_out(entry.name):
+                        continue
+                    if stat.S_ISDIR(entry.attr.mode):
+                        waiting.append(entry.inode)
+                    elif stat.S_ISREG(entry.attr.mode):
+                        self._tally.files_total += 1
+                        self._tally.bytes_total += entry.attr.size
+        self._tally.counted = True
+
+    async def _entries(self, inode: int):
+        """Lists of entries with attributes."""
+        handle = await self._vfs.opendir(inode)
+        try:
+            cursor, more = 0, True
+            while more:
+                entries, more = await self._vfs.readdir(handle, cursor, LISTED_AT_ONCE)
+                if not entries:
+                    return
+                cursor = entries[-1].cursor
+                yield entries
+        finally:
+            await self._vfs.releasedir(handle)
+
+    # -- folders -----------------------------------------------------------------------------------------------------
+
+    async def _list_folders(self) -> None:
+        while self._folders:
+            folder = self._folders.pop()
+            await self._crew.guarded(folder.path, self._list_folder(folder))
+            await self._crew.leave(folder)
+
+    async def _list_folder(self, folder: Folder) -> None:
+        async for entries in self._entries(folder.found.inode):
+            for entry in entries:
+                if self._options.leaves_out(entry.name):
+                    continue
+                path, place, attr = folder.path + b"/" + entry.name, os.path.join(folder.place, entry.name), entry.attr
+                if not stat.S_ISDIR(attr.mode):
+                    await self._crew.add(folder, path, partial(self._entry, place, attr))
+                elif await self._crew.guarded(path, self._crew.blocking(_make_folder, place)):
+                    self._folders.append(Folder(folder, path, place, attr, False))
+
+    async def _finish_folder(self, folder: Folder) -> None:
+        xattrs = await self._xattrs(folder.found)
+        await self._crew.blocking(self._finish, folder.place, folder.found, xattrs)
+
+    # -- what is no folder -------------------------------------------------------------------------------------------
+
+    async def _entry(self, place: bytes, attr) -> None:
+        if attr.links <= 1:
+            await self._one(place, attr)
+            return
+        if attr.inode not in self._linked:
+            first = asyncio.get_running_loop().create_future()
+            self._linked[attr.inode] = (first, [attr.links - 1])
+            made = None
+            try:
+                await self._one(place, attr)
+                made = place
+            finally:
+                if not first.done():  # cancelled with those who wait for it
+                    first.set_result(made)
+            return
+        first, left = self._linked[attr.inode]
+        left[0] -= 1
+        if not left[0]:
+            del self._linked[attr.inode]
+        made = await first
+        if made is None:
+            raise NotFound("the file that this is another name of could not be exported")
+        there = await self._crew.blocking(_link, made, place)
+        self._tally.hard_links += 1
+        if stat.S_ISREG(attr.mode):
+            self._tally.files += 1
+            self._tally.bytes += attr.size
+            self._tally.skipped_files += there
+            self._tally.skipped_bytes += there * attr.size
+
+    async def _one(self, place: bytes, attr) -> None:
+        if stat.S_ISREG(attr.mode):
+            return await self._file(place, attr)
+        target = await self._vfs.readlink(attr.inode) if stat.S_ISLNK(attr.mode) else None
+        await self._crew.blocking(_make_special, place, attr, target)
+        await self._crew.blocking(self._finish, place, attr, [])
+        if target is None:
+            self._tally.special += 1
+        else:
+            self._tally.symlinks += 1
+
+    async def _file(self, place: bytes, attr) -> None:
+        if await self._crew.blocking(_is_there, place, attr):
+            self._tally.files += 1
+            self._tally.bytes += attr.size
+            self._tally.skipped_files += 1
+            self._tally.skipped_bytes += attr.size
+            return
+        handle = await self._vfs.open(attr.inode, os.O_RDONLY, self._caller)
+        opened, writing = -1, None
+        try:
+            now = await self._vfs.getattr(attr.inode)
+            xattrs = await self._xattrs(now)
+            # What is in the pool can be read, as far as is known, before what is here is emptied.
+            buffer = await self._vfs.read(handle, 0, min(PIECE_BYTES, now.size)) if now.size else b""
+            opened = await self._crew.blocking(_open_destination, place)
+            checksums, at = [], 0
+            while at < now.size:
+                if at:
+                    buffer = await self._vfs.read(handle, at, min(PIECE_BYTES, now.size - at))
+                if writing is not None:
+                    await writing
+                if not len(buffer):
+                    raise Refused("was cut while it was read; export it again")
+                checksums.append((at, len(buffer), crc32c(buffer)))
+                writing = asyncio.ensure_future(self._crew.blocking(_write_sparse, opened, at, buffer))
+                at += len(buffer)
+                self._tally.bytes += len(buffer)
+            if writing is not None:
+                await writing
+            await self._crew.blocking(self._finish_file, opened, now, checksums, xattrs)
+        finally:
+            await self._vfs.release(handle)
+            if writing is not None:
+                await asyncio.gather(writing, return_exceptions=True)  # a thread may still be writing by the descriptor
+            if opened >= 0:
+                os.close(opened)
+        self._tally.files += 1
+
+    def _finish_file(self, descriptor: int, attr, checksums: list[tuple[int, int, int]], xattrs) -> None:
+        os.ftruncate(descriptor, attr.size)
+        os.fsync(descriptor)
+        if self._options.verify:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # so that the drive is read, not the page cache
+            for at, length, checksum in checksums:
+                if crc32c(os.pread(descriptor, length, at)) != checksum:
+                    raise ChecksumMismatch(f"the {length} bytes at {at} are not on the drive as they were written")
+        self._finish(descriptor, attr, xattrs)
+
+    # -- what a thing has beside its contents --------------------------------------------------------------------------
+
+    async def _xattrs(self, attr) -> list[tuple[bytes, bytes]]:
+        if not attr.flags & 1:
+            return []
+        return [(name, await self._vfs.getxattr(attr.inode, name)) for name in await self._vfs.listxattr(attr.inode)]
+
+    def _finish(self, place: bytes | int, attr, xattrs: list[tuple[bytes, bytes]]) -> None:
+        """Attributes, owner, mode and times, in this order: a change of owner takes set-id bits away, all change times."""
+        link = stat.S_ISLNK(attr.mode)
+        follow = {} if isinstance(place, int) else {"follow_symlinks": False}
+        for name, value in xattrs:
+            try:
+                os.setxattr(place, name, value, **follow)
+            except OSError:
+                self._tally.attributes_not_kept += 1
+        if self._options.owners:
+            os.chown(place, attr.uid, attr.gid, **follow)
+        if not link:
+            os.chmod(place, stat.S_IMODE(attr.mode))
+        os.utime(place, ns=(attr.atime_ns, attr.mtime_ns), **follow)
+
+
+# -- local steps, run in threads ---------------------------------------------------------------------------------------
+
+
+def _make_folder(place: bytes) -> bool:
+    try:
+        os.mkdir(place, 0o700)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(place).st_mode):
+            raise AlreadyExists("exists here and is not a directory") from None
+    return True
+
+
+def _is_there(place: bytes, attr) -> bool:
+    """Whether it is there whole. AlreadyExists: something else has the name."""
+    try:
+        found = os.lstat(place)
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(found.st_mode):
+        raise AlreadyExists("exists here and is not a file")
+    return found.st_size == attr.size and found.st_mtime_ns == attr.mtime_ns
+
+
+def _open_destination(place: bytes) -> int:
+    """A descriptor of the emptied file."""
+    try:
+        descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.ftruncate(descriptor, 0)
+        return descriptor
+    except OSError as error:
+        raise from_os_error(error, f"open {os.fsdecode(place)}") from None
+
+
+def _write_sparse(descriptor: int, at: int, buffer) -> None:
+    """Write what is not zero; the file is empty there, so that the rest are holes."""
+    view = memoryview(buffer)
+    try:
+        for begin in range(0, len(view), len(_ZEROS)):
+            part = view[begin:begin + len(_ZEROS)]
+            if part[0] or part[-1] or bytes(part) != _ZEROS[:len(part)]:
+                while part:
+                    done = os.pwrite(descriptor, part, at + begin)
+                    part, begin = part[done:], begin + done
+    except OSError as error:
+        raise from_os_error(error, "write") from None
+
+
+def _make_special(place: bytes, attr, target: bytes | None) -> None:
+    try:
+        found = os.lstat(place)
+    except FileNotFoundError:
+        found = None
+    if found is not None:
+        if stat.S_IFMT(found.st_mode) != stat.S_IFMT(attr.mode):
+            raise AlreadyExists("exists here and is something else")
+        if target is None or os.readlink(place) == target:
+            return
+    if target is not None:
+        _replace(place, lambda beside: os.symlink(target, beside))
+    else:
+        os.mknod(place, attr.mode, attr.rdev)
+
+
+def _link(made: bytes, place: bytes) -> bool:
+    """Whether `place` was a name of `made` already; it is one on return."""
+    try:
+        if os.path.samestat(os.lstat(made), os.lstat(place)):
+            return True
+    except FileNotFoundError:
+        pass
+    _replace(place, lambda beside: os.link(made, beside, follow_symlinks=False))
+    return False
+
+
+def _replace(place: bytes, make: Callable[[bytes], None]) -> None:
+    """Make the new entry before the old one loses its name: a file system may refuse links."""
+    beside = place[:place.rfind(b"/") + 1] + b".nvpool-export-%x" % SYSTEM_CLOCK.random().getrandbits(64)
+    make(beside)
+    try:
+        os.replace(beside, place)
+    except OSError:
+        os.unlink(beside)
+        raise

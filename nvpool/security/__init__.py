@@ -1,0 +1,1 @@
+"""Certificate authority, TLS, join tokens, and the form of the audit log."""

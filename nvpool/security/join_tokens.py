@@ -1,0 +1,44 @@
+"""Tokens to join a pool with: a secret that works once and briefly, and the fingerprint of the authority that is to answer.
+
+Called by whoever makes tokens (node/admin/join_server) and whoever uses one (provision/create). Text: "nvp1." and 48 bytes as
+URL-safe base64 without padding (RFC 4648): 16 of the secret, 32 of the SHA-256 of the authority's certificate. Nobody but the
+token's holder has the secret; the pool keeps its SHA-256.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from typing import NamedTuple
+
+from nvpool.core.errors import InvalidRequest
+
+_PREFIX = "nvp1."
+SECRET_BYTES = 16
+_FINGERPRINT_BYTES = 32
+
+
+class Token(NamedTuple):
+    secret: bytes
+    fingerprint: bytes
+
+    def text(self) -> str:
+        return _PREFIX + base64.urlsafe_b64encode(self.secret + self.fingerprint).decode().rstrip("=")
+
+
+def read_token(text: str) -> Token:
+    """InvalidRequest for what is none."""
+    text = text.strip()
+    try:
+        raw = base64.b64decode(text[len(_PREFIX):] + "=" * (-len(text[len(_PREFIX):]) % 4), b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raw = b""
+    if not text.startswith(_PREFIX) or len(raw) != SECRET_BYTES + _FINGERPRINT_BYTES:
+        raise InvalidRequest("this is not a whole token; copy all of the line that `nvpool node token POOL` or "
+                             "`nvpool client token POOL` prints")
+    return Token(raw[:SECRET_BYTES], raw[SECRET_BYTES:])
+
+
+def hash_of(secret: bytes) -> str:
+    return hashlib.sha256(b"nvpool token " + secret).hexdigest()

@@ -1,0 +1,1 @@
+"""Shared memory of a mount that outlives the process which serves it."""

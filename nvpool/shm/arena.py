@@ -1,0 +1,93 @@
+"""Where in a stretch of bytes something of a given length finds place: powers of two, carved out of pieces of 1 MiB.
+
+Plain bookkeeping of places; whose bytes they are knows shm/mount_state, its only user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nvpool.core.errors import CorruptRecord, NoSpace
+from nvpool.core.units import MIB
+
+_SMALLEST_BITS = 6
+_PIECE_BITS = 20
+_KINDS = _PIECE_BITS - _SMALLEST_BITS + 1
+
+
+def _kind(length: int) -> int:
+    return max(0, (length - 1).bit_length() - _SMALLEST_BITS)
+
+
+class Arena:
+    """`held`: (place, length) of what is there already. CorruptRecord where that does not fit."""
+
+    def __init__(self, byte_count: int, held: Iterable[tuple[int, int]] = ()) -> None:
+        count = byte_count >> _PIECE_BITS
+        self._kinds = [-1] * count       # of each piece; -1: of none, it is fresh
+        self._used = [0] * count         # places in it that are taken
+        self._fresh = list(range(count - 1, -1, -1))
+        self._free: list[list[int]] = [[] for _ in range(_KINDS)]
+        self._taken = 0
+        places: dict[int, set[int]] = {}
+        for place, length in held:
+            kind, piece = _kind(length), place >> _PIECE_BITS
+            if not 0 < length <= MIB or piece >= count or place & (1 << kind + _SMALLEST_BITS) - 1 \
+                    or self._kinds[piece] not in (-1, kind) or place in places.get(piece, ()):
+                raise CorruptRecord(f"{length} bytes at {place} are not where bytes can be")
+            self._kinds[piece] = kind
+            places.setdefault(piece, set()).add(place)
+            self._used[piece] += 1
+            self._taken += 1
+        for piece, taken in places.items():
+            self._free[self._kinds[piece]] += [place for place in self._carved(piece) if place not in taken]
+        self._fresh = [piece for piece in self._fresh if self._kinds[piece] < 0]
+
+    def _carved(self, piece: int) -> range:
+        return range(piece << _PIECE_BITS, piece + 1 << _PIECE_BITS, 1 << self._kinds[piece] + _SMALLEST_BITS)
+
+    def has_room(self, length: int) -> bool:
+        """Whether `length` bytes, in parts of up to 1 MiB each, can be taken."""
+        wanted = (length >> _PIECE_BITS) + 2
+        if len(self._fresh) < wanted:
+            self._gather()
+        return len(self._fresh) >= wanted
+
+    def take(self, length: int) -> int:
+        """A place for up to 1 MiB. NoSpace."""
+        kind = _kind(length)
+        free = self._free[kind]
+        if not free:
+            if not self._fresh:
+                self._gather()
+            if not self._fresh:
+                raise NoSpace("the memory for writes that outlive a mount's process is full")
+            piece = self._fresh.pop()
+            self._kinds[piece] = kind
+            free += reversed(self._carved(piece))
+        place = free.pop()
+        self._used[place >> _PIECE_BITS] += 1
+        self._taken += 1
+        return place
+
+    def give_back(self, place: int) -> None:
+        piece = place >> _PIECE_BITS
+        self._free[self._kinds[piece]].append(place)
+        self._used[piece] -= 1
+        self._taken -= 1
+
+    def _gather(self) -> None:
+        """Pieces in which nothing is taken any more serve for any length again."""
+        empty = {piece for piece, kind in enumerate(self._kinds) if kind >= 0 and not self._used[piece]}
+        for kind in {self._kinds[piece] for piece in empty}:
+            self._free[kind] = [place for place in self._free[kind] if place >> _PIECE_BITS not in empty]
+        for piece in empty:
+            self._kinds[piece] = -1
+        self._fresh += empty
+
+    def trim(self) -> bool:
+        """Whether pages may be given back: something was taken once, and nothing is now."""
+        if self._taken or all(kind < 0 for kind in self._kinds):
+            return False
+        self._gather()
+        return True

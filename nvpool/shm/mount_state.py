@@ -1,0 +1,323 @@
+"""What of a mount outlives its serving process: one shared memory of a declared version, and how it is written and read.
+
+A serving process is killed between any two of its instructions. So each record has its mark, which makes it valid, as its last
+field: what is half written does not count, and a record goes when its mark is zero. What a record promises (a payload) is
+written before it. Nobody else writes here while the process lives; its successor reads once, at its start.
+
+Sections follow one another, each at a multiple of 4 KiB: words, shards, handles, locks, files, writes, arena. The memory is
+sparse: what was never used costs nothing. Made by the serving process, held by mountd/holder as well, used by client/ and
+fuse/. Plain bookkeeping: never waits, knows neither the kernel nor the pool.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections import deque
+from collections.abc import Iterator
+from enum import IntEnum
+
+from nvpool.core.errors import CorruptRecord, NoSpace, TooManyOpen, WrongFormat
+from nvpool.core.units import KIB, MIB, SLOTS_PER_SESSION
+from nvpool.shm.arena import Arena
+from nvpool.shm.memfd import make_sealed
+
+MAGIC = b"nvpkept\n"
+VERSION = 1
+_HEAD = struct.Struct("<8sIIQQ")
+"""magic, version, zero, bytes of all, bytes of the arena"""
+_WORDS = 64
+_DEVICE = struct.Struct("<B15s")
+_DEVICE_PLACE = 1024
+
+SHARDS_MAX = 1024
+HANDLES_MAX = 1 << 20
+LOCKS_MAX = 1 << 16
+FILES_MAX = 1 << 18
+WRITES_MAX = 1 << 14
+"""Pieces of writes that no store has: 64 MiB of 4 KiB. Then writers wait for the stores."""
+SECRET_BYTES_MAX = 63
+
+SHARD = struct.Struct("<IB63sQ")
+"""shard, length of the secret, secret, session (mark)"""
+SLOT = struct.Struct("<QQQ")
+"""sequence, method, unique of the request of the kernel (mark)"""
+HANDLE = struct.Struct("<QIIIIQQ")
+"""inode, flags of open(2) (DIRECTORY: of a directory; PUBLISHED), uid, gid, pid of who opened, unique of its request, handle
+(mark)"""
+LOCK = struct.Struct("<QQQQ")
+"""inode, owner, handle through which it was taken, kind (mark)"""
+FILE = struct.Struct("<QQQIIQ")
+"""end of what stores have and the service does not know, bytes of that, cut number, errno that nobody was told, errno of the
+last loss (0: none), inode (mark)"""
+WRITE = struct.Struct("<QQQQIIQ")
+"""inode, place in the file, place in the arena, unique, length, twice the bytes taken in the arena (one more in the last piece
+of a write), number (mark)"""
+_MARK = struct.Struct("<Q")
+_LENGTH = struct.Struct("<I")
+_UNIQUE_AT = 24
+"""In a WRITE."""
+
+SHARD_BYTES = 2048
+"""A SHARD, and behind it SLOTS_PER_SESSION of SLOT."""
+DIRECTORY = 1 << 31
+PUBLISHED = 1 << 30
+"""In the flags of a handle: other processes of the mount may read the file. Set and taken back by who made the handle."""
+_MADV_REMOVE = 9
+
+
+class Word(IntEnum):
+    """Numbers of 8 bytes at 64 + 8 × their value."""
+
+    LIVES = 0
+    """Serving processes that have begun."""
+    GREETED = 1
+    """INIT was answered, with what follows."""
+    INIT_FLAGS = 2
+    PAGES = 3
+    UNFLUSHED = 4
+    """Stores may have bytes that nobody has flushed."""
+    SHARDS = 5
+    """Records of each table that were ever used, from the beginning on."""
+    HANDLES = 6
+    LOCKS = 7
+    FILES = 8
+    WRITES = 9
+    ROOT = 10
+    """Inode of the directory that is mounted; 0: the pool's root."""
+
+
+def _up(count: int) -> int:
+    return (count + 4095) & ~4095
+
+
+class Table:
+    """Records of one form. Free ones are taken again, the last first; or, where `in_turn`, the one that is free for longest."""
+
+    def __init__(self, memory: mmap.mmap, place: int, form: struct.Struct, count: int, word: Word, *, in_turn: bool = False):
+        self._memory, self.place, self.form, self.count = memory, place, form, count
+        self._word = 64 + 8 * word
+        self._mark = form.size - 8
+        self.used, = _MARK.unpack_from(memory, self._word)
+        if self.used > count:
+            raise CorruptRecord(f"{word.name.lower()}: {self.used} records are said to be used, there are {count}")
+        self._in_turn = in_turn
+        self._free: deque[int] = deque(index for index in range(self.used) if not self.mark(index))
+
+    @property
+    def free(self) -> int:
+        return len(self._free) + self.count - self.used
+
+    def take(self) -> int:
+        """The index of a record that is free. TooManyOpen."""
+        if self._free and not (self._in_turn and self.used < self.count):
+            return self._free.popleft() if self._in_turn else self._free.pop()
+        if self.used >= self.count:
+            raise TooManyOpen(f"the memory that outlives a mount's process holds {self.count} records of a kind")
+        index = self.used
+        self.used += 1
+        _MARK.pack_into(self._memory, self._word, self.used)
+        return index
+
+    def put(self, index: int, *fields) -> None:
+        self.form.pack_into(self._memory, self.place + index * self.form.size, *fields)
+
+    def give_back(self, index: int) -> None:
+        _MARK.pack_into(self._memory, self.place + index * self.form.size + self._mark, 0)
+        self._free.append(index)
+
+    def mark(self, index: int) -> int:
+        return _MARK.unpack_from(self._memory, self.place + index * self.form.size + self._mark)[0]
+
+    def read(self, index: int) -> tuple:
+        return self.form.unpack_from(self._memory, self.place + index * self.form.size)
+
+    def all(self) -> Iterator[tuple]:
+        """(index, *fields) of every record that was ever used, valid ones and others."""
+        for index in range(self.used):
+            yield index, *self.read(index)
+
+    def valid(self) -> list[tuple]:
+        return [record for record in self.all() if record[-1]]
+
+
+class KeptMemory:
+    """One mapping of it. `descriptor` stays the caller's."""
+
+    def __init__(self, descriptor: int) -> None:
+        """WrongFormat where it is of another version, CorruptRecord where it does not fit together."""
+        size = os.fstat(descriptor).st_size
+        if size < 4096:
+            raise CorruptRecord(f"the memory that a mount's process left has {size} bytes")
+        self._memory = memory = mmap.mmap(descriptor, size)
+        magic, version, _, total, arena_bytes = _HEAD.unpack_from(memory)
+        if magic != MAGIC or version != VERSION:
+            raise WrongFormat(f"the memory that a mount's process left has version {version}, this nvpool knows {VERSION}: "
+                              "unmount, and mount again" if magic == MAGIC else "this is no memory of a mount's process")
+        places = _places(arena_bytes)
+        if total != size or arena_bytes % MIB or places[-1] + arena_bytes != total:
+            raise CorruptRecord(f"the memory that a mount's process left says that it has {total} bytes, and has {size}")
+        self.shards_place = places[0]
+        self.shard_count = self.word(Word.SHARDS)
+        if self.shard_count > SHARDS_MAX:
+            raise CorruptRecord(f"{self.shard_count} shards in the memory that a mount's process left")
+        self.handles = Table(memory, places[1], HANDLE, HANDLES_MAX, Word.HANDLES)
+        self.locks = Table(memory, places[2], LOCK, LOCKS_MAX, Word.LOCKS)
+        self.files = Table(memory, places[3], FILE, FILES_MAX, Word.FILES)
+        self.writes = Table(memory, places[4], WRITE, WRITES_MAX, Word.WRITES, in_turn=True)
+        self.payloads = memoryview(memory)[places[5]:]
+        held = []
+        for index, inode, offset, place, _, length, taken, _ in self.writes.valid():
+            if not inode or not 0 < length <= taken >> 1 <= MIB or offset >= 1 << 62:
+                raise CorruptRecord(f"write {index} in the memory that a mount's process left makes no sense")
+            held.append((place, taken >> 1))
+        self.arena = Arena(arena_bytes, held)
+        for index, inode, *_ in self.handles.valid():
+            if not inode:
+                raise CorruptRecord(f"handle {index} in the memory that a mount's process left is of no inode")
+
+    @classmethod
+    def make(cls, arena_bytes: int = 256 * MIB) -> int:
+        """A new one, empty; its descriptor, which is closed by exec and can not be cut."""
+        arena_bytes = max(arena_bytes, 16 * MIB) + MIB - 1 & ~(MIB - 1)
+        total = _places(arena_bytes)[-1] + arena_bytes
+        return make_sealed("nvpool mount", total, _HEAD.pack(MAGIC, VERSION, 0, total, arena_bytes))
+
+    # -- words -----------------------------------------------------------------------------------------------------------
+
+    def word(self, word: Word) -> int:
+        return _MARK.unpack_from(self._memory, 64 + 8 * word)[0]
+
+    def set_word(self, word: Word, value: int) -> None:
+        _MARK.pack_into(self._memory, 64 + 8 * word, value)
+
+    @property
+    def device(self) -> str:
+        """major:minor of the mount; empty before there is one."""
+        length, text = _DEVICE.unpack_from(self._memory, _DEVICE_PLACE)
+        return text[:length].decode(errors="replace")
+
+    @device.setter
+    def device(self, text: str) -> None:
+        _DEVICE.pack_into(self._memory, _DEVICE_PLACE, len(text), text.encode())
+
+    # -- sessions --------------------------------------------------------------------------------------------------------
+
+    def _shard_place(self, number: int) -> int:
+        return self.shards_place + number * SHARD_BYTES
+
+    def shards(self) -> dict[int, tuple[int, int, bytes]]:
+        """shard -> (number of its record, session, secret), of sessions that were not ended."""
+        found = {}
+        for number in range(self.shard_count):
+            shard, length, secret, session = SHARD.unpack_from(self._memory, self._shard_place(number))
+            if length > SECRET_BYTES_MAX:
+                raise CorruptRecord(f"the secret of shard {shard} in the memory that a mount's process left is too long")
+            if session:
+                found[shard] = number, session, secret[:length]
+        return found
+
+    def add_shard(self) -> int:
+        """The number of a new record, where `keep_session` puts something. NoSpace."""
+        if self.shard_count >= SHARDS_MAX:
+            raise NoSpace(f"a mount that outlives its process takes {SHARDS_MAX} metadata shards at most")
+        self.shard_count += 1
+        self.set_word(Word.SHARDS, self.shard_count)
+        return self.shard_count - 1
+
+    def keep_session(self, number: int, shard: int, session: int, secret: bytes) -> None:
+        """From now on this is the session at that shard (0: none), and none of its slots is in use."""
+        place = self._shard_place(number)
+        _MARK.pack_into(self._memory, place + SHARD.size - 8, 0)
+        for slot in range(SLOTS_PER_SESSION):
+            self.clear_slot(number, slot)
+        SHARD.pack_into(self._memory, place, shard, len(secret), secret, session)
+
+    def keep_slot(self, number: int, slot: int, sequence: int, method: int, unique: int) -> None:
+        """Before it is sent: that change of request `unique` travels under this sequence."""
+        SLOT.pack_into(self._memory, self._shard_place(number) + SHARD.size + slot * SLOT.size, sequence, method, unique)
+
+    def clear_slot(self, number: int, slot: int) -> None:
+        _MARK.pack_into(self._memory, self._shard_place(number) + SHARD.size + slot * SLOT.size + 16, 0)
+
+    def slots(self, number: int) -> list[tuple[int, int, int, int]]:
+        """(slot, sequence, method, unique) of changes whose requests were not answered."""
+        place = self._shard_place(number) + SHARD.size
+        found = [(slot, *SLOT.unpack_from(self._memory, place + slot * SLOT.size)) for slot in range(SLOTS_PER_SESSION)]
+        return [record for record in found if record[3]]
+
+    def unpublish(self, index: int) -> None:
+        """Others may not read what this handle stands for any more."""
+        place = self.handles.place + index * HANDLE.size + 8
+        flags, = _LENGTH.unpack_from(self._memory, place)
+        _LENGTH.pack_into(self._memory, place, flags & ~PUBLISHED)
+
+    # -- writes ----------------------------------------------------------------------------------------------------------
+
+    def has_room(self, length: int) -> bool:
+        """Whether `keep_write` can take so many bytes, in pieces that unit borders make."""
+        pieces = (length >> 16) + 2  # units are chunks, of 64 KiB at least
+        return self.writes.free > pieces and self.arena.has_room(length)
+
+    def keep_write(self, inode: int, offset: int, buffer, unique: int, last: bool, number: int) -> tuple[int, memoryview]:
+        """The piece is kept from now on: (its record, where it lies). At most 1 MiB, and `has_room` was asked."""
+        length = len(buffer)
+        place = self.arena.take(length)
+        kept = self.payloads[place:place + length]
+        kept[:] = buffer
+        index = self.writes.take()
+        # A record without its mark counts as a write that was stored: so its request is named when the piece is valid. Who is
+        # killed in between is asked again, and the bytes lie over themselves.
+        self.writes.put(index, inode, offset, place, 0, length, length << 1 | last, number)
+        if unique:
+            _MARK.pack_into(self._memory, self.writes.place + index * WRITE.size + _UNIQUE_AT, unique)
+        return index, kept
+
+    def shorten_write(self, index: int, length: int) -> None:
+        """Only the first `length` bytes, at least one, of the piece count from now on."""
+        _LENGTH.pack_into(self._memory, self.writes.place + index * WRITE.size + 32, length)
+
+    def drop_write(self, index: int) -> None:
+        """A store has it, or nobody will."""
+        place = self.writes.read(index)[2]
+        self.writes.give_back(index)
+        self.arena.give_back(place)
+
+    def trim(self) -> None:
+        """Give pages of the arena that hold nothing back to the machine, where there is nothing in it at all."""
+        if self.arena.trim():
+            try:
+                self._memory.madvise(_MADV_REMOVE, len(self._memory) - len(self.payloads), len(self.payloads))
+            except OSError:
+                pass  # it is only memory
+
+
+class KeptHandles:
+    """The handles in it, for processes that may only look."""
+
+    def __init__(self, descriptor: int) -> None:
+        """WrongFormat."""
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_READ)
+        magic, version, _, _, arena_bytes = _HEAD.unpack_from(self._memory)
+        if magic != MAGIC or version != VERSION:
+            raise WrongFormat(f"the memory of this mount has version {version}, this nvpool knows {VERSION}")
+        self._place = _places(arena_bytes)[1]
+
+    def word(self, word: Word) -> int:
+        return _MARK.unpack_from(self._memory, 64 + 8 * word)[0]
+
+    def published(self, number: int) -> int:
+        """The inode of that handle, 0 where it is not open any more or not to be read by others."""
+        place = self._place + (number & HANDLES_MAX - 1) * HANDLE.size
+        inode, flags, _, _, _, _, mark = HANDLE.unpack_from(self._memory, place)
+        return inode if mark == number and flags & PUBLISHED else 0
+
+
+def _places(arena_bytes: int) -> tuple[int, ...]:
+    """Where shards, handles, locks, files, writes and arena begin."""
+    found = [4 * KIB]
+    for count in (SHARDS_MAX * SHARD_BYTES, HANDLES_MAX * HANDLE.size, LOCKS_MAX * LOCK.size, FILES_MAX * FILE.size,
+                  WRITES_MAX * WRITE.size):
+        found.append(_up(found[-1] + count))
+    return tuple(found)

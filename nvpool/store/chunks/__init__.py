@@ -1,0 +1,1 @@
+"""Chunks on a drive: index, reads, writes, truncation and verification."""

@@ -1,0 +1,605 @@
+"""The chunk store on blocks of a data file or raw device, with its index in a kv. See api.py for the contract.
+
+A write: the pieces are compared with their checksums; blocks that are not written wholly are merged with the old ones, which
+are checked first; the new blocks go to free places on the drive; one kv change names them, frees the old ones and holds the
+chunk's new version and the request. What fails before that change has done nothing: the places are still free.
+
+Order of durable steps:
+
+    data is written before the change that names it is applied                      (write_now, place)
+    data is synced before the index commits to LMDB what names it                   (before_checkpoint)
+    a flush syncs data, then the journal                                            (flush)
+    freed blocks are given out again when the change that freed them is flushed, its data included, and no read that began
+    before it is under way, and no lifetime runs that was given out for them        (flush, Allocator.release,
+    location_leases.py) a cut syncs the zeroed tail before it names it, and the whole before it answers (cut)
+    after an unclean stop, blocks named by replayed records are read and compared   (recovery.py)
+
+The journal's own interval sync is not enough for the fourth: it may name data that is not on the drive yet, and then the old
+bytes must still be there.
+
+Everything runs on one event loop; between two awaits nothing is half done. A thread does fdatasync and hole punching.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import (
+    Busy,
+    Fenced,
+    InvalidRequest,
+    NoSpace,
+    NvpoolError,
+    StaleCut,
+    StaleEpoch,
+    WrongFormat,
+)
+from nvpool.core.ids import RequestId, is_done
+from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.host.processes import boot_id
+from nvpool.kv.api import Effect, Kv
+from nvpool.kv.engine import LmdbKv, LmdbOptions
+from nvpool.poolmap.chains.protocol import Held, next_version
+from nvpool.security.xts import BlockCipher
+from nvpool.store.chunks import copy_range, staged_writes, store_status
+from nvpool.store.chunks import truncate as store_truncate
+from nvpool.store.chunks.api import (
+    BadBlock,
+    ChunkDescription,
+    HeldChunk,
+    MustWait,
+    Placed,
+    ReadBatch,
+    Room,
+    ScrubStep,
+    StoreOptions,
+    check_table,
+)
+from nvpool.store.chunks.index import Chunk, Index
+from nvpool.store.chunks.location_leases import Lender, Located, located
+from nvpool.store.chunks.partial_writes import Merger
+from nvpool.store.chunks.read_batch import BatchReader, Readings
+from nvpool.store.chunks.recovery import ReplayCheck, settle_rejected
+from nvpool.store.chunks.transfer import WholeChunks
+from nvpool.store.chunks.verify import Scrub
+from nvpool.store.disk import write_verifier
+from nvpool.store.disk.allocator import Allocator, Transaction, Waiting
+from nvpool.store.disk.bad_blocks import Quarantine
+from nvpool.store.disk.device import Device, FileDevice
+from nvpool.store.disk.index_records import (
+    FLUSHED_KEY,
+    IDENTITY_KEY,
+    SEGMENT_BITS,
+    SEGMENT_BLOCKS,
+    SEGMENT_MASK,
+    Head,
+    InodeRecord,
+    Segment,
+    bad_key,
+    encode_flushed,
+    encode_segment,
+    replaced,
+    segment_key,
+    with_request,
+)
+from nvpool.store.disk.reserve_file import HostRoom
+from nvpool.store.disk.superblock import Superblock
+
+log = logging.getLogger(__name__)
+
+_WAITS_MAX = 1000
+_HELD_CHANGES_MAX = 50_000
+DISCARD_BLOCKS_MIN = 64
+
+
+async def open_block_store(path: Path, superblock: Superblock, lock: int, options: StoreOptions, clock: Clock,
+                           on_fence: Callable[[str], None] | None = None) -> BlockChunkStore:
+    """The store in `path`, whose lock the caller holds and gives over when this returns."""
+    device = FileDevice(str(path / "data"), direct=options.direct, uring=options.uring)
+    kv = None
+    try:
+        store = BlockChunkStore(device, superblock.block_count, target=superblock.target, options=options, clock=clock)
+        store.path, store.on_fence, store.boot = device.path, on_fence, boot_id()
+        check = ReplayCheck(device.read_whole, device.write)
+        kv = await LmdbKv.open(path / "index", LmdbOptions(sync_interval_s=options.sync_interval_s,
+                                                           map_bytes_max=options.index_bytes_max),
+                               before_checkpoint=store.sync_data, on_replay=check, on_fence=store.fence)
+        await store.attach(kv, identity=superblock.store)
+    except BaseException:
+        if kv is not None:
+            await kv.close()
+        await device.close()
+        raise
+    store.lock = lock
+    store.kind = "block" if device.is_block else "directory"
+    if not device.is_block:
+        store.room = HostRoom(path / "reserve", f"target {store.target}")
+        try:
+            store.room.keep()
+        except NoSpace:
+            store.room.refused()
+    return store
+
+
+class BlockChunkStore(WholeChunks):
+    """Made by open_block_store; or, over twins, directly: `attach(kv)` follows."""
+
+    def __init__(self, device: Device, block_count: int, *, target: int, options: StoreOptions, clock: Clock):
+        self.device = device
+        self.block_count = block_count
+        self.target = target
+        self.options = options
+        self.clock = clock
+        self.kv: Kv = None  # attached before anything else is called
+        self.lock = -1
+        self.path = self.boot = ""
+        self.kind = "memory"
+        self.verifier = 0
+        self.room = HostRoom(None, f"target {target}")
+        self.fenced_because = ""
+        self.on_fence: Callable[[str], None] | None = None
+        self._closed = False
+        self._written = 1  # the process before us may have written what is not synced yet
+        self._synced = 0
+        self._tended = -1
+        self._checkpointed = 0
+        self._tasks: set[asyncio.Task] = set()
+        self._sync_task: asyncio.Task | None = None
+        self._flush_lock = asyncio.Lock()
+        self._durable = 0
+        self.write_count = 0
+        self.flush_count = 0
+
+    async def attach(self, kv: Kv, identity: bytes = b"") -> None:
+        """Take the index and settle what a replay left. WrongFormat when it belongs to another data file."""
+        self.kv = kv
+        self.readings = Readings(kv)
+        direct = self.device.direct  # past the page cache there is nothing that a client could read at once
+        self.lender = Lender(kv, self.clock, 0.0 if direct else self.options.lend_s, self.options.kept_table)
+        known = kv.get(IDENTITY_KEY)
+        if known is None:
+            kv.apply([(IDENTITY_KEY, identity)])
+        elif known != identity:
+            raise WrongFormat("the index belongs to another data file or device than the one beside it")
+        self.index = Index(kv, self.options.cached_segments)
+        self.allocator = Allocator(kv, self.block_count, int(self.block_count * self.options.reserve_share))
+        self.quarantine = Quarantine(kv, f"target {self.target} ({self.path})")
+        self.reader = BatchReader(self.index, self.device, self.readings, self.quarantine)
+        self.merger = Merger(self.index, self.device, self.readings, self.quarantine.note)
+        settled = settle_rejected(kv, self.allocator, self.lender.until(0))
+        if settled:
+            log.warning("target %d: %d index records named blocks that did not reach the drive; the old blocks stand",
+                        self.target, settled)
+        self._forget_held(self.allocator.rest(self.clock.boottime_s(), self.lender.dead_until_s))
+        self.scrubber = Scrub(self)
+        self.verifier = write_verifier.opened(kv, self.clock, self.boot, lost=settled > 0 or self.options.doubted)
+        await self.flush()
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None) -> ReadBatch:
+        if self.fenced_because or self._closed:
+            self._refuse()
+        batch = self.reader.begin(reads, owners, verify, room)
+        if batch.missed:
+            batch.work.sequence = self.kv.sequence
+        return batch
+
+    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, Located] | None:
+        if self.fenced_because or self._closed:
+            self._refuse()
+        if (inode, index) in self.quarantine.chunks or self.allocator.scarce:
+            return None
+        found = located(self.index, self.index.chunk(inode, index), min(blocks, CHUNK_BYTES_MAX // BLOCK_BYTES))
+        if not found.blocks:
+            return None
+        life_s = self.lender.lend(inode, life_s)
+        return (life_s, *self.lender.stamp(inode, index), found) if life_s else None
+
+    async def finish_read(self, batch: ReadBatch) -> None:
+        done = asyncio.get_running_loop().create_future()
+        self.reader.finish(batch, lambda error: done.done() or done.set_result(error))
+        error = await done
+        if error is not None:
+            raise error
+
+    def begin_finish(self, batch: ReadBatch, on_done: Callable[[BaseException | None], None]) -> None:
+        self.reader.finish(batch, on_done)
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def places_first(self, offset: int, length: int) -> bool:
+        return length >= self.device.direct_write_bytes > 0 and not (offset | length) & BLOCK_BYTES - 1 and \
+            0 <= offset <= CHUNK_BYTES_MAX - length
+
+    async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
+        return await staged_writes.place(self, inode, index, offset, buffer)
+
+    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
+                      cipher: BlockCipher | None = None) -> Placed:
+        return await staged_writes.prepare(self, inode, index, offset, buffer, checksums, cipher)
+
+    def drop_placed(self, placed: Placed) -> None:
+        transaction, placed.transaction = placed.transaction, None
+        if transaction is not None:
+            staged_writes.drop(self, placed, transaction)
+
+    def held(self, inode: int, index: int) -> HeldChunk:
+        chunk, record = self.index.chunk(inode, index), self.index.inode(inode)
+        return HeldChunk(chunk.version, record.floor, record.cut, chunk.requests)
+
+    def changing(self, inode: int, index: int) -> None:
+        self.lender.changing(inode, (index,))
+
+    def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
+                  table: int = 0, cipher: BlockCipher | None = None) -> int:
+        if self.fenced_because or self._closed:
+            self._refuse()
+        kv = self.kv
+        if kv.full:
+            raise MustWait(kv.room)
+        length = len(buffer)
+        if not length or offset < 0 or offset + length > CHUNK_BYTES_MAX:
+            raise InvalidRequest(f"a write of {length} bytes at {offset} does not lie in a chunk")
+        check_table(table)
+        chunk = self.index.chunk(inode, index)
+        record = self.index.inode(inode)
+        if request is not None and is_done(chunk.requests, request):
+            return chunk.version
+        if cut < record.cut and not version:
+            raise StaleCut(f"inode {inode} was cut ({record.cut}) after this write began ({cut})")
+        new_version = self.next_version(chunk, record, epoch, version)
+        if placed is None or placed.sums is None:
+            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
+        elif placed.version == chunk.version and placed.transaction is not None:
+            buffers, sums = [], placed.sums
+        else:  # made for what the chunk was
+            self.drop_placed(placed)
+            placed = None
+            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
+        first = offset >> 12
+        count = len(sums) >> 2
+
+        allocator = self.allocator
+        old = self.index.places(chunk, first, count)
+        if placed is not None:
+            transaction, runs = placed.transaction, placed.runs
+            placed.transaction = None
+        else:
+            transaction = Transaction()
+            try:
+                runs = allocator.allocate(transaction, count, grows=0 in old)
+            except Waiting:
+                raise MustWait(self.make_room) from None
+        try:
+            if placed is None:
+                self.write_runs(runs, buffers)
+            transaction.free_places(old)
+            places = array("Q")
+            for place, blocks in runs:
+                places.extend(range(place, place + blocks))
+            segments = self.segments_at(chunk, first, places, sums)
+            requests = chunk.requests if request is None else with_request(chunk.requests, request)
+            self.apply_segments(transaction, chunk, segments,
+                                Head(new_version, max(cut, chunk.cut), requests, table or chunk.table),
+                                range(first, first + count))
+        except BaseException:
+            allocator.drop(transaction)
+            raise
+        self.was_written()
+        return new_version
+
+    def note_written(self, byte_count: int) -> None:
+        """So much is on its way to the drive, and will be looked after by the next sync."""
+        self._written += byte_count
+
+    def was_written(self) -> None:
+        """A write is done: begin what has to follow many of them."""
+        self.write_count += 1
+        if self._written - self._checkpointed > self.options.replay_bytes_max:
+            self._checkpoint_soon()
+        if self.allocator.waiting_changes > _HELD_CHANGES_MAX:
+            self._make_room_soon()
+
+    async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
+                    request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0,
+                    cipher: BlockCipher | None = None) -> int:
+        placed = None
+        if self.places_first(offset, len(buffer)):
+            placed = await (self.place(inode, index, offset, buffer) if cipher is None
+                            else self.prepare(inode, index, offset, buffer, checksums, cipher))
+        try:
+            if placed is not None and placed.writing is not None:
+                await asyncio.shield(placed.writing)
+            for _ in range(_WAITS_MAX):
+                try:
+                    return self.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request, epoch=epoch,
+                                          version=version, placed=placed, table=table, cipher=cipher)
+                except MustWait as wait:
+                    await wait.until()
+            raise Busy("the store did not find room for the write")
+        finally:
+            if placed is not None:
+                self.drop_placed(placed)
+
+    def next_version(self, chunk: Chunk, record: InodeRecord, epoch: int, given: int) -> int:
+        if not given:
+            return next_version(Held(chunk.version, record.floor), epoch)
+        if given <= chunk.version:
+            raise StaleEpoch(f"chunk {chunk.index} of inode {chunk.inode} has version {chunk.version} already, not {given}")
+        return given
+
+    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
+                   request: RequestId | None = None, epoch: int = 1,
+                   given_up: Callable[[], bool] = bool, table: int = 0) -> tuple[int, int]:
+        self.refuse_when_fenced()
+        return await copy_range.copy(self, source, inode, index, offset, length, cut, request, epoch, given_up,
+                                 table)
+
+    def segments_at(self, chunk: Chunk, first: int, places: array, sums: bytes) -> list[tuple[int, Segment, int, int]]:
+        """The segments of a chunk whose blocks from `first` on lie at these places (0: a hole) with these checksums, as
+        apply_segments wants them: all of it is fresh."""
+        segments: list[tuple[int, Segment, int, int]] = []
+        block, end = first, first + len(places)
+        while block < end:
+            number, within = block >> SEGMENT_BITS, block & SEGMENT_MASK
+            blocks = min(SEGMENT_BLOCKS - within, end - block)
+            at = block - first
+            segment = replaced(self.index.segment(chunk, number), within, places[at:at + blocks],
+                               sums[at * 4:(at + blocks) * 4])
+            segments.append((number, segment, within, blocks))
+            block += blocks
+        return segments
+
+    def write_runs(self, runs, buffers) -> None:
+        if len(runs) == 1:
+            place, blocks = runs[0]
+            self.device.write(buffers, place << 12)
+        else:
+            whole = memoryview(buffers[0] if len(buffers) == 1 else b"".join(buffers))
+            at = 0
+            for place, blocks in runs:
+                self.device.write([whole[at:at + (blocks << 12)]], place << 12)
+                at += blocks << 12
+        self._written += sum(map(len, buffers))
+
+    def apply_segments(self, transaction: Transaction, chunk: Chunk, segments: list[tuple[int, Segment, int, int]],
+                       head: Head, overwritten: range, *, reclaims: bool = False) -> None:
+        """One change: these segments, the head, the free map. Afterwards the chunk in memory is that; before it nothing is.
+
+        A segment is (number, what it is now, first fresh block, fresh blocks).
+        """
+        inode, index = chunk.inode, chunk.index
+        effects: list[Effect] = []
+        if segments[0][0]:
+            segments.insert(0, (0, self.index.segment(chunk, 0), 0, 0))
+        for number, segment, fresh, blocks in segments:
+            key = segment_key(inode, index, number)
+            if number and not segment.disk:
+                effects.append((key, None))
+            else:
+                effects.append((key, encode_segment(segment, None if number else head, fresh, blocks)))
+        healed = self.quarantine.within(inode, range(index, index + 1), overwritten)
+        effects += [(bad_key(*name), None) for name in healed]
+        self.apply(transaction, effects, inode, (index,), reclaims=reclaims)
+        chunk.version, chunk.cut, chunk.requests, chunk.table = head
+        for number, segment, _, _ in segments:
+            self.index.store(chunk, number, segment)
+        self.quarantine.forget(healed)
+
+    def apply(self, transaction: Transaction, effects: list[Effect], inode: int = 0, indexes: Sequence[int] = (), *,
+              reclaims: bool = False) -> None:
+        """One change of the index, of these chunks of an inode (0: of blocks whose inode nobody knows), together with what the
+        transaction does to the free map. If it raises, neither happened; the caller drops the transaction."""
+        self.lender.changing(inode, indexes)  # before: who reads from now on where the old blocks lie, asks again
+        if transaction.freed:
+            transaction.until = self.lender.until(inode)
+        effects += self.allocator.effects(transaction)
+        sequence = self.kv.apply(effects, reclaims=reclaims)
+        self.allocator.commit(transaction, sequence)
+
+    # -- making durable ----------------------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        self.refuse_when_fenced()
+        wanted = self.kv.sequence
+        async with self._flush_lock:
+            self.refuse_when_fenced()
+            if self._durable < wanted:
+                sequence = self.kv.sequence
+                await self.sync_data()
+                # Tells a replay that blocks of earlier changes were on the drive: one that does not fit is damaged.
+                await self.kv.room()
+                mark = self.kv.apply([(FLUSHED_KEY, encode_flushed(sequence, self.kv.sequence + 1))], reclaims=True)
+                await self.kv.sync(mark)
+                self._durable = mark if mark == sequence + 1 else sequence
+                self.flush_count += 1
+            await self._release()
+
+    async def sync_data(self) -> None:
+        """What was written to the drive before the call survives the loss of power. Also called by the kv before a
+        checkpoint. Fenced when the drive refuses; never repeated then."""
+        wanted = self._written
+        while self._synced < wanted:
+            if self.fenced_because:
+                self._refuse()
+            if self._sync_task is None:
+                self._sync_task = asyncio.get_running_loop().create_task(self._sync_once())
+            # Shielded: who waits may be cancelled, but the outcome of a sync must never be lost.
+            await asyncio.shield(self._sync_task)
+        if self.fenced_because:
+            self._refuse()
+
+    async def _sync_once(self) -> None:
+        now = self._written
+        try:
+            await self.device.sync()
+            self._synced = max(self._synced, now)
+        except NvpoolError as error:
+            self.fence(f"the drive refused to sync: {error}")
+        finally:
+            self._sync_task = None
+
+    async def _release(self) -> None:
+        """Give out again what durable changes have freed. Under the flush lock."""
+        limit, now_s = min(self._durable, self.readings.oldest()), self.clock.boottime_s()
+        if self.kind == "directory" and (self.options.give_back or self.room.missing):
+            least = 1 if self.room.missing else DISCARD_BLOCKS_MIN
+            large = [run for run in self.allocator.releasable(limit, now_s) if run[1] >= least]
+            if large:
+                await self.device.discard([(place << 12, count << 12) for place, count in large])
+        past = self.allocator.release(limit, now_s)
+        if past:
+            await self.kv.room()
+            self._forget_held(past)
+
+    def _forget_held(self, keys: list[bytes]) -> None:
+        if keys:
+            self.kv.apply([(key, None) for key in keys], reclaims=True)
+
+    async def make_room(self) -> None:
+        await self.flush()
+        if self.allocator.held_blocks:  # a read under way keeps them, or a lifetime
+            await asyncio.sleep(min(0.05, max(0.001, self.allocator.next_rest_s - self.clock.boottime_s()))
+                                if self.allocator.resting_changes else 0.001)
+
+    def _make_room_soon(self) -> None:
+        if not self._flush_lock.locked():
+            self._own(self.flush())
+
+    def _checkpoint_soon(self) -> None:
+        self._checkpointed = self._written
+        self._own(self.kv.checkpoint())
+
+    def _own(self, work) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._owned_ended)
+
+    def _owned_ended(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self.fenced_because:
+            log.error("target %d: background work failed: %s", self.target, task.exception())
+
+    def fence(self, reason: str) -> None:
+        """Serve nothing from now on: what the drive holds can not be vouched for."""
+        if not self.fenced_because:
+            self.fenced_because = reason
+            log.error("target %d is fenced: %s", self.target, reason)
+            if self.on_fence is not None:
+                self.on_fence(reason)
+
+    def refuse_when_fenced(self) -> None:
+        if self.fenced_because or self._closed:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise Fenced(self.fenced_because or "the store is closed")
+
+    # -- trimming ----------------------------------------------------------------------------------------------------
+
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0,
+                  cipher: BlockCipher | None = None) -> int:
+        self.refuse_when_fenced()
+        freed = await store_truncate.cut(self, inode, size, cut, chunk_bits, end, cipher)
+        await self.lender.clients_of_the_dead()
+        return freed
+
+    async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
+        self.refuse_when_fenced()
+        return await store_truncate.remove(self, inodes)
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
+        self.refuse_when_fenced()
+        return self.index.describe(inode, first, limit)
+
+    def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
+        self.refuse_when_fenced()
+        return self.index.extents(inode, first, until)
+
+    def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
+        self.refuse_when_fenced()
+        return self.index.inodes(after, limit)
+
+    def bad_blocks(self) -> list[BadBlock]:
+        return self.quarantine.listed()
+
+    async def scrub(self, cursor: bytes, blocks: int, repair: bool = False) -> ScrubStep:
+        self.refuse_when_fenced()
+        return await self.scrubber.step(cursor, blocks, repair)
+
+    def status(self) -> dict:
+        return store_status.status(self)
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    async def tend(self) -> None:
+        if self.device.lacks_room:
+            self.device.lacks_room = False
+            self.room.refused()
+        if self.room.full or self.room.missing:
+            await asyncio.get_running_loop().run_in_executor(None, self.room.tend)
+        allocator = self.allocator
+        idle = self._tended == self._written
+        self._tended = self._written
+        much = allocator.held_blocks * 16 > allocator.block_count
+        if allocator.waiting_changes and not self.fenced_because and (idle or much):
+            await self.flush()
+        elif allocator.next_rest_s <= self.clock.boottime_s() and not self.fenced_because:
+            async with self._flush_lock:
+                await self._release()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        try:
+            if not self.fenced_because:
+                await self.flush()
+                self.lender.end()
+                await write_verifier.closed(self.kv, self.verifier)
+        except NvpoolError as error:
+            log.error("target %d: the last flush failed: %s", self.target, error)
+        finally:
+            self._closed = True
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            try:
+                # Its last checkpoint asks for sync_data: without that, what is in the journal stays there for the next start.
+                await self._close_kv()
+            finally:
+                await self._let_go()
+
+    async def abandon(self) -> None:
+        """Release everything as the death of this process would. For tests, and after a fence."""
+        self._closed = True
+        tasks = [*self._tasks, *([self._sync_task] if self._sync_task else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if hasattr(self.kv, "abandon"):
+            await self.kv.abandon()
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        self.lender.close()
+        await self.device.close()
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+    async def _close_kv(self) -> None:
+        abandon = getattr(self.kv, "abandon", None)
+        if self.fenced_because and abandon is not None:
+            await abandon()
+        else:
+            await self.kv.close()

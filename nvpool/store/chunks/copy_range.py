@@ -1,0 +1,133 @@
+"""Copies of blocks from chunk to chunk of one store: read, compared, written to new places, named by one kv change.
+
+The checksums are those of the source's writer: the bytes are compared with them before they are written, and nobody makes new
+ones. Holes become holes. Called by the block store.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from nvpool.core.checksum import ZERO_BLOCK_CHECKSUM
+from nvpool.core.errors import BY_WIRE_CODE, Busy, Cancelled, InvalidRequest, NvpoolError, StaleCut
+from nvpool.core.ids import RequestId, is_done
+from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.store.chunks.api import ALL_INODES, MustWait, check_table
+from nvpool.store.chunks.read_batch import READ, RESULT
+from nvpool.store.disk.allocator import Transaction, Waiting
+from nvpool.store.disk.index_records import Head, with_request
+
+if TYPE_CHECKING:
+    from nvpool.store.chunks.block_store import BlockChunkStore
+
+_TRIES_MAX = 1000
+_ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
+
+
+async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, cut: int,
+               request: RequestId | None, epoch: int, given_up: Callable[[], bool],
+               table: int) -> tuple[int, int]:
+    """See ChunkStore.copy."""
+    for place in (offset, source[2]):
+        if length <= 0 or place < 0 or (place | length) % BLOCK_BYTES or place + length > CHUNK_BYTES_MAX:
+            raise InvalidRequest(f"{length} bytes at {place} are not whole blocks of a chunk")
+    check_table(table)
+    there, content, sums = await _read(store, source, length)
+    byte_count = sum(there) * BLOCK_BYTES
+    if all(there):
+        return await _write(store, inode, index, offset, content[0], sums, cut, request, epoch, given_up,
+                            table), byte_count
+    for _ in range(_TRIES_MAX):
+        if given_up():
+            raise Cancelled("nobody waits for the copy any more")
+        store.refuse_when_fenced()
+        if store.kv.full:
+            await store.kv.room()
+            continue
+        chunk = store.index.chunk(inode, index)
+        record = store.index.inode(inode)
+        if request is not None and is_done(chunk.requests, request):
+            return chunk.version, byte_count
+        if cut < record.cut:
+            raise StaleCut(f"inode {inode} was cut ({record.cut}) after this copy began ({cut})")
+        first, version = offset >> 12, chunk.version
+        old = store.index.places(chunk, first, len(there))
+        if not any(there) and not any(old):
+            return version, 0
+        transaction = Transaction()
+        try:
+            grows = any(new and not before for new, before in zip(there, old, strict=True))
+            runs = store.allocator.allocate(transaction, sum(there), grows=grows) if content else []
+        except Waiting:
+            await store.make_room()
+            continue
+        try:
+            if content:
+                store.write_runs(runs, content)
+                if any(before and not new for new, before in zip(there, old, strict=True)):
+                    # After a loss of power blocks that did not reach the drive give way to those before them, and a hole would
+                    # not: so that it is all of the copy or nothing, it is on the drive before it is named.
+                    await store.sync_data()
+                    if (given_up() or store.index.chunk(inode, index) is not chunk or chunk.version != version
+                            or store.index.inode(inode) != record or store.kv.full):
+                        store.allocator.drop(transaction)
+                        continue
+            transaction.free_places(old)
+            new_places = iter([place for run, count in runs for place in range(run, run + count)])
+            places = array("Q", [next(new_places) if new else 0 for new in there])
+            new_version = store.next_version(chunk, record, epoch, 0)
+            requests = chunk.requests if request is None else with_request(chunk.requests, request)
+            head = Head(new_version, max(cut, chunk.cut), requests, table or chunk.table)
+            store.apply_segments(transaction, chunk, store.segments_at(chunk, first, places, sums), head,
+                                 range(first, first + len(there)))
+        except BaseException:
+            store.allocator.drop(transaction)
+            raise
+        store.was_written()
+        return new_version, byte_count
+    raise Busy("the store did not find room for the copy")
+
+
+async def _write(store: BlockChunkStore, inode: int, index: int, offset: int, content: memoryview, sums: bytes, cut: int,
+                 request: RequestId | None, epoch: int, given_up: Callable[[], bool],
+                 table: int) -> int:
+    """As ChunkStore.write, where there is no hole."""
+    placed = None
+    try:
+        for _ in range(_TRIES_MAX):
+            if given_up():
+                raise Cancelled("nobody waits for the copy any more")
+            if placed is None and store.places_first(offset, len(content)):
+                placed = await store.place(inode, index, offset, content)
+                continue
+            try:
+                return store.write_now(inode, index, offset, content, sums, cut=cut, request=request, epoch=epoch,
+                                       placed=placed, table=table)
+            except MustWait as wait:
+                await wait.until()
+    finally:
+        if placed is not None:
+            store.drop_placed(placed)
+    raise Busy("the store did not find room for the copy")
+
+
+async def _read(store: BlockChunkStore, source: tuple[int, int, int], length: int) -> tuple[list[bool], list, bytes]:
+    """Of each block whether it is there; the bytes of those that are, checked; the checksums of all."""
+    inode, index, offset = source
+    there = [place > 0 for place in store.index.places(store.index.chunk(inode, index), offset >> 12, length >> 12)]
+    batch = store.read_now(READ.pack(inode, index, offset, length, 0, 0), [ALL_INODES], True)
+    if batch.missed:
+        await store.finish_read(batch)
+    status, _, _, _ = RESULT.unpack_from(batch.results)
+    if status:
+        raise BY_WIRE_CODE.get(status, NvpoolError)(f"chunk {index} of inode {inode} can not be copied")
+    whole = memoryview(b"".join(batch.payload)) if len(batch.payload) > 1 else batch.payload[0] if batch.payload else b""
+    content = []
+    for is_there, blocks in groupby(range(len(there)), there.__getitem__):
+        if is_there:
+            numbers = list(blocks)
+            content.append(whole[numbers[0] * BLOCK_BYTES:(numbers[-1] + 1) * BLOCK_BYTES])
+    return there, content, batch.checksums + _ZERO_CRC * (len(there) - len(batch.checksums) // 4)

@@ -1,0 +1,235 @@
+"""The chunk index as the store reads it: decoded records, the recently used ones kept.
+
+A cache of two generations: what is used moves to the young one; when that is half of the bound the old one is dropped and
+they change places. So a hit costs one dict look-up and nothing is sorted. The bound counts segments (about 1 KiB each).
+
+An entry belongs to the event loop and is changed in place by the write that changes the chunk; nobody keeps one over an await.
+Called by the block store and its readers.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from nvpool.core.errors import CorruptRecord, WrongFormat
+from nvpool.core.units import CHUNK_BYTES_MAX
+from nvpool.kv.api import Kv
+from nvpool.store.chunks.api import ChunkDescription
+from nvpool.store.disk.index_records import (
+    NO_BLOCKS,
+    SEGMENT_BITS,
+    SEGMENT_BLOCKS,
+    SEGMENT_MASK,
+    Head,
+    InodeRecord,
+    Segment,
+    blocks_there,
+    decode_inode,
+    decode_segment,
+    extent_count,
+    inode_end_key,
+    inode_key,
+    segment_key,
+    split_segment_key,
+)
+
+SEGMENTS_MAX = CHUNK_BYTES_MAX >> 12 >> SEGMENT_BITS
+EXTENT_RECORDS = 1024
+"""Looked at for one answer about extents: 256 MiB without holes, three milliseconds."""
+_NO_RECORD = InodeRecord()
+
+
+class Chunk:
+    """`version` 0: there is no such chunk. `segments[n]` None: not read yet; behind the end of the list: likewise."""
+
+    __slots__ = ("inode", "index", "version", "cut", "requests", "table", "segments")
+
+    def __init__(self, inode: int, index: int):
+        self.inode = inode
+        self.index = index
+        self.version = 0
+        self.cut = 0
+        self.requests: tuple[tuple[int, int, int], ...] = ()
+        self.table = 1
+        self.segments: list[Segment | None] = []
+
+
+class Index:
+    def __init__(self, kv: Kv, segments_max: int):
+        self._kv = kv
+        self._half = max(16, segments_max // 2)
+        self._weight = 0
+        self.young: dict[tuple[int, int], Chunk] = {}
+        self._old: dict[tuple[int, int], Chunk] = {}
+        self._inodes: dict[int, InodeRecord] = {}
+
+    def chunk(self, inode: int, index: int) -> Chunk:
+        """CorruptRecord, WrongFormat as the record says."""
+        name = (inode, index)
+        found = self.young.get(name)
+        if found is None:
+            found = self._old.pop(name, None)
+            if found is None:
+                key = segment_key(inode, index, 0)
+                found = self._decoded(inode, index, key, self._kv.get(key))
+            self._keep(name, found)
+        return found
+
+    def look_up(self, names: set[tuple[int, int]]) -> None:
+        """Which of those chunks (inode, index) are not in memory are looked up in one transaction, as far as one generation
+        holds them. Where one is damaged nothing is done: who asks for it by itself is told."""
+        keys = {segment_key(inode, index, 0): (inode, index) for inode, index in islice(names, self._half // 2)
+                if (inode, index) not in self.young and (inode, index) not in self._old}
+        if len(keys) < 2:
+            return
+        try:
+            found = [self._decoded(*name, key, raw)
+                     for (key, name), raw in zip(keys.items(), self._kv.get_many(list(keys)), strict=True)]
+        except (CorruptRecord, WrongFormat):
+            return
+        for chunk in found:
+            self._keep((chunk.inode, chunk.index), chunk)
+
+    def _keep(self, name: tuple[int, int], chunk: Chunk) -> None:
+        if self._weight >= self._half:
+            self._old, self.young, self._weight = self.young, {}, 0
+        self._weight += 1 + len(chunk.segments)
+        self.young[name] = chunk
+
+    @staticmethod
+    def _decoded(inode: int, index: int, key: bytes, raw: bytes | None) -> Chunk:
+        chunk = Chunk(inode, index)
+        if raw is not None:
+            segment, head = decode_segment(key, raw)
+            if head is None:
+                raise CorruptRecord(f"chunk {index} of inode {inode} has no head")
+            chunk.version, chunk.cut, chunk.requests, chunk.table = head
+            chunk.segments.append(segment)
+        return chunk
+
+    def segment(self, chunk: Chunk, number: int) -> Segment:
+        segments = chunk.segments
+        if number < len(segments):
+            found = segments[number]
+            if found is not None:
+                return found
+        elif not chunk.version:
+            return NO_BLOCKS
+        key = segment_key(chunk.inode, chunk.index, number)
+        raw = self._kv.get(key)
+        found = decode_segment(key, raw)[0] if raw is not None else NO_BLOCKS
+        self.store(chunk, number, found)
+        self._weight += 1
+        return found
+
+    def places(self, chunk: Chunk, block: int, count: int) -> list[int]:
+        """Disk blocks of `count` blocks, 0 for each hole."""
+        places: list[int] = []
+        end = block + count
+        while block < end:
+            within = block & SEGMENT_MASK
+            wanted = min(SEGMENT_BLOCKS - within, end - block)
+            found = self.segment(chunk, block >> SEGMENT_BITS).disk[within:within + wanted]
+            places += found
+            places += [0] * (wanted - len(found))
+            block += wanted
+        return places
+
+    @staticmethod
+    def store(chunk: Chunk, number: int, segment: Segment) -> None:
+        """Keep what a segment is from now on."""
+        segments = chunk.segments
+        if number >= len(segments):
+            segments.extend([None] * (number + 1 - len(segments)))
+        segments[number] = segment
+
+    def forget(self, inode: int, index: int) -> None:
+        self.young.pop((inode, index), None)
+        self._old.pop((inode, index), None)
+
+    def clear(self) -> None:
+        self.young, self._old, self._weight = {}, {}, 0
+        self._inodes.clear()
+
+    def inode(self, inode: int) -> InodeRecord:
+        found = self._inodes.get(inode)
+        if found is None:
+            key = inode_key(inode)
+            raw = self._kv.get(key)
+            found = decode_inode(key, raw) if raw is not None else _NO_RECORD
+            if len(self._inodes) >= self._half:
+                self._inodes.clear()
+            self._inodes[inode] = found
+        return found
+
+    def set_inode(self, inode: int, record: InodeRecord | None) -> None:
+        self._inodes[inode] = record or _NO_RECORD
+
+    def records(self, inode: int, first: int, limit: int,
+                until: int = 1 << 32) -> list[tuple[tuple[int, int, int], bytes, bytes]]:
+        """Up to `limit` segment records of an inode from chunk index `first` to before `until`: ((inode, index, segment), key,
+        value)."""
+        end = segment_key(inode, until, 0) if until < 1 << 32 else inode_end_key(inode)
+        pairs = self._kv.scan(segment_key(inode, min(first, 0xFFFFFFFF), 0), end, limit)
+        return [(split_segment_key(key), key, raw) for key, raw in pairs]
+
+    def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
+        """See ChunkStore.describe."""
+        found: list[ChunkDescription] = []
+        while True:
+            begun = self.records(inode, first, 1)
+            if not begun or first > 0xFFFFFFFF:
+                return found, False
+            if len(found) == limit:
+                return found, True
+            index = begun[0][0][1]
+            blocks = extents = end = 0
+            head = Head(0)
+            for (_, number, segment), key, raw in self.records(inode, index, SEGMENTS_MAX):
+                if number != index:
+                    break
+                decoded, its_head = decode_segment(key, raw)
+                head = its_head or head
+                extents += extent_count(raw)
+                blocks += len(decoded.disk) - decoded.disk.count(0)
+                if decoded.disk:
+                    end = (segment << SEGMENT_BITS) + len(decoded.disk) << 12
+            found.append(ChunkDescription(index, head.version, blocks, extents, head.cut, end))
+            first = index + 1
+
+    def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
+        """See ChunkStore.extents."""
+        records = self.records(inode, first, EXTENT_RECORDS, until)
+        goes_on = until
+        if len(records) == EXTENT_RECORDS:
+            goes_on = records[-1][0][1]  # perhaps not all of it
+        found: list[tuple[int, int, int]] = []
+        for (_, index, segment), key, raw in records:
+            if index == goes_on:
+                break
+            for begin, count in blocks_there(key, raw):
+                begin += segment << SEGMENT_BITS
+                if found and found[-1][0] == index and sum(found[-1][1:]) == begin:
+                    found[-1] = index, found[-1][1], found[-1][2] + count
+                else:
+                    found.append((index, begin, count))
+        return found, goes_on
+
+    def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
+        """See ChunkStore.inodes."""
+        found: list[int] = []
+        while True:
+            first = inode_end_key(after) if after else b"c"
+            try:
+                pairs = self._kv.scan(first, b"d", 1)
+                if not pairs:
+                    return found, False
+                key = pairs[0][0]
+            except CorruptRecord as error:  # its inode has something here, whatever that was
+                if not first <= error.key < b"d":
+                    raise
+                key = error.key
+            if len(found) == limit:
+                return found, True
+            after = split_segment_key(key)[0]
+            found.append(after)

@@ -1,0 +1,78 @@
+"""Chunks of which a record of the index can not be read any more: the whole chunk anew, from a copy of another target.
+
+Only what is unreadable is replaced, by one change, after the new blocks are on the drive; until then it stays refused. Blocks
+that only the lost record named stay used until a scrub with repair. Called by the block store.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvpool.core.errors import CorruptRecord
+from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.store.chunks.api import ChunkCopy, check_copy
+from nvpool.store.disk.allocator import Transaction, Waiting
+from nvpool.store.disk.index_records import SEGMENT_BLOCKS, Segment, decode_segment, segment_key
+
+if TYPE_CHECKING:
+    from nvpool.store.chunks.block_store import BlockChunkStore
+
+_SEGMENTS_MAX = CHUNK_BYTES_MAX // BLOCK_BYTES // SEGMENT_BLOCKS
+_TRIES_MAX = 1000
+
+
+def _segments(store: BlockChunkStore, inode: int, index: int) -> tuple[list[Segment], bool]:
+    """The readable segments of the chunk, and whether all are, its head too."""
+    found, whole = [], True
+    for number in range(_SEGMENTS_MAX):
+        key = segment_key(inode, index, number)
+        try:
+            raw = store.kv.get(key)
+            if raw is None:
+                continue
+            segment, head = decode_segment(key, raw)
+            whole = whole and (head is not None or number > 0)
+            found.append(segment)
+        except CorruptRecord:
+            whole = False
+    return found, whole
+
+
+def is_unreadable(store: BlockChunkStore, inode: int, index: int) -> bool:
+    """See ChunkStore.unreadable."""
+    return not _segments(store, inode, index)[1]
+
+
+async def install_over(store: BlockChunkStore, copy: ChunkCopy) -> bool:
+    """See ChunkStore.install_over."""
+    check_copy(copy)
+    transaction, count = Transaction(), len(copy.checksums) >> 2
+    for _ in range(_TRIES_MAX):
+        store.refuse_when_fenced()
+        try:
+            if count:
+                runs = store.allocator.allocate(transaction, count, grows=False)
+            break
+        except Waiting:
+            await store.make_room()
+    else:
+        return False
+    try:
+        if count:
+            store.write_runs(runs, [copy.content])
+            await store.sync_data()  # before they are named
+        if store.kv.full:
+            await store.kv.room()
+        store.refuse_when_fenced()
+        known, whole = _segments(store, copy.inode, copy.index)  # from here to the change nothing waits
+        if whole or store.index.inode(copy.inode).cut != copy.known.cut:
+            store.allocator.drop(transaction)
+            return False
+        gone = {segment_key(copy.inode, copy.index, number): None for number in range(_SEGMENTS_MAX)}
+        for segment in known:
+            transaction.free_places(segment.disk)
+        store.name_copy(transaction, copy, gone)
+    except BaseException:
+        store.allocator.drop(transaction)
+        raise
+    return True

@@ -1,0 +1,83 @@
+"""Writes whose bytes are on the drive before anything names them: large ones, so that the loop is free meanwhile, and those
+of a chain, which are decided elsewhere and must not fail here then.
+
+Blocks are taken and written; a `write_now` names them, or they are dropped and free again. Called by the block store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from nvpool.core.errors import Busy
+from nvpool.security.xts import BlockCipher
+from nvpool.store.chunks.api import MustWait, Placed
+from nvpool.store.disk.allocator import Transaction, Waiting
+
+if TYPE_CHECKING:
+    from nvpool.store.chunks.block_store import BlockChunkStore
+
+_TRIES_MAX = 1000
+
+
+async def place(store: BlockChunkStore, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
+    """See ChunkStore.place."""
+    transaction, count = Transaction(), len(buffer) >> 12
+    for _ in range(_TRIES_MAX):
+        store.refuse_when_fenced()
+        try:
+            grows = 0 in store.index.places(store.index.chunk(inode, index), offset >> 12, count)
+            runs = store.allocator.allocate(transaction, count, grows=grows)
+            break
+        except Waiting:
+            await store.make_room()
+    else:
+        raise Busy("the store did not find room for the write")
+    placed = Placed(transaction, runs)
+    placed.writing = store.device.write_direct(buffer, [(place << 12, blocks << 12) for place, blocks in runs])
+    try:
+        await asyncio.shield(placed.writing)
+    except BaseException:
+        store.drop_placed(placed)
+        raise
+    store.note_written(len(buffer))
+    return placed
+
+
+async def prepare(store: BlockChunkStore, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
+                  cipher: BlockCipher | None = None) -> Placed:
+    """See ChunkStore.prepare."""
+    for _ in range(_TRIES_MAX):
+        store.refuse_when_fenced()
+        transaction, chunk = Transaction(), store.index.chunk(inode, index)
+        try:
+            buffers, sums = store.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
+            count = len(sums) >> 2
+            grows = 0 in store.index.places(chunk, offset >> 12, count)
+            runs = store.allocator.allocate(transaction, count, grows=grows)
+            break
+        except Waiting:
+            await store.make_room()
+        except MustWait as wait:
+            await wait.until()
+    else:
+        raise Busy("the store did not find room for the write")
+    placed = Placed(transaction, runs, sums, chunk.version)
+    if store.places_first(offset, len(buffer)):
+        placed.writing = store.device.write_direct(buffers[0], [(place << 12, blocks << 12) for place, blocks in runs])
+        store.note_written(len(buffer))
+        return placed
+    try:
+        store.write_runs(runs, buffers)
+    except BaseException:
+        store.drop_placed(placed)
+        raise
+    return placed
+
+
+def drop(store: BlockChunkStore, placed: Placed, transaction: Transaction) -> None:
+    """The blocks are free again: while the drive is still writing them nobody else may have them."""
+    if placed.writing is None or placed.writing.done():
+        store.allocator.drop(transaction)
+    else:
+        placed.writing.add_done_callback(lambda done: (done.cancelled() or done.exception(), store.allocator.drop(transaction)))

@@ -1,0 +1,494 @@
+"""Which disk blocks are free: a stored bitmap in groups of 8,192 blocks (32 MiB), loaded as it is needed.
+
+A group is two records: its bitmap (1,028 bytes: format u8 = 1, u8, used u16, the bits) and the list of changes since (format
+u8 = 1, count u8, used u16 after them, 4 bytes each). A write adds its changes to the list in the same kv change as its index
+records; the 25th folds the list into the bitmap. So a write journals about 50 bytes of free map, 110 with the folding, and
+nothing is ever rebuilt: at the start only the lists' counts are read (12,208 small records for 100 million blocks).
+
+A delta, u32: bits 0..12 the first block in the group, 13..25 count - 1, bit 31 set: freed, clear: used.
+
+Guarantees: a block is given to one transaction only; blocks that a change freed are *held* and given to nobody before
+`release` says that the change is durable, its data included, and the time is past until which clients may read them
+(location_leases.py; such blocks have a record too, for who opens the store after us); a transaction that is dropped leaves
+nothing. Memory: 3 bytes a group, and 3 KiB for each of at most GROUPS_CACHED loaded groups, and the held runs (the store
+flushes when they are many).
+
+Called by the block store on the event loop. Never waits; reads only the kv.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections import deque
+
+from nvpool.core.errors import CorruptRecord, InvariantBroken, NoSpace
+from nvpool.kv.api import Effect, Kv
+from nvpool.store.disk.index_records import (
+    check_format,
+    decode_held,
+    delta_key,
+    encode_held,
+    group_key,
+    group_of_key,
+    held_key,
+)
+
+GROUP_BITS = 13
+GROUP_BLOCKS = 1 << GROUP_BITS
+_GROUP_MASK = GROUP_BLOCKS - 1
+DELTAS_MAX = 24
+"""Journal bytes a change of a group: 2 n for the list and 1,024 / n for the folding are least near 23."""
+FOLDED_MAX = 512
+"""Bitmaps in one change, as long as the lists allow it: half a MiB of journal."""
+_DELTAS_LIMIT = 200
+"""Of a list, whose count is one byte."""
+GROUPS_CACHED = 2048
+LARGE_RUN_BLOCKS = 16
+"""Runs from this size on have a cursor of their own, so that small files do not cut up the space of large ones."""
+ROOMY_BLOCKS = GROUP_BLOCKS // 8
+RESTING_MAX = 50_000
+"""Changes whose blocks rest: some 20 MB. Nothing is lent above it, so that it ends within a lifetime."""
+_ALL = (1 << GROUP_BLOCKS) - 1
+_FREED = 1 << 31
+_FULL, _SOME, _ROOMY = 0, 1, 2
+RESERVED_BLOCKS = 16
+"""At the front of the drive: superblock and room for what a later format needs."""
+
+Run = tuple[int, int]
+"""First disk block and count; within one group where this module gives it out."""
+
+
+class Waiting(Exception):
+    """There is room, but it is held until the changes that freed it are durable: flush, then repeat."""
+
+
+class _Group:
+    __slots__ = ("used", "deltas")
+
+    def __init__(self, used: int, deltas: array):
+        self.used = used
+        self.deltas = deltas
+
+
+def _mask(start: int, count: int) -> int:
+    return ((1 << count) - 1) << start
+
+
+def find_run(free: int, count: int) -> int:
+    """Lowest position of `count` one bits in a row, or -1: the mask is laid over itself, shifted, in doubling steps."""
+    have = 1
+    while have < count and free:
+        step = min(have, count - have)
+        free &= free >> step
+        have += step
+    return (free & -free).bit_length() - 1 if free else -1
+
+
+def encode_bitmap(used: int) -> bytes:
+    return struct.pack("<BxH", 1, used.bit_count()) + used.to_bytes(GROUP_BLOCKS // 8, "little")
+
+
+def decode_bitmap(key: bytes, raw: bytes) -> int:
+    check_format(key, raw, 4 + GROUP_BLOCKS // 8)
+    return int.from_bytes(raw[4:], "little")
+
+
+def encode_deltas(deltas: array, used: int) -> bytes:
+    """The list of a group whose blocks in use, after it, are so many."""
+    return struct.pack("<BBH", 1, len(deltas), used) + deltas.tobytes()
+
+
+def used_count(key: bytes, raw: bytes) -> int:
+    check_format(key, raw, 4)
+    return int.from_bytes(raw[2:4], "little")
+
+
+def decode_deltas(key: bytes, raw: bytes) -> array:
+    check_format(key, raw, 4)
+    deltas = array("I", raw[4:])
+    if len(deltas) != raw[1]:
+        raise CorruptRecord(f"the free map record {key.hex()} contradicts itself")
+    return deltas
+
+
+def with_deltas(used: int, deltas: array) -> int:
+    for delta in deltas:
+        mask = _mask(delta & _GROUP_MASK, (delta >> 13 & _GROUP_MASK) + 1)
+        used = used & ~mask if delta & _FREED else used | mask
+    return used
+
+
+class Transaction:
+    """Blocks taken and given back by one change. Ended by Allocator.commit or Allocator.drop, exactly once."""
+
+    __slots__ = ("taken", "freed", "until", "_key", "_after")
+
+    def __init__(self) -> None:
+        self.taken: list[Run] = []
+        self.freed: list[Run] = []
+        self.until = 0.0
+        """On CLOCK_BOOTTIME: until then others may read what is freed, 0 for nobody. To be set before Allocator.effects."""
+        self._key = b""
+        self._after: dict[int, tuple[int, array | None]] = {}
+
+    def free(self, run: Run) -> None:
+        """Blocks that the change no longer names; they stay untouched until it is durable."""
+        self.freed.append(run)
+
+    def free_places(self, places) -> None:
+        """As `free`, for single disk blocks; neighbours become one run; 0 is skipped."""
+        begin = count = 0
+        for place in places:
+            if count and place == begin + count:
+                count += 1
+                continue
+            if count:
+                self.freed.append((begin, count))
+            begin, count = place, 1 if place else 0
+        if count:
+            self.freed.append((begin, count))
+
+
+class Allocator:
+    def __init__(self, kv: Kv, block_count: int, reserve_blocks: int) -> None:
+        """Reads the counts of all groups. CorruptRecord when a free map record makes no sense."""
+        self._kv = kv
+        self.block_count = block_count
+        self.reserve_blocks = reserve_blocks
+        groups = (block_count + GROUP_BLOCKS - 1) >> GROUP_BITS
+        self.group_count = groups
+        self._spare = array("H", [GROUP_BLOCKS]) * groups
+        """Blocks of each group that can be given out now: neither used nor held."""
+        self._cached: dict[int, _Group] = {}
+        self._held: dict[int, int] = {}
+        self._waiting: deque[tuple[int, float, bytes, list[Run]]] = deque()
+        self._resting: deque[tuple[float, bytes, list[Run]]] = deque()
+        """Durable, and others may read them still: until, their record, the runs."""
+        self._held_number = max((decode_held(key, raw)[0] for key, raw in self._records(b"h", b"i")), default=0)
+        self.held_blocks = 0
+        self.changed_groups: dict[int, int] | None = None
+        """While a scrub asks for it: the blocks of each group that were taken since."""
+        self._small = 0
+        self._large = 0
+        self.fixed_blocks = sum(self._fixed_mask(group).bit_count() for group in self._fixed_groups())
+        self.fixed_blocks -= (groups << GROUP_BITS) - block_count
+        """Of used_blocks: the reserved front."""
+        self._load_counts()
+        self.used_blocks = block_count - sum(self._spare)
+        self._available = block_count - self.used_blocks
+        self._level = bytearray(_ROOMY if spare >= ROOMY_BLOCKS else _SOME if spare else _FULL for spare in self._spare)
+
+    def _load_counts(self) -> None:
+        for group in self._fixed_groups():
+            self._spare[group] = GROUP_BLOCKS - self._fixed_mask(group).bit_count()
+        for key, raw in self._records(b"d", b"e"):
+            group = group_of_key(key)
+            used = used_count(key, raw)
+            if group >= self.group_count or used > GROUP_BLOCKS:
+                raise CorruptRecord(f"the free map says {used} blocks of group {group} of {self.group_count} are used")
+            self._spare[group] = GROUP_BLOCKS - used
+
+    def _records(self, first: bytes, end: bytes):
+        while pairs := self._kv.scan(first, end, 1000):
+            yield from pairs
+            first = pairs[-1][0] + b"\0"
+
+    def _fixed_groups(self) -> set[int]:
+        return {0, self.group_count - 1}
+
+    def _fixed_mask(self, group: int) -> int:
+        """Blocks that are never given out: the reserved front, and what lies behind the end of the drive."""
+        mask = _mask(0, min(RESERVED_BLOCKS, self.block_count)) if group == 0 else 0
+        if group == self.group_count - 1:
+            inside = self.block_count - (group << GROUP_BITS)
+            mask |= _ALL & ~_mask(0, inside)
+        return mask
+
+    def _group(self, group: int) -> _Group:
+        found = self._cached.get(group)
+        if found is None:
+            key = group_key(group)
+            raw = self._kv.get(key)
+            used = self._fixed_mask(group) | (decode_bitmap(key, raw) if raw is not None else 0)
+            key = delta_key(group)
+            raw = self._kv.get(key)
+            deltas = decode_deltas(key, raw) if raw is not None else array("I")
+            if raw is not None and with_deltas(used, deltas).bit_count() != used_count(key, raw):
+                raise CorruptRecord(f"bitmap and changes of group {group} of the free map do not fit one another")
+            while len(self._cached) >= GROUPS_CACHED:
+                del self._cached[next(iter(self._cached))]
+            found = self._cached[group] = _Group(with_deltas(used, deltas), deltas)
+        return found
+
+    def is_used(self, place: int) -> bool:
+        """Whether the stored map says that the block is in use."""
+        return bool(self._group(place >> GROUP_BITS).used >> (place & _GROUP_MASK) & 1)
+
+    def used_mask(self, group: int) -> int:
+        """The stored map of a group, without the blocks that are never given out."""
+        return self._group(group).used & ~self._fixed_mask(group)
+
+    def has_used(self, group: int) -> bool:
+        """Whether blocks of the group are in use or held."""
+        return self._spare[group] < GROUP_BLOCKS
+
+    # -- giving out --------------------------------------------------------------------------------------------------
+
+    def allocate(self, transaction: Transaction, count: int, *, grows: bool = True) -> list[Run]:
+        """Take `count` blocks in as few runs as there are. `grows`: the change needs more blocks than it frees, and is
+        refused when the reserve would be touched.
+
+        NoSpace: nothing was taken. Waiting: enough is free, but held; nothing was taken.
+        """
+        if self.used_blocks + count > self.block_count - (self.reserve_blocks if grows else 0):
+            raise NoSpace("the target is full")
+        if count > self._available:
+            if count <= self._available + self.held_blocks:
+                raise Waiting
+            raise NoSpace("the target is full")
+        large = count >= LARGE_RUN_BLOCKS
+        group = self._large if large else self._small
+        taken: list[Run] = []
+        for _ in range(8):
+            if self._spare[group] >= count:
+                at = find_run(self._free_mask(group), count)
+                if at >= 0:
+                    self._take(taken, group, at, count)
+                    break
+            group = self._next(group + 1, _ROOMY)
+            if group < 0:
+                break
+        if taken:
+            if large:
+                self._large = group
+            else:
+                self._small = group
+        else:
+            self._gather(taken, count)
+        transaction.taken += taken
+        return taken
+
+    def _next(self, group: int, level: int) -> int:
+        found = self._level.find(level, group)
+        return found if found >= 0 else self._level.find(level, 0, group)
+
+    def _gather(self, taken: list[Run], count: int) -> None:
+        """`count` blocks from wherever there are some; there are enough."""
+        want = count
+        for level in (_ROOMY, _SOME):
+            group = self._next(self._large, level)
+            while want and group >= 0:
+                free = self._free_mask(group)
+                while want and free:
+                    at = (free & -free).bit_length() - 1
+                    shifted = free >> at
+                    length = min(want, (~shifted & shifted + 1).bit_length() - 1)
+                    self._take(taken, group, at, length)
+                    free &= ~_mask(at, length)
+                    want -= length
+                group = self._next(group + 1, level) if want else -1
+        if want:
+            raise InvariantBroken(f"{want} of {count} blocks that are counted as free were not found")
+
+    def _free_mask(self, group: int) -> int:
+        return _ALL ^ (self._group(group).used | self._held.get(group, 0))
+
+    def _take(self, taken: list[Run], group: int, at: int, count: int) -> None:
+        self._held[group] = self._held.get(group, 0) | _mask(at, count)
+        self._available -= count
+        self._count(group, -count)
+        taken.append((group << GROUP_BITS | at, count))
+
+    def _count(self, group: int, change: int) -> None:
+        spare = self._spare[group] = self._spare[group] + change
+        self._level[group] = _ROOMY if spare >= ROOMY_BLOCKS else _SOME if spare else _FULL
+
+    def _unhold(self, run: Run, give_back: bool) -> None:
+        place, count = run
+        group = place >> GROUP_BITS
+        rest = self._held[group] & ~_mask(place & _GROUP_MASK, count)
+        if rest:
+            self._held[group] = rest
+        else:
+            del self._held[group]
+        if give_back:
+            self._available += count
+            self._count(group, count)
+
+    def claim(self, transaction: Transaction, place: int) -> bool:
+        """Take this block, which the stored map calls free. False, and nothing was done, where it is held: by a transaction
+        that is about to use it, or for one that gave it up."""
+        group, at = place >> GROUP_BITS, place & _GROUP_MASK
+        if self._held.get(group, 0) >> at & 1:
+            return False
+        self._take(transaction.taken, group, at, 1)
+        return True
+
+    def take_back(self, transaction: Transaction) -> None:
+        """The runs in transaction.taken are these blocks and no others: for a replay, before anything is given out."""
+        for place, count in transaction.taken:
+            self._take([], place >> GROUP_BITS, place & _GROUP_MASK, count)
+
+    # -- ending a transaction ----------------------------------------------------------------------------------------
+
+    def effects(self, transaction: Transaction) -> list[Effect]:
+        """What the change must also say. Commit or drop follows without an await in between.
+
+        InvariantBroken when a block to be freed is not in use.
+        """
+        after = transaction._after = {}
+        for run in transaction.taken:
+            self._note(after, run, 0)
+        for place, count in transaction.freed:
+            while count:
+                part = min(count, GROUP_BLOCKS - (place & _GROUP_MASK))
+                self._note(after, (place, part), _FREED)
+                place += part
+                count -= part
+        effects: list[Effect] = []
+        folded = 0
+        for group, (used, deltas) in after.items():
+            key = delta_key(group)
+            if len(deltas) > DELTAS_MAX and (folded < FOLDED_MAX or len(deltas) > _DELTAS_LIMIT):
+                folded += 1
+                page = group_key(group)
+                effects.append((page, encode_bitmap(used)))
+                deltas = array("I")
+                after[group] = used, deltas
+            effects.append((key, encode_deltas(deltas, used.bit_count())))
+        if transaction.until and transaction.freed:
+            self._held_number += 1
+            transaction._key = held_key(self._held_number)
+            effects.append((transaction._key, encode_held(transaction.until, transaction.freed)))
+        return effects
+
+    def _note(self, after: dict, run: Run, freed: int) -> None:
+        place, count = run
+        group = place >> GROUP_BITS
+        at = place & _GROUP_MASK
+        if group in after:
+            used, deltas = after[group]
+        else:
+            now = self._group(group)
+            used, deltas = now.used, now.deltas[:]
+        mask = _mask(at, count)
+        if freed:
+            if used & mask != mask or self._fixed_mask(group) & mask:
+                raise InvariantBroken(f"blocks {place}..{place + count - 1} are freed but not in use")
+            used &= ~mask
+        else:
+            used |= mask
+        deltas.append(at | count - 1 << 13 | freed)
+        after[group] = used, deltas
+
+    def commit(self, transaction: Transaction, sequence: int) -> None:
+        """The change was applied as `sequence`: what it freed is held until release(sequence)."""
+        for group, (used, deltas) in transaction._after.items():
+            now = self._group(group)
+            now.used, now.deltas = used, deltas
+        for run in transaction.taken:
+            self._unhold(run, give_back=False)
+            self.used_blocks += run[1]
+            if self.changed_groups is not None:
+                group = run[0] >> GROUP_BITS
+                self.changed_groups[group] = self.changed_groups.get(group, 0) | _mask(run[0] & _GROUP_MASK, run[1])
+        freed: list[Run] = []
+        for place, count in transaction.freed:
+            while count:
+                part = min(count, GROUP_BLOCKS - (place & _GROUP_MASK))
+                group = place >> GROUP_BITS
+                self._held[group] = self._held.get(group, 0) | _mask(place & _GROUP_MASK, part)
+                freed.append((place, part))
+                self.held_blocks += part
+                self.used_blocks -= part
+                place += part
+                count -= part
+        if freed:
+            self._waiting.append((sequence, transaction.until, transaction._key, freed))
+
+    def drop(self, transaction: Transaction) -> None:
+        """The change was not applied: everything is as before it."""
+        for run in transaction.taken:
+            self._unhold(run, give_back=True)
+
+    def releasable(self, sequence: int, now_s: float = math.inf) -> list[Run]:
+        """The runs that release(sequence, now_s) would make free."""
+        runs: list[Run] = []
+        for until, _, freed in self._resting:
+            if until > now_s:
+                break
+            runs += freed
+        for change, until, _, freed in self._waiting:
+            if change > sequence:
+                break
+            if until <= now_s:
+                runs += freed
+        return runs
+
+    def release(self, sequence: int, now_s: float = math.inf) -> list[bytes]:
+        """Changes up to `sequence` are durable: what they freed may be given out again where its time is past. Returns the keys
+        of records that say no longer anything: the caller removes them, some time."""
+        past: list[bytes] = []
+        resting = self._resting
+        while resting and resting[0][0] <= now_s:
+            _, key, freed = resting.popleft()
+            past.append(key)
+            self._give_back(freed)
+        waiting = self._waiting
+        while waiting and waiting[0][0] <= sequence:
+            _, until, key, freed = waiting.popleft()
+            if until > now_s:
+                resting.append((until, key, freed))
+            else:
+                if key:
+                    past.append(key)
+                self._give_back(freed)
+        return past
+
+    def _give_back(self, runs: list[Run]) -> None:
+        for run in runs:
+            self.held_blocks -= run[1]
+            self._unhold(run, give_back=True)
+
+    def rest(self, now_s: float, until_max_s: float) -> list[bytes]:
+        """Hold what the process before us freed and clients may read still, by its records; no longer than `until_max_s`.
+        Before anything is allocated. Returns the keys of records that say no longer anything."""
+        past: list[bytes] = []
+        found: list[tuple[float, bytes, list[Run]]] = []
+        for key, raw in self._records(b"h", b"i"):
+            _, until, runs = decode_held(key, raw)
+            until = min(until, until_max_s)
+            held: list[Run] = []
+            for place, count in runs if until > now_s else ():
+                for block in range(place, min(place + count, self.block_count)):  # one at a time: they come with few
+                    group, at = block >> GROUP_BITS, block & GROUP_BLOCKS - 1
+                    if self._free_mask(group) >> at & 1:
+                        self._take([], group, at, 1)
+                        self.held_blocks += 1
+                        held.append((block, 1))
+            if held:
+                found.append((until, key, held))
+            else:
+                past.append(key)
+        self._resting.extend(sorted(found))
+        return past
+
+    @property
+    def resting_changes(self) -> int:
+        return len(self._resting)
+
+    @property
+    def next_rest_s(self) -> float:
+        """When the next blocks have rested; infinite when none do."""
+        return self._resting[0][0] if self._resting else math.inf
+
+    @property
+    def scarce(self) -> bool:
+        """So little is free that none of it should have to rest."""
+        return self._available < self.block_count >> 4 or len(self._resting) > RESTING_MAX
+
+    @property
+    def waiting_changes(self) -> int:
+        return len(self._waiting)

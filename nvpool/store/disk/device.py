@@ -1,0 +1,440 @@
+"""The one place where the bytes of chunks meet a drive: a data file or a raw block device, and a twin in memory.
+
+Reads come in batches of (disk offset, length, place in the buffer). `read_now` fills what the kernel has in memory and names
+what it has not (preadv with RWF_NOWAIT, Linux 4.14); `read` waits for those: through io_uring where the compiled module and
+the kernel allow it, else through a few threads (blockio/reader). Small writes go to the page cache and return;
+large ones may go past it to the drive, in a thread (`write_direct`); `sync` is fdatasync, in a thread.
+
+With `direct` the file is opened with O_DIRECT: nothing is ever in memory, all writes go to the drive while the loop waits for
+them, buffers are page-aligned.
+
+A failed sync is the caller's to remember: this module repeats nothing. Called by the block store only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import stat
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from nvpool.blockio import reader as blockio_reader
+from nvpool.blockio.api import Outcome
+from nvpool.core.errors import DriveFailed, NotSupported, NvpoolError, from_os_error
+from nvpool.core.units import BLOCK_BYTES, MIB
+from nvpool.store.disk.direct_reads import DirectReads
+
+log = logging.getLogger(__name__)
+
+_IOV_MAX = 1024
+DIRECT_WRITE_BYTES = 128 * 1024
+"""From here on a write goes past the page cache where the file system allows it: 1 MiB took 0.8 ms to the drive, with the
+processor free for others, and 0.9 to 2.8 ms into the cache, whose new pages must be found and which the sync then writes all
+the same. A small one takes 10 µs into the cache and 60 to the drive. The kernel keeps both coherent, and no block is read and
+written at a time: what is written is free until the index names it."""
+SMALL_BYTES = 16 * 1024
+"""Memory for a read up to here is found sooner by the allocator than by a look at which of our buffers is free."""
+_DIRECT_THREADS = 4
+"""Writes past the cache at once: one leaves most of a drive idle."""
+
+
+class Device(Protocol):
+    read_path: str
+    """For `status`: how reads that must wait are done."""
+    direct: bool
+    lacks_room: bool
+    """A write has met a full file system since this was last set to False."""
+    writes: str
+    """For `status`: whether large writes go past the page cache (`direct`) or, the drive taking no such, into it (`cached`)."""
+
+    def buffer(self, byte_count: int) -> memoryview:
+        """A buffer of that size, free again when nobody has a view of it any more. What it holds is arbitrary."""
+
+    def read_now(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
+                 asker_keeps: bool = False) -> list[int]:
+        """Read each (offset, length) to its position in `into`; returns the indexes of those that would have to wait. What the
+        asker keeps need not be kept by the kernel of this machine."""
+
+    async def read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int],
+                   into: memoryview) -> list[NvpoolError | None]:
+        """As read_now, waiting for the drive. One entry for each: None, or why it could not be read."""
+
+    def begin_read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
+                   asker_keeps: bool, on_done: Callable[[Outcome], None]) -> None:
+        """As `read`, without a task: `on_done` is told the outcome in a later turn of the loop, once. `into` is the device's
+        until then, whoever has gone meanwhile."""
+
+    def read_whole(self, offset: int, length: int) -> memoryview:
+        """Read and wait, on the spot: for the start only. DriveFailed."""
+
+    def write(self, buffers: list, offset: int) -> None:
+        """Write the buffers behind one another. NoSpace, DriveFailed: any part of the range may have been written."""
+
+    def lend(self) -> int:
+        """A new descriptor for reading, through the page cache, for another process: the caller closes it. NotSupported."""
+
+    direct_write_bytes: int
+    """From which size on `write_direct` is to be had; 0: never."""
+
+    def write_direct(self, buffer, ranges: Sequence[tuple[int, int]]) -> asyncio.Future:
+        """Write whole blocks to these (offset, length), one after the other, without holding up the loop; nobody changes the
+        buffer before it is done. The future fails as `write` does, and can not be cancelled: until it is done the ranges are
+        being written."""
+
+    async def sync(self) -> None:
+        """All that was written before the call survives the loss of power. DriveFailed: never to be repeated."""
+
+    async def discard(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """These (offset, length) are not needed any more; the space may be given back. Best effort."""
+
+    async def close(self) -> None: ...
+
+
+class BufferPool:
+    """Buffers that return by themselves: one is free when nothing but the pool refers to it."""
+
+    def __init__(self, make, kept_bytes_max: int = 32 * MIB):
+        self._make = make
+        self._kept: deque = deque()
+        self._kept_bytes = 0
+        self._kept_bytes_max = kept_bytes_max
+
+    def take(self, byte_count: int) -> memoryview:
+        kept = self._kept
+        for _ in range(min(len(kept), 4)):
+            found = kept[0]
+            kept.rotate(-1)
+            if len(found) >= byte_count and sys.getrefcount(found) == 3:  # the deque, `found`, the argument
+                return memoryview(found)[:byte_count]
+        size = max(64 * 1024, 1 << (byte_count - 1).bit_length())
+        made = self._make(size)
+        if self._kept_bytes + size <= self._kept_bytes_max:
+            kept.append(made)
+            self._kept_bytes += size
+        return memoryview(made)[:byte_count]
+
+
+class FileDevice:
+    """A data file or a block device."""
+
+    def __init__(self, path: str, *, direct: bool = False, uring: bool = True):
+        """Opens it for reading and writing. NotFound, AccessDenied, DriveFailed."""
+        self.path = os.path.realpath(path)
+        self.direct = direct
+        self.lacks_room = False
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            raise from_os_error(error, f"opening {path}") from None
+        self._direct_fd = self.fd if direct else _open_direct(path)
+        if self._direct_fd < 0:
+            log.info("%s has no direct writes; large ones go through the page cache", self.path)
+        self.direct_write_bytes = DIRECT_WRITE_BYTES if self._direct_fd >= 0 else 0
+        self._aligned = BufferPool(_pages, kept_bytes_max=16 * MIB)
+        self.is_block = stat.S_ISBLK(os.fstat(self.fd).st_mode)
+        self._reader = blockio_reader.reader_for(self.fd, uring=uring)
+        self.read_path = self._reader.name
+        self.direct_reads = DirectReads(self.fd, self._reader)
+        self._pool = self._aligned if direct else BufferPool(_pages)
+        self.buffer = self._pool.take if direct else self._buffer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-sync")
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="device-writeback")
+        self._direct_writers = ThreadPoolExecutor(_DIRECT_THREADS, thread_name_prefix="device-write")
+        self._run_start = self._run_end = 0
+        self._starting: list = []
+
+    def _buffer(self, byte_count: int) -> memoryview:
+        return self._pool.take(byte_count) if byte_count > SMALL_BYTES else memoryview(bytearray(byte_count))
+
+    @property
+    def writes(self) -> str:
+        return "direct" if self.direct_write_bytes else "cached"
+
+    def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
+        if self.direct or asker_keeps and self.direct_reads.wants(offsets, lengths):
+            return list(range(len(offsets)))
+        return blockio_reader.read_now(self.fd, offsets, lengths, positions, into)
+
+    async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
+        return await self._reader.read(self.fd, offsets, lengths, positions, into)
+
+    def begin_read(self, offsets, lengths, positions, into, asker_keeps, on_done) -> None:
+        if asker_keeps and not self.direct and self.direct_reads.wants(offsets, lengths):
+            self.direct_reads.begin(offsets, lengths, positions, into, on_done)
+        else:
+            self._reader.begin(self.fd, offsets, lengths, positions, into, on_done)
+
+    def read_whole(self, offset, length) -> memoryview:
+        into = self.buffer(length)
+        try:
+            if os.preadv(self.fd, [into], offset) == length:
+                return into
+        except OSError as error:
+            raise from_os_error(error, f"reading {self.path} at {offset}") from None
+        raise DriveFailed(f"{self.path} ends before byte {offset + length}")
+
+    def write(self, buffers: list, offset: int) -> None:
+        start = offset
+        if self.direct:
+            buffers = [self._in_line(buffers)]
+        offset = self._write_all(self.fd, buffers, offset)
+        if not self.direct:
+            self._note_run(start, offset)
+
+    def _in_line(self, buffers: list) -> memoryview:
+        aligned = self._aligned.take(sum(map(len, buffers)))
+        at = 0
+        for buffer in buffers:
+            aligned[at:at + len(buffer)] = buffer
+            at += len(buffer)
+        return aligned
+
+    def _write_all(self, fd: int, buffers: list, offset: int) -> int:
+        while buffers:
+            try:
+                done = os.pwritev(fd, buffers[:_IOV_MAX], offset)
+            except OSError as error:
+                if error.errno == errno.EINVAL and fd != self.fd:
+                    log.warning("%s refuses direct writes of whole blocks (%s): from now on large writes go through the page "
+                                "cache, which costs processor time", self.path, error.strerror)
+                    fd, self.direct_write_bytes = self.fd, 0  # a drive that wants more than 4 KiB alignment
+                    continue
+                self.lacks_room |= error.errno in (errno.ENOSPC, errno.EDQUOT)
+                raise from_os_error(error, f"writing to {self.path} at {offset}") from None
+            offset += done
+            rest = []
+            for buffer in buffers:
+                if done >= len(buffer):
+                    done -= len(buffer)
+                else:
+                    rest.append(memoryview(buffer)[done:])
+                    done = 0
+            buffers = rest
+        return offset
+
+    def write_direct(self, buffer, ranges) -> asyncio.Future:
+        if not begins_at_page(buffer):
+            buffer = self._in_line([buffer])
+        return asyncio.get_running_loop().run_in_executor(self._direct_writers, self._write_ranges, buffer, ranges)
+
+    def _write_ranges(self, buffer: memoryview, ranges) -> None:
+        at = 0
+        for offset, length in ranges:
+            self._write_all(self._direct_fd, [buffer[at:at + length]], offset)
+            at += length
+
+    def _note_run(self, start: int, end: int) -> None:
+        """What is written in one stretch begins its way to the drive now, so that the sync at its end finds little to do: the
+        kernel alone would start when a tenth of the memory is dirty. Advice only: nothing is waited for, no error is taken."""
+        if start == self._run_end:
+            self._run_end = end
+        else:
+            self._run_start, self._run_end = start, end
+        if self._run_end - self._run_start >= WRITEBACK_BYTES:
+            self._starting = [begun for begun in self._starting if not begun.done()]
+            if len(self._starting) < _WRITEBACKS_MAX:
+                length = self._run_end - self._run_start
+                self._starting.append(self._starter.submit(self._start_writeback, self._run_start, length))
+            self._run_start = self._run_end
+
+    def _start_writeback(self, offset: int, length: int) -> None:
+        _libc.sync_file_range(ctypes.c_int(self.fd), ctypes.c_long(offset), ctypes.c_long(length),
+                              ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+    def lend(self) -> int:
+        if self.direct:
+            raise NotSupported("a drive that is read past the page cache is not lent")
+        try:  # a new open file description: nobody shares its flags with us, and it is of this very file
+            return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise from_os_error(error, f"opening {self.path} for a reader") from None
+
+    async def sync(self) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, os.fdatasync, self.fd)
+        except OSError as error:
+            raise from_os_error(error, f"syncing {self.path}") from None
+
+    async def discard(self, ranges) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, _punch, self.fd, ranges)
+
+    async def close(self) -> None:
+        await self._reader.close()
+        self.direct_reads.close()
+        self._thread.shutdown()
+        self._starter.shutdown()
+        self._direct_writers.shutdown()
+        if self._direct_fd not in (-1, self.fd):
+            os.close(self._direct_fd)
+            self._direct_fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _pages(byte_count: int) -> mmap.mmap:
+    return mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def begins_at_page(buffer) -> bool:
+    """Whether it can be written past the page cache from where it is. Memory that may only be read does not tell."""
+    buffer = memoryview(buffer)
+    return not buffer.readonly and not ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % mmap.PAGESIZE
+
+
+def _open_direct(path: str) -> int:
+    """A second descriptor, past the page cache; -1 on a file system that has none such (tmpfs before Linux 6.6)."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return -1
+
+
+WRITEBACK_BYTES = 4 << 20
+_WRITEBACKS_MAX = 8
+_SYNC_FILE_RANGE_WRITE = 2
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _punch(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
+    """fallocate(2) with PUNCH_HOLE, which the os module does not offer. A file system that can not do it keeps the space."""
+    for offset, length in ranges:
+        _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(_FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE), ctypes.c_long(offset),
+                        ctypes.c_long(length))
+
+
+class MemoryDevice:
+    """The twin: blocks in a dict, and a memory of what was synced. `crash` forgets the rest, or the part of it that a seeded
+    choice says; what it keeps it may keep in any order, as a drive's cache does.
+
+    Faults for tests: `fail_writes` and `fail_syncs` hold errno numbers for the coming calls; `cold` makes read_now miss.
+    """
+
+    read_path = writes = "memory"
+    direct = False
+    direct_write_bytes = DIRECT_WRITE_BYTES
+
+    def __init__(self, byte_count: int):
+        self.byte_count = byte_count
+        self._now: dict[int, bytes] = {}
+        self._unsynced: dict[int, bytes | None] = {}
+        self._forgotten: dict[int, bytes | None] = {}
+        self.fail_writes: deque[int] = deque()
+        self.fail_syncs: deque[int] = deque()
+        self.fail_reads: set[int] = set()
+        self.cold = False
+        self.lacks_room = False
+        self.closed = False
+
+    def buffer(self, byte_count: int) -> memoryview:
+        return memoryview(bytearray(byte_count))
+
+    def _fill(self, offset: int, length: int, position: int, into: memoryview) -> None:
+        for at in range(0, length, BLOCK_BYTES):
+            block = self._now.get((offset + at) // BLOCK_BYTES)
+            into[position + at:position + at + BLOCK_BYTES] = block if block is not None else bytes(BLOCK_BYTES)
+
+    def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
+        missed = []
+        for at, offset in enumerate(offsets):
+            if self.cold or offset // BLOCK_BYTES in self.fail_reads:
+                missed.append(at)
+            else:
+                self._fill(offset, lengths[at], positions[at], into)
+        return missed
+
+    async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
+        await asyncio.sleep(0)
+        return self._read(offsets, lengths, positions, into)
+
+    def begin_read(self, offsets, lengths, positions, into, asker_keeps, on_done) -> None:
+        asyncio.get_running_loop().call_soon(lambda: on_done(self._read(offsets, lengths, positions, into)))
+
+    def _read(self, offsets, lengths, positions, into) -> Outcome:
+        outcome: Outcome = []
+        for offset, length, position in zip(offsets, lengths, positions, strict=True):
+            if offset // BLOCK_BYTES in self.fail_reads:
+                outcome.append(DriveFailed(f"reading at {offset}"))
+                continue
+            self._fill(offset, length, position, into)
+            outcome.append(None)
+        return outcome
+
+    def read_whole(self, offset, length) -> memoryview:
+        into = self.buffer(length)
+        self._fill(offset, length, 0, into)
+        return into
+
+    def lend(self) -> int:
+        raise NotSupported("memory has no descriptor")
+
+    def write(self, buffers: list, offset: int) -> None:
+        joined = b"".join(buffers)
+        if len(joined) % BLOCK_BYTES or offset % BLOCK_BYTES or offset + len(joined) > self.byte_count:
+            raise ValueError("a write is whole blocks within the device")
+        failing = self.fail_writes.popleft() if self.fail_writes else 0
+        if failing:  # half of it arrives, as on a drive that fills up or breaks
+            joined = joined[:len(joined) // BLOCK_BYTES // 2 * BLOCK_BYTES]
+        for at in range(0, len(joined), BLOCK_BYTES):
+            number = (offset + at) // BLOCK_BYTES
+            before = self._forgotten.pop(number) if number in self._forgotten else self._now.get(number)
+            self._unsynced.setdefault(number, before)
+            self._now[number] = joined[at:at + BLOCK_BYTES]
+        if failing:
+            raise from_os_error(OSError(failing, os.strerror(failing)), "writing")
+
+    def write_direct(self, buffer, ranges) -> asyncio.Future:
+        async def later(content: bytes) -> None:
+            at = 0
+            for offset, length in ranges:
+                await asyncio.sleep(0)
+                self.write([content[at:at + length]], offset)
+                at += length
+        return asyncio.ensure_future(later(bytes(buffer)))
+
+    async def sync(self) -> None:
+        asked, self._unsynced = self._unsynced, {}
+        await asyncio.sleep(0)  # what is written meanwhile is not part of it
+        if self.fail_syncs and (failing := self.fail_syncs.popleft()):
+            # As a kernel does it: what was to be written is shown, counts as written, and is not on the drive.
+            self._forgotten |= asked
+            raise from_os_error(OSError(failing, os.strerror(failing)), "syncing")
+
+    def crash(self, keep=None) -> None:
+        """Power is lost. `keep(block number)` says which unsynced blocks reached the drive all the same (default: none)."""
+        for number, before in (self._unsynced | self._forgotten).items():
+            if keep is not None and keep(number):
+                continue
+            if before is None:
+                del self._now[number]
+            else:
+                self._now[number] = before
+        self._unsynced.clear()
+        self._forgotten.clear()
+
+    def flip(self, place: int, byte: int = 100) -> None:
+        """One bit of a block is another from now on."""
+        block = bytearray(self._now[place])
+        block[byte] ^= 1
+        self._now[place] = bytes(block)
+
+    async def discard(self, ranges) -> None:
+        for offset, length in ranges:
+            for number in range(offset // BLOCK_BYTES, (offset + length) // BLOCK_BYTES):
+                self._now.pop(number, None)
+                self._unsynced.pop(number, None)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+NO_SPACE, IO_ERROR = errno.ENOSPC, errno.EIO

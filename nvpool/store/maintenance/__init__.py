@@ -1,0 +1,1 @@
+"""Background work of a store: scrub, repair and removal of orphan chunks."""

@@ -1,0 +1,67 @@
+"""What a store does for its chains beside serving: it catches up with those that it joins, gives up the chunks of those that it
+left, reads everything once in a while, and has its bad blocks repaired by the others.
+
+Made by store/server/service; what it tells goes to whoever reports to the manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+from nvpool.core.clock import Clock
+from nvpool.core.units import MIB
+from nvpool.poolmap.model import PoolMap
+from nvpool.store.chunks.api import ChunkStore
+from nvpool.store.maintenance.orphan_chunks import Strays
+from nvpool.store.maintenance.repair import Repair
+from nvpool.store.maintenance.scrub import INTERVAL_S, SCRUB_BYTES_PER_S, Rounds
+from nvpool.store.replication.peer_connections import Dialer
+from nvpool.store.replication.resync import Resync
+from nvpool.store.replication.transfer_client import OtherTargets
+from nvpool.store.throttle import Throttle
+
+RESYNC_BYTES_PER_S = 128 * MIB
+"""A fifth of what one core of a store moves, so that serving keeps its latency; see [store] resync_bytes_s."""
+
+
+class Upkeep:
+    def __init__(self, store: ChunkStore, target: int, dialer: Dialer, secret: bytes, clock: Clock, *,
+                 bytes_per_s: float = RESYNC_BYTES_PER_S, scrub_interval_s: float = INTERVAL_S,
+                 scrub_bytes_per_s: float = SCRUB_BYTES_PER_S, busy: Callable[[], bool] = bool,
+                 on_fail: Callable[[str], None] = lambda reason: None,
+                 is_caught_up: Callable[[], bool] = lambda: False) -> None:
+        """`busy`: whether clients' requests wait here. `on_fail` is told when a part of it has died of a fault in itself.
+        `is_caught_up`: see Strays."""
+        self.others = OtherTargets(dialer, secret, clock)
+        self._bytes_per_s = bytes_per_s
+        self.throttle = Throttle(bytes_per_s, clock, busy)
+        self.resync = Resync(store, target, self.others, clock, self.throttle, on_fail=on_fail)
+        self.strays = Strays(store, target, clock, self.throttle, on_fail, is_caught_up=is_caught_up)
+        self.repair = Repair(store, target, self.others, clock, self.throttle, on_fail)
+        self.rounds = Rounds(store, target, self.repair, clock, busy, interval_s=scrub_interval_s,
+                             bytes_per_s=scrub_bytes_per_s, on_fail=on_fail)
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        self.others.update_map(pool_map)
+        self.throttle.bytes_per_s = pool_map.moving.limit_bytes_s or self._bytes_per_s
+        self.resync.update_map(pool_map)
+        self.strays.update_map(pool_map)
+        self.repair.update_map(pool_map)
+        self.rounds.start()
+
+    def counters(self) -> dict[str, float]:
+        """For the status: of what there is to tell."""
+        progress = self.resync.progress
+        found = {"repaired_blocks": self.repair.repaired_blocks, "rebuilt_chunks": self.repair.rebuilt_chunks,
+                 "strays_removed": self.strays.removed_chunks}
+        if progress.chains:
+            found |= {f"resync_{name}": value for name, value in asdict(progress).items()
+                      if name not in ("waits_for", "lacks_room")}
+        return {name: float(value) for name, value in found.items()}
+
+    async def close(self) -> None:
+        await self.resync.close()
+        await self.strays.close()
+        await self.rounds.close()
+        await self.repair.close()

@@ -1,0 +1,239 @@
+"""Reading everything that nobody reads, once in a while: rounds of scrubbing.
+
+A round begins when one is due (`interval_s` after the last one ended), or when it is ordered; it goes through the whole target
+in small steps, slowly, and leaves the drive to whoever waits. What it finds bad is fetched from other targets at once. Where it
+stands, whether it is paused and how the last one ended is kept in the store: a process that dies goes on where it was, some
+seconds earlier. The free map is compared and never changed here: `fsck --repair` does that.
+
+Made by store/maintenance/background; `step` is what its task does, for tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import CorruptRecord, Fenced, InvalidRequest, NvpoolError
+from nvpool.core.units import BLOCK_BYTES, MIB
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.store.chunks.api import BadBlock, ChunkStore
+from nvpool.store.maintenance.repair import Repair
+from nvpool.store.throttle import Throttle
+
+log = logging.getLogger(__name__)
+
+SCRUB_BYTES_PER_S = 32 * MIB
+INTERVAL_S = 7 * 86400.0
+STEP_BLOCKS = 256
+"""1 MiB: less than a hundredth of a second of a drive."""
+_SAVE_S = 5.0
+_RETRY_S = 30.0
+_MEND_TRIES, _MEND_AGAIN_S = 3, 0.2
+_SLEEP_S_MAX = 3600.0
+"""The wall clock may be set meanwhile."""
+ORDERS = ("start", "pause", "resume", "stop")
+
+
+class Round(msgspec.Struct):
+    began_ms: int
+    ended_ms: int = 0
+    blocks: int = 0
+    blocks_total: int = 0
+    bad: int = 0
+    mended: int = 0
+
+
+class Kept(msgspec.Struct):
+    """`since_ms`: when this target was first seen, from which its first round is counted."""
+
+    since_ms: int
+    cursor: str = ""
+    paused: bool = False
+    now: Round | None = None
+    last: Round | None = None
+
+
+class Rounds:
+    """`interval_s` 0: only when ordered."""
+
+    def __init__(self, store: ChunkStore, target: int, repair: Repair, clock: Clock, busy: Callable[[], bool], *,
+                 interval_s: float = INTERVAL_S, bytes_per_s: float = SCRUB_BYTES_PER_S,
+                 on_fail: Callable[[str], None] = lambda reason: None) -> None:
+        self._store = store
+        self._target = target
+        self._repair = repair
+        self._clock = clock
+        self._interval_ms = int(interval_s * 1000)
+        self._throttle = Throttle(bytes_per_s, clock, busy)
+        self._on_fail = on_fail
+        self._kept: Kept | None = None
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task | None = None
+        self._saved_s = 0.0
+        self._speed: tuple[float, int] | None = None
+        """When this process began with the round, and how many blocks of it were done by then."""
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("target %d: scrubbing failed", self._target, exc_info=task.exception())
+            self._on_fail(f"scrubbing failed: {task.exception()!r}")
+
+    # -- what is kept ------------------------------------------------------------------------------------------------------
+
+    def _now_ms(self) -> int:
+        return self._clock.wall_ns() // 1_000_000
+
+    @property
+    def kept(self) -> Kept:
+        if self._kept is None:
+            try:
+                self._kept = msgspec.json.decode(self._store.note(), type=Kept)
+            except msgspec.MsgspecError:  # none yet
+                self._kept = Kept(self._now_ms())
+        return self._kept
+
+    def _save(self) -> None:
+        self._saved_s = self._clock.boottime_s()
+        self._store.keep_note(msgspec.json.encode(self.kept))
+
+    def _next_ms(self) -> int:
+        """When a round begins by itself; 0: never. Targets that began together do not stay so: up to a tenth earlier."""
+        if not self._interval_ms:
+            return 0
+        since_ms = self.kept.last.ended_ms if self.kept.last is not None else self.kept.since_ms
+        return since_ms + self._interval_ms - self._interval_ms // 10 * (self._target * 7 % 11) // 10
+
+    # -- orders ------------------------------------------------------------------------------------------------------------
+
+    def order(self, order: str) -> None:
+        """start: a round begins, unless one is under way, and a pause ends; pause: nothing is read until resume or start, also
+        after a restart; stop: the round is given up. May be repeated. InvalidRequest."""
+        kept = self.kept
+        if order not in ORDERS:
+            raise InvalidRequest(f"no order of a scrub is called {order!r}; there are: {', '.join(ORDERS)}")
+        if order == "start" and kept.now is None:
+            self._begin()
+        elif order == "stop":
+            kept.now, kept.cursor, self._speed = None, "", None
+        if order != "stop":
+            kept.paused = order == "pause"
+            self._speed = None
+        self._save()
+        self._wake.set()
+
+    def _begin(self) -> None:
+        self.kept.cursor, self._speed = "", None
+        self.kept.now = Round(self._now_ms(), blocks_total=self._store.status()["used_bytes"] // BLOCK_BYTES)
+        log.info("target %d: a round of scrubbing begins", self._target)
+
+    # -- the work ----------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            wait_s: float | None = None
+            kept = self.kept
+            try:
+                if not self._store.note():  # the first time here
+                    self._save()
+                if kept.now is None and not kept.paused and self._is_due():
+                    self._begin()
+                    self._save()
+                if kept.now is not None and not kept.paused:
+                    await self.step()
+                    continue
+                if not kept.paused and self._interval_ms:
+                    wait_s = min(_SLEEP_S_MAX, max(1.0, (self._next_ms() - self._now_ms()) / 1000))
+            except Fenced:
+                return
+            except NvpoolError as error:
+                log.warning("target %d: scrubbing waits: %s", self._target, error)
+                wait_s = _RETRY_S
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def _is_due(self) -> bool:
+        return bool(self._interval_ms) and self._next_ms() <= self._now_ms()
+
+    async def step(self) -> None:
+        """Check some more of the round that is under way. Errors of this store."""
+        now = self.kept.now
+        if self._speed is None:
+            self._speed = self._clock.boottime_s(), now.blocks
+        await self._throttle.take(STEP_BLOCKS * BLOCK_BYTES)
+        if self.kept.now is not now or self.kept.paused:
+            return
+        began_s = self._clock.boottime_s()
+        found = await self._store.scrub(bytes.fromhex(self.kept.cursor), STEP_BLOCKS)
+        if self.kept.now is not now:
+            return  # stopped
+        now.blocks += found.blocks
+        now.bad += len(found.bad) + len(found.problems)
+        self.kept.cursor = found.cursor.hex()
+        if found.bad:
+            now.mended += await self._mend(found.bad)
+        if found.done and self.kept.now is now:
+            now.ended_ms = self._now_ms()
+            self.kept.now, self.kept.last, self.kept.cursor, self._speed = None, now, "", None
+            log.log(logging.WARNING if now.bad else logging.INFO, "target %d: a round of scrubbing has ended: %d blocks, "
+                    "%d bad, %d of them written anew", self._target, now.blocks, now.bad, now.mended)
+        if found.done or found.bad or began_s - self._saved_s > _SAVE_S:
+            self._save()
+        await self._throttle.leave(self._clock.boottime_s() - began_s)
+
+    async def _mend(self, bad: list[BadBlock]) -> int:
+        """How many are good now: from another replica; or overwritten or removed with their file since they were found. Who
+        writes a block while it is mended makes the mending fail: those that are left are tried again, a few times."""
+        left = list(bad)
+        for again in range(_MEND_TRIES):
+            if again:
+                await asyncio.sleep(_MEND_AGAIN_S * again)
+            good = {one[:3] for one in await self._repair.repaired(left)}
+            left = [one for one in left if one[:3] not in good and await self._is_bad(one)]
+            if not left:
+                break
+        return len(bad) - len(left)
+
+    async def _is_bad(self, one: BadBlock) -> bool:
+        try:
+            return one.block in (await self._store.fetch(one.inode, one.index, one.block, 1)).bad
+        except CorruptRecord:
+            return True
+
+    # -- telling -----------------------------------------------------------------------------------------------------------
+
+    def told(self) -> pb.Scrubbing:
+        kept = self.kept
+        now, last = kept.now or Round(0), kept.last or Round(0)
+        left_s = -1.0
+        if self._speed is not None and now.blocks > self._speed[1]:
+            left_s = max(0.0, (now.blocks_total - now.blocks) * (self._clock.boottime_s() - self._speed[0])
+                         / (now.blocks - self._speed[1]))
+        return pb.Scrubbing(
+            state="paused" if kept.paused else "running" if kept.now is not None else "idle", began_ms=now.began_ms,
+            blocks=now.blocks, blocks_total=max(now.blocks_total, now.blocks), bad=now.bad, mended=now.mended,
+            seconds_left=left_s, next_ms=0 if kept.now is not None or kept.paused else self._next_ms(),
+            last_began_ms=last.began_ms, last_ended_ms=last.ended_ms, last_blocks=last.blocks, last_bad=last.bad,
+            last_mended=last.mended)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            if self._kept is not None and self._kept.now is not None:
+                self._save()
+        except NvpoolError:
+            pass  # some blocks are read again

@@ -1,0 +1,1 @@
+"""Chain replication: writes along a chain, catch-up and transfer of chunks."""

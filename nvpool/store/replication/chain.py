@@ -1,0 +1,503 @@
+"""Writes of chunks that several targets hold: what poolmap/chains/protocol decides, carried out by one of them.
+
+The head queues the writes of a chunk and leads one at a time; each member keeps the write that is not decided yet as *pending*:
+its bytes are on the drive already, or in memory, and merged, compared and given room (ChunkStore.prepare), so that committing
+it when the last member has does not fail. Who has a write pending that cannot be committed then must not go on: it fences
+itself.
+
+A pending write is in this process's memory only. A process that dies leaves its chains before it serves again (the manager sees
+to that), and then takes what the others have; so a record on the drive would only help where all others die in the moment
+between, for a write that nobody was told is done. What was answered is committed by every member.
+
+Reads and cuts of a chunk with a pending write wait until it is decided. Bounds: writes that wait for a chunk, bytes led at
+once, bytes on their way to a successor (store/replication/peer_connections). Called by store/replication/role on the store's
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+
+from nvpool.core import errors
+from nvpool.core.clock import Clock
+from nvpool.core.errors import (
+    Busy,
+    ChecksumMismatch,
+    CorruptRecord,
+    DeadlineExceeded,
+    DriveFailed,
+    NvpoolError,
+    StaleCut,
+    StaleEpoch,
+    StaleVersion,
+    WrongTarget,
+)
+from nvpool.core.ids import is_done
+from nvpool.poolmap.chains.protocol import (
+    Answer,
+    Held,
+    Next,
+    Offer,
+    Place,
+    deciders_now,
+    gained,
+    is_refusal,
+    judge,
+    next_step,
+    next_version,
+    taking_part,
+    until,
+)
+from nvpool.poolmap.layout import chain_of
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.store.chunks.api import ChunkStore, MustWait, Placed
+from nvpool.store.replication.peer_connections import Name, Peers, Sending, Write
+
+log = logging.getLogger(__name__)
+
+QUEUED_MAX = 256
+"""Writes that wait for their turn at a chunk."""
+LED_BYTES_MAX = 256 << 20
+"""Of writes that this head has taken from clients and not decided, waiting ones too; above it they are told to come later."""
+AGAIN_S, AGAIN_S_MAX = 0.01, 0.5
+"""Before an offer is repeated whose outcome is not known."""
+READ_WAIT_S = 1.0
+"""A read waits so long for a pending write; then the asker may try another replica, which may know."""
+CUT_WAIT_S = 3.0
+"""A cut likewise, which is repeated then."""
+_TRIES_MAX = 1000
+
+class Pending:
+    """A write that is not decided here yet."""
+
+    __slots__ = ("write", "version", "base", "place", "whole", "deciders", "last", "older", "dropped", "decided", "waiter",
+                 "sending")
+
+    def __init__(self, write: Write, version: int, base: int, place: Place, decided: asyncio.Future):
+        self.write = write
+        self.version = version
+        self.base = base
+        self.place = place
+        """With those who take part in this write."""
+        self.whole = place
+        """As the map has it."""
+        self.deciders = frozenset(place.members)
+        self.last = place.is_last
+        """It is for us to commit it first."""
+        self.older = False
+        """Somebody has joined the chain since."""
+        self.dropped = False
+        self.decided = decided
+        """The version that was committed, or the error."""
+        self.waiter: asyncio.Future | None = None
+        self.sending: Sending | None = None
+
+
+class ChainWrites:
+    """`place_of(table, inode, index)`: where this target stands in the chunk's chain; `ask_map`: learn of a newer map, now or
+    soon; `fetch(table, inode, index, target)`: make the chunk here what it is at that target; `mend(inode, index, block)`:
+    write a damaged block anew from another member, whether that was done; `rebuild(inode, index, table)`: likewise a chunk that
+    can not be read."""
+
+    def __init__(self, store: ChunkStore, target: int, peers: Peers, clock: Clock, *,
+                 place_of: Callable[[int, int, int], Place | None], ask_map: Callable[[], None]):
+        self._store = store
+        self._target = target
+        self._peers = peers
+        self._clock = clock
+        self._place_of = place_of
+        self._ask_map = ask_map
+        self.fetch: Callable[[int, int, int, int], Awaitable[None]] | None = None
+        self.mend: Callable[[int, int, int], Awaitable[bool]] | None = None
+        self.rebuild: Callable[[int, int, int], Awaitable[bool]] | None = None
+        self._rebuilding: dict[Name, asyncio.Task[bool]] = {}
+        self.pending: dict[Name, Pending] = {}
+        self._turns: dict[Name, deque[asyncio.Future]] = {}
+        self._led_bytes = 0
+        self._cutting: dict[int, list[int]] = {}
+        self._links: dict[int, int] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self.counters = {"led": 0, "followed": 0, "offered_again": 0, "fetched": 0, "reads_waited": 0}
+
+    # -- the head ----------------------------------------------------------------------------------------------------
+
+    async def lead(self, write: Write, deadline_s: float) -> int:
+        """Commit a client's write with every member; the chunk's version. Goes on when its caller is cancelled, once it is its
+        turn.
+
+        WrongTarget, StaleEpoch   we are not the head, or not any more: fetch the map, ask who is
+        Busy, DeadlineExceeded    others wait for the chunk already, or did for too long: nothing was done
+        NoSpace, StaleCut, ChecksumMismatch, InvalidRequest   of any member: nothing was done
+        """
+        size = len(write.buffer)
+        if self._led_bytes + size > LED_BYTES_MAX and self._led_bytes:
+            raise Busy("too many bytes wait for other targets", retry_after_s=0.05)
+        self._led_bytes += size
+        try:
+            await self._wait_turn(write.name, deadline_s)
+        except BaseException:
+            self._led_bytes -= size
+            raise
+        task = self._own(self._lead(write))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
+        return await asyncio.shield(task)
+
+    async def _wait_turn(self, name: Name, deadline_s: float) -> None:
+        queue = self._turns.get(name)
+        if queue is None:
+            self._turns[name] = deque()
+            return
+        if len(queue) >= QUEUED_MAX:
+            raise Busy("too many writes wait for the chunk", retry_after_s=0.05)
+        turn = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():
+                self._end_turn(name)
+            elif turn in queue:
+                queue.remove(turn)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise DeadlineExceeded("earlier writes of the chunk were not decided in time", may_be_applied=False) from None
+
+    def _end_turn(self, name: Name) -> None:
+        queue = self._turns[name]
+        while queue:
+            turn = queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        del self._turns[name]
+
+    async def _lead(self, write: Write) -> int:
+        try:
+            above = 0
+            while True:
+                while (before := self.pending.get(write.name)) is not None:  # from when we were not the head
+                    await asyncio.wait([before.decided])
+                place = self._place_of(write.table, *write.name)
+                if place is None or not place.is_head:
+                    raise WrongTarget(f"target {self._target} is not the head of the chain of chunk {write.index} of inode "
+                                      f"{write.inode}")
+                try:
+                    held = self._held(write.name)
+                except CorruptRecord:
+                    if not await self._rebuilt(write):
+                        raise
+                    continue
+                if is_done(held.requests, write.request):
+                    return held.version
+                if write.cut < held.cut:
+                    raise StaleCut(f"inode {write.inode} was cut ({held.cut}) after this write began ({write.cut})")
+                pending = self._begin(write, next_version(held, place.epoch, above), held.version, place)
+                self.counters["led"] += 1
+                try:
+                    return await self._carry_out(pending)
+                except StaleVersion as error:
+                    above = max(above, error.version, pending.version)
+        finally:
+            self._led_bytes -= len(write.buffer)
+            self._end_turn(write.name)
+
+    # -- those behind it ---------------------------------------------------------------------------------------------
+
+    def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:
+        """Take what our predecessor offers: the version that was committed by us and all behind us, now, or as a future that
+        fails as this does. Goes on when nobody waits for it.
+
+        StaleEpoch, StaleVersion, StaleCut, NoSpace, ChecksumMismatch   as poolmap/chains/protocol says; nothing was done
+        Busy                                                           nothing was done: offer it again
+        """
+        if link >> 32 == self._links.get(offer.sender, 0) >> 32 and link < self._links[offer.sender]:
+            raise StaleEpoch("this came over a connection that was given up")  # behind what came over its successor
+        self._links[offer.sender] = link
+        try:
+            place, held = self._place_of(write.table, *write.name), self._held(write.name)
+        except CorruptRecord:
+            self._rebuilt(write)
+            raise Busy("the chunk can not be read here", retry_after_s=0.1) from None
+        answer, version = judge(place, held, offer)
+        if answer is Answer.NEW_EPOCH:
+            self._ask_map()
+            place = self._place_of(write.table, *write.name)
+            answer, version = judge(place, held, offer)
+        if answer is Answer.DONE:
+            return offer.version
+        if answer is Answer.SAME:
+            return self.pending[write.name].decided
+        if answer is Answer.NEW_EPOCH:
+            raise Busy("this target does not know the newest pool map yet", retry_after_s=0.02)
+        if answer in (Answer.OLD_EPOCH, Answer.NOT_OURS):
+            raise StaleEpoch("the chain has changed: fetch the map")
+        if answer is Answer.BUSY:
+            raise Busy("another write of the chunk is not decided")
+        if answer is Answer.CUT:
+            raise StaleCut(f"inode {write.inode} was cut ({held.cut}) after this write began ({write.cut})")
+        if answer is Answer.TOO_LOW:
+            error = StaleVersion(f"chunk {write.index} of inode {write.inode} has had version {version}")
+            error.version = version
+            raise error
+        self.counters["followed"] += 1
+        whole, place = place, until(place, offer.last)
+        if answer is Answer.TAKE and place.is_last and not self._store.places_first(write.offset, len(write.buffer)):
+            try:
+                return self._write_now(write, offer.version, None)
+            except MustWait:
+                pass
+            except ChecksumMismatch as error:
+                if error.damaged is None:
+                    raise
+            except DriveFailed as error:
+                self._cannot(error)
+                raise
+        pending = self._begin(write, offer.version, offer.base, place)
+        pending.whole = whole
+        task = self._own(self._carry_out(pending, offer.sender if answer is Answer.FETCH else 0))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return pending.decided
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    def _held(self, name: Name) -> Held:
+        pending = self.pending.get(name)
+        version, floor, cut, requests = self._store.held(*name)
+        cutting = self._cutting.get(name[0])
+        return Held(version, floor, max(cut, *cutting) if cutting else cut, requests, pending.version if pending else 0)
+
+    def _begin(self, write: Write, version: int, base: int, place: Place) -> Pending:
+        pending = Pending(write, version, base, place, asyncio.get_running_loop().create_future())
+        self.pending[write.name] = pending
+        self._store.changing(*write.name)
+        return pending
+
+    async def _carry_out(self, pending: Pending, fetch_from: int = 0) -> int:
+        """Until it is decided."""
+        write, placed = pending.write, None
+        try:
+            if fetch_from:
+                await self._in_line(pending, fetch_from)
+            placed = await self._prepared(write)
+            version = await self._decide(pending, placed)
+        except BaseException as error:
+            if isinstance(error, DriveFailed):
+                self._cannot(error)
+            self._end(pending, error if isinstance(error, Exception) else errors.Draining("the store is being closed"))
+            raise
+        finally:
+            if placed is not None:
+                self._store.drop_placed(placed)
+        self._end(pending, version)
+        return version
+
+    async def _prepared(self, write: Write) -> Placed:
+        """See ChunkStore.prepare. A damaged block of which a part is written is mended first; both ends of a write may be."""
+        for _ in range(2):
+            try:
+                return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums,
+                                                 write.cipher)
+            except ChecksumMismatch as error:
+                if error.damaged is None or self.mend is None or not await self.mend(*error.damaged):
+                    raise
+        return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher)
+
+    def _rebuilt(self, write: Write) -> asyncio.Task[bool]:
+        """One for all who ask meanwhile."""
+        task = self._rebuilding.get(write.name)
+        if task is None:
+            task = self._rebuilding[write.name] = self._own(self._rebuild(write))
+            task.add_done_callback(lambda done: (self._rebuilding.pop(write.name), done.cancelled() or done.exception()))
+        return task
+
+    async def _rebuild(self, write: Write) -> bool:
+        return self.rebuild is not None and await self.rebuild(write.inode, write.index, write.table)
+
+    def _end(self, pending: Pending, outcome: int | Exception) -> None:
+        if self.pending.get(pending.write.name) is pending:
+            del self.pending[pending.write.name]
+        if isinstance(outcome, Exception):
+            pending.decided.set_exception(outcome)
+            pending.decided.exception()  # seen: perhaps nobody waits
+        else:
+            pending.decided.set_result(outcome)
+
+    async def _in_line(self, pending: Pending, source: int) -> None:
+        """The chunk here is what it is at our predecessor, on which the write builds."""
+        write = pending.write
+        if self.fetch is None:
+            raise Busy("this target has another version of the chunk")
+        await self.fetch(write.table, write.inode, write.index, source)
+        self.counters["fetched"] += 1
+        found = self._store.held(write.inode, write.index).version
+        if found != pending.base:
+            raise Busy(f"this target has version {found} of the chunk, not {pending.base}")
+
+    async def _decide(self, pending: Pending, placed: Placed) -> int:
+        tries = 0
+        while True:
+            if pending.dropped:
+                raise StaleEpoch("this target is no part of the chain any more", may_be_applied=True)
+            if pending.last:
+                return await self._commit(pending, placed)
+            place = pending.place
+            try:
+                committed = await self._offer(pending, place)
+            except NvpoolError as error:
+                if is_refusal(error):
+                    raise
+                if isinstance(error, StaleEpoch | WrongTarget):
+                    self._ask_map()
+                tries += 1
+                self.counters["offered_again"] += 1
+                level = logging.WARNING if tries in (8, 64) else logging.DEBUG
+                log.log(level, "target %d: chunk %d of inode %d waits for target %d: %s", self._target, pending.write.index,
+                        pending.write.inode, place.successor, error)
+                await self._pause(pending, max(error.retry_after_s, min(AGAIN_S_MAX, AGAIN_S * 2 ** min(tries, 10))))
+                continue
+            if committed:
+                return await self._commit(pending, placed)
+
+    async def _pause(self, pending: Pending, pause_s: float) -> None:
+        """Or until the chain has changed."""
+        pending.waiter = asyncio.get_running_loop().create_future()
+        await asyncio.wait([pending.waiter], timeout=pause_s)
+        pending.waiter = None
+
+    async def _offer(self, pending: Pending, place: Place) -> bool:
+        """Whether the successor and all behind it have committed; False when the chain has changed meanwhile. Its refusal, or
+        any error that leaves that open."""
+        write = pending.write
+        session, slot, sequence = write.request
+        request = pb.PeerWriteRequest(
+            target=place.successor, sender=self._target, table=write.table, chain_epoch=place.epoch, version=pending.version,
+            base=pending.base, inode=write.inode, index=write.index, offset=write.offset, cut=write.cut, session=session,
+            slot=slot, sequence=sequence, checksums=write.checksums,
+            last=0 if place.members == pending.whole.members else place.members[-1], wrapped_key=write.wrapped_key)
+        waiter = pending.waiter = asyncio.get_running_loop().create_future()
+
+        def done(reply: pb.PeerWriteReply | None, error: BaseException | None) -> None:
+            if not waiter.done():
+                waiter.set_result((reply, error))
+
+        pending.sending = self._peers.write(place.successor, place.number, request, write.buffer, done)
+        try:
+            outcome = await waiter
+        finally:
+            self._peers.give_up(pending.sending)
+            pending.waiter = pending.sending = None
+        if outcome is None:
+            return False
+        reply, error = outcome
+        if error is not None:
+            raise error
+        if reply.status:
+            refused = errors.BY_WIRE_CODE.get(reply.status, Busy)()
+            if isinstance(refused, StaleVersion):
+                refused.version = reply.version
+            raise refused
+        return True
+
+    async def _commit(self, pending: Pending, placed: Placed) -> int:
+        """What fails here at the one who commits first was done by nobody; at others it was done by those behind them."""
+        first = pending.last
+        try:
+            if placed.writing is not None:
+                await asyncio.shield(placed.writing)
+            for _ in range(_TRIES_MAX):
+                try:
+                    return self._write_now(pending.write, pending.version, placed)
+                except MustWait as wait:
+                    await wait.until()
+            raise Busy("the store did not find room for the write")
+        except NvpoolError as error:
+            if not first:
+                self._cannot(error)
+            raise
+
+    def _write_now(self, write: Write, version: int, placed: Placed | None) -> int:
+        return self._store.write_now(write.inode, write.index, write.offset, write.buffer, write.checksums, cut=write.cut,
+                                     request=write.request, version=version, placed=placed, table=write.table,
+                                     cipher=write.cipher)
+
+    def _cannot(self, error: NvpoolError) -> None:
+        """Others have what we can not write: we do not go on beside them."""
+        self._store.fence(f"a write that other targets have could not be carried out: {error}")
+
+    # -- those who wait ----------------------------------------------------------------------------------------------
+
+    def undecided(self, names) -> list[asyncio.Future]:
+        """What to wait for before these chunks are read: what is committed then is what a read that began now may return."""
+        pending = self.pending
+        return [pending[name].decided for name in {*names} if name in pending]
+
+    async def wait_to_read(self, decisions: list[asyncio.Future], deadline_s: float) -> None:
+        """Busy when they are not decided soon: another replica may know."""
+        self.counters["reads_waited"] += 1
+        timeout_s = max(0.0, min(READ_WAIT_S, deadline_s - self._clock.boottime_s()))
+        _, undecided = await asyncio.wait(decisions, timeout=timeout_s)
+        if undecided:
+            raise Busy("a write of the chunk is not decided: ask another target")
+
+    async def begin_cut(self, inodes: list[int], cut: int) -> None:
+        """From now on until `end_cut` writes that knew a smaller cut of the inodes are refused; none is pending on return.
+        Busy, and nothing is refused, where that takes too long."""
+        for inode in inodes:
+            self._cutting.setdefault(inode, []).append(cut)
+        wanted = set(inodes)
+        try:
+            decisions = [pending.decided for name, pending in self.pending.items() if name[0] in wanted]
+            if decisions and (await asyncio.wait(decisions, timeout=CUT_WAIT_S))[1]:
+                raise Busy("writes of the file are not decided", retry_after_s=0.1)
+        except BaseException:
+            self.end_cut(inodes, cut)
+            raise
+
+    def end_cut(self, inodes: list[int], cut: int) -> None:
+        for inode in inodes:
+            self._cutting[inode].remove(cut)
+            if not self._cutting[inode]:
+                del self._cutting[inode]
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def map_changed(self) -> None:
+        for pending in list(self.pending.values()):
+            now = self._place_of(pending.write.table, *pending.write.name)
+            if now == pending.whole:
+                continue
+            deciders = pending.deciders if now is None else deciders_now(pending.whole, now, pending.deciders)
+            step = next_step(pending.whole, now, deciders)
+            if step is Next.DROP:
+                pending.dropped = True
+            else:
+                pending.deciders = deciders
+                pending.older = pending.older or gained(pending.deciders, now)
+                pending.place, pending.whole = taking_part(now, pending.deciders), now
+                pending.last = step is Next.COMMIT
+            if pending.waiter is not None and not pending.waiter.done():
+                pending.waiter.set_result(None)
+
+    def settling(self) -> set[tuple[int, int]]:
+        """Chains, as (table, number), with a write that was pending before somebody joined and is decided without him: he must
+        not compare yet."""
+        return {(pending.write.table, chain_of(*name)) for name, pending in self.pending.items() if pending.older}
+
+    def _own(self, work: Coroutine) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """What is pending is dropped, as by a death."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._peers.close()
+

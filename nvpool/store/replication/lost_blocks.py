@@ -1,0 +1,98 @@
+"""What this target's chains have lost with former members (poolmap/chains/data_loss): whether a block that is not here is a
+hole, or lost.
+
+Called by store/server/service, store/server/write_batch and store/replication/role, in the step in which they look at the
+store.
+"""
+
+from __future__ import annotations
+
+from nvpool.core.errors import BytesLost, CorruptRecord
+from nvpool.core.ids import version
+from nvpool.core.units import BLOCK_BITS, BLOCK_BYTES
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import Loss, PoolMap
+from nvpool.store.chunks.api import ALL_INODES, ChunkStore, ReadBatch
+from nvpool.store.chunks.read_batch import READ, RESULT
+
+Owners = tuple[list[int], list[int]]
+"""Of each grant of a batch of reads: the inode, or ALL_INODES; and its chain table, 0: not told."""
+
+
+class Losing:
+    """False where nothing was lost: then nothing has to be asked."""
+
+    def __init__(self, store: ChunkStore, target: int) -> None:
+        self._store = store
+        self._target = target
+        self._chains: dict[int, dict[int, tuple[int, Loss]]] = {}
+        """Table -> chain of this target that has lost something -> (the lowest version that was given since, what)."""
+
+    def __bool__(self) -> bool:
+        return bool(self._chains)
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        self._chains = {}
+        if pool_map.losses:
+            for table in pool_map.tables:
+                for number, chain in enumerate(table.chains):
+                    if chain.loss and self._target in (*chain.targets, *chain.joining):
+                        lost = version(chain.begun, 0), pool_map.losses[chain.loss - 1]
+                        self._chains.setdefault(table.id, {})[number] = lost
+
+    def since(self, table: int, inode: int, index: int) -> int | None:
+        """The lowest version of the chunk that was given since its chain has lost what it held of the inode; None where it has
+        not. Table 0: of any."""
+        if not self._chains:
+            return None
+        number = chain_of(inode, index)
+        for chains in (self._chains.values() if not table else (self._chains.get(table, {}),)):
+            since, loss = chains.get(number, (0, None))
+            if loss is not None and loss.had(inode):
+                return since
+        return None
+
+    def is_lost(self, table: int, inode: int, index: int, first: int, count: int) -> bool:
+        """Whether any of these blocks of the chunk may have been lost: it is not here, and a hole can not be told from it."""
+        since = self.since(table, inode, index)
+        if since is None:
+            return False
+        try:
+            if self._store.held(inode, index).version < since:
+                return True
+            here = self._store.extents(inode, index, index + 1)[0]
+        except CorruptRecord:
+            return False  # whoever reads it learns that
+        return sum(max(0, min(begin + length, first + count) - max(begin, first)) for _, begin, length in here) < count
+
+    def check_write(self, table: int, inode: int, index: int, offset: int, length: int, is_all: bool) -> bool:
+        """Before a write of the chunk: whether a remainder of it has to be discarded first. BytesLost where it changes a part
+        of a block of which the rest may have been lost; `is_all`: the file has no other bytes in these blocks."""
+        since = self.since(table, inode, index)
+        if since is None or not length:
+            return False
+        if not is_all and any(place % BLOCK_BYTES and self.is_lost(table, inode, index, place >> BLOCK_BITS, 1)
+                              for place in (offset, offset + length)):
+            raise BytesLost(f"the block of chunk {index} of inode {inode} that is written in part was lost with its drives")
+        try:
+            return 0 < self._store.held(inode, index).version < since
+        except CorruptRecord:
+            return False
+
+    def without_lost(self, reads: bytes, owners: list[int], tables: list[int]) -> tuple[bytes, list[int]]:
+        """The headers of reads, of nothing where a block of them was lost; and the numbers of those."""
+        if not self._chains:
+            return reads, []
+        headers, lost = bytearray(reads), []
+        for number, (inode, index, offset, length, grant, flags) in enumerate(READ.iter_unpack(reads)):
+            if grant < len(owners) and owners[grant] in (inode, ALL_INODES) and self.is_lost(
+                    tables[grant], inode, index, offset >> BLOCK_BITS, length >> BLOCK_BITS):
+                READ.pack_into(headers, number * READ.size, inode, index, 0, 0, grant, flags)
+                lost.append(number)
+        return bytes(headers), lost
+
+    @staticmethod
+    def refuse(batch: ReadBatch, lost: list[int]) -> None:
+        """Say of these reads that what they were for is lost."""
+        for number in lost:
+            RESULT.pack_into(batch.results, number * RESULT.size, BytesLost.wire_code, 0, 0, 0)

@@ -1,0 +1,258 @@
+"""The other stores, as a member of chains sees them: connections, the right to write there, and how much is on the way at once.
+
+Guarantees that what is on the way to one store never fills what that one reads from us: bytes and requests are bounded for
+each successor and *hop* (how far from the head the sender stands). What is on its last hop waits for a drive alone, so it
+ends; then what is a hop before it does. Without that three stores, each the head for the next, could wait for one another for
+ever. Requests are not repeated here: store/replication/chain does.
+
+Made by daemons/store through store/server/service; used by store/replication/chain on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import CorruptFrame, InvalidRequest, NvpoolError, Unavailable, Unreachable, WrongTarget
+from nvpool.core.grants import SERVICE, Grant, sign
+from nvpool.core.ids import RequestId
+from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.poolmap.chains.protocol import Offer
+from nvpool.poolmap.model import PoolMap
+from nvpool.rpc.api import Buffer
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import DATA_PEER_WRITE
+from nvpool.security.volume_keys import VolumeKey
+
+ON_WAY_BYTES = 20 << 20
+"""To one successor on one hop: three of them are less than the 64 MiB of one peer that a connection takes in at once."""
+ON_WAY_MAX = 256
+"""Requests likewise: four of them are what a connection carries."""
+HOP_MAX = 2
+"""Those further from the head (joining targets, which are few) share one bound."""
+CALL_S = 10.0
+"""An answer that takes longer is asked for again."""
+SUSPECT_S = 2.0
+"""An answer that takes longer makes store/replication/reachability look whether the target can be reached at all."""
+AUTHORITY_S = 600.0
+
+
+Name = tuple[int, int]
+"""Inode and index of a chunk."""
+
+
+class Write:
+    """One write of a chunk, as its client has sent it."""
+
+    __slots__ = ("table", "inode", "index", "offset", "buffer", "checksums", "cut", "request", "wrapped_key", "cipher")
+
+    def __init__(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, cut: int,
+                 request: RequestId, key: VolumeKey | None = None):
+        """`key`: of the volume, where that is encrypted."""
+        self.table = table
+        self.inode = inode
+        self.index = index
+        self.offset = offset
+        self.buffer = buffer
+        self.checksums = checksums
+        self.cut = cut
+        self.request = request
+        self.wrapped_key = b"" if key is None else key.wrapped
+        self.cipher = None if key is None else key.cipher
+
+    @property
+    def name(self) -> Name:
+        return self.inode, self.index
+
+
+def peer_write(request: pb.PeerWriteRequest, payload: memoryview, key: VolumeKey | None = None) -> tuple[Offer, Write]:
+    """What a peer write says; `key` belongs to its wrapped key. InvalidRequest for sizes that make no sense; what the checksums
+    are is for the store to see."""
+    length = len(payload)
+    pieces = (request.offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - request.offset // BLOCK_BYTES
+    if not length or request.offset + length > CHUNK_BYTES_MAX or len(request.checksums) != 4 * pieces:
+        raise InvalidRequest(f"a peer write of {length} bytes at {request.offset} has checksums of {len(request.checksums)}")
+    name = RequestId(request.session, request.slot, request.sequence)
+    return (Offer(request.sender, request.chain_epoch, request.version, request.base, request.cut, name, request.last),
+            Write(request.table, request.inode, request.index, request.offset, payload, request.checksums, request.cut, name,
+                  key))
+
+
+OnDone = Callable[[pb.PeerWriteReply | None, BaseException | None], None]
+
+
+class Dialer(Protocol):
+    def live(self, endpoints: tuple[str, ...]) -> Any: ...
+
+    async def connect(self, endpoints: tuple[str, ...], deadline_s: float) -> Any: ...
+
+
+class Sending:
+    """A request that waits for its turn, is on its way, or has ended."""
+
+    __slots__ = ("way", "request", "payload", "on_done", "connection", "number", "ended")
+
+    def __init__(self, way: _Way, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone) -> None:
+        self.way = way
+        self.request = request
+        self.payload = payload
+        self.on_done = on_done
+        self.connection = None
+        self.number = 0
+        self.ended = False
+
+
+class _Way:
+    """To one successor on one hop."""
+
+    __slots__ = ("target", "waiting", "bytes", "count")
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.waiting: deque[Sending] = deque()
+        self.bytes = 0
+        self.count = 0
+
+
+class Peers:
+    def __init__(self, target: int, dialer: Dialer, clock: Clock, secret: bytes) -> None:
+        self._target = target
+        self._dialer = dialer
+        self._clock = clock
+        self._secret = secret
+        self._map: PoolMap | None = None
+        self._ways: dict[tuple[int, int], _Way] = {}
+        self._process = int.from_bytes(clock.secret(4), "little")
+        self._links: dict[int, tuple[object, int]] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._authority = b""
+        self._authority_ends_ms = 0
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        self._map = pool_map
+
+    def write(self, to: int, hop: int, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone) -> Sending:
+        """Send a peer write when it is its turn; `on_done` is called once, in a later turn of the loop, with the answer or the
+        error: unless `give_up` was called before. The payload must not change until then."""
+        way = self._ways.get((to, min(hop, HOP_MAX)))
+        if way is None:
+            way = self._ways[to, min(hop, HOP_MAX)] = _Way(to)
+        sending = Sending(way, request, payload, on_done)
+        way.waiting.append(sending)
+        self._pump(way)
+        return sending
+
+    def give_up(self, sending: Sending) -> None:
+        """`on_done` is not called any more. The request may have been carried out."""
+        if sending.ended:
+            return
+        sending.ended = True
+        if sending.number:
+            sending.connection.give_up(sending.number)
+        if sending in sending.way.waiting:
+            sending.way.waiting.remove(sending)
+        else:
+            self._left(sending)
+
+    def suspects(self) -> set[int]:
+        """Targets that have not answered a peer write for SUSPECT_S, or to which there is no connection for one."""
+        before_s = self._clock.boottime_s() - SUSPECT_S
+        found = set()
+        for way in self._ways.values():
+            if way.count:
+                target = self._map.target_by_id.get(way.target)
+                connection = self._dialer.live(target.endpoints) if target is not None else None
+                if connection is None or connection.unanswered_since_s() < before_s:
+                    found.add(way.target)
+        return found
+
+    def elsewhere(self, target: int) -> tuple[str, ...] | None:
+        """Endpoints of a target of the pool on another node; None: there is none."""
+        known = self._map.target_by_id if self._map is not None else {}
+        own, other = known.get(self._target), known.get(target)
+        return None if own is None or other is None or other.is_over or other.node == own.node else other.endpoints
+
+    def _pump(self, way: _Way) -> None:
+        while way.waiting and way.count < ON_WAY_MAX and (
+                not way.count or way.bytes + len(way.waiting[0].payload) <= ON_WAY_BYTES):
+            sending = way.waiting.popleft()
+            way.count += 1
+            way.bytes += len(sending.payload)
+            target = self._map.target_by_id.get(way.target) if self._map is not None else None
+            connection = self._dialer.live(target.endpoints) if target is not None else None
+            if connection is None:
+                task = asyncio.get_running_loop().create_task(self._connect_and_send(sending, target))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._send(sending, connection)
+
+    async def _connect_and_send(self, sending: Sending, target) -> None:
+        try:
+            if target is None:
+                raise WrongTarget(f"the pool map has no target {sending.way.target}")
+            connection = await self._dialer.connect(target.endpoints, self._clock.boottime_s() + CALL_S)
+        except NvpoolError as error:
+            # Nothing was sent. Whatever the dialer says: it is no answer of the other store to this write.
+            self._ended(sending, None, error if isinstance(error, Unavailable) else Unreachable(str(error)))
+            return
+        except BaseException:
+            self._ended(sending, None, Unreachable("the store is being closed"))
+            raise
+        if not sending.ended:
+            self._send(sending, connection)
+
+    def _send(self, sending: Sending, connection) -> None:
+        request = sending.request
+        known, number = self._links.get(sending.way.target, (None, 0))
+        if known is not connection:
+            number += 1
+            self._links[sending.way.target] = connection, number
+        request.link = self._process << 32 | number
+        request.authority = self.authority()
+        sending.connection = connection
+        sending.number = connection.submit(DATA_PEER_WRITE, request.SerializeToString(), (sending.payload,),
+                                           deadline_s=self._clock.boottime_s() + CALL_S,
+                                           on_done=lambda reply, error: self._answered(sending, reply, error))
+
+    def _answered(self, sending: Sending, reply, error: BaseException | None) -> None:
+        if error is None:
+            try:
+                answer = pb.PeerWriteReply.FromString(bytes(reply.message))
+            except DecodeError:
+                answer, error = None, CorruptFrame("a store's answer to a peer write is none")
+            self._ended(sending, answer, error)
+        else:
+            self._ended(sending, None, error)
+
+    def _ended(self, sending: Sending, answer: pb.PeerWriteReply | None, error: BaseException | None) -> None:
+        if sending.ended:
+            return
+        sending.ended = True
+        sending.on_done(answer, error)
+        self._left(sending)
+
+    def _left(self, sending: Sending) -> None:
+        way = sending.way
+        way.count -= 1
+        way.bytes -= len(sending.payload)
+        if way.waiting:
+            self._pump(way)
+
+    def authority(self) -> bytes:
+        """A service's right over all inodes, for the stores of this pool, renewed at half of its life."""
+        now_ms = self._clock.wall_ns() // 1_000_000
+        if self._authority_ends_ms - now_ms < AUTHORITY_S * 500:
+            self._authority_ends_ms = now_ms + int(AUTHORITY_S * 1000)
+            self._authority = sign(Grant(SERVICE, 0, self._target, 0, 0, self._authority_ends_ms), self._secret)
+        return self._authority
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,176 @@
+"""This target's part in the chains of its chunks.
+
+With one member it is head and tail, so a write is committed where it is given its version: `write_now`, which costs what the
+store costs. Of chunks with several members, `is_shared`, store/replication/chain has the writes. Called by
+store/server/service; nobody else writes to the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import BytesLost, InvalidRequest, NotSupported, WrongTarget
+from nvpool.core.ids import RequestId
+from nvpool.poolmap.chains.protocol import Offer, Place, place_in
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import PoolMap
+from nvpool.security.volume_keys import VolumeKey
+from nvpool.security.xts import BlockCipher
+from nvpool.store.chunks.api import ChunkStore, Placed
+from nvpool.store.replication.chain import ChainWrites, Pending
+from nvpool.store.replication.lost_blocks import Losing
+from nvpool.store.replication.peer_connections import Dialer, Peers, Write
+
+
+class Replica:
+    """`dialer` None: other targets can not be reached, so chunks that they hold too are not written here."""
+
+    def __init__(self, store: ChunkStore, target: int, clock: Clock, secret: bytes, *, dialer: Dialer | None = None,
+                 ask_map: Callable[[], None] = lambda: None):
+        self._store = store
+        self._target = target
+        self._chain_epochs: dict[int, list[int]] | None = None
+        """Of the chains by their tables, 0 where a chain is not ours; table 0: the highest of all tables."""
+        self._places: dict[int, list[Place | None]] = {}
+        self.shares = False
+        """Whether any chain of this target has another member."""
+        self.losing = Losing(store, target)
+        self.peers = None if dialer is None else Peers(target, dialer, clock, secret)
+        self.writes: ChainWrites | None = None if self.peers is None else ChainWrites(
+            store, target, self.peers, clock, place_of=self.place, ask_map=ask_map)
+        self.pending: dict[tuple[int, int], Pending] = {} if self.writes is None else self.writes.pending
+        """Chunks with a write that is not decided."""
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        """Remember where this target stands in each chain. Of a chunk whose table is not told the highest epoch counts: a
+        version's epoch has only to grow."""
+        self._places = {}
+        self.losing.update_map(pool_map)
+        for table in pool_map.tables:
+            self._places[table.id] = [place_in(chain, self._target) for chain in table.chains]
+        by_table = {table: [place.epoch if place is not None else 0 for place in places]
+                    for table, places in self._places.items()}
+        highest = [max(epochs) for epochs in zip(*by_table.values(), strict=True)]
+        self._chain_epochs = {0: highest} | by_table if by_table else None
+        self.shares = any(place is not None and len(place.members) > 1 for places in self._places.values() for place in places)
+        if self.peers is not None:
+            self.peers.use_map(pool_map)
+            self.writes.map_changed()
+
+    def place(self, table: int, inode: int, index: int) -> Place | None:
+        """Where this target stands in the chunk's chain."""
+        places = self._places.get(table or 1)
+        return places[chain_of(inode, index)] if places is not None else None
+
+    def is_full_member(self, number: int) -> bool:
+        """Whether this target is one of the targets of the chain with this number, in each table."""
+        return all((place := places[number]) is not None and place.number < place.full for places in self._places.values())
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def is_shared(self, table: int, inode: int, index: int) -> bool:
+        """Whether the chunk is written with others, by `lead`. WrongTarget when its chain is not ours."""
+        place = self.place(table, inode, index)
+        if place is None:
+            raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
+        return len(place.members) > 1 or (inode, index) in self.pending
+
+    async def lead(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
+                   request: RequestId | None, deadline_s: float, key: VolumeKey | None = None) -> int:
+        """See ChainWrites.lead."""
+        if self.writes is None:
+            raise NotSupported("this store does not reach the other targets of the chunk")
+        if request is None:
+            raise InvalidRequest("a write of a chunk with several replicas needs a name")
+        write = Write(table or 1, inode, index, offset, buffer, checksums, cut, request, key)
+        return await self.writes.lead(write, deadline_s)
+
+    def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:
+        """See ChainWrites.follow."""
+        if self.writes is None:
+            raise NotSupported("this store does not take part in chains")
+        return self.writes.follow(offer, link, write)
+
+    def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
+                  request: RequestId | None, version: int = 0, placed: Placed | None = None, table: int = 0,
+                  cipher: BlockCipher | None = None) -> int:
+        """See ChunkStore.write_now; of a chunk that is not shared. WrongTarget when the chunk's chain is not ours: fetch the
+        map, choose again."""
+        return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request,
+                                     epoch=self._epoch(table, inode, index), version=version, placed=placed, table=table,
+                                     cipher=cipher)
+
+    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int,
+                   request: RequestId | None, given_up: Callable[[], bool], table: int = 0) -> tuple[int, int]:
+        """See ChunkStore.copy. WrongTarget when one of the chunks is not ours; NotSupported of a chunk that is shared;
+        BytesLost of one of which something may have been lost."""
+        epoch = self._epoch(table, inode, index)
+
+        def is_over() -> bool:
+            """Whether nobody wants it any more. Refuses as well: the chunk may have become shared while the copy waited."""
+            self._epoch(0, *source[:2])
+            if any(self.losing.since(0, *name) is not None for name in (source[:2], (inode, index))):
+                raise BytesLost("chunks of which something was lost are copied by reading and writing them")
+            if self.shares and self.is_shared(table, inode, index) or self._epoch(table, inode, index) != epoch:
+                raise NotSupported("chunks with several replicas are copied by reading and writing them")
+            return given_up()
+
+        is_over()
+        return await self._store.copy(source, inode, index, offset, length, cut=cut, request=request, epoch=epoch,
+                                      given_up=is_over, table=table)
+
+    def _epoch(self, table: int, inode: int, index: int) -> int:
+        """The epoch of the chunk's chain; the highest of any table where the table is 0, not told, or not in our map."""
+        if self._chain_epochs is None:
+            return 1
+        epochs = self._chain_epochs.get(table or self._store.table_of(inode, index))
+        epoch = (epochs or self._chain_epochs[0])[chain_of(inode, index)]
+        if not epoch:
+            raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
+        return epoch
+
+    def may_locate(self, table: int, inode: int, index: int, blocks: int) -> bool:
+        """Whether who reads the drive himself finds there what he is to read."""
+        return (inode, index) not in self.pending and not self.losing.is_lost(table, inode, index, 0, blocks)
+
+    # -- what waits for writes ---------------------------------------------------------------------------------------
+
+    def is_pending(self, names: Iterable[tuple[int, int]]) -> bool:
+        """Whether a write of any of these chunks is not decided."""
+        return any(name in self.pending for name in names)
+
+    def settling(self) -> set[tuple[int, int]]:
+        """See ChainWrites.settling."""
+        return self.writes.settling() if self.pending else set()
+
+    async def decided(self, names: Iterable[tuple[int, int]], deadline_s: float) -> None:
+        """Wait for the pending writes of these chunks. Busy: ask another target."""
+        decisions = self.writes.undecided(names)
+        if decisions:
+            await self.writes.wait_to_read(decisions, deadline_s)
+
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int, cipher: BlockCipher | None = None) -> int:
+        """See ChunkStore.cut. A chunk may become shared while this waits, so writes are kept out in any case."""
+        if self.writes is None:
+            return await self._store.cut(inode, size, cut, chunk_bits, end, cipher)
+        await self.writes.begin_cut([inode], cut)
+        try:
+            return await self._store.cut(inode, size, cut, chunk_bits, end, cipher)
+        finally:
+            self.writes.end_cut([inode], cut)
+
+    async def remove(self, inodes: list[int]) -> tuple[int, int]:
+        """See ChunkStore.remove."""
+        if self.writes is None:
+            return await self._store.remove(inodes)
+        await self.writes.begin_cut(inodes, 0)
+        try:
+            return await self._store.remove(inodes)
+        finally:
+            self.writes.end_cut(inodes, 0)
+
+    async def close(self) -> None:
+        if self.writes is not None:
+            await self.writes.close()

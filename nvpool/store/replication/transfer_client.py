@@ -1,0 +1,143 @@
+"""The other targets of a pool, as a store asks them for chunks: versions and whole chunks, by the pool's own right.
+
+Called by store/replication/resync and store/maintenance/repair. Nothing is repeated here; every call has a deadline, and ends
+before it when the map says that who was asked does not serve any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from nvpool.core.clock import Clock
+from nvpool.core.errors import BY_WIRE_CODE, CorruptFrame, Damaged, NvpoolError
+from nvpool.core.grants import SERVICE, Grant, sign
+from nvpool.core.units import BLOCK_BYTES
+from nvpool.poolmap.chains.chain_set import ChainSet, encode_chains
+from nvpool.poolmap.model import PoolMap
+from nvpool.rpc.api import Reply
+from nvpool.rpc.connection_pool import Dialer
+from nvpool.rpc.target_calls import TargetCalls
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.store.chunks.api import ChunkCopy, ChunkVersion, InodeCut
+from nvpool.store.replication.transfer_server import FETCH_BYTES, decode_fetched, decode_versions, wanted_entries
+
+CALL_S = 15.0
+AUTHORITY_S = 600.0
+_PIECE_BLOCKS = FETCH_BYTES // BLOCK_BYTES
+
+Wanted = tuple[int, int, int]
+"""Inode, chunk index, chain table."""
+
+
+class Listed(NamedTuple):
+    chunks: list[ChunkVersion]
+    inodes: list[InodeCut]
+    end: tuple[int, int] | None
+    """The last chunk that this was about; None: there is nothing behind."""
+    busy: bool
+    used_bytes: int
+
+
+class Fetched(NamedTuple):
+    copy: ChunkCopy
+    pending: bool
+    """A write of it was not decided where it comes from."""
+    damage: NvpoolError | None
+    """Why it can not be read there; `copy` says nothing then."""
+
+
+class OtherTargets:
+    def __init__(self, dialer: Dialer, secret: bytes, clock: Clock) -> None:
+        self._calls = TargetCalls(dialer)
+        self._secret = secret
+        self._clock = clock
+        self._authority = b""
+        self._authority_ends_ms = 0
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        self._calls.use_map(pool_map)
+
+    async def versions(self, target: int, chains: ChainSet, after: tuple[int, int] | None, limit: int = 0) -> Listed:
+        """Chunks of the chains at the target, behind `after`. Any NvpoolError: of the way, or what the target answers."""
+        inode, index = after or (0, 0)
+        request = pb.VersionsRequest(chains=encode_chains(chains), begun=after is not None, after_inode=inode,
+                                     after_index=index, limit=limit)
+        answer = await self._ask(target, Method.DATA_VERSIONS, request)
+        reply = _parsed(pb.VersionsReply, answer)
+        chunks, inodes = decode_versions(reply)
+        end = (reply.end_inode, reply.end_index) if reply.more else None
+        if end is not None and after is not None and end <= after:
+            raise CorruptFrame(f"target {target} goes in circles with its versions")
+        return Listed(chunks, inodes, end, reply.busy, reply.used_bytes)
+
+    async def fetch(self, target: int, wanted: Sequence[Wanted]) -> tuple[list[Fetched], bool]:
+        """The first of those chunks, one at least, each whole; and whether requests wait there."""
+        parts, busy = await self._parts(target, [(*one, 0, _PIECE_BLOCKS) for one in wanted])
+        found = []
+        for (inode, index, table), part in zip(wanted, parts, strict=False):
+            if (part.copy.inode, part.copy.index) != (inode, index):
+                raise CorruptFrame(f"target {target} answers with other chunks than were asked for")
+            found.append(await self._whole(target, table, part))
+        return found, busy
+
+    async def blocks(self, target: int, wanted: Wanted, first: int, count: int) -> Fetched:
+        """Blocks of one chunk."""
+        parts, _ = await self._parts(target, [(*wanted, first, count)])
+        return parts[0]
+
+    async def _whole(self, target: int, table: int, part: Fetched) -> Fetched:
+        """The chunk whose beginning this is, with the rest of it, all of one version."""
+        parts, begun = [part.copy], part
+        while parts[-1].more:
+            first = len(parts) * _PIECE_BLOCKS
+            (further, *_), _ = await self._parts(target, [(part.copy.inode, part.copy.index, table, first, _PIECE_BLOCKS)])
+            if further.damage is not None or further.copy.version != part.copy.version:
+                # It has changed between: as if a write of it were not decided, so that it is asked for again.
+                return further if further.damage is not None else begun._replace(pending=True, copy=replace(
+                    part.copy, more=False))
+            parts.append(further.copy)
+            begun = further
+        if len(parts) == 1:
+            return part
+        whole = replace(parts[-1], runs=tuple([run for one in parts for run in one.runs]),
+                        checksums=b"".join([one.checksums for one in parts]), content=b"".join([one.content for one in parts]),
+                        bad=tuple([block for one in parts for block in one.bad]))
+        return begun._replace(copy=whole)
+
+    async def _parts(self, target: int, wanted: Iterable[tuple[int, int, int, int, int]]) -> tuple[list[Fetched], bool]:
+        answer = await self._ask(target, Method.DATA_FETCH, pb.FetchRequest(chunks=wanted_entries(wanted)))
+        reply = _parsed(pb.FetchReply, answer)
+        found = []
+        for one, copy in decode_fetched(reply, answer.payload):
+            error = BY_WIRE_CODE.get(one.status, NvpoolError)(f"target {target} can not read it") if one.status else None
+            if error is not None and not isinstance(error, Damaged):
+                raise error
+            found.append(Fetched(copy, one.pending, error))
+        if not found:
+            raise CorruptFrame(f"target {target} answers with no chunk")
+        return found, reply.busy
+
+    async def _ask(self, target: int, method: int, request) -> Reply:
+        pool_map = self._calls.map
+        request.target, request.map_epoch, request.authority = target, pool_map.epoch if pool_map else 0, self._right()
+        return await self._calls.call(target, method, request.SerializeToString(),
+                                      deadline_s=self._clock.boottime_s() + CALL_S)
+
+    def _right(self) -> bytes:
+        now_ms = self._clock.wall_ns() // 1_000_000
+        if self._authority_ends_ms - now_ms < AUTHORITY_S * 500:
+            self._authority_ends_ms = now_ms + int(AUTHORITY_S * 1000)
+            self._authority = sign(Grant(SERVICE, 0, 0, 0, 0, self._authority_ends_ms), self._secret)
+        return self._authority
+
+
+def _parsed(kind, answer: Reply):
+    try:
+        return kind.FromString(bytes(answer.message))
+    except DecodeError:
+        raise CorruptFrame(f"no {kind.DESCRIPTOR.name} came") from None

@@ -1,0 +1,1 @@
+"""Server of a store: requests, rights, serving lease and statistics."""

@@ -1,0 +1,493 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Reads from frame to frame without Python in between. See fast_reads.py, which has the twin and says what is promised."""
+
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from cpython cimport array
+import array
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+import asyncio
+
+from nvpool.core.clock import SystemClock
+from nvpool.core.grants import CLOCK_SKEW_S, READ, SERVICE
+from nvpool.blockio._uring cimport Ring
+from nvpool.blockio.uring import AGAIN_S
+from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
+from nvpool.rpc.messages.data_codec import ASKER_KEEPS
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
+from nvpool.rpc.transports.frame import EMPTY
+from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
+
+cdef extern from "_clock.h":
+    int slot_of(double took_s) nogil
+    double boottime_s() nogil
+    long long wall_ns() nogil
+
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
+    uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint16_t get16(const uint8_t *at) nogil
+    uint32_t get32(const uint8_t *at) nogil
+    uint64_t get64(const uint8_t *at) nogil
+    void put32(uint8_t *at, uint32_t value) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
+
+cdef extern from *:
+    """
+    #include <stdint.h>
+    #include <sys/mman.h>
+    #define NVPOOL_HUGE ((size_t)2 << 20)
+
+    /* 2 MiB of memory as one page, where the kernel has one; NULL where there is none. */
+    static uint8_t *huge_page(void)
+    {
+        uint8_t *all = mmap(NULL, 2 * NVPOOL_HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), *from;
+        if (all == MAP_FAILED)
+            return NULL;
+        from = (uint8_t *)(((uintptr_t)all + NVPOOL_HUGE - 1) & ~(uintptr_t)(NVPOOL_HUGE - 1));
+        if (from > all)
+            munmap(all, from - all);
+        munmap(from + NVPOOL_HUGE, all + NVPOOL_HUGE - from);
+        madvise(from, NVPOOL_HUGE, MADV_HUGEPAGE);
+        return from;
+    }
+    """
+    uint8_t *huge_page() nogil
+
+cdef extern from "_page_cache.h":
+    ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset) nogil
+    uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
+
+crc_begin(0)
+
+cdef enum:
+    REQUEST_BYTES = 99          # codec._READ_REQUEST
+    FRAME_BYTES = HEADER_BYTES + REQUEST_BYTES
+    BLOCKS_MAX = 8              # of what may be answered at once alone
+    LARGE_BLOCKS_MAX = 32       # with an end to answer later
+    PAGE = 4096
+    OUT_BYTES_MAX = 256 << 10   # stream_transport.GATHER_BYTES
+    RING_ENTRIES = 512
+    REAP_MAX = 8                # answers that are sent before the next ones are looked for
+    ROOM_BYTES = PAGE + (LARGE_BLOCKS_MAX << 12)
+    HUGE_ROOMS = 15             # in 2 MiB
+    ROOMS_MAX = 4 * HUGE_ROOMS
+
+cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000)
+cdef long may_read = READ | SERVICE, serves_all = SERVICE
+cdef uint16_t method_of_reads = DATA_READ, method_of_writes = DATA_WRITE
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
+cdef object method_key = DATA_READ
+cdef uint8_t asker_keeps = ASKER_KEEPS
+
+
+cdef uint8_t *rooms[ROOMS_MAX]
+cdef Py_ssize_t rooms_free = 0, rooms_made = 0
+
+
+cdef class Large:
+    """The frame of an answer with many blocks, which begin at a page: in memory that is used again when nobody refers to it any
+    more. Taken from the heap and given back for each answer, its pages cost a seventh of a store's time; and within one huge page
+    the kernel has less to look up for the drive."""
+    cdef uint8_t *room
+    cdef uint8_t *frame
+    cdef Py_ssize_t length
+
+    def __len__(self):
+        return self.length
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.frame, self.length, 1, flags)
+
+    def __dealloc__(self):
+        global rooms_free
+        if self.room is not NULL:
+            rooms[rooms_free] = self.room
+            rooms_free += 1
+
+
+cdef Large large_answer(Py_ssize_t before, Py_ssize_t length):
+    """For so many bytes of head and message, and so many of blocks; None when too many are under way."""
+    global rooms_free, rooms_made
+    cdef uint8_t *more
+    cdef Large made
+    if not rooms_free:
+        more = huge_page() if rooms_made < ROOMS_MAX else NULL
+        if more is NULL:
+            return None
+        while rooms_free < HUGE_ROOMS:
+            rooms[rooms_free] = more + rooms_free * ROOM_BYTES
+            rooms_free += 1
+        rooms_made += rooms_free
+    made = Large.__new__(Large)
+    rooms_free -= 1
+    made.room, made.frame, made.length = rooms[rooms_free], rooms[rooms_free] + PAGE - before, before + length
+    return made
+
+
+cdef class Cold:
+    """A read that is in the ring, in the place of an InboundCall in its connection's table; it keeps the memory that the kernel
+    writes to, whoever has gone by then. `reply`: the frame that is sent when the blocks are in it."""
+
+    cdef readonly object side
+    cdef readonly bint cancelled
+    cdef readonly int _bytes
+    cdef readonly double since_s
+    cdef object reply           # bytes or a Large
+    cdef object reading
+    cdef uint64_t epoch
+    cdef uint32_t number, deadline_ms, length
+    cdef bint is_direct         # by a descriptor past the page cache
+    cdef Py_ssize_t start       # of the frame within `reply`, where that has its blocks at the border of a page
+    cdef uint8_t[REQUEST_BYTES] message
+
+    @property
+    def method(self):
+        return method_key
+
+    def _cancel(self):
+        """Who asked has gone, or does not want it any more: its connection has forgotten it."""
+        self.cancelled = True
+
+
+cdef class Reads:
+    """As atonce.PlainReads."""
+
+    cdef public uint64_t epoch
+    cdef public bint open
+    cdef public object writes   # what answers writes, _newwrites.NewWrites, or None
+    cdef uint8_t _target
+    cdef int _fd
+    cdef bint _is_system
+    cdef object _direct_reads, _clock, _store, _index, _quarantine, _reader, _tenure, _use
+    cdef dict _grants, _pending
+    cdef Ring _ring
+    cdef object _loop, _readings
+    cdef Py_ssize_t _inside, _prepared
+    cdef bint _is_sent_again, _has_ring, _is_cold
+    cdef dict _waits            # Cold -> None: those that are to be answered
+
+    def __init__(self, target, grants, store, pending, tenure, use, clock):
+        self.epoch = 0
+        self.open = True
+        self._target = target
+        self._grants, self._pending = grants, pending
+        self._store, self._index, self._quarantine, self._reader = store, store.index, store.quarantine, store.reader
+        self._tenure, self._use, self._clock = tenure, use, clock
+        self._fd = store.device.fd
+        self._is_system = type(clock) is SystemClock
+        self._readings = store.readings
+        self._direct_reads = store.device.direct_reads
+        self._has_ring = store.device.read_path == "io_uring"
+        self._waits = {}
+
+    @property
+    def waiting(self):
+        """Reads that the drive has not answered."""
+        return self._inside
+
+    cdef double _now_s(self) except -1:
+        return boottime_s() if self._is_system else self._clock.boottime_s()
+
+    cdef long long _now_ms(self) except -1:
+        return wall_ns() // 1_000_000 if self._is_system else self._clock.wall_ns() // 1_000_000
+
+    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
+        """As PlainReads.answer. With `side` what is not in memory is begun, and answered there."""
+        if end > PyByteArray_GET_SIZE(buffer):
+            raise ValueError("frames lie outside of their buffer")
+        cdef Py_ssize_t at = 0, total = 0, length
+        cdef const uint8_t *frame
+        cdef object found
+        cdef double since_s
+        if (not self.open or not self.epoch or end < FRAME_BYTES or len(in_work) >= in_flight_max
+                or self._store.fenced_because or self._store._closed or not self._tenure.vouched or self._use.on):
+            return 0
+        while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
+            frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
+            if self.writes is not None and (frame[4] | frame[5] << 8) == method_of_writes:
+                length = self.writes.answer(buffer, at, end, self.epoch, in_work, tally, out)
+                if not length:
+                    break
+                at += length
+                total += PyBytes_GET_SIZE(<bytes?>out[len(out) - 1])
+                continue
+            since_s = self._now_s()
+            found = self._reply(frame, in_work, side)
+            if found is None:
+                break
+            at += FRAME_BYTES
+            tally.begun += 1
+            if type(found) is Cold:
+                (<Cold>found).since_s = since_s
+                continue
+            if type(found) is Large:
+                length = get32((<Large>found).frame + 20)
+                out.append(memoryview(found))
+                total += (<Large>found).length
+            else:
+                length = get32(<const uint8_t *>PyBytes_AS_STRING(found) + 20)
+                out.append(found)
+                total += PyBytes_GET_SIZE(found)
+            self._count(tally, length, self._now_s() - since_s)
+        if self._prepared:
+            self.submit()
+        return at
+
+    cdef int _count(self, tally, Py_ssize_t length, double took_s) except -1:
+        cdef object times, counts, tallied = tally.by_method.get(method_key)
+        self._reader.read_count += 1
+        self._reader.read_bytes += length
+        if tallied is None:
+            tally.answered(method_key, took_s, 0, 0, length)
+            return 0
+        tally.ended += 1
+        times = tallied.times
+        counts = times.counts
+        counts[slot_of(took_s)] += 1
+        times.sum_s += took_s
+        tallied.bytes_out += length
+        return 0
+
+    cdef object _reply(self, const uint8_t *at, dict in_work, side):
+        """The frame of the answer to that request; a Cold, where it is on its way from the drive; or None."""
+        cdef const uint8_t *message = at + HEADER_BYTES
+        cdef const uint8_t *entry = message + 75
+        cdef PyObject *found
+        cdef bytes crcs
+        cdef array.array disk
+        cdef Large large = None
+        cdef object reply
+        cdef object grant, chunk, segment, name
+        cdef list segments
+        # The head: a request for reads without a payload, its message as long as that of one read with one grant.
+        if (get16(at + 4) != method_of_reads or get32(at + 16) != REQUEST_BYTES or get32(at + 20) or not get32(at + 12)
+                or not is_head(at, REQUEST) or crc_of(message, REQUEST_BYTES) != get32(at + 24)):
+            return None
+        cdef uint32_t number = get32(at + 8)
+        if in_work and number in in_work:
+            return None
+        # The message, as codec.encode_read_request lays it out, and the one read in it.
+        if (message[0] != 0x09 or get64(message + 1) != self.epoch or message[9] != 0x10 or message[10] != self._target
+                or message[11] != 0x1A or message[12] != 60 or message[73] != 0x22 or message[74] != 24):
+            return None
+        cdef uint64_t inode = get64(entry), version
+        cdef uint32_t index = get32(entry + 8), offset = get32(entry + 12), length = get32(entry + 16)
+        if ((offset | length) & 4095 or not length or length > (BLOCKS_MAX if side is None else LARGE_BLOCKS_MAX) << 12
+                or entry[20] or entry[21]):
+            return None
+        found = PyDict_GetItem(self._grants, PyBytes_FromStringAndSize(<const char *>message + 13, 60))
+        if found is NULL:
+            return None
+        grant = <object>found
+        cdef long rights = grant.rights
+        if not rights & may_read or not rights & serves_all and <uint64_t>grant.inode != inode:
+            return None
+        cdef uint64_t ends_ms = grant.ends_ms, now_ms = self._now_ms()
+        if now_ms > skew_ms and ends_ms < now_ms - skew_ms:
+            return None
+        name = (inode, index)
+        if self._pending and name in self._pending:
+            return None
+        bad = self._quarantine.chunks
+        if bad and name in bad:
+            return None
+        found = PyDict_GetItem(<dict?>self._index.young, name)
+        if found is NULL:
+            return None
+        chunk = <object>found
+        cdef Py_ssize_t block = offset >> 12, count = length >> 12
+        cdef Py_ssize_t within = block & 63
+        segments = chunk.segments
+        if block >> 6 >= len(segments):
+            return None
+        segment = segments[block >> 6]
+        if segment is None:
+            return None
+        disk = segment.disk
+        crcs = segment.crcs
+        if within + count > len(disk) or (within + count) * 4 > PyBytes_GET_SIZE(crcs) or disk.ob_descr.itemsize != 8:
+            return None
+        cdef uint64_t place = disk.data.as_ulonglongs[within]
+        if not place or count > 1 and not segment.base:  # a hole; or blocks in more than one run
+            return None
+        version = chunk.version
+        # The answer: head, message as codec.encode_read_reply lays it out, blocks.
+        cdef int wide = count >= 32  # its checksums' length takes two bytes
+        cdef Py_ssize_t message_bytes = 29 + wide + count * 4, before = HEADER_BYTES + message_bytes, start = 0
+        cdef int fd = -1
+        if count > BLOCKS_MAX and entry[22] & asker_keeps and self._has_ring and self._inside < RING_ENTRIES:
+            fd = self._direct_reads.descriptor_for(place << 12, length)
+        cdef uint8_t *to
+        if count > BLOCKS_MAX:
+            large = large_answer(before, length)
+        if large is not None:
+            reply, to = large, large.frame
+        else:
+            reply = PyBytes_FromStringAndSize(NULL, before + length + (PAGE if fd >= 0 else 0))
+            to = <uint8_t *>PyBytes_AS_STRING(reply)
+            if fd >= 0:
+                start = PAGE - 1 - (<size_t>to + before + PAGE - 1) % PAGE
+                to += start
+        cdef uint8_t *said = to + HEADER_BYTES
+        # A look by reading has the drive begin, for each by itself; where the last one was in vain the ring is to tell of all at once.
+        cdef bint is_cold = fd >= 0 or (self._is_cold and side is not None and self._has_ring
+                                        and pages_in_memory(self._fd, place << 12, length) < <uint64_t>count)
+        if not is_cold:
+            is_cold = read_at_once(self._fd, said + message_bytes, length, <long long>(place << 12)) != <ssize_t>length
+        self._is_cold = is_cold
+        if is_cold and (side is None or self._inside >= RING_ENTRIES or not self._has_ring or not self._opened()):
+            return None
+        if not is_cold and self._tenure.shared and not self._tenure.holds():
+            return None
+        said[0] = 0x09
+        put64(said + 1, self.epoch)
+        said[9], said[10] = 0x12, 16
+        said[11], said[12], said[13], said[14] = 0, 0, 1, 0  # no error; not checked here
+        put32(said + 15, length)
+        put64(said + 19, version)
+        said[27] = 0x1A
+        if wide:
+            said[28], said[29] = count * 4 & 127 | 128, count * 4 >> 7
+        else:
+            said[28] = count * 4
+        memcpy(said + 29 + wide, PyBytes_AS_STRING(crcs) + within * 4, count * 4)
+        put_head(to, REPLY, 0, number, 0, message_bytes, length, crc_of(said, message_bytes))
+        if not is_cold:
+            return reply
+        return self._begin(at, in_work, side, reply, start, to + before, fd if fd >= 0 else self._fd, place, length)
+
+    # -- what is not in memory ---------------------------------------------------------------------------------------------
+
+    cdef bint _opened(self) except -1:
+        """Whether there is a ring, whose ends are looked out for."""
+        if self._ring is None:
+            try:
+                self._ring = Ring(RING_ENTRIES)
+            except OSError:  # nor later
+                self._has_ring = False
+                return False
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._ring.fileno, self.reap)
+        return True
+
+    cdef Cold _begin(self, const uint8_t *at, dict in_work, side, reply, Py_ssize_t start, uint8_t *into, int fd,
+                     uint64_t place, uint32_t length):
+        cdef Cold one = Cold.__new__(Cold)
+        cdef uint32_t number = get32(at + 8)
+        one.side, one.reply, one.length, one.epoch = side, reply, length, self.epoch
+        one.number, one.deadline_ms, one.start = number, get32(at + 12), start
+        one.is_direct = fd != self._fd
+        memcpy(one.message, at + HEADER_BYTES, REQUEST_BYTES)
+        self._ring.put(fd, into, length, place << 12, <uint64_t><void *>one)
+        Py_INCREF(one)
+        self._inside += 1
+        self._prepared += 1
+        one.reading = self._readings.begin(self._store.kv.sequence)
+        in_work[number] = one
+        self._waits[one] = None
+        if self._inside == 1:  # the drive has nothing to do
+            self.submit()
+        return one
+
+    def submit(self):
+        """Send what was begun to the drive; again soon where the kernel has no memory for it now."""
+        if not self._prepared or self._ring is None:
+            return
+        try:
+            self._prepared = self._ring.send()
+        except OSError:
+            pass
+        if self._prepared and not self._is_sent_again:
+            self._is_sent_again = True
+            self._loop.call_later(AGAIN_S, self._submit_again)
+
+    def _submit_again(self):
+        self._is_sent_again = False
+        self.submit()
+
+    def reap(self):
+        """Answer what has come from the drive, a few at a time: so who asked has the first while the others are made."""
+        cdef uint64_t token
+        cdef int result
+        cdef Py_ssize_t count = REAP_MAX, total = 0
+        cdef Cold one
+        cdef list sides
+        if self._ring is None:
+            return
+        while count == REAP_MAX or total >= OUT_BYTES_MAX:
+            count, total, sides = 0, 0, []
+            while count < REAP_MAX and total < OUT_BYTES_MAX and self._ring.take(&token, &result):
+                one = <Cold><void *>token
+                Py_DECREF(one)
+                self._inside -= 1
+                count += 1
+                total += one.length
+                self._readings.end(one.reading)
+                if self._waits.pop(one, one) is one or one.cancelled:
+                    continue
+                try:
+                    self._ended(one, result, sides)
+                except Exception as error:  # a bug: who waits is not forgotten for it, nor are the others
+                    self._loop.call_exception_handler({"message": "a read of a store has failed", "exception": error})
+            for side in sides:
+                if side._out:
+                    side._flush()
+                if side._on_idle is not None and not side._in_work:
+                    side._on_idle()
+
+    cdef int _ended(self, Cold one, int result, list sides) except -1:
+        cdef object side = one.side
+        cdef Py_ssize_t length
+        del side._in_work[one.number]
+        if side not in sides:
+            sides.append(side)
+        if (result != <int>one.length or one.epoch != self.epoch or self._store.fenced_because or self._store._closed
+                or self._use.on or self._tenure.shared and not self._tenure.holds()):
+            if result != <int>one.length and one.is_direct:
+                self._direct_reads.refused()
+            self._otherwise(one)
+            return 0
+        self._reader.missed_count += 1
+        self._count(side._tally, one.length, self._now_s() - one.since_s)
+        if type(one.reply) is Large:
+            side._out.append(memoryview(one.reply))
+            side._out_bytes += (<Large>one.reply).length
+        elif one.is_direct:
+            length = get32(<const uint8_t *>PyBytes_AS_STRING(one.reply) + one.start + 16) + HEADER_BYTES + one.length
+            side._out.append(memoryview(one.reply)[one.start:one.start + length])
+            side._out_bytes += length
+        else:
+            side._out.append(one.reply)
+            side._out_bytes += PyBytes_GET_SIZE(one.reply)
+        return 0
+
+    cdef int _otherwise(self, Cold one) except -1:
+        """As if it came now: whatever there is to say of it, the ordinary way says."""
+        cdef double left_s = one.since_s + one.deadline_ms / 1000.0 - self._now_s()
+        one.side._tally.begun -= 1
+        one.side._arrived(one.number, method_key, max(0, int(left_s * 1000)),
+                          PyBytes_FromStringAndSize(<const char *>one.message, REQUEST_BYTES), EMPTY)
+        return 0
+
+    def give_up(self):
+        """Those that wait are asked for the ordinary way, which says why not. What the drive brings for them is nobody's."""
+        cdef Cold one
+        cdef dict waits = self._waits
+        self._waits = {}
+        for one in waits:
+            if not one.cancelled:
+                del one.side._in_work[one.number]
+                self._otherwise(one)
+
+    def close(self):
+        """When nothing waits any more."""
+        if self._ring is not None:
+            self._loop.remove_reader(self._ring.fileno)
+            self._ring.close()
+            self._ring, self._has_ring = None, False

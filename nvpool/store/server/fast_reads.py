@@ -1,0 +1,182 @@
+"""Reads that can be answered where they arrive: from the frame of the request to the frame of the answer in one step.
+
+Of a 4 KiB read over TCP the work is two dozen small decisions; made one by one in Python, with an object for the request and
+one for the answer, they cost the store more than the kernel does. Here they are made together, and compiled where a compiler
+was (`_atonce`; PlainReads is its twin, and says the same in Python).
+
+Only plain sailing: a frame that is whole, one read of up to BLOCKS_MAX whole blocks by one grant that was verified before, the
+map of the moment, a chunk and a segment of it in the index's memory without a hole, a damaged block, a write that is not
+decided or anything lost in it, nobody who watches. Whatever else it is goes the way of every request (store/server/service),
+which also says what is wrong: what is answered here is answered there with the same bytes and counted the same. No errors.
+
+Blocks that are not in the page cache are left, too, or, compiled and where there is io_uring, read from the drive right into
+the frame of the answer, which goes when they have come: those of a burst are told to the drive together, what comes is answered
+a few at a time. Meanwhile the read is in the connection's table, as one that a Call stands for. If the map, the store's right
+to serve or whoever watches has changed by then, or the drive has failed, it is asked for the ordinary way.
+
+Made by store/server/service for a store on a file or a drive; called by a listener of the stream transports through the
+handler's `at_once` (rpc/api).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from nvpool.core.clock import stopwatch_s
+from nvpool.core.errors import CorruptFrame, InvalidRequest
+from nvpool.core.grants import CLOCK_SKEW_S, READ, SERVICE
+from nvpool.core.units import BLOCK_BYTES
+from nvpool.rpc.messages.data_codec import READ_ENTRY, READ_RESULT, decode_read_request, encode_read_reply
+from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
+from nvpool.rpc.transports.frame import HEADER_BYTES, REPLY, REQUEST, pack_head_plain, read_head_plain
+from nvpool.rpc.v1.wire_pb2 import DATA_READ
+from nvpool.store.chunks.api import UNCHECKED, ChunkStore
+from nvpool.store.chunks.block_store import BlockChunkStore
+from nvpool.store.disk.device import FileDevice
+from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_MASK
+
+if TYPE_CHECKING:
+    from nvpool.core import grants
+    from nvpool.core.clock import Clock
+    from nvpool.rpc.stats import Answers
+    from nvpool.store.server.io_stats import Use
+    from nvpool.store.server.serving_lease import Tenure
+
+try:
+    from nvpool.store.server import _fast_reads
+except ImportError:  # not compiled
+    _fast_reads = None
+
+BLOCKS_MAX = 8
+"""Compiled, four times as many for who can be answered later, from 64 KiB on past the page cache as the ordinary way has it."""
+OUT_BYTES_MAX = 256 << 10
+"""Of answers to frames that came together; the others go the ordinary way."""
+REQUEST_BYTES = 99
+"""Of the message of one read with one grant, as codec.encode_read_request makes it."""
+FRAME_BYTES = HEADER_BYTES + REQUEST_BYTES
+
+
+class PlainReads:
+    """`epoch`: of the map that is served, 0 while nothing may be answered here. `open`: until the service is closed."""
+
+    def __init__(self, target: int, grants: dict[bytes, grants.Grant], store: BlockChunkStore, pending: dict, tenure: Tenure,
+                 use: Use, clock: Clock) -> None:
+        """`grants` that were verified, by their bytes; `pending`: chunks with a write that is not decided."""
+        self.epoch = 0
+        self.open = True
+        self.waiting = 0
+        self._target = target
+        self._grants = grants
+        self._store = store
+        self._pending = pending
+        self._tenure = tenure
+        self._use = use
+        self._clock = clock
+
+    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side: Any = None) -> int:
+        """Answer the frames at the beginning of `buffer`, of which `end` bytes came, as far as that can be done at once:
+        append a frame for each to `out`, return how many bytes they took. `in_work`: numbers of requests being answered.
+        `side`: the connection's answering end, which takes answers later; without one nothing is begun."""
+        store, at, total = self._store, 0, 0
+        if (not self.open or not self.epoch or len(in_work) >= IN_FLIGHT_MAX or store.fenced_because or store._closed
+                or not self._tenure.vouched or self._use.on):
+            return 0
+        while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
+            since_s = self._clock.boottime_s()
+            found = self._reply(buffer, at, in_work)
+            if found is None:
+                break
+            reply, length = found
+            at += FRAME_BYTES
+            out.append(reply)
+            total += len(reply)
+            store.reader.read_count += 1
+            store.reader.read_bytes += length
+            tally.begun += 1
+            tally.answered(DATA_READ, self._clock.boottime_s() - since_s, 0, 0, length)
+        return at
+
+    def _reply(self, buffer: bytearray, at: int, in_work: dict) -> tuple[bytes, int] | None:
+        try:
+            head = read_head_plain(buffer, at, at + FRAME_BYTES, 0)
+            if type(head) is int or len(head[4]) != REQUEST_BYTES:
+                return None
+            kind, method, number, deadline_ms, message, payload_bytes = head
+            if kind != REQUEST or method != DATA_READ or payload_bytes or not deadline_ms or number in in_work:
+                return None
+            epoch, target, rights, reads, verify = decode_read_request(message)
+        except (CorruptFrame, InvalidRequest):
+            return None
+        if type(rights) is not tuple or epoch != self.epoch or target != self._target or verify:
+            return None
+        inode, index, offset, length, place, _ = READ_ENTRY.unpack(reads)
+        if (offset | length) & BLOCK_BYTES - 1 or not 0 < length <= BLOCKS_MAX * BLOCK_BYTES or place:
+            return None
+        grant = self._grants.get(rights[0])
+        if grant is None or not grant.rights & (READ | SERVICE) or not grant.rights & SERVICE and grant.inode != inode:
+            return None
+        if grant.ends_ms + CLOCK_SKEW_S * 1000 < self._clock.wall_ns() // 1_000_000:
+            return None
+        store, name = self._store, (inode, index)
+        if name in self._pending or name in store.quarantine.chunks:
+            return None
+        chunk = store.index.young.get(name)
+        if chunk is None:
+            return None
+        block, count = offset >> 12, length >> 12
+        within = block & SEGMENT_MASK
+        segment = chunk.segments[block >> SEGMENT_BITS] if block >> SEGMENT_BITS < len(chunk.segments) else None
+        if segment is None or within + count > len(segment.disk):
+            return None
+        disk = segment.disk[within]
+        if not disk or count > 1 and not segment.base:  # a hole; or blocks in more than one run
+            return None
+        blocks = bytearray(length)
+        try:
+            if os.preadv(store.device.fd, [blocks], disk << 12, os.RWF_NOWAIT) != length:
+                return None
+        except OSError:  # EAGAIN: not in memory
+            return None
+        if self._tenure.shared and not self._tenure.holds():
+            return None
+        said = encode_read_reply(self.epoch, READ_RESULT.pack(0, UNCHECKED, length, chunk.version),
+                                 segment.crcs[within * 4:(within + count) * 4])
+        return pack_head_plain(REPLY, 0, number, 0, said, length) + blocks, length
+
+
+    def reap(self) -> None:
+        """Answer what has come from the drive."""
+
+    def give_up(self) -> None:
+        """Hand what waits for the drive to the ordinary way, which refuses it by now."""
+
+    def close(self) -> None:
+        """When nothing waits any more."""
+
+
+async def close(reads: Any, drain_s: float) -> None:
+    """Begin nothing more, answer what waits for the drive within that time, and refuse it then. On return the drive writes to
+    no memory of theirs."""
+    reads.open = False
+    until_s = stopwatch_s() + drain_s
+    while reads.waiting:
+        if stopwatch_s() >= until_s:
+            reads.give_up()
+        reads.submit()
+        reads.reap()
+        await asyncio.sleep(0.001)
+    reads.close()
+
+
+Reads = PlainReads if _fast_reads is None else _fast_reads.Reads
+
+
+def reads_at_once(target: int, grants: dict[bytes, grants.Grant], store: ChunkStore, pending: dict, tenure: Tenure, use: Use,
+                  clock: Clock) -> Any | None:
+    """What answers such reads, or None where the store is none for it: in memory, in a test's hands, past the page cache."""
+    if type(store) is not BlockChunkStore or type(store.device) is not FileDevice or store.device.direct \
+            or not 0 < target < 128:
+        return None
+    return Reads(target, grants, store, pending, tenure, use, clock)

@@ -1,0 +1,592 @@
+"""The chunk store's side of the wire: unpack, check, call the store, pack. No decision of its own but who may.
+
+What is in memory is answered in the call that brought it, a read that waits for the drive in the drive's answer; a task is made
+where something else waits (a sync, room).
+Grants are verified once and kept; on a batch only their ends are looked at. A request of an older map is refused when a chain
+it touches has changed since; one of a newer map makes us ask for it (`refresh_map`).
+
+Called by a transport's listener as its handler; made by daemons/store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import os
+import struct
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from nvpool.core import grants
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.errors import (
+    AccessDenied,
+    Busy,
+    CorruptRecord,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    NotSupported,
+    NvpoolError,
+    StaleEpoch,
+    StaleGrant,
+    StaleVersion,
+    WrongTarget,
+)
+from nvpool.core.ids import RequestId
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import PoolMap
+from nvpool.rpc.access_control import Callers
+from nvpool.rpc.api import Call
+from nvpool.rpc.fd_passing import Handover
+from nvpool.rpc.messages.data_codec import (
+    LOCATE_BYTES_MAX,
+    LOCATE_ENTRIES_MAX,
+    LOCATE_ENTRY,
+    LOCATE_RESULT,
+    SAME_VERSION,
+    decode_read_request,
+    encode_read_reply,
+    encode_write_reply,
+)
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.security.volume_keys import PoolKeys, VolumeKey
+from nvpool.store.chunks.api import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
+from nvpool.store.chunks.location_leases import encode_said
+from nvpool.store.chunks.read_batch import READ
+from nvpool.store.maintenance.background import RESYNC_BYTES_PER_S, Upkeep
+from nvpool.store.maintenance.scrub import INTERVAL_S, SCRUB_BYTES_PER_S
+from nvpool.store.replication.lost_blocks import Owners
+from nvpool.store.replication.peer_connections import Dialer, peer_write
+from nvpool.store.replication.role import Replica
+from nvpool.store.replication.transfer_server import Giving
+from nvpool.store.server.admin_handlers import Orders
+from nvpool.store.server.fast_first_writes import answer_new_writes
+from nvpool.store.server.fast_reads import close as close_at_once
+from nvpool.store.server.fast_reads import reads_at_once
+from nvpool.store.server.io_stats import Use
+from nvpool.store.server.serving_lease import Tenure
+from nvpool.store.server.single_write import WritesOne
+from nvpool.store.server.status import Telling
+from nvpool.store.server.verified_grants import Rights
+from nvpool.store.server.write_batch import WRITE, WriteBatch
+
+log = logging.getLogger(__name__)
+
+EXTENT = struct.Struct("<III")
+WAITING_MAX = 8192
+"""Calls that wait at once, over all connections; more are told to come later."""
+TEND_S = 1.0
+
+
+class StoreService(WritesOne, Telling):
+    def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
+                 refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
+                 dialer: Dialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
+                 scrub_interval_s: float = INTERVAL_S, scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
+                 on_fail: Callable[[str], None] = lambda reason: None, tenure: Tenure | None = None,
+                 callers: Callers | None = None, pool_keys: PoolKeys | None = None):
+        """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later. At `handover_path`
+        processes of this user, and of the group, are given descriptors for the short cut. Without a `dialer` this store takes
+        no part in chains with others. `on_fail` is told when background work has died of a fault in itself."""
+        self.store = store
+        self.target = target
+        self._callers = callers or Callers()
+        self._pool_keys = pool_keys or PoolKeys()
+        self.clock = clock
+        self._refresh_map = refresh_map
+        self._map: PoolMap | None = None
+        self._epoch = 0
+        self._changed_at: dict[int, int] = {}
+        self._stale_below = 0
+        self._rights = Rights(grant_secret, clock, self._rights_taken)
+        self.grant, self._grants = self._rights.grant, self._rights.known
+        self.use = Use(clock, self._grants)
+        self._tasks: set[asyncio.Task] = set()
+        self._reads: set[Call] = set()
+        """Those that wait for the drive; they have no task."""
+        self._read_out: asyncio.Future | None = None
+        self._tending: asyncio.Task | None = None
+        self.ended_equal = False
+        """Set by close: no write was left of which this member of its chains did not know whether the others have it."""
+        self._draining = False
+        self._handover_path, self._handover_group = handover_path, handover_group
+        self._handover: Handover | None = None
+        self.replica = Replica(store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None))
+        self._giving = giving = Giving(store, self.replica, target, parse=self._parse, authority=self._authority,
+                                       later=self._later, busy=lambda: self.waiting)
+        self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
+        self.upkeep = None if dialer is None else Upkeep(store, target, dialer, grant_secret, clock, on_fail=on_fail,
+                                                         bytes_per_s=resync_bytes_per_s, scrub_interval_s=scrub_interval_s,
+                                                         scrub_bytes_per_s=scrub_bytes_per_s, busy=lambda: self.waiting,
+                                                         is_caught_up=lambda: self.tenure.is_caught_up)
+        if self.upkeep is not None and self.replica.writes is not None:
+            writes, repair = self.replica.writes, self.upkeep.repair
+            writes.fetch, writes.mend, writes.rebuild = self.upkeep.resync.pull, repair.mended, repair.rebuilt
+        orders = Orders(store, self.upkeep, parse=self._parse, authority=self._authority, later=self._later,
+                        epoch=lambda: self._epoch)
+        self.at_once = reads_at_once(target, self._grants, store, self.replica.pending, self.tenure, self.use, clock)
+        """What a listener asks first; None where every request is handled."""
+        answer_new_writes(self, grant_secret)
+        self._new_writes = getattr(self.at_once, "writes", None)
+        self._methods: dict[int, Callable[[Call], None]] = {
+            Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
+            Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
+            Method.DATA_LOCATE: self._locate, Method.DATA_EXTENTS: self._extents, Method.DATA_COPY: self._copy,
+            Method.DATA_LIST: self._list, Method.DATA_SCRUB: orders.scrub, Method.DATA_STATUS: self._status,
+            Method.DATA_PEER_WRITE: self._peer_write, Method.DATA_SCRUB_ORDER: orders.scrub_order,
+            Method.DATA_VERSIONS: giving.versions, Method.DATA_FETCH: giving.fetch, Method.DATA_PULL: orders.pull,
+            Method.DATA_USE: self._tell_use,
+        }
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin the background work. Once."""
+        self._tending = asyncio.get_running_loop().create_task(self._tend())
+        if self._handover_path and self.store.lender is not None and self.store.lender.life_s:
+            handover = Handover(self._handover_path, self._lent, group=self._handover_group)
+            try:
+                handover.start()
+                self._handover = handover
+            except NvpoolError as error:
+                log.warning("target %d: no short cut for clients of this host: %s", self.target, error)
+
+    def _lent(self) -> tuple[bytes, list[int]]:
+        """For rpc/fd_passing: descriptors of the data and of the table of changes."""
+        lender = self.store.lender
+        data = self.store.device.lend()
+        try:
+            return encode_said(self.target, lender.token, self.clock.boottime_s()), [data, lender.table()]
+        except BaseException:
+            os.close(data)
+            raise
+
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(TEND_S)
+            self._rights.tend()
+            try:
+                await self.store.tend()
+            except NvpoolError as error:
+                log.warning("target %d: tending failed: %s", self.target, error)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Take no new requests, wait up to drain_s for those that wait, then flush and close the store."""
+        self._draining = True
+        if self.at_once is not None:
+            await close_at_once(self.at_once, drain_s)
+        if self._handover is not None:
+            self._handover.close()
+        waiting: set[asyncio.Future] = set(self._tasks)
+        if self._reads:
+            self._read_out = asyncio.get_running_loop().create_future()
+            waiting.add(self._read_out)
+        if waiting and drain_s > 0:
+            await asyncio.wait(waiting, timeout=drain_s)
+        reads, self._reads = self._reads, set()
+        for call in reads:
+            call.fail(Draining())
+        if self.upkeep is not None:
+            await self.upkeep.close()
+        for task in [*self._tasks, *([self._tending] if self._tending else [])]:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self.ended_equal = not self.replica.pending
+        await self.replica.close()
+        await self.store.close()
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        """Use this map unless ours is as new."""
+        if pool_map.epoch <= self._epoch:
+            return
+        before, self._map, self._epoch = self._map, pool_map, pool_map.epoch
+        if before is None:
+            self._stale_below = pool_map.epoch  # what changed before it is not known here
+        else:
+            for table in pool_map.tables:
+                old = before.table_by_id.get(table.id)
+                for number, chain in enumerate(table.chains):
+                    if old is None or old.chains[number] != chain:
+                        self._changed_at[number] = pool_map.epoch
+        self._rights.use(pool_map.rights_taken)
+        self.replica.update_map(pool_map)
+        self._giving.update_map(pool_map)
+        if self.upkeep is not None:
+            self.upkeep.update_map(pool_map)
+        self.tenure.update_map(pool_map)
+        if self.at_once is not None:
+            self.at_once.epoch = 0 if self.replica.losing else pool_map.epoch
+
+    # -- every request -----------------------------------------------------------------------------------------------
+
+    def handle(self, call: Call) -> None:
+        """Answer the call, now or from a task. Errors are raised or given to call.fail."""
+        if self._draining:
+            raise Draining
+        self._callers.check(call)
+        method = self._methods.get(call.method)
+        if method is None:
+            raise InvalidRequest(f"a chunk store does not know the method {call.method}")
+        if not self.tenure.vouched and call.method != Method.DATA_STATUS:
+            raise Busy("the pool map does not say yet what this target may have lost", retry_after_s=0.05)
+        if call.deadline_s < self.clock.boottime_s():
+            raise DeadlineExceeded(may_be_applied=False)
+        method(call)
+
+    def _parse(self, kind, call: Call):
+        message = call.message
+        try:
+            request = kind.FromString(message if isinstance(message, bytes) else bytes(message))
+        except DecodeError:
+            raise InvalidRequest(f"not a {kind.DESCRIPTOR.name}") from None
+        self._check_target(request.target)
+        return request
+
+    def _check_target(self, target: int) -> None:
+        if target != self.target:
+            raise WrongTarget(f"this is target {self.target}, not {target}")
+
+    def _check_room(self) -> None:
+        if self.waiting_count >= WAITING_MAX:
+            raise Busy("too many requests wait for this target")
+
+    def _later(self, call: Call, work: Coroutine) -> None:
+        try:
+            self._check_room()
+        except Busy:
+            work.close()
+            raise
+        task = asyncio.get_running_loop().create_task(self._answered(call, work))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._later_ended, work))
+
+    def _later_ended(self, work: Coroutine, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        work.close()  # where the task was cancelled before its first step
+
+    @staticmethod
+    async def _answered(call: Call, work: Coroutine) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            call.fail(Draining())
+            raise
+        except Exception as error:  # the border: a transport tells ours from bugs
+            call.fail(error)
+
+    def _check_epoch(self, epoch: int, chunks: Callable[[], Iterable[tuple[int, int]]]) -> None:
+        """StaleEpoch when the chain of one of these chunks has changed since the asker's map. A newer map makes us ask; Busy
+        until we have it where by ours somebody else has the chunk: what is not here would be taken for a hole."""
+        if epoch > self._epoch and self._refresh_map is not None and self._map is not None:
+            self._refresh_map()
+            if not all(self.replica.is_full_member(chain_of(inode, index)) for inode, index in chunks()):
+                raise Busy("this target does not know the newest pool map yet", retry_after_s=0.02)
+        if epoch >= self._epoch or not self._map:
+            return
+        if epoch < self._stale_below:
+            raise StaleEpoch
+        if self._changed_at:
+            for inode, index in chunks():
+                if self._changed_at.get(chain_of(inode, index), 0) > epoch:
+                    raise StaleEpoch
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._tasks) + len(self._reads) + (self.at_once.waiting if self.at_once is not None else 0)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether requests wait here that are no other target's who catches up."""
+        return self.waiting_count > self._giving.active
+
+    # -- grants ------------------------------------------------------------------------------------------------------
+
+    def _rights_taken(self, any_left: bool) -> None:
+        """Close paths that do not look a grant up in `known` while there are such rights; call locations in that were lent."""
+        if self._new_writes is not None:
+            self.at_once.writes = None if any_left else self._new_writes
+        if any_left and self.store.lender is not None:
+            self.store.lender.changing_all()
+
+    def volume_key(self, wrapped: bytes) -> VolumeKey | None:
+        """What belongs to the wrapped key of a request; None: it has none. KeyMissing: this store can not unwrap it."""
+        return VolumeKey(wrapped, self._pool_keys.cipher(wrapped)) if wrapped else None
+
+    def _authority(self, raw: bytes) -> None:
+        grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
+        if grant is None:
+            raise StaleGrant
+        if not grant.rights & grants.SERVICE:
+            raise AccessDenied("only a metadata service may do this")
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def _read(self, call: Call) -> None:
+        epoch, target, rights, reads, verify = decode_read_request(call.message)
+        self._check_target(target)
+        if len(reads) % READ.size:
+            raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")
+        if epoch != self._epoch:
+            self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
+        now_ms = self.clock.wall_ns() // 1_000_000
+        owners, tables = [], []
+        for raw in rights:
+            grant = self.grant(raw, now_ms)
+            if grant is None or not grant.rights & (grants.READ | grants.SERVICE):
+                owners.append(NO_INODE)
+            else:
+                owners.append(ALL_INODES if grant.rights & grants.SERVICE else grant.inode)
+            tables.append(0 if owners[-1] in (NO_INODE, ALL_INODES) else grant.table)
+        if self.replica.pending and self.replica.is_pending(fields[:2] for fields in READ.iter_unpack(reads)):
+            self._later(call, self._read_decided(call, epoch, reads, (owners, tables), verify))
+        else:
+            self._begin_read(call, epoch, reads, (owners, tables), verify)
+
+    async def _read_decided(self, call: Call, epoch: int, reads: bytes, whose: Owners, verify: bool) -> None:
+        """What others may have read by now must not be read here as it was before."""
+        await self.replica.decided([fields[:2] for fields in READ.iter_unpack(reads)], call.deadline_s)
+        if not call.cancelled:
+            self._begin_read(call, epoch, reads, whose, verify)
+
+    def _begin_read(self, call: Call, epoch: int, reads: bytes, whose: Owners, verify: bool) -> None:
+        reads, lost = self.replica.losing.without_lost(reads, *whose)
+        batch = self.store.read_now(reads, whose[0], verify, call.room)
+        self.replica.losing.refuse(batch, lost)
+        if batch.missed:
+            self._check_room()
+            self._reads.add(call)
+            self.store.begin_finish(batch, partial(self._read_came, call, epoch, reads, batch))
+        else:
+            self._answer_read(call, epoch, reads, batch)
+
+    def _read_came(self, call: Call, epoch: int, reads: bytes, batch: ReadBatch, error: BaseException | None) -> None:
+        if call not in self._reads:
+            return  # we were closed, and it was told so
+        self._reads.remove(call)
+        if self._read_out is not None and not self._reads:
+            self._read_out.set_result(None)
+        try:
+            if error is not None:
+                raise error
+            self._answer_read(call, epoch, reads, batch)
+        except Exception as error:  # the border, as in _answered
+            call.fail(error)
+
+    def _answer_read(self, call: Call, epoch: int, reads: bytes, batch: ReadBatch) -> None:
+        if epoch != self._epoch:  # while it waited for a write or the drive, chains may have gone on without us
+            self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
+        if self.tenure.shared:
+            self.tenure.check()
+        if self.use.on:
+            self.use.read(call, batch)
+        call.reply(encode_read_reply(self._epoch, batch.results, batch.checksums), batch.payload)
+
+    def _locate(self, call: Call) -> None:
+        request = self._parse(pb.LocateRequest, call)
+        lender = self.store.lender
+        if lender is None or not lender.life_s:
+            raise NotSupported("this store lends nothing")
+        if not hmac.compare_digest(request.token, lender.token):
+            raise AccessDenied("locations are for whom this process has given its descriptors")
+        entries = request.entries
+        if len(entries) % LOCATE_ENTRY.size or len(entries) > LOCATE_ENTRIES_MAX * LOCATE_ENTRY.size:
+            raise InvalidRequest(f"{len(entries)} bytes are not up to {LOCATE_ENTRIES_MAX} whole entries")
+        if request.map_epoch != self._epoch:
+            self._check_epoch(request.map_epoch, lambda: (fields[:2] for fields in LOCATE_ENTRY.iter_unpack(entries)))
+        now_ms = self.clock.wall_ns() // 1_000_000
+        known = [self.grant(raw, now_ms) for raw in request.grants]
+        if request.past:
+            self.use.past(request.grants, request.past)
+        results, runs, checksums, total = [], [], [], 0
+        for inode, index, blocks, number, version in LOCATE_ENTRY.iter_unpack(entries):
+            grant = known[number] if number < len(known) else None
+            if grant is None or grant.inode != inode or not grant.rights & grants.READ:
+                results.append(LOCATE_RESULT.pack(StaleGrant.wire_code, 0, 0, 0, 0, 0, 0, 0))
+                continue
+            # not longer than the right to read: a location outlives no grant
+            left_s = (grant.ends_ms - now_ms) / 1000 + grants.CLOCK_SKEW_S
+            try:
+                found = None
+                if total < LOCATE_BYTES_MAX and self.replica.may_locate(grant.table, inode, index, blocks):
+                    found = self.store.locate(inode, index, blocks, left_s)
+            except CorruptRecord as error:
+                results.append(LOCATE_RESULT.pack(error.wire_code, 0, 0, 0, 0, 0, 0, 0))
+                continue
+            if found is None:
+                results.append(LOCATE_RESULT.pack(0, 0, 0, 0, 0, 0, 0, 0))
+                continue
+            life_s, slot, stamp, where = found
+            life_ms = int(life_s * 1000)
+            if where.version == version:
+                results.append(LOCATE_RESULT.pack(0, SAME_VERSION, 0, 0, life_ms, slot, stamp, version))
+                continue
+            results.append(LOCATE_RESULT.pack(0, 0, len(where.runs), where.blocks, life_ms, slot, stamp, where.version))
+            runs.append(where.runs.tobytes())
+            checksums.append(where.checksums)
+            total += len(runs[-1]) + len(where.checksums)
+        if self.tenure.shared:
+            self.tenure.check()
+        call.reply(pb.LocateReply(map_epoch=self._epoch, results=b"".join(results), runs=b"".join(runs),
+                                  checksums=b"".join(checksums)).SerializeToString())
+
+    # -- writes ------------------------------------------------------------------------------------------------------
+
+    def _write(self, call: Call) -> None:
+        if self._write_one(call):
+            return
+        request = self._parse(pb.WriteRequest, call)
+        if len(request.writes) % WRITE.size:
+            raise InvalidRequest(f"{len(request.writes)} bytes are not whole write headers")
+        if request.map_epoch != self._epoch:
+            self._check_epoch(request.map_epoch, lambda: (fields[0:4:3] for fields in WRITE.iter_unpack(request.writes)))
+        work = WriteBatch(self, request, memoryview(call.payload), call.deadline_s)
+        until = work.go_on()
+        if until is None:
+            self._answer_write(call, work)
+        else:
+            self._later(call, self._finish_write(call, work, until))
+
+    async def _finish_write(self, call: Call, work: WriteBatch, until) -> None:
+        try:
+            while until is not None:
+                if call.cancelled:
+                    return
+                await until()
+                if call.cancelled:  # given up, and perhaps written anew by now: it must not come behind that
+                    return
+                if call.deadline_s < self.clock.boottime_s():
+                    work.refuse_rest(DeadlineExceeded.wire_code)
+                    break
+                until = work.go_on()
+        finally:
+            work.drop_placed()
+        self._answer_write(call, work)
+
+    def _answer_write(self, call: Call, work: WriteBatch) -> None:
+        if self.tenure.shared:
+            self.tenure.check()
+        if self.use.on:
+            self.use.wrote(call, work)
+        call.reply(encode_write_reply(self._epoch, work.results))
+
+    def _peer_write(self, call: Call) -> None:
+        request = self._parse(pb.PeerWriteRequest, call)
+        self._authority(request.authority)
+        try:
+            offer, write = peer_write(request, call.payload, self.volume_key(request.wrapped_key))
+            version = self.replica.follow(offer, request.link, write)
+        except NvpoolError as error:
+            self._answer_peer(call, error)
+            return
+        if isinstance(version, int):
+            self._peer_committed(call, version)
+        else:
+            version.add_done_callback(partial(self._peer_decided, call))
+
+    def _peer_decided(self, call: Call, decided: asyncio.Future[int]) -> None:
+        error = decided.exception()
+        if error is None:
+            self._peer_committed(call, decided.result())
+        else:
+            self._answer_peer(call, error)
+
+    def _peer_committed(self, call: Call, version: int) -> None:
+        call.reply(pb.PeerWriteReply(map_epoch=self._epoch, version=version).SerializeToString())
+
+    def _answer_peer(self, call: Call, error: BaseException) -> None:
+        if isinstance(error, StaleVersion):
+            call.reply(pb.PeerWriteReply(map_epoch=self._epoch, status=error.wire_code,
+                                         version=error.version).SerializeToString())
+        else:
+            call.fail(error)
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def _flush(self, call: Call) -> None:
+        self._parse(pb.FlushRequest, call)
+        self._later(call, self._do_flush(call))
+
+    async def _do_flush(self, call: Call) -> None:
+        await self.store.flush()
+        call.reply(pb.FlushReply(map_epoch=self._epoch).SerializeToString())
+
+    def _cut(self, call: Call) -> None:
+        request = self._parse(pb.CutRequest, call)
+        self._authority(request.authority)
+        self._later(call, self._do_cut(call, request))
+
+    async def _do_cut(self, call: Call, request: pb.CutRequest) -> None:
+        what = request.inode, request.size, request.cut, request.chunk_bits, request.end
+        key = self.volume_key(request.wrapped_key)
+        if self.upkeep is not None:
+            self.upkeep.resync.guard.cut(*what)
+        with self._giving.cutting(request.inode):
+            freed = await self.replica.cut(*what, None if key is None else key.cipher)
+        call.reply(pb.CutReply(map_epoch=self._epoch, bytes=freed).SerializeToString())
+
+    def _remove(self, call: Call) -> None:
+        request = self._parse(pb.RemoveRequest, call)
+        self._authority(request.authority)
+        if len(request.inodes) % 8:
+            raise InvalidRequest("not a list of inode numbers")
+        self._later(call, self._do_remove(call, request))
+
+    async def _do_remove(self, call: Call, request: pb.RemoveRequest) -> None:
+        inodes = [inode for inode, in struct.iter_unpack("<Q", request.inodes)]
+        if self.upkeep is not None:
+            self.upkeep.resync.guard.removed(inodes)
+        chunks, byte_count = await self.replica.remove(inodes)
+        call.reply(pb.RemoveReply(map_epoch=self._epoch, chunks=chunks, bytes=byte_count).SerializeToString())
+
+    def _extents(self, call: Call) -> None:
+        request = self._parse(pb.ExtentsRequest, call)
+        if request.map_epoch < self._epoch and max(self._changed_at.values(), default=self._stale_below) > request.map_epoch:
+            raise StaleEpoch  # a chunk that came or went would be missed
+        self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)
+        until = min(request.until, 1 << 32)
+        found, goes_on = self.store.extents(request.inode, request.first, until)
+        extents = b"".join([EXTENT.pack(*extent) for extent in found])
+        self.tenure.check()  # the holes of the past are bytes of now
+        call.reply(pb.ExtentsReply(map_epoch=self._epoch, extents=extents, more=goes_on < until,
+                                   next=goes_on).SerializeToString())
+
+    def _check_right(self, raw: bytes, inode: int, rights: int) -> grants.Grant:
+        """The grant, which must be valid, of this inode, and have one of these rights. StaleGrant."""
+        grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
+        if grant is None or not grant.rights & (rights | grants.SERVICE) or \
+                not grant.rights & grants.SERVICE and grant.inode != inode:
+            raise StaleGrant
+        return grant
+
+    def _copy(self, call: Call) -> None:
+        request = self._parse(pb.CopyRequest, call)
+        if request.map_epoch != self._epoch:
+            self._check_epoch(request.map_epoch, lambda: ((request.from_inode, request.from_index),
+                                                          (request.inode, request.index)))
+        source = self._check_right(request.read_grant, request.from_inode, grants.READ)
+        right = self._check_right(request.write_grant, request.inode, grants.WRITE)
+        if not right.rights & grants.SERVICE and (request.cut > right.cut or right.session != request.session != 0):
+            raise StaleGrant
+        if (source.rights | right.rights) & grants.ENCRYPTED:  # what is encrypted for one position decrypts at no other
+            raise NotSupported("chunks of encrypted volumes are copied by reading and writing them")
+        table = 0 if right.rights & grants.SERVICE else right.table
+        self._later(call, self._do_copy(call, request, table))
+
+    async def _do_copy(self, call: Call, request: pb.CopyRequest, table: int) -> None:
+        def given_up() -> bool:
+            return call.cancelled or call.deadline_s < self.clock.boottime_s()
+
+        name = RequestId(request.session, request.slot, request.sequence) if request.session else None
+        source = request.from_inode, request.from_index, request.from_offset
+        version, copied = await self.replica.copy(source, request.inode, request.index, request.offset, request.length,
+                                                  cut=request.cut, request=name, given_up=given_up, table=table)
+        if request.map_epoch != self._epoch:  # while it was copied the source may have gone on without us
+            self._check_epoch(request.map_epoch, lambda: (source[:2], (request.inode, request.index)))
+        self.tenure.check()
+        call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())

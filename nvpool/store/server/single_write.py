@@ -1,0 +1,52 @@
+"""The commonest write, one within a block, from its request to its answer without the objects that batches need.
+
+A part of `store/server/service`; what it answers `store/server/write_batch` answers with the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvpool.core import grants
+from nvpool.core.errors import NvpoolError
+from nvpool.core.ids import RequestId
+from nvpool.core.units import BLOCK_BYTES
+from nvpool.rpc.api import Call
+from nvpool.rpc.messages.data_codec import decode_write_request, encode_write_reply
+from nvpool.store.chunks.api import MustWait
+from nvpool.store.chunks.read_batch import RESULT
+from nvpool.store.server.write_batch import WRITE
+
+if TYPE_CHECKING:
+    from nvpool.store.server.service import StoreService
+
+
+class WritesOne:
+    def _write_one(self: StoreService, call: Call) -> bool:
+        """Whether it was answered here: one write within a block by one grant, of this map, to a chunk that nobody else has,
+        for which there is room. Else nothing has happened, and it goes the way of all others."""
+        found = decode_write_request(call.message)
+        if found is None or found[0] != self._epoch or found[1] != self.target or self.use.on:
+            return False
+        epoch, _, raw, writes, checksums, session, slot = found
+        inode, cut, sequence, index, offset, length, number, _ = WRITE.unpack(writes)
+        payload, replica = call.payload, self.replica
+        if length != len(payload) or not length or (offset & BLOCK_BYTES - 1) + length > BLOCK_BYTES or number or not session \
+                or replica.shares or replica.losing or self.store.places_first(offset, length):
+            return False
+        grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
+        if grant is None or not grant.rights & grants.WRITE or grant.rights & (grants.SERVICE | grants.ENCRYPTED) \
+                or grant.inode != inode or cut > grant.cut or grant.session != session:
+            return False
+        status = version = 0
+        try:
+            version = replica.write_now(inode, index, offset, memoryview(payload), checksums, cut=cut,
+                                        request=RequestId(session, slot, sequence), table=grant.table)
+        except MustWait:
+            return False
+        except NvpoolError as error:
+            status = error.wire_code
+        if self.tenure.shared:
+            self.tenure.check()
+        call.reply(encode_write_reply(epoch, RESULT.pack(status, 0, 0, version)))
+        return True

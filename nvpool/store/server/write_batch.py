@@ -1,0 +1,179 @@
+"""A batch of writes of one message, done one after the other as far as that goes without waiting.
+
+Called by store/server/service, which waits for what this says and goes on then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nvpool.core import grants
+from nvpool.core.errors import InvalidRequest, NvpoolError, StaleGrant
+from nvpool.core.ids import RequestId
+from nvpool.core.units import BLOCK_BYTES
+from nvpool.rpc.messages.data_codec import ALL_OF_BLOCKS
+from nvpool.rpc.v1 import data_pb2 as pb
+from nvpool.store.chunks.api import MustWait, Placed
+from nvpool.store.chunks.read_batch import RESULT
+
+if TYPE_CHECKING:
+    from nvpool.store.server.service import StoreService
+
+WRITE = struct.Struct("<QQQIIIHH")
+BREATH_BYTES = 4 << 20
+"""Written for one call before others have their turn: about 4 ms."""
+
+
+async def _breathe() -> None:
+    await asyncio.sleep(0)
+
+
+def check_key(grant: grants.Grant, wrapped_key: bytes) -> None:
+    """InvalidRequest: a write to a file of an encrypted volume has to bring the volume's key, and no other write does."""
+    if bool(grant.rights & grants.ENCRYPTED) != bool(wrapped_key):
+        raise InvalidRequest("the write brings the key of a volume, and the file is in none that is encrypted" if wrapped_key
+                             else "the file is in an encrypted volume, and the write does not bring the volume's key")
+
+
+class WriteBatch:
+    """A batch of writes and how far it has come. Once a write to a chunk is refused, the later ones of the batch to that chunk
+    are refused for the same reason: what is done of a chunk's writes is always a beginning of them."""
+
+    def __init__(self, service: StoreService, request: pb.WriteRequest, payload: memoryview, deadline_s: float):
+        self._store = service.store
+        self._replica = service.replica
+        self._deadline_s = deadline_s
+        self._request = request
+        self._payload = payload
+        self.headers = list(WRITE.iter_unpack(request.writes))
+        if request.versions:
+            raise InvalidRequest("versions are given by the head of a chain to its successors")
+        places, pieces, at, piece = [], [], 0, 0
+        for _, _, _, _, offset, length, _, _ in self.headers:
+            places.append((at, at + length))
+            at += length
+            last = piece + ((offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - offset // BLOCK_BYTES if length else 0)
+            pieces.append((piece * 4, last * 4))
+            piece = last
+        if at != len(payload) or piece * 4 != len(request.checksums):
+            raise InvalidRequest(f"{len(payload)} bytes and {len(request.checksums)} of checksums came for writes of {at} and "
+                                 f"{piece * 4}")
+        self._places, self._pieces = places, pieces
+        self._done = 0
+        self._placed: Placed | None = None
+        self._placed_for = -1
+        self._led: tuple[int, int] = -1, 0  # number, version
+        self._refused: dict[tuple[int, int], int] = {}
+        self.session = request.session
+        self._key = service.volume_key(request.wrapped_key)
+        self._cipher = None if self._key is None else self._key.cipher
+        now_ms = service.clock.wall_ns() // 1_000_000
+        self._grants = [service.grant(raw, now_ms) for raw in request.grants]
+        self.results = bytearray(RESULT.size * len(self.headers))
+
+    def go_on(self):
+        """Write as far as it goes without waiting; returns what to await before the next call, or None when all is done."""
+        request, replica = self._request, self._replica
+        session, slot = request.session, request.slot
+        written = 0
+        while self._done < len(self.headers):
+            if written > BREATH_BYTES:
+                return _breathe
+            number = self._done
+            inode, cut, sequence, index, offset, _, grant_number, flags = self.headers[number]
+            status = version = 0
+            try:
+                refused = self._refused.get((inode, index))
+                if refused:
+                    status = refused
+                else:
+                    table = self._check_grant(grant_number, inode, cut)
+                    begin, end = self._places[number]
+                    first, last = self._pieces[number]
+                    name = RequestId(session, slot, sequence) if session else None
+                    if self._led[0] == number:
+                        version = self._led[1]
+                    elif replica.losing and replica.losing.check_write(table, inode, index, offset, end - begin,
+                                                                       bool(flags & ALL_OF_BLOCKS)):
+                        return partial(self._discard, number)
+                    elif replica.shares and replica.is_shared(table, inode, index):
+                        return partial(self._lead, number, table, name)
+                    elif self._placed_for != number and self._store.places_first(offset, end - begin):
+                        return partial(self._place, number)
+                    else:
+                        version = replica.write_now(inode, index, offset, self._payload[begin:end],
+                                                    request.checksums[first:last], cut=cut, request=name, placed=self._placed,
+                                                    table=table, cipher=self._cipher)
+            except MustWait as wait:
+                return wait.until
+            except NvpoolError as error:
+                status = self._refused[inode, index] = error.wire_code
+            self.drop_placed()
+            RESULT.pack_into(self.results, number * RESULT.size, status, 0, 0, version)
+            self._done += 1
+            written += self.headers[number][5]
+        return None
+
+    async def _discard(self, number: int) -> None:
+        """What is here of the chunk is from before its chain was begun anew."""
+        inode, cut, _, index, offset, length, grant_number, flags = self.headers[number]
+        losing, table = self._replica.losing, self._check_grant(grant_number, inode, cut)
+        try:
+            # Asked again when it is removed: another request may have written the chunk while this one waited.
+            await self._store.discard(inode, index, lambda: losing.check_write(table, inode, index, offset, length,
+                                                                               bool(flags & ALL_OF_BLOCKS)))
+        except NvpoolError as error:
+            self._refused[inode, index] = error.wire_code
+
+    async def _place(self, number: int) -> None:
+        self._placed_for = number
+        inode, _, _, index, offset, *_ = self.headers[number]
+        begin, end = self._places[number]
+        try:
+            if self._cipher is None:
+                self._placed = await self._store.place(inode, index, offset, self._payload[begin:end])
+            else:
+                first, last = self._pieces[number]
+                self._placed = await self._store.prepare(inode, index, offset, self._payload[begin:end],
+                                                         self._request.checksums[first:last], self._cipher)
+                if self._placed.writing is not None:
+                    await asyncio.shield(self._placed.writing)
+        except NvpoolError as error:
+            self._refused[inode, index] = error.wire_code
+
+    async def _lead(self, number: int, table: int, name: RequestId | None) -> None:
+        """With the other targets of the chunk."""
+        inode, cut, _, index, offset, *_ = self.headers[number]
+        begin, end = self._places[number]
+        first, last = self._pieces[number]
+        try:
+            version = await self._replica.lead(table, inode, index, offset, self._payload[begin:end],
+                                               self._request.checksums[first:last], cut=cut, request=name,
+                                               deadline_s=self._deadline_s, key=self._key)
+            self._led = number, version
+        except NvpoolError as error:
+            self._refused[inode, index] = error.wire_code
+
+    def drop_placed(self) -> None:
+        placed, self._placed = self._placed, None
+        if placed is not None:
+            self._store.drop_placed(placed)
+
+    def refuse_rest(self, code: int) -> None:
+        for number in range(self._done, len(self.headers)):
+            RESULT.pack_into(self.results, number * RESULT.size, code, 0, 0, 0)
+
+    def _check_grant(self, number: int, inode: int, cut: int) -> int:
+        """The chain table that it names, 0 for none. StaleGrant."""
+        grant = self._grants[number] if number < len(self._grants) else None
+        if grant is None or not grant.rights & (grants.WRITE | grants.SERVICE):
+            raise StaleGrant
+        if not grant.rights & grants.SERVICE and (grant.inode != inode or cut > grant.cut or
+                                                  grant.session != self.session != 0):
+            raise StaleGrant
+        if not grant.rights & grants.SERVICE:
+            check_key(grant, self._request.wrapped_key)
+        return 0 if grant.rights & grants.SERVICE else grant.table

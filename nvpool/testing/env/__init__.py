@@ -1,0 +1,1 @@
+"""Environments for tests: pools of real processes, etcd, containers, network namespaces."""

@@ -1,0 +1,57 @@
+"""What tests of several nodes ask about the members of the pool's own etcd, and pools that have three. Called by tests."""
+
+from __future__ import annotations
+
+import json
+import stat
+import time
+
+from nvpool.core.clock import SYSTEM_CLOCK
+from nvpool.testing.env.nodes import Node, Pool
+
+
+def until(holds, what: str, node: Node, wait_s: float = 240.0):
+    """What `holds` answers once that is true; AssertionError, with the logs of `node`, after wait_s."""
+    deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
+    while not (found := holds()):
+        assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not within {wait_s} s: {what}: {node.map().etcd}\n{node.said()}"
+        time.sleep(0.1)
+    return found
+
+
+def members(node: Node) -> set[int]:
+    """Of etcd that vote, as this node knows it."""
+    return {one.node for one in node.map().etcd if one.state == "up"}
+
+
+def has_keys(node: Node) -> bool:
+    """Whether it can let others in: it has the keys of the pool's authorities. AssertionError where others than it may read
+    them."""
+    keys = [node.path / "secret" / below / "authority.key" for below in (".", "etcd")]
+    try:
+        modes = [stat.S_IMODE(key.stat().st_mode) for key in keys]
+    except FileNotFoundError:
+        return False
+    assert modes == [0o600, 0o600], f"{keys} may be read by others: {modes}"
+    return True
+
+
+def token_of(node: Node):
+    """A change of the map, asked of this node."""
+    return node.nvpool("node", "token", str(node.path), check=False)
+
+
+def told(node: Node) -> str:
+    """The problems that its status names."""
+    done = node.nvpool("status", str(node.path), "--json", check=False)
+    return "; ".join(json.loads(done.stdout).get("problems", ())) if done.stdout.startswith("{") else ""
+
+
+def of_three(pool: Pool) -> None:
+    """Three nodes that keep the map; the drive is the first one's."""
+    first, *others = pool.nodes[:3]
+    address = pool.found()["address"].removeprefix("stream://")
+    for node in others:
+        token = first.json("node", "token", str(first.path))["token"]
+        node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token, *pool.plain)
+    until(lambda: members(first) == {1, 2, 3} and all(has_keys(node) for node in pool.nodes[:3]), "three members", first)

@@ -1,0 +1,1 @@
+"""Fakes and in-process parts of a pool."""

@@ -1,0 +1,68 @@
+"""HoldingPool: a pool in one process whose targets fall silent when told to, as a process that is stopped or a host that is cut
+off. For tests of those who ask them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+from nvpool.rpc.v1.wire_pb2 import Method
+from nvpool.testing.fakes.local_pool import LocalPool
+
+
+class HoldingPool(LocalPool):
+    """`hold`: what a target is asked of these methods is not answered, not even looked at, until `let_go`. `mute`: it is done,
+    and the answer is lost. `delay`: reads of it are answered so much later."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.asked: Counter = Counter()
+        self.held: dict[int, list] = defaultdict(list)
+        self._holding: dict[int, tuple] = {}
+        self._muted: dict[int, tuple] = {}
+        self._delays: dict[int, float] = {}
+        self._handlers: dict[int, object] = {}
+
+    async def _listen(self, role, number, handler):
+        if role != "target":
+            await super()._listen(role, number, handler)
+            return
+        self._handlers[number] = handler
+
+        def hand_on(call):
+            self.asked[number, call.method] += 1
+            if call.method in self._holding.get(number, ()):
+                self.held[number].append(call)
+                return
+            if call.method == Method.DATA_READ and number in self._delays:
+                asyncio.get_running_loop().call_later(self._delays[number], handler, call)
+                return
+            if call.method in self._muted.get(number, ()):
+                call = SimpleNamespace(method=call.method, message=call.message, payload=call.payload, cancelled=False,
+                                       peer=call.peer, deadline_s=call.deadline_s, reply=lambda *_: None, fail=lambda *_: None)
+            handler(call)
+        await super()._listen(role, number, hand_on)
+
+    def hold(self, target: int, *methods: int) -> None:
+        self._holding[target] = methods
+
+    def delay(self, target: int, delay_s: float) -> None:
+        self._delays[target] = delay_s
+
+    def mute(self, target: int, *methods: int) -> None:
+        self._muted[target] = methods
+
+    def let_go(self, target: int) -> None:
+        calls, self.held[target], self._holding[target] = self.held[target], [], ()
+        for call in calls:
+            try:
+                self._handlers[target](call)
+            except Exception as error:
+                call.fail(error)
+
+    async def until(self, holds) -> None:
+        async with asyncio.timeout(120):
+            while not holds():  # noqa: ASYNC110 - many things, none of which tells of itself
+                await asyncio.sleep(0.005)

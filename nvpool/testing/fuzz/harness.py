@@ -1,0 +1,157 @@
+"""A service and one caller: what all places have alike, from the drawing of a case to the wait for its answer.
+
+A derived class makes the service in `begin`, draws requests in `request`, and judges what has become of it all in `end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
+from nvpool.core.errors import NvpoolError
+from nvpool.rpc.api import Call, Peer
+from nvpool.rpc.v1 import wire_pb2 as wire
+from nvpool.testing.fakes.meta_shard import DirectCall
+from nvpool.testing.fuzz.connections import Trouble, Wire, Witness, wrong_frame
+from nvpool.testing.fuzz.messages import REQUESTS, Generator, Known
+
+CORPUS_MAX = 300
+KEEPING = 50
+"""Requests that may wait; with more of them all have to be answered before the next."""
+
+
+class Place:
+    name = ""
+    waits_s = 60.0
+    """Time of the loop within which all that was asked has to be answered."""
+    deadline_ms = 60_000
+    """Of most requests; what waits for news by itself is answered then at the latest."""
+    unlike_others: frozenset[int] = frozenset()
+    """Methods that are not asked without a transport, since nobody can give up waiting there."""
+
+    def __init__(self, kind: str, seed: str, witness: Witness) -> None:
+        """`kind`: of the caller. What the place does comes from the seed alone."""
+        self.kind = kind
+        self.answered: dict[int, int] = {}
+        """By method: how often something was done. For who wants to know how deep this goes."""
+        self._seed = seed
+        self._chance = random.Random(seed)
+        self._known = Known()
+        self._generator = Generator(self._chance, self._known)
+        self._corpus: list[tuple[int, bytes]] = [(0, b"\x10\x01")]
+        self._witness = witness
+        self._clock: Clock = SYSTEM_CLOCK
+        self._path: Path | None = None
+        """Where its files are."""
+
+    @staticmethod
+    def loop() -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
+
+    async def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        raise NotImplementedError
+
+    def request(self, only: int | None) -> tuple[int, bytes, bytes]:
+        """Method, message and payload of the next case; of the method `only` where there is one."""
+        raise NotImplementedError
+
+    async def end(self) -> None:
+        """Judge, and take everything down. Trouble."""
+        raise NotImplementedError
+
+    def clean_up(self) -> None:
+        """Remove its files, however it has ended."""
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+
+    def check(self) -> None:
+        """Judge what can be judged in between. Trouble."""
+        self._witness.check()
+
+    # -- one case ----------------------------------------------------------------------------------------------------------
+
+    def connect(self, handle: Callable[[Call], None], peer: Peer, at_once: Any = None) -> None:
+        self._handle, self._peer = handle, peer
+        self._wire = Wire(handle, peer, self._clock)
+        self._wire.at_once(at_once)
+        self._wire.on_answer = self._note
+
+    async def case(self, only: int | None) -> tuple[int, bytes]:
+        """Ask for something; what it was."""
+        chance, asking = self._chance, self._wire
+        method, message, payload = self.request(only)
+        drawn = chance.random()
+        if drawn < 0.18:
+            message = self._generator.mutated(message, chance.choice(self._corpus)[1])
+        elif drawn < 0.2:
+            message = self._generator.bytes()
+        elif len(self._corpus) < CORPUS_MAX and message:
+            self._corpus.append((method, message))
+        if not self.may(method, message):
+            return method, b""
+        if drawn > 0.985:
+            asking.give(wrong_frame(chance, message))
+            if not asking.is_closed and chance.random() < 0.5:
+                asking.give(wrong_frame(chance, message))
+            asking.reconnect()
+        elif drawn > 0.92 and method not in self.unlike_others:
+            self._direct(method, message, payload)
+        else:
+            deadline_ms = chance.choice((0, 1, min(5000, self.deadline_ms))) if drawn > 0.86 else self.deadline_ms
+            number = asking.ask(method, message, payload, deadline_ms, message)
+            if chance.random() < 0.02:
+                asking.cancel(number)
+        if asking.is_closed:
+            asking.reconnect()
+        if len(asking.open_ones) > KEEPING:
+            await self.answer_all()
+        await self.pause()
+        return method, message
+
+    def may(self, method: int, message: bytes) -> bool:
+        """Whether this may be asked. No: it would do what it says, and that is the end of the place."""
+        return True
+
+    async def pause(self) -> None:
+        await asyncio.sleep(0)
+
+    def _direct(self, method: int, message: bytes, payload: bytes) -> None:
+        """Without a transport: as it comes from grpc, inproc and rdma."""
+        call = DirectCall(method, message, payload, self._clock.boottime_s() + 60, self._peer)
+        try:
+            self._handle(call)
+        except NvpoolError:
+            return
+        if isinstance(call.answer, Exception) and not isinstance(call.answer, NvpoolError):
+            raise Trouble(f"method {method} raised {call.answer!r}") from call.answer
+
+    async def answer_all(self) -> None:
+        """Trouble: a request has no answer."""
+        left_s = self.waits_s
+        while self._wire.open_ones and left_s > 0:
+            left_s -= await self.wait_a_little(self.waits_s - left_s)
+        if self._wire.open_ones:
+            asked = ", ".join(f"{method_name(method)} {note.hex()}" for method, note in self._wire.open_ones.values())
+            raise Trouble(f"not answered within {self.waits_s:.0f} s: {asked}")
+
+    async def wait_a_little(self, waited_s: float) -> float:
+        pause_s = 0.0 if waited_s < 0.3 else 0.01
+        await asyncio.sleep(pause_s)
+        return pause_s or 0.0005
+
+    def _note(self, method: int, note: Any, status: int, message: bytes) -> None:
+        if not status and method in REQUESTS:
+            self.answered[method] = self.answered.get(method, 0) + 1
+            self.learn(method, note, message)
+
+    def learn(self, method: int, asked: bytes, message: bytes) -> None:
+        """This was answered, without an error."""
+
+
+def method_name(method: int) -> str:
+    return wire.Method.Name(method) if method in REQUESTS else str(method)

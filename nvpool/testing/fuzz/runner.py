@@ -1,0 +1,199 @@
+"""One process of fuzzing: places one after the other, each with so many cases, until they are done or something is wrong.
+
+    python -m nvpool.testing.fuzz.runner --seed 1 --first 0 --cases 20000
+
+A place and all that it is asked come from the seed and the number of its first case, so that trouble is had again by both. Run
+by `tools/fuzz.py`, over several processes; the lines that it writes are for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import logging
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+
+from nvpool.rpc.v1 import wire_pb2
+from nvpool.testing.fuzz.connections import RECENT, Trouble, Witness
+from nvpool.testing.fuzz.daemons import StandbyPlace, SupervisorPlace, kinds_of
+from nvpool.testing.fuzz.harness import Place, method_name
+from nvpool.testing.fuzz.shard import KINDS, ShardPlace
+from nvpool.testing.fuzz.store import PEERS, StorePlace
+
+CASES = 2000
+"""Of one place, which is made anew then: what callers with rights have made of it does not grow for ever."""
+CHECK_EVERY = 250
+STALL_S = 120.0
+"""Real time within which each case, and the end of a place, has to be over; else all stacks are written, and the process
+ends."""
+GROWTH_BYTES = 400 << 20
+"""How much the process may grow behind its first places."""
+WARM = 6
+_PAGE = resource.getpagesize()
+
+PLACES = [
+    (place, kind)
+    for place, kinds in (
+        (ShardPlace, tuple(KINDS)),
+        (StorePlace, tuple(PEERS)),
+        (ShardPlace, tuple(KINDS)),
+        (SupervisorPlace, kinds_of(SupervisorPlace)),
+        (ShardPlace, tuple(KINDS)),
+        (StandbyPlace, kinds_of(StandbyPlace)),
+    )
+    for kind in kinds
+]
+"""In turn; a shard has most of what can go wrong."""
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+
+
+class Run:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._witness = Witness()
+        self._recent: deque[tuple[int, int, bytes]] = deque(maxlen=RECENT)
+        self.done = 0
+        self.answered: dict[str, int] = {}
+        self._grown_from = 0
+        self._places = 0
+
+    def all(self) -> int:
+        """The exit status."""
+        logging.getLogger().addHandler(self._witness)
+        try:
+            return self._all()
+        finally:
+            logging.getLogger().removeHandler(self._witness)
+            if self._options.watched:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _all(self) -> int:
+        options, began_s, told_s = self._options, time.monotonic(), time.monotonic()
+        first = options.first // CASES * CASES
+        kinds = [one for one in PLACES if options.kind in ("", one[1], one[0].name, f"{one[0].name}-{one[1]}")]
+        if not kinds:
+            raise SystemExit(f"no service or kind of caller is called {options.kind!r}")
+        while self.done < options.cases and (not options.seconds or time.monotonic() - began_s < options.seconds):
+            number = first + self.done * options.step
+            make, kind = kinds[number // CASES % len(kinds)]
+            place = make(kind, f"{options.seed}/{number}", self._witness)
+            try:
+                self._one(place, number, min(CASES, options.cases - self.done))
+            except Exception as error:
+                self._tell(place, number, error)
+                return 1
+            for method, times in place.answered.items():
+                name = method_name(method)
+                self.answered[name] = self.answered.get(name, 0) + times
+            self._places += 1
+            self._check_memory()
+            if time.monotonic() - told_s > 0.5:
+                told_s = time.monotonic()
+                self._progress()
+        self._progress()
+        if options.stats:
+            print("answered:", " ".join(f"{name}={count}" for name, count in sorted(self.answered.items())), flush=True)
+        return 0
+
+    def _watch(self) -> None:
+        if self._options.watched:
+            faulthandler.dump_traceback_later(STALL_S, exit=True)
+
+    def _progress(self) -> None:
+        print(f"done {self.done} {resident_bytes()}", flush=True)
+
+    def _one(self, place: Place, number: int, count: int) -> None:
+        loop = place.loop()
+        asyncio.set_event_loop(loop)
+        loop.set_exception_handler(self._witness.unhandled)
+        only = getattr(wire_pb2, self._options.only) if self._options.only else None
+
+        async def cases() -> None:
+            self._watch()
+            await place.begin(loop)
+            for case in range(count):
+                if not case % 50:
+                    self._watch()
+                asked = await place.case(only)
+                self._recent.append((number + case, *asked))
+                if self._witness.said or not (case + 1) % CHECK_EVERY:
+                    place.check()
+            await place.end()
+
+        try:
+            loop.run_until_complete(cases())
+        finally:
+            place.clean_up()
+            with contextlib.suppress(Exception):
+                loop.close()
+        self.done += count
+
+    def _check_memory(self) -> None:
+        if self._places < WARM:
+            return
+        now = resident_bytes()
+        if not self._grown_from:
+            self._grown_from = now
+        elif now - self._grown_from > GROWTH_BYTES:
+            gc.collect()
+            if resident_bytes() - self._grown_from > GROWTH_BYTES:
+                raise SystemExit(
+                    f"TROUBLE: the process has grown from {self._grown_from >> 20} to {now >> 20} MiB in {self.done} cases"
+                )
+
+    def _tell(self, place: Place, number: int, error: Exception) -> None:
+        last = self._recent[-1][0] if self._recent else number
+        print(f"TROUBLE at case {last} ({place.name}, {place.kind}); again with: --seed {self._options.seed} --first {number} "
+              f"--cases {CASES} --kind {place.name}-{place.kind}")
+        for case, method, message in self._recent:
+            print(f"  {case} {method_name(method)} {message[:400].hex()}")
+        print(error if isinstance(error, Trouble) and error.__cause__ is None else "".join(traceback.format_exception(error)))
+        print("\n".join(self._witness.said), flush=True)
+
+
+def fuzz(kind: str, cases: int, seed: str = "1", only: str = "") -> int:
+    """So many cases in this process, which somebody else watches for a standstill: the exit status, and what is wrong on
+    stdout."""
+    return Run(argparse.Namespace(seed=seed, first=0, step=1, cases=cases, seconds=0.0, only=only, kind=kind, stats=False,
+                                  watched=False)).all()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", default="1")
+    parser.add_argument("--first", type=int, default=0, help="the first case; a place begins at each 2,000th")
+    parser.add_argument(
+        "--step", type=int, default=1, help="of so many processes this is one: it leaves the others' places out"
+    )
+    parser.add_argument("--cases", type=int, default=20_000)
+    parser.add_argument("--seconds", type=float, default=0.0, help="no longer than this; 0: until all cases are done")
+    parser.add_argument("--only", default="", metavar="METHOD", help="META_CREATE, DATA_READ, …: this method alone")
+    parser.add_argument(
+        "--kind",
+        default="",
+        help="only this service, kind of caller, or both: "
+        + ", ".join(dict.fromkeys(f"{place.name}-{kind}" for place, kind in PLACES)),
+    )
+    parser.add_argument("--stats", action="store_true", help="at the end, how often each method did what it was asked for")
+    logging.lastResort = None  # what is said below ERROR is of no interest
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return Run(parser.parse_args(namespace=argparse.Namespace(watched=True))).all()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Loads that check what they read."""

@@ -1,0 +1,336 @@
+"""Who manages a simulated pool: one manager over the embedded coordinator, or a supervisor on each node over etcd.
+
+What is real: coordinators, `node/coordination/leadership`, manager, who keeps the shards, who lets them go. What is simulated:
+etcd (`sim/etcd`), and what starts processes. Both kinds may be told to `start` one of their processes again, to `change` the
+map as an operator does, and that processes of the pool have ended. Made by `sim/pool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from nvpool.cluster.api import LEASE_S_MIN, Coordinator, Lease
+from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.cluster.etcd.coordinator import EtcdCoordinator
+from nvpool.cluster.manager import Manager, change
+from nvpool.core.errors import NvpoolError, StaleLease, Unavailable
+from nvpool.kv.memory import MemoryKv
+from nvpool.node.admin.shards import MetaShards
+from nvpool.node.coordination.leadership import Leading, Reign
+from nvpool.node.coordination.shard_failover import ShardKeeper
+from nvpool.node.coordination.standby_checks import has_records
+from nvpool.poolmap.model import PoolMap, decode_map, encode_map
+from nvpool.rpc.api import Call, Greeting
+from nvpool.rpc.v1 import pool_pb2, wire_pb2
+from nvpool.testing.sim.endpoints import supervisor_endpoints, transports_of
+from nvpool.testing.sim.etcd import MEMBERS, SimCalls, SimEtcd
+from nvpool.testing.sim.invariants import Truths
+from nvpool.testing.sim.network import SimTransport
+from nvpool.testing.sim.simulated_process import KV_STEPS, Door, Killed, Process
+
+if TYPE_CHECKING:
+    from nvpool.testing.sim.pool import SimPool
+
+FOLLOW_S = 2.0
+AGAIN_S = 0.05
+
+Decide = Callable[[PoolMap], PoolMap]
+
+
+class Managing(Protocol):
+    @property
+    def pool_map(self) -> PoolMap:
+        """The newest there is, whoever knows it."""
+
+    def endpoints(self, node: int) -> tuple[str, ...]:
+        """Where processes of that node ask."""
+
+    async def begin(self, first_map: PoolMap) -> None:
+        """Start all processes."""
+
+    async def start(self, name: str) -> None:
+        """A new one in the place of that process, which has ended."""
+
+    async def change(self, decide: Decide, node: int = 0) -> PoolMap:
+        """One try to change the map, as the supervisor of that node does, or any; one that is dead is started first. Killed, or
+        as of cluster/manager.change."""
+
+    def target_died(self, process: Process, target: int, pid: int) -> None:
+        """A supervisor has seen it end, and tells of it where it can."""
+
+    def member_ended(self, node: int, shard: int, member: int) -> None:
+        """A supervisor has seen it end."""
+
+    def power_lost(self, name: str) -> None:
+        """By one of its processes, which has ended."""
+
+    def close(self) -> None: ...
+
+
+async def until_changed(managing: Managing, decide: Decide) -> PoolMap:
+    """The map as it is when it is known to be changed. What `decide` raises."""
+    while True:
+        with suppress(Killed, Unavailable, StaleLease):
+            return await managing.change(decide)
+        await asyncio.sleep(AGAIN_S)
+
+
+async def answer_map(coordinator: Coordinator, call: Call) -> None:
+    request = pool_pb2.MapRequest.FromString(bytes(call.message))
+    newest = await coordinator.watch(request.newer_than, min(request.wait_s, FOLLOW_S))
+    call.reply(pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString())
+
+
+class _Embedded(EmbeddedCoordinator):
+    """What it says is looked at."""
+
+    truths: Truths
+
+    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+        await super().replace(new, leader)
+        self.truths.map_is(self.pool_map)
+
+
+class _Leads:
+    """What node/admin/shards asks of who leads, where there is one manager."""
+
+    def __init__(self, coordinator: EmbeddedCoordinator, manager: Manager) -> None:
+        self.manager = manager
+        self._coordinator = coordinator
+        self.change_as_leader = partial(change, coordinator)
+
+    @property
+    def pool_map(self) -> PoolMap:
+        return self._coordinator.pool_map
+
+
+class OneManager:
+    """The process "manager" on a node of its own."""
+
+    NAME = "manager"
+
+    def __init__(self, pool: SimPool) -> None:
+        self._pool = pool
+        self._kv = MemoryKv()
+        self._coordinator: _Embedded | None = None
+        self._manager: Manager | None = None
+        self._keeper: ShardKeeper | None = None
+
+    @property
+    def pool_map(self) -> PoolMap:
+        return self._coordinator.pool_map if self._coordinator is not None else self._pool.first_map
+
+    def endpoints(self, node: int) -> tuple[str, ...]:
+        return (f"inproc://{self.NAME}",)
+
+    async def begin(self, first_map: PoolMap) -> None:
+        await self.start(self.NAME)
+
+    async def start(self, name: str) -> None:
+        pool = self._pool
+        process = pool.process(name, "node-of-manager")
+        clock = pool.new_clock(name)
+        kv = Door(self._kv, process, KV_STEPS, pool.disk_s)
+        try:
+            await kv.sync()  # as the opening of a real engine does with what it finds
+            self._coordinator = coordinator = await (_Embedded.open(kv) if self._kv.get(b"map") is not None
+                                                     else _Embedded.found(kv, pool.first_map))
+        except Killed:
+            return
+        coordinator.truths = pool.truths
+        pool.truths.map_is(coordinator.pool_map)
+        lease = await coordinator.lead("1", LEASE_S_MIN, 0.0)
+        assert lease is not None
+        reign = Reign(lease)
+        self._manager = manager = Manager(coordinator, clock=clock)
+        dialer = pool.new_dialer(process, clock)
+        self._keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, partial(change, coordinator), clock,
+                                            lambda: pool.secret, lambda: reign,
+                                            has_records=partial(has_records, dialer, clock))
+        shards = MetaShards(None, None, 0, _Leads(coordinator, manager), dialer, start=lambda: None,
+                            clock=clock)
+        for work in (manager.run(), keeper.run(), shards.run(), self._look(coordinator, manager)):
+            pool.own(process, work)
+        await SimTransport(pool.network, name, clock).listen(
+            self.endpoints(0)[0], Greeting(name, pool.first_map.fingerprint), partial(self._answer, process, coordinator))
+
+    @staticmethod
+    async def _look(coordinator: Coordinator, manager: Manager) -> None:
+        epoch = -1
+        while True:
+            newest = await coordinator.watch(epoch, FOLLOW_S)
+            if newest is not None:
+                epoch = newest.epoch
+                manager.look()
+
+    def _answer(self, process: Process, coordinator: Coordinator, call: Call) -> None:
+        if call.method == wire_pb2.POOL_ALIVE:
+            call.reply(self._manager.alive(pool_pb2.AliveRequest.FromString(bytes(call.message))).SerializeToString())
+        elif call.method in ShardKeeper.METHODS:
+            self._pool.own(process, self._answer_member(self._keeper, call))
+        else:
+            self._pool.own(process, answer_map(coordinator, call))
+
+    @staticmethod
+    async def _answer_member(keeper: ShardKeeper, call: Call) -> None:
+        try:
+            call.reply(await keeper.answer(call.method, bytes(call.message)))
+        except NvpoolError as error:
+            call.fail(error)
+
+    @property
+    def _lives(self) -> bool:
+        return self._pool.processes[self.NAME].alive
+
+    async def change(self, decide: Decide, node: int = 0) -> PoolMap:
+        if not self._lives:
+            await self.start(self.NAME)
+        return await change(self._coordinator, decide)
+
+    def target_died(self, process: Process, target: int, pid: int) -> None:
+        if self._lives and not self._pool.network.is_cut(process.name, self.NAME):
+            self._manager.died({target: pid})
+
+    def member_ended(self, node: int, shard: int, member: int) -> None:
+        if self._lives:
+            self._keeper.member_ended(shard, member)
+
+    def power_lost(self, name: str) -> None:
+        self._kv.crash()
+
+    def close(self) -> None:
+        pass
+
+
+class _Supervisor:
+    """What one of them has made, once etcd has answered."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.ready = asyncio.Event()
+        self.coordinator: EtcdCoordinator | None = None
+        self.leading: Leading | None = None
+        self.keeper: ShardKeeper | None = None
+
+
+class Supervisors:
+    """The processes "supervisor-N", one on each node, and "etcd-N", three on the first nodes or on nodes of their own."""
+
+    def __init__(self, pool: SimPool, nodes: int) -> None:
+        self._pool = pool
+        self._nodes = nodes
+        self._apart = pool.chance.random() < 0.5
+        self._supervisors: dict[int, _Supervisor] = {}
+        self._etcd = SimEtcd(pool.loop, pool.network, f"{pool.seed} etcd", self._put)
+        self._newest: tuple[bytes, PoolMap] | None = None
+        self._key = b""
+
+    @property
+    def pool_map(self) -> PoolMap:
+        return self._newest[1] if self._newest is not None else self._pool.first_map
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        if key == self._key:
+            self._newest = value, decode_map(value)
+            self._pool.truths.map_is(self._newest[1])
+
+    def endpoints(self, node: int) -> tuple[str, ...]:
+        return supervisor_endpoints(self._pool.directory, node)
+
+    async def begin(self, first_map: PoolMap) -> None:
+        self._key = b"nvpool/" + first_map.pool_id.encode() + b"/map"
+        self._etcd.put(self._key, encode_map(first_map))
+        for number in range(1, MEMBERS + 1):
+            await self.start(f"etcd-{number}")
+        self._etcd.start()
+        for node in range(1, self._nodes + 1):
+            await self.start(f"supervisor-{node}")
+        for supervisor in self._supervisors.values():
+            await supervisor.ready.wait()
+
+    async def start(self, name: str) -> None:
+        role, _, number = name.partition("-")
+        if role == "etcd":
+            place = f"node-of-{name}" if self._apart else f"node-{(int(number) - 1) % self._nodes + 1}"
+            self._etcd.members[name] = self._pool.process(name, place)
+            return
+        process = self._pool.process(name, f"node-{number}")
+        self._supervisors[int(number)] = supervisor = _Supervisor(process)
+        self._pool.own(process, self._run(supervisor, int(number)))
+
+    async def _run(self, supervisor: _Supervisor, node: int) -> None:
+        """As node/supervisor does."""
+        pool, process = self._pool, supervisor.process
+        clock = pool.new_clock(process.name)
+        dialer = pool.new_dialer(process, clock)
+        coordinator = None
+        while coordinator is None:
+            with suppress(Unavailable):
+                coordinator = await EtcdCoordinator.over(SimCalls(self._etcd, process, clock), pool.first_map.pool_id,
+                                                         clock=clock, only=str(node))
+        supervisor.coordinator = coordinator
+        supervisor.leading = leading = Leading(coordinator, node, dialer, lambda target: pool.pid_of(target, node), clock=clock)
+        supervisor.keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, leading.change_as_leader, clock,
+                                                 lambda: pool.secret, lambda: leading.reign, change_anywhere=leading.change,
+                                                 has_records=partial(has_records, dialer, clock))
+        shards = MetaShards(None, None, node, leading, dialer, start=lambda: None, clock=clock)
+        for work in (leading.run(), keeper.run(), shards.run()):
+            pool.own(process, work)
+        transports, greeting = transports_of(pool.network, process.name, clock), Greeting(process.name,
+                                                                                          pool.first_map.fingerprint)
+        for endpoint in self.endpoints(node):
+            await transports[endpoint.partition(":")[0]].listen(endpoint, greeting,
+                                                                process.taking(partial(self._answer, supervisor)))
+        supervisor.ready.set()
+
+    def _answer(self, supervisor: _Supervisor, call: Call) -> None:
+        if call.method == wire_pb2.POOL_ALIVE:
+            try:
+                supervisor.leading.alive(call)
+            except NvpoolError as error:
+                call.fail(error)
+        elif call.method in ShardKeeper.METHODS:
+            self._pool.own(supervisor.process, self._answer_member(supervisor, call))
+        else:
+            self._pool.own(supervisor.process, answer_map(supervisor.coordinator, call))
+
+    @staticmethod
+    async def _answer_member(supervisor: _Supervisor, call: Call) -> None:
+        try:
+            answer = await supervisor.leading.ask_leader(call)
+            if answer is None:
+                answer = await supervisor.keeper.answer(call.method, bytes(call.message))
+            call.reply(answer)
+        except NvpoolError as error:
+            call.fail(error)
+
+    async def change(self, decide: Decide, node: int = 0) -> PoolMap:
+        pool = self._pool
+        node = node or pool.chance.randint(1, self._nodes)
+        if not self._supervisors[node].process.alive:
+            await pool.start_again(f"supervisor-{node}")
+        supervisor = self._supervisors[node]
+        if not supervisor.ready.is_set():
+            raise Unavailable(f"supervisor {node} does not know the map yet")
+        changing = supervisor.leading.change(decide)
+        return await asyncio.get_running_loop().create_task(changing, context=supervisor.process.context)
+
+    def target_died(self, process: Process, target: int, pid: int) -> None:
+        supervisor = self._supervisors[int(process.node[5:])]
+        if supervisor.process.alive and supervisor.ready.is_set():
+            supervisor.process.context.run(supervisor.leading.died, target, pid)
+
+    def member_ended(self, node: int, shard: int, member: int) -> None:
+        supervisor = self._supervisors[node]
+        if supervisor.process.alive and supervisor.ready.is_set():
+            supervisor.keeper.member_ended(shard, member)
+
+    def power_lost(self, name: str) -> None:
+        """What etcd has agreed on is durable."""
+
+    def close(self) -> None:
+        self._etcd.close()

@@ -1,0 +1,1 @@
+"""Workloads of the simulation, with what has to hold afterwards."""

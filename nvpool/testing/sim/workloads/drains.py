@@ -1,0 +1,77 @@
+"""Drives of a simulated pool are drained and given their share again while it serves, so that chains move.
+
+Judged at the end: every drain ends, and no target keeps a chunk of a chain that is not its own. Called by `sim/scenario`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+
+from nvpool.core.errors import InvalidRequest
+from nvpool.poolmap.chains.rebalance import with_goals
+from nvpool.poolmap.chains.transitions import named, wished
+from nvpool.poolmap.layout import chain_of
+from nvpool.poolmap.model import PoolMap
+from nvpool.testing.sim.management import until_changed
+from nvpool.testing.sim.pool import SimPool
+
+ENDS_S = 240
+"""In which drains end and chunks of chains that were left are removed, once nothing fails any more: STAY_S of
+store/maintenance/orphan_chunks, the copying, and a restarted target that begins to count anew."""
+
+
+class Drains:
+    """`over()` says when no more begin; `done` counts. As many drives keep their share as the pool has replicas, at least."""
+
+    def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]) -> None:
+        self._pool = pool
+        self._chance = chance
+        self._over = over
+        self._done = done
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._chance.expovariate(0.4))
+            if self._over():
+                return
+            targets = self._pool.pool_map.targets
+            sharing = [target.id for target in targets if target.wish == "share"]
+            draining = [target.id for target in targets if target.wish == "drain"]
+            if draining and (len(sharing) <= self._pool.replicas or self._chance.random() < 0.4):
+                await self._wish(self._chance.choice(draining), "share")
+            elif len(sharing) > self._pool.replicas:
+                await self._wish(self._chance.choice(sharing), "drain")
+
+    async def _wish(self, target: int, wish: str) -> None:
+        def decide(now: PoolMap) -> PoolMap:
+            return with_goals(wished(now, target, wish))
+
+        with suppress(InvalidRequest):  # too few others can take what it has, at this moment
+            await until_changed(self._pool.managing, decide)
+            self._done["drains"] += wish == "drain"
+            self._pool.truths.happened(asyncio.get_running_loop().time(), f"target {target} is wished to {wish}")
+
+    async def until_ended(self) -> list[str]:
+        """Why drains have not ended, after ENDS_S."""
+        problems: list[str] = []
+        for _ in range(ENDS_S):
+            problems = self._left()
+            if not problems:
+                return []
+            await asyncio.sleep(1.0)
+        return [f"{problem}, {ENDS_S} s after all was mended" for problem in problems]
+
+    def _left(self) -> list[str]:
+        pool_map = self._pool.pool_map
+        problems = [f"target {target.id} is drained and still has a part in chains"
+                    for target in pool_map.targets if target.wish == "drain" and target.id in named(pool_map)]
+        for number, store in self._pool.stores.items():
+            for (inode, index), chunk in store._chunks.items():
+                chain = pool_map.chain(chunk.table or 1, chain_of(inode, index))
+                if number not in (*chain.targets, *chain.joining, *chain.goal):
+                    problems.append(f"target {number} keeps chunk {index} of inode {inode:#x} with version {chunk.version:#x}; "
+                                    f"its chain has epoch {chain.epoch} and targets {chain.targets}")
+        return problems

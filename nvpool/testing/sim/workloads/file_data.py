@@ -1,0 +1,398 @@
+"""What the clients of a simulated pool do with blocks, sizes, appended records and locks, and whether what they were told can
+be true. Names are in `sim/workloads/names`.
+
+Each kind of work is asked for acts of one client (`acts`: how often, what), for a last look by a judge when all is quiet, and
+for its problems. An act that ends with an error has an unknown outcome. Called by `sim/scenario`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+from typing import NamedTuple
+
+from nvpool.client.session import Client
+from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, Caller
+from nvpool.core.errors import InvariantBroken, LockLost, NoSpace
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, UNLOCKED
+from nvpool.meta.sessions.append_order import APPEND_S
+from nvpool.testing.sim.linearizability import (
+    INITIAL,
+    Access,
+    SizeCall,
+    register_problems,
+    sizes_problems,
+    without_looks_at_unanswered_cuts,
+    without_what_was_seen_too_early,
+)
+from nvpool.testing.sim.loop import VirtualLoop
+from nvpool.testing.sim.pool import CHUNK_BYTES
+
+ROOT = 1
+BLOCK = 4096
+BLOCKS = 3 * CHUNK_BYTES // BLOCK
+CALLER = Caller(0, 0, (0,))
+ROUND_S = 6.0
+"""After which sizes and records are those of another file: their histories are judged by search, or read as a whole."""
+
+
+class Worker(NamedTuple):
+    """A client that works; `handles` are its own, by inode."""
+
+    client: Client
+    name: str
+    chance: random.Random
+    handles: dict[int, object]
+
+    async def handle(self, inode: int, flags: int = os.O_RDWR):
+        handle = self.handles.get(inode)
+        if handle is None:
+            handle = self.handles[inode] = await self.client.vfs.open(inode, flags, CALLER)
+        return handle
+
+
+    async def listed(self, directory: int, step_max: int = 100) -> list[tuple[bytes, int]]:
+        """Names and inodes, as a listing in steps of at most so many delivers them."""
+        vfs, cursor, more = self.client.vfs, 0, True
+        handle, found = await vfs.opendir(directory), []
+        while more:
+            listed, more = await vfs.readdir(handle, cursor, self.chance.randint(1, step_max))
+            found += zip(listed.names, listed.inodes, strict=True)
+            cursor = listed.cursor(-1) if more else 0
+        return found
+
+
+Act = Callable[[Worker], Awaitable[None]]
+
+
+class Work:
+    """`losses`: when power was lost. Files are in a wide directory of their own (`prepare`), so that they lie anywhere."""
+
+    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
+        self._loop = loop
+        self._done = done
+        self._losses = losses
+        self._home = ROOT
+
+    async def prepare(self, client: Client) -> None:
+        """Before anything breaks."""
+        home = await client.vfs.mkdir(ROOT, type(self).__name__.encode(), 0o755, CALLER, wide=True)
+        self._home = home.inode
+
+    def acts(self) -> list[tuple[int, Act]]:
+        return []
+
+    async def look(self, judge: Worker) -> None:
+        """When all is quiet."""
+
+    def problems(self) -> list[str]:
+        return []
+
+    async def _make(self, client: Client, name: bytes) -> int:
+        attr, handle = await client.vfs.create(self._home, name, 0o644, os.O_RDWR, CALLER)
+        await client.vfs.release(handle)
+        return attr.inode
+
+
+class Blocks(Work):
+    """One file of BLOCKS blocks: each is a register. It is cut and grown again, and holes are punched into it. What
+    a client has not stored when another one cuts comes after the cut."""
+
+    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float], cuts: bool) -> None:
+        super().__init__(loop, done, losses)
+        self._cuts = cuts
+        self._values = 0
+        self._blocks: dict[int, list[Access]] = {}
+        self._inode = 0
+
+    async def prepare(self, client: Client) -> None:
+        await super().prepare(client)
+        self._inode = await self._make(client, b"blocks")
+        await client.vfs.setattr(self._inode, size=BLOCKS * BLOCK, caller=CALLER)
+
+    def acts(self) -> list[tuple[int, Act]]:
+        return [(8, self._write), (10, self.read), (1 if self._cuts else 0, self._cut), (2 if self._cuts else 0, self._punch)]
+
+    async def _write(self, worker: Worker) -> None:
+        handle = await worker.handle(self._inode)
+        self._values += 1
+        value, block, begin = self._values, worker.chance.randrange(BLOCKS), self._loop.time()
+        history = self._blocks.setdefault(block, [])
+        place = len(history)
+        history.append(Access("write", value, begin, inf, worker.name))
+        await worker.client.vfs.write(handle, block * BLOCK, value.to_bytes(8, "little") * (BLOCK // 8))
+        if worker.chance.random() < 0.2:
+            await asyncio.sleep(worker.chance.uniform(0.0, 1.5))
+        try:
+            await worker.client.vfs.fsync(handle, True)
+        except NoSpace:  # nothing of it is there, nor will be
+            history[place] = Access("read", INITIAL, -inf, -inf, worker.name)
+            return
+        history[place] = Access("write", value, begin, self._loop.time(), worker.name)
+        self._done["writes"] += 1
+
+    async def read(self, worker: Worker) -> None:
+        await self._look_at(worker, worker.chance.randrange(BLOCKS))
+        self._done["reads"] += 1
+
+    async def _look_at(self, worker: Worker, block: int) -> None:
+        """What a store says, whatever the client remembers."""
+        handle = await worker.handle(self._inode, os.O_RDONLY if worker.name == "judge" else os.O_RDWR)
+        begin, offset = self._loop.time(), block * BLOCK
+        found = bytes(await worker.client.vfs.chunks.read(handle.file, offset // CHUNK_BYTES, offset % CHUNK_BYTES, BLOCK))
+        if found != found[:8] * (BLOCK // 8):
+            raise InvariantBroken(f"block {block} is a mixture")
+        value = int.from_bytes(found[:8], "little")
+        self._blocks.setdefault(block, []).append(Access("read", value, begin, self._loop.time(), worker.name))
+
+    async def _cut(self, worker: Worker) -> None:
+        """The end of the file, and at once it is as long as before: what was there is zeros."""
+        first = worker.chance.randrange(BLOCKS)
+        cutting = worker.client.vfs.setattr(self._inode, size=first * BLOCK, caller=CALLER)
+        await self._zero(worker, range(first, BLOCKS), cutting)
+        await worker.client.vfs.setattr(self._inode, size=BLOCKS * BLOCK, caller=CALLER)
+
+    async def _punch(self, worker: Worker) -> None:
+        handle = await worker.handle(self._inode)
+        first = worker.chance.randrange(BLOCKS)
+        blocks = range(first, min(BLOCKS, first + worker.chance.randint(1, 20)))
+        await self._zero(worker, blocks, worker.client.vfs.fallocate(handle, first * BLOCK, len(blocks) * BLOCK,
+                                                                     PUNCH_HOLE | KEEP_SIZE))
+
+    async def _zero(self, worker: Worker, blocks: range, work: Awaitable) -> None:
+        begin, places = self._loop.time(), {}
+        for block in blocks:
+            history = self._blocks.setdefault(block, [])
+            places[block] = len(history)
+            history.append(Access("write", INITIAL, begin, inf, worker.name))
+        try:
+            await work
+        except NoSpace:
+            raise InvariantBroken("what frees room was refused for want of it") from None
+        for block, place in places.items():
+            self._blocks[block][place] = Access("write", INITIAL, begin, self._loop.time(), worker.name)
+        self._done["cuts_made"] += 1
+
+    async def look(self, judge: Worker) -> None:
+        for block in range(BLOCKS):
+            await self._look_at(judge, block)
+
+    def problems(self) -> list[str]:
+        return [f"block {block}: {problem}" for block, history in sorted(self._blocks.items())
+                for problem in register_problems(without_what_was_seen_too_early(
+                    history, self._losses, lambda access: access.kind == "write",
+                    lambda read, write: read.value == write.value))]
+
+
+class _Rounds(Work):
+    """In each round all clients work on one file, which the first of them makes."""
+
+    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
+        super().__init__(loop, done, losses)
+        self._files: list[tuple[int, float]] = []  # inode, when it was made
+        self._names: dict[int, bytes] = {}
+        self._tries = 0
+
+    async def _newest(self, worker: Worker) -> int | None:
+        """None: now there is one, or another client makes it."""
+        if not self._files or self._loop.time() > self._files[-1][1] + ROUND_S:
+            self._tries += 1
+            name = b"%s-%d" % (type(self).__name__.encode(), self._tries)
+            inode = await self._make(worker.client, name)
+            self._names[inode] = name
+            self._files.append((inode, self._loop.time()))
+            return None
+        return self._files[-1][0]
+
+    async def _size(self, worker: Worker, inode: int) -> int:
+        """As the service has it now. A stat of an open file is answered from memory where the service is silent."""
+        return (await worker.client.vfs.look(self._home, self._names[inode])).size
+
+
+class Sizes(_Rounds):
+    """A file that is cut, grown and written at its end; who looks sees sizes that can have followed one another."""
+
+    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
+        super().__init__(loop, done, losses)
+        self._calls: dict[int, list[SizeCall]] = {}
+
+    def acts(self) -> list[tuple[int, Act]]:
+        return [(2, self._act)]
+
+    async def _act(self, worker: Worker) -> None:
+        inode = await self._newest(worker)
+        if inode is None:
+            return
+        vfs, chance = worker.client.vfs, worker.chance
+        kind, size = chance.choice(("cut", "write", "look", "look")), chance.randrange(1, 2 * CHUNK_BYTES)
+        calls, begin = self._calls.setdefault(inode, []), self._loop.time()
+        place = len(calls)
+        if kind == "look":
+            size = await self._size(worker, inode)
+            calls.append(SizeCall(kind, size, begin, self._loop.time(), worker.name))
+        else:
+            calls.append(SizeCall(kind, size, begin, inf, worker.name))
+            if kind == "cut":
+                await vfs.setattr(inode, size=size, caller=CALLER)
+            else:
+                handle = await worker.handle(inode)
+                await vfs.write(handle, size - 1, b"x")
+                await vfs.fsync(handle, True)
+            calls[place] = SizeCall(kind, size, begin, self._loop.time(), worker.name)
+        self._done["sizes"] += 1
+
+    async def look(self, judge: Worker) -> None:
+        for inode, calls in self._calls.items():
+            begin = self._loop.time()
+            size = await self._size(judge, inode)
+            calls.append(SizeCall("look", size, begin, self._loop.time(), "judge"))
+
+    def problems(self) -> list[str]:
+        return [f"size of {inode:#x}: {problem}" for inode, calls in self._calls.items()
+                for problem in sizes_problems(without_what_was_seen_too_early(
+                    without_looks_at_unanswered_cuts(calls), self._losses, lambda call: call.kind != "look"))]
+
+
+class Record(NamedTuple):
+    content: bytes
+    begin: float
+    end: float
+    who: str
+
+
+class Appends(_Rounds):
+    """Records that all append to one file never lie over one another, and in the order in which they were told to be there."""
+
+    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
+        super().__init__(loop, done, losses)
+        self._records: dict[int, list[Record]] = {}
+        self._contents: dict[int, bytes] = {}
+        self._number = 0
+        self._zeros: list[str] = []
+
+    def acts(self) -> list[tuple[int, Act]]:
+        return [(2, self._append), (1, self._read)]
+
+    async def _read(self, worker: Worker) -> None:
+        """A reader sees a record late or whole. Not where a client died in an append, or was silent for its turn."""
+        inode = await self._newest(worker)
+        if inode is None:
+            return
+        handle = await worker.client.vfs.open(inode, os.O_RDONLY, CALLER)
+        try:
+            content = bytes(await worker.client.vfs.read(handle, 0, CHUNK_BYTES))
+        finally:
+            await worker.client.vfs.release(handle)
+        now = self._loop.time()
+        if b"\0" in content and all(one.end < inf or one.begin > now - APPEND_S for one in self._records.get(inode, ())):
+            self._zeros.append(f"{worker.name} read zeros at {content.find(0)} of {inode:#x}, at {now:g} s")
+
+    async def _append(self, worker: Worker) -> None:
+        inode = await self._newest(worker)
+        if inode is None:
+            return
+        self._number += 1
+        content = b"<%s %d:" % (worker.name.encode(), self._number)
+        content += b"%d " % self._number * worker.chance.choice((1, 50, 1500)) + b">"
+        records, begin = self._records.setdefault(inode, []), self._loop.time()
+        place = len(records)
+        records.append(Record(content, begin, inf, worker.name))
+        handle = await worker.handle(inode, os.O_RDWR | os.O_APPEND)
+        await worker.client.vfs.write(handle, 0, content)
+        await worker.client.vfs.fsync(handle, True)
+        records[place] = Record(content, begin, self._loop.time(), worker.name)
+        self._done["appends"] += 1
+
+    async def look(self, judge: Worker) -> None:
+        for inode in self._records:
+            handle = await judge.handle(inode, os.O_RDONLY)
+            size = await self._size(judge, inode)
+            found = bytearray()
+            while len(found) < size:
+                part = await judge.client.vfs.read(handle, len(found), min(CHUNK_BYTES, size - len(found)))
+                if not len(part):
+                    break
+                found += part
+            self._contents[inode] = bytes(found)
+
+    def problems(self) -> list[str]:
+        return self._zeros + [f"records in {inode:#x}: {problem}" for inode, content in self._contents.items()
+                              for problem in records_problems(content, self._records[inode])]
+
+
+def records_problems(content: bytes, records: list[Record]) -> list[str]:
+    """Why `content` can not be what these appends made of an empty file."""
+    places, problems = [], []
+    for record in records:
+        count = content.count(record.content)
+        if count > 1 or (not count and record.end < inf):
+            problems.append(f"{record.content[:20]!r} of {record.who} is there {count} times")
+        elif count:
+            places.append((content.find(record.content), record))
+    places.sort(key=lambda one: one[0])
+    end = 0
+    for before, (place, record) in zip([None, *places], places, strict=False):
+        if end < place and all(one.end < inf for one in records):
+            problems.append(f"bytes {end} to {place} are nobody's: {content[end:place][:40]!r}")
+        if before is not None and record.end < before[1].begin:
+            problems.append(f"{before[1].content[:20]!r} lies before {record.content[:20]!r}, which was there before it began")
+        end = place + len(record.content)
+    return problems
+
+
+class Locks(Work):
+    """Who has the exclusive lock is alone, and sees what the last one wrote under it."""
+
+    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
+        super().__init__(loop, done, losses)
+        self._inode = 0
+        self._holder = ""
+        self._count = 0
+        self._possible = {0}
+        self._problems: list[str] = []
+
+    async def prepare(self, client: Client) -> None:
+        await super().prepare(client)
+        self._inode = await self._make(client, b"locked")
+        await client.vfs.setattr(self._inode, size=BLOCK, caller=CALLER)
+
+    def acts(self) -> list[tuple[int, Act]]:
+        return [(1, self._count_up)]
+
+    async def _count_up(self, worker: Worker) -> None:
+        vfs, handle = worker.client.vfs, await worker.handle(self._inode)
+        try:
+            await asyncio.wait_for(vfs.setlk(handle, 1, 0, 9, EXCLUSIVE, wait=True), worker.chance.choice((0.5, 5.0)))
+        except TimeoutError:
+            return
+        if self._holder:
+            self._problems.append(f"{worker.name} has the lock, and {self._holder} too")
+        self._holder = worker.name
+        try:
+            await self._under_lock(worker, handle)
+        except LockLost:
+            worker.handles.pop(self._inode, None)
+        finally:
+            self._holder = ""
+            await vfs.setlk(handle, 1, 0, 9, UNLOCKED)
+
+    async def _under_lock(self, worker: Worker, handle) -> None:
+        vfs = worker.client.vfs
+        found = int.from_bytes(bytes(await vfs.read(handle, 0, 8)), "little")
+        if found not in self._possible:
+            self._problems.append(f"{worker.name} finds {found} under the lock, {sorted(self._possible)} would be right")
+        self._count += 1
+        self._possible |= {self._count}
+        await vfs.write(handle, 0, self._count.to_bytes(8, "little"))
+        await vfs.fsync(handle, True)
+        self._possible = {self._count}
+        self._done["locks"] += 1
+        await asyncio.sleep(worker.chance.uniform(0.0, 0.3))
+
+    def problems(self) -> list[str]:
+        return self._problems
+
+

@@ -1,0 +1,83 @@
+"""What an operator wishes of the shards of a simulated pool while it serves: more of them, fewer, and after all not. Partitions
+move meanwhile. Called by `sim/scenario`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from nvpool.core.errors import InvalidRequest
+from nvpool.poolmap.model import PoolMap
+from nvpool.poolmap.shards import partition_moves
+from nvpool.testing.sim.management import until_changed
+from nvpool.testing.sim.pool import SimPool
+
+SHARDS_MAX = 4
+REST_S = 180
+"""In which partitions are where they are to be, once nothing fails any more."""
+KINDS = {"add": 3, "remove": 3, "stay": 1, "pause": 1}
+
+
+class Wishes:
+    """`over()` says when nothing more is wished; `done` counts."""
+
+    def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]) -> None:
+        self._pool = pool
+        self._chance = chance
+        self._over = over
+        self._done = done
+
+    async def run(self) -> None:
+        chance = self._chance
+        while not self._over():
+            await getattr(self, f"_{chance.choices(list(KINDS), list(KINDS.values()))[0]}")()
+            await asyncio.sleep(chance.expovariate(0.3))
+
+    def _tell(self, event: str) -> None:
+        self._pool.truths.happened(asyncio.get_running_loop().time(), event)
+
+    async def _add(self) -> None:
+        if len(self._pool.pool_map.shards) < SHARDS_MAX:
+            self._tell(f"shard {await self._pool.add_shard()} is added")
+            self._done["shards"] += 1
+
+    async def _remove(self) -> None:
+        """Any of them but the last that stays."""
+        staying = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "share"]
+        if len(staying) > 1:
+            with suppress(InvalidRequest):  # who leads no more, and does not know it yet, may know of one only
+                await self._wish(self._chance.choice(staying), "remove")
+                self._done["shards"] += 1
+
+    async def _stay(self) -> None:
+        leaving = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "remove"]
+        if leaving:
+            await self._wish(self._chance.choice(leaving), "share")
+
+    async def _wish(self, number: int, wish: str) -> None:
+        await self._change(lambda now: partition_moves.wished(now, number, wish) if number in now.shard_by_id else now)
+        self._tell(f"shard {number} is wished to {wish}")
+
+    async def _pause(self) -> None:
+        await self._paused(True)
+        await asyncio.sleep(self._chance.uniform(0.1, 2.0))
+        await self._paused(False)
+
+    async def _paused(self, paused: bool) -> None:
+        await self._change(lambda now: replace(now, moving=replace(now.moving, paused=paused)))
+
+    async def _change(self, decide: Callable[[PoolMap], PoolMap]) -> None:
+        await until_changed(self._pool.managing, decide)
+
+    async def until_at_rest(self) -> list[str]:
+        """Why not, after REST_S."""
+        for _ in range(REST_S * 4):
+            if not self._pool.pool_map.moves:
+                return []
+            await asyncio.sleep(0.25)
+        return [f"{partition_moves.left(self._pool.pool_map)} partitions are still to move {REST_S} s after all was mended"]
