@@ -62,7 +62,7 @@ class Asked:
 
 def scenario(tmp_path, monkeypatch, run):
     """`run(supervisor, stop, failed, directory)` beside a supervisor that runs; every program ends afterwards."""
-    monkeypatch.setattr(room, "command", lambda module, *words: [sys.executable, "-c", SERVES, module, *words])
+    monkeypatch.setattr(room, "command", lambda program, *words: [sys.executable, "-c", SERVES, program.name.lower(), *words])
     directory = PoolDirectory(tmp_path)
     directory.run.mkdir(parents=True)
 
