@@ -40,7 +40,7 @@ class KnownAnswers(SmallReading):
     """`_known` answers what is in `_buffer`, where it can; None where that can not be here: no compiler, nothing below that
     knows anything."""
 
-    _cached_replies: Any = None
+    _known: Any = None
 
     def _begin_plain_reads(self) -> None:
         super()._begin_plain_reads()

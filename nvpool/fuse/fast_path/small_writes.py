@@ -25,7 +25,7 @@ class WritesAtOnce(KernelRequests):
     """`_writes` takes a WRITE or a FLUSH that is in `_buffer`, where it can; None where that can not be here: no compiler,
     nothing below that keeps what is written."""
 
-    _small_writes: Any = None
+    _writes: Any = None
     in_work_max: int
 
     def _begin_plain_reads(self) -> None:
