@@ -8,9 +8,10 @@ with CancelledError instead of being cancelled.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 
-def abandon(future: asyncio.Future) -> None:
+def abandon(future: asyncio.Future[Any]) -> None:
     """Cancel `future`, and look at its outcome whenever it comes, so that asyncio does not log it."""
     future.cancel()
     if future.done():
@@ -19,6 +20,6 @@ def abandon(future: asyncio.Future) -> None:
         future.add_done_callback(_look_at)
 
 
-def _look_at(future: asyncio.Future) -> None:
+def _look_at(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
