@@ -14,9 +14,9 @@ from crc32c import crc32c
 from nvpool.core.units import BLOCK_BYTES, Buffer
 
 try:
-    from nvpool.core import _checksum as _blocks
+    from nvpool.core import _checksum
 except ImportError:  # not compiled
-    _blocks = None  # type: ignore[assignment]
+    _checksum = None  # type: ignore[assignment]
 
 __all__ = [
     "ZERO_BLOCK",
@@ -43,7 +43,7 @@ def block_checksums_plain(buffer: Buffer) -> bytes:
     return struct.pack(f"<{count}I", *[crc32c(view[at:at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)])
 
 
-block_checksums = _blocks.block_checksums if _blocks is not None and _blocks.is_of_use() else block_checksums_plain
+block_checksums = _checksum.block_checksums if _checksum is not None and _checksum.is_of_use() else block_checksums_plain
 
 
 def piece_checksums(buffer: Buffer, offset: int) -> bytes:

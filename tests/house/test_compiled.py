@@ -35,7 +35,7 @@ def test_who_needs_a_compiled_module_that_is_not_there_is_left_out_too():
     code = ("import sys; sys.modules['nvpool.rpc.transports._frame'] = None; "
             "from nvpool.client.write import fast_writes; from nvpool.rpc.transports import fast_replies; "
             "from nvpool.fuse.fast_path import creates, remote_reads, small_files; "
-            "print(fast_writes._plainwrites, creates._creates, remote_reads._farreads, small_files._smallreads, "
+            "print(fast_writes._fast_writes, creates._creates, remote_reads._remote_reads, small_files._small_files, "
             "fast_replies._frame)")
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert said.stdout.split() == ["None"] * 5
