@@ -1,8 +1,8 @@
 """Keys of the encrypted volumes that this client uses, fetched from the metadata service when the first byte is read or
 written.
 
-A key is kept as long as the client lives, in memory alone. The service gives it to who may read in the volume. Used by
-chunkclient.
+A key stays in memory as long as the client lives. The service gives it to clients that may read in the volume. Used by
+`client/data/chunk_client`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ class VolumeKeys:
         self._fetching: dict[int, asyncio.Task[VolumeKey]] = {}
 
     async def fetch(self, file: OpenInode, *, stale: VolumeKey | None = None) -> None:
-        """Set `file.key`. `stale`: a store could not unwrap this one, which was wrapped by a pool key that is gone since.
-        AccessDenied, KeyMissing, and what MetaClient.ask fails with."""
+        """Set `file.key`. On return it is the volume's key; where this raises, `file.key` is as before.
+
+        `stale`: a key that a store could not unwrap, since its pool key was replaced; it is fetched again.
+        AccessDenied: the client has no right to the volume. KeyMissing: the shard's node has no pool key. CorruptRecord, and
+        the errors of MetaClient.ask."""
         volume = file.volume or await self._volume_of(file.inode)
         known = self._known.get(volume)
         if known is None or known is stale:
