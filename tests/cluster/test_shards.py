@@ -41,13 +41,13 @@ def test_programs_work_on_a_mount_of_three_shards(tmp_path):
             diff -r --exclude=__pycache__ "$SOURCE" tree
             cp -a tree/. copy
             mv tree/meta copy/store; mv copy/store/meta moved; mv moved tree/meta
-            ln tree/meta/service.py copy/base/linked; mv copy/base/linked tree/kv/; test $(stat -c %h tree/kv/linked) = 2
-            rm tree/kv/linked; test $(stat -c %h tree/meta/service.py) = 1
+            ln tree/meta/options.py copy/core/linked; mv copy/core/linked tree/kv/; test $(stat -c %h tree/kv/linked) = 2
+            rm tree/kv/linked; test $(stat -c %h tree/meta/options.py) = 1
             diff -r tree copy
-            if mv tree tree/meta/changes 2> /dev/null; then exit 1; fi
-            git init -q work; cd work; cp -r ../tree/base .; git add .
-            git -c user.name=a -c user.email=a@b commit -qm one; git mv base elsewhere
-            git -c user.name=a -c user.email=a@b commit -qm two; git checkout -q HEAD~1; test -d base; git fsck --strict
+            if mv tree tree/meta/operations 2> /dev/null; then exit 1; fi
+            git init -q work; cd work; cp -r ../tree/core .; git add .
+            git -c user.name=a -c user.email=a@b commit -qm one; git mv core elsewhere
+            git -c user.name=a -c user.email=a@b commit -qm two; git checkout -q HEAD~1; test -d core; git fsck --strict
             cd ..; find . -type d | wc -l; rm -rf work tree copy; test -z "$(ls -A)"
         """
         done = subprocess.run(["bash", "-c", script], cwd=mountpoint, env=os.environ | {"SOURCE": str(source)},

@@ -38,7 +38,7 @@ class Installed:
         """Every file is written anew, and says another version."""
         beside = self.place / "newer"
         shutil.copytree(Path(nvpool.__file__).parent, beside, ignore=shutil.ignore_patterns("__pycache__", "*.c"))
-        version = beside / "base" / "version.py"
+        version = beside / "core" / "version.py"
         text = version.read_text()
         assert f'"{nvpool.__version__}"' in text
         version.write_text(text.replace(f'"{nvpool.__version__}"', f'"{NEWER}"'))
