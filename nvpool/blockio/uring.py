@@ -15,12 +15,10 @@ from collections import deque
 from collections.abc import Callable
 
 from nvpool.blockio.api import Outcome, WaitingReader
+from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import Cancelled, DriveFailed, NvpoolError, from_os_error
 
-try:
-    from nvpool.blockio import _uring
-except ImportError:  # not compiled
-    _uring = None
+_uring = load_compiled("nvpool.blockio._uring")
 
 RING_ENTRIES = 512
 AGAIN_S = 0.01

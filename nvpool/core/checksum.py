@@ -10,12 +10,10 @@ import struct
 
 from crc32c import crc32c
 
+from nvpool.core.compiled import load_compiled
 from nvpool.core.units import BLOCK_BYTES
 
-try:
-    from nvpool.core import _checksum
-except ImportError:  # not compiled
-    _checksum = None
+_checksum = load_compiled("nvpool.core._checksum")
 
 __all__ = ["crc32c", "block_checksums", "block_checksums_plain", "piece_checksums", "first_bad_block", "ZERO_BLOCK",
            "ZERO_BLOCK_CHECKSUM"]

@@ -1,13 +1,78 @@
-"""Futures and tasks whose outcome is not used any more.
+"""Futures: one with a single immediate listener, and the release of those whose outcome is not used any more.
+
+`Later` calls its listener in the event-loop iteration in which the result arrives; an asyncio future needs one more. `Coming`
+is the same for the bytes of a read.
 
 asyncio logs "exception was never retrieved" for each future that fails and is not looked at. A caller that stops waiting
 because something else came first has to look at the outcome all the same; and a gathering future that is cancelled fails
-with CancelledError instead of being cancelled.
+with CancelledError instead of being cancelled: `abandon` does both.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
+
+
+class Later:
+    """Single-listener future whose callback runs in the event-loop iteration in which the result arrives.
+
+    `on_end(result, None)` or `on_end(None, error)` is called once, when the outcome is known. A listener that comes after that
+    reads `outcome` instead: both values of the call, None before. `then(future, result, error)` belongs to the requester: it
+    returns the outcome that counts, or None where it needs longer and calls `end` again.
+    """
+
+    __slots__ = ("on_end", "outcome", "then")
+
+    def __init__(self) -> None:
+        self.on_end: Callable[[Any, BaseException | None], None] | None = None
+        self.outcome: tuple[Any, BaseException | None] | None = None
+        self.then: Callable[[Later, Any, BaseException | None], tuple[Any, BaseException | None] | None] | None = None
+
+    def done(self) -> bool:
+        return self.outcome is not None
+
+    def cancel(self) -> bool:
+        """Call the listener with CancelledError now and never again; return False if the outcome was known already."""
+        if self.outcome is not None:
+            return False
+        self._tell(None, asyncio.CancelledError())
+        return True
+
+    def end(self, found: Any, error: BaseException | None) -> None:
+        if self.outcome is not None:
+            return
+        then, self.then = self.then, None
+        if then is not None:
+            made = then(self, found, error)
+            if made is None:
+                return
+            found, error = made
+        self._tell(found, error)
+
+    def _tell(self, found: Any, error: BaseException | None) -> None:
+        self.outcome = found, error
+        if self.on_end is not None:
+            self.on_end(found, error)
+
+
+class Coming(Later):
+    """Future of the bytes [skip, skip + length) of the whole blocks that a read fetches."""
+
+    __slots__ = ("_skip", "_length")
+
+    def __init__(self, skip: int, length: int) -> None:
+        self.on_end = self.outcome = self.then = None
+        self._skip = skip
+        self._length = length
+
+    def set_result(self, blocks: memoryview) -> None:
+        skip, length = self._skip, self._length
+        self._tell(blocks if len(blocks) == length else blocks[skip:skip + length], None)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._tell(None, error)
 
 
 def abandon(future: asyncio.Future) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
+from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import InvalidRequest, TooBig
 
 Effect = tuple[bytes, bytes | None]
@@ -54,12 +55,8 @@ def _checked_compiled(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
     return changed if changed is not None else checked_effects_plain(pairs)  # which says what is wrong
 
 
-try:
-    from nvpool.kv import _journal_record
-except ImportError:  # not compiled
-    checked_effects = checked_effects_plain
-else:
-    checked_effects = _checked_compiled
+_journal_record = load_compiled("nvpool.kv._journal_record")
+checked_effects = checked_effects_plain if _journal_record is None else _checked_compiled
 
 
 class Snapshot(Protocol):

@@ -31,12 +31,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvpool.core.checksum import crc32c
+from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import Fenced, NvpoolError, from_os_error
 
-try:
-    from nvpool.kv import _journal_record
-except ImportError:  # not compiled
-    _journal_record = None
+_journal_record = load_compiled("nvpool.kv._journal_record")
 
 _HEAD = struct.Struct("<IQQQII")  # without the CRC
 _HEAD_BYTES = 4 + _HEAD.size

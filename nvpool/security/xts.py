@@ -20,12 +20,11 @@ from collections.abc import Sequence
 
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from nvpool.core.compiled import load_compiled
 from nvpool.core.units import BLOCK_BYTES
 
-try:
-    from nvpool.security._xts import Scratch
-except ImportError:
-    Scratch = None
+_xts = load_compiled("nvpool.security._xts")
+Scratch = _xts.Scratch if _xts is not None else None
 
 KEY_BYTES = 64
 """Two keys of AES-256: that of the data, and that of the tweaks."""

@@ -1,8 +1,9 @@
-"""The compiled modules: each is optional, so one that does not compile is left out without a word. Here somebody says it."""
+"""The compiled modules: built from the sources here, loaded unless NVPOOL_PURE=1, and never left out silently."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from nvpool.core.compiled import IS_PURE
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "nvpool").rglob("*.pyx"))
 WITH_IT = sorted(path for kind in ("pyx", "pxd", "h") for path in (ROOT / "nvpool").rglob(f"*.{kind}"))
@@ -18,8 +21,8 @@ WITH_IT = sorted(path for kind in ("pyx", "pxd", "h") for path in (ROOT / "nvpoo
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_it_is_compiled_from_the_source_that_is_here(source):
-    if shutil.which("gcc") is None and shutil.which("cc") is None:
-        pytest.skip("there is no compiler here")
+    if IS_PURE:
+        pytest.skip("NVPOOL_PURE is set")
     name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
     built = Path(importlib.import_module(name).__file__)
     assert built.suffix == ".so" and built.stat().st_mtime >= source.stat().st_mtime, "it does not compile: see make setup"
@@ -31,11 +34,39 @@ def test_what_it_is_compiled_from_is_in_the_package(path):
     assert f"*{path.suffix}" in data["*"], "pyproject.toml does not name it"
 
 
-def test_who_needs_a_compiled_module_that_is_not_there_is_left_out_too():
-    code = ("import sys; sys.modules['nvpool.rpc.transports._frame'] = None; "
-            "from nvpool.client.write import fast_writes; from nvpool.rpc.transports import fast_replies; "
-            "from nvpool.fuse.fast_path import creates, remote_reads, small_files; "
-            "print(fast_writes._fast_writes, creates._creates, remote_reads._remote_reads, small_files._small_files, "
-            "fast_replies._frame)")
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert said.stdout.split() == ["None"] * 5
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-c", code], ROOT, environment)
+
+
+def run(command: list[str], place: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=place, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def test_pure_mode_loads_no_compiled_module():
+    code = ("import sys, nvpool.daemons.nvpoold, nvpool.cli.main, nvpool.sdk, nvpool.fuse.engines; "
+            "print([name for name, module in sys.modules.items() if name.startswith('nvpool.') "
+            "and (getattr(module, '__file__', None) or '').endswith('.so')])")
+    assert run_python(code, NVPOOL_PURE="1").stdout.strip() == "[]"
+    assert "nvpool.core._checksum" in run_python(code, NVPOOL_PURE="0").stdout
+
+
+def test_missing_compiled_module_is_an_error():
+    done = run_python("import sys; sys.modules['nvpool.core._checksum'] = None; import nvpool.core.checksum")
+    assert done.returncode == 1 and "nvpool.core._checksum is not compiled" in done.stderr and "NVPOOL_PURE=1" in done.stderr
+
+
+def test_build_fails_without_compiler_unless_pure(tmp_path):
+    """A copy of the package's smallest extension: the build's rules are those of setup.py."""
+    source = ROOT / "nvpool/core/_checksum.pyx"
+    (tmp_path / "nvpool/core").mkdir(parents=True)
+    for path in (source, *source.parent.glob("*.h")):
+        shutil.copy(path, tmp_path / "nvpool/core")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "nvpool/__init__.py").touch()
+    (tmp_path / "nvpool/core/__init__.py").touch()
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    pytest.importorskip("Cython")
+    failed = run(build, tmp_path, {"CC": "/bin/false"})
+    assert failed.returncode != 0 and not list(tmp_path.rglob("*.so"))
+    pure = run(build, tmp_path, {"CC": "/bin/false", "NVPOOL_PURE": "1"})
+    assert pure.returncode == 0, pure.stderr

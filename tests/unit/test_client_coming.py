@@ -2,7 +2,7 @@
 
 import asyncio
 
-from nvpool.core.completion import Coming
+from nvpool.core.futures import Coming
 
 
 def test_the_listener_is_told_once_and_at_once():

@@ -85,6 +85,7 @@ def test_limits():
 
 def test_io_uring_that_is_forbidden(tmp_path):
     assert state(doctor_machine.io_uring(tmp_path, errno.EFAULT)) == OK
+    assert (state(doctor_machine.compiled_modules(False)), state(doctor_machine.compiled_modules(True))) == (OK, WARN)
     for refused in (errno.EPERM, errno.ENOSYS):
         assert state(doctor_machine.io_uring(tmp_path, refused)) == WARN
     assert state(doctor_machine.io_uring(put(tmp_path, "proc/sys/kernel/io_uring_disabled", "2\n"), errno.EFAULT)) == WARN

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nvpool.cli.doctor.check import OK, Check, all_of, bad, ok, warn
+from nvpool.core.compiled import IS_PURE, PURE_VARIABLE
 from nvpool.core.units import GIB, format_bytes
 
 KERNEL_MIN, RESEND_MIN = (5, 4), (6, 9)
@@ -103,6 +104,13 @@ def processes(limits: tuple[int, int] | None = None) -> Check:
     if 0 <= hard < PROCESSES_MIN:
         return warn("processes", f"at most {hard} of a user", "ulimit -u 65536 (TasksMax=infinity in a unit)")
     return ok("processes", "no limit" if hard < 0 else f"at most {hard} of a user")
+
+
+def compiled_modules(is_pure: bool = IS_PURE) -> Check:
+    if is_pure:
+        return warn("compiled modules", f"{PURE_VARIABLE} is set: nvpool is several times slower without them",
+                    f"unset {PURE_VARIABLE}")
+    return ok("compiled modules", "they are in use")
 
 
 def io_uring(root: Path, answer: int | None = None) -> Check:
@@ -263,6 +271,7 @@ def machine(root: Path = Path("/")) -> Iterator[Check]:
                        ("fuse requests", lambda: request_pages(root)), ("fusermount3", fusermount),
                        ("user_allow_other", lambda: allow_other(root)), ("open files", open_files),
                        ("locked memory", locked_memory), ("processes", processes), ("io_uring", lambda: io_uring(root)),
+                       ("compiled modules", compiled_modules),
                        ("clock", clock_synchronized), ("clock source", lambda: clock_source(root)),
                        ("memory", lambda: memory(root)), ("swap", lambda: swap(root)),
                        ("overcommit", lambda: overcommit(root)), ("processors", lambda: governor(root)),

@@ -35,7 +35,6 @@ from nvpool.client.write.write_call import BeginsWrites, Writing
 from nvpool.core import errors
 from nvpool.core.checksum import block_checksums, crc32c
 from nvpool.core.clock import Clock
-from nvpool.core.completion import Coming
 from nvpool.core.errors import (
     Busy,
     BytesLost,
@@ -56,7 +55,7 @@ from nvpool.core.errors import (
     Unavailable,
     WrongTarget,
 )
-from nvpool.core.futures import abandon
+from nvpool.core.futures import Coming, abandon
 from nvpool.core.grants import READ, WRITE
 from nvpool.core.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.poolmap.model import Chain

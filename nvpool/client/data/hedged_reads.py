@@ -16,8 +16,8 @@ from nvpool.client.data.target_queue import Lane, Read
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.pool_view import PoolView
 from nvpool.core.clock import Clock
-from nvpool.core.completion import Coming
 from nvpool.core.errors import NvpoolError, Stale, StaleGrant, StaleSession, Unavailable
+from nvpool.core.futures import Coming
 from nvpool.core.grants import READ
 
 log = logging.getLogger(__name__)

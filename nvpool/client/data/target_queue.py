@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.core import errors
-from nvpool.core.completion import Coming
 from nvpool.core.errors import ChecksumMismatch, NvpoolError, Unavailable
+from nvpool.core.futures import Coming
 from nvpool.rpc.v1 import wire_pb2
 
 

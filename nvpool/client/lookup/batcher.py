@@ -12,8 +12,8 @@ import asyncio
 
 from nvpool.client.lookup.directory_prefetch import Through
 from nvpool.client.state.attr_cache import DIVIDED_FLAG
-from nvpool.core.completion import Later
 from nvpool.core.errors import CorruptFrame, DeadlineExceeded, NotFound
+from nvpool.core.futures import Later
 from nvpool.core.grants import READ, allows
 from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.rpc.messages.data_codec import decoded

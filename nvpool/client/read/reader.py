@@ -19,8 +19,8 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.small_file_cache import SMALL_BYTES, Contents
 from nvpool.client.write.writeback import Writer
 from nvpool.core.clock import Clock
-from nvpool.core.completion import Coming, Later
 from nvpool.core.errors import NvpoolError, Stale
+from nvpool.core.futures import Coming, Later
 from nvpool.core.units import KIB
 
 _UNIT_BITS_MAX = 20

@@ -21,7 +21,6 @@ from nvpool.client.vfs.locks import Locks
 from nvpool.client.vfs.names import check_name, is_name
 from nvpool.client.write.append_reservations import open_end
 from nvpool.client.write.sender import Flush
-from nvpool.core.completion import Later
 from nvpool.core.errors import (
     BadHandle,
     DeadlineExceeded,
@@ -34,6 +33,7 @@ from nvpool.core.errors import (
     StaleCut,
     WritesLost,
 )
+from nvpool.core.futures import Later
 from nvpool.core.grants import READ, WRITE
 from nvpool.poolmap.layout import check_range
 from nvpool.rpc.v1 import meta_pb2, wire_pb2

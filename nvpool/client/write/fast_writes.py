@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-try:
-    from nvpool.client.write import _fast_writes
-except ImportError:  # not compiled
-    _fast_writes = None
+from nvpool.core.compiled import load_compiled
+
+_fast_writes = load_compiled("nvpool.client.write._fast_writes")
 
 if TYPE_CHECKING:
     from nvpool.client.vfs.client import Core

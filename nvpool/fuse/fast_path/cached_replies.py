@@ -27,13 +27,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from nvpool.core.compiled import load_compiled
 from nvpool.fuse.fast_path.small_files import SmallReading
 from nvpool.fuse.kernel.dispatch import KernelRequests
 
-try:
-    from nvpool.fuse.fast_path import _cached_replies
-except ImportError:  # not compiled
-    _cached_replies = None
+_cached_replies = load_compiled("nvpool.fuse.fast_path._cached_replies")
 
 
 class KnownAnswers(SmallReading):

@@ -23,14 +23,12 @@ from typing import Any
 from nvpool.client.rpc.fast_changes import Sent
 from nvpool.client.state.types import Caller
 from nvpool.client.vfs.files import Files
+from nvpool.core.compiled import load_compiled
 from nvpool.fuse.fast_path.local_reads import PlainReading
 from nvpool.fuse.ops.inline_completions import Creating
 from nvpool.fuse.ops.operations import FuseOps
 
-try:
-    from nvpool.fuse.fast_path import _creates
-except ImportError:  # not compiled
-    _creates = None
+_creates = load_compiled("nvpool.fuse.fast_path._creates")
 
 
 class CreatesAtOnce(PlainReading):

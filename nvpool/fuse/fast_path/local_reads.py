@@ -23,13 +23,11 @@ from functools import partial
 from typing import Any
 
 from nvpool.core.clock import stopwatch_s
+from nvpool.core.compiled import load_compiled
 from nvpool.fuse.fast_path.remote_reads import FarReading
 from nvpool.fuse.ops.eager_coroutine import WAITS, Step
 
-try:
-    from nvpool.fuse.fast_path import _local_reads
-except ImportError:  # not compiled
-    _local_reads = None
+_local_reads = load_compiled("nvpool.fuse.fast_path._local_reads")
 
 BURST_MAX = 64
 """Requests taken, or answered, before everything else on the loop gets its turn."""

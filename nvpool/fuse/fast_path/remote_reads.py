@@ -25,14 +25,12 @@ from functools import partial
 from typing import Any
 
 from nvpool.client.data.target_queue import Read
-from nvpool.core.completion import Coming
+from nvpool.core.compiled import load_compiled
+from nvpool.core.futures import Coming
 from nvpool.fuse.kernel.dispatch import KernelRequests
 from nvpool.fuse.protocol import replies
 
-try:
-    from nvpool.fuse.fast_path import _remote_reads
-except ImportError:  # not compiled
-    _remote_reads = None
+_remote_reads = load_compiled("nvpool.fuse.fast_path._remote_reads")
 
 
 class FarReading(KernelRequests):

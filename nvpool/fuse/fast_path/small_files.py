@@ -23,12 +23,10 @@ from typing import Any
 
 from nvpool.client.data.target_queue import Read
 from nvpool.client.read.reader import Part
+from nvpool.core.compiled import load_compiled
 from nvpool.fuse.fast_path.local_reads import PlainReading
 
-try:
-    from nvpool.fuse.fast_path import _small_files
-except ImportError:  # not compiled
-    _small_files = None
+_small_files = load_compiled("nvpool.fuse.fast_path._small_files")
 
 
 class SmallReading(PlainReading):

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from nvpool.core.compiled import load_compiled
 from nvpool.fuse.kernel.dispatch import KernelRequests
 
-try:
-    from nvpool.fuse.fast_path import _small_writes
-except ImportError:  # not compiled
-    _small_writes = None
+_small_writes = load_compiled("nvpool.fuse.fast_path._small_writes")
 
 
 class WritesAtOnce(KernelRequests):

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from nvpool.core.clock import stopwatch_s
-from nvpool.core.completion import Coming
 from nvpool.core.errors import NvpoolError, Unavailable
+from nvpool.core.futures import Coming
 from nvpool.fuse.engines import MountOptions
 from nvpool.fuse.fast_path.cached_replies import KnownAnswers
 from nvpool.fuse.fast_path.creates import CreatesAtOnce

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import Fenced, Refused
 from nvpool.meta.sessions.table import Session, Slot
 from nvpool.rpc.error_codec import encode_error
@@ -28,10 +29,7 @@ from nvpool.rpc.transports.frame import REPLY, pack_head
 if TYPE_CHECKING:
     from nvpool.meta.server.service import MetaService
 
-try:
-    from nvpool.meta.server import _fast_path
-except ImportError:  # not compiled
-    _fast_path = None
+_fast_path = load_compiled("nvpool.meta.server._fast_path")
 
 IS_COMPILED = _fast_path is not None
 

@@ -7,10 +7,9 @@ rpc/api.
 
 from __future__ import annotations
 
-try:
-    from nvpool.rpc.transports import _frame
-except ImportError:  # not compiled
-    _frame = None
+from nvpool.core.compiled import load_compiled
+
+_frame = load_compiled("nvpool.rpc.transports._frame")
 
 
 class HearsAtOnce:

@@ -25,15 +25,13 @@ from collections.abc import Callable
 from struct import Struct
 
 from nvpool.core.checksum import crc32c
+from nvpool.core.compiled import load_compiled
 from nvpool.core.containers.buffer_pool import SPARES
 from nvpool.core.errors import CorruptFrame
 from nvpool.rpc.api import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer
 from nvpool.rpc.v1 import wire_pb2
 
-try:
-    from nvpool.rpc.transports import _frame
-except ImportError:  # not compiled
-    _frame = None
+_frame = load_compiled("nvpool.rpc.transports._frame")
 
 MAGIC = 0x504E
 HELLO, REQUEST, REPLY, CANCEL = (wire_pb2.Frame.HELLO, wire_pb2.Frame.REQUEST, wire_pb2.Frame.REPLY, wire_pb2.Frame.CANCEL)

@@ -16,12 +16,10 @@ from collections import OrderedDict
 from importlib.util import find_spec
 from typing import Any
 
+from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import BadConfiguration, NotSupported
 
-try:
-    from nvpool.rpc.transports import _ucx
-except ImportError:  # not compiled
-    _ucx = None
+_ucx = load_compiled("nvpool.rpc.transports._ucx")
 
 log = logging.getLogger(__name__)
 

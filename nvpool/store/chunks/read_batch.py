@@ -17,6 +17,7 @@ from functools import partial
 
 from nvpool.blockio.api import Outcome
 from nvpool.core.checksum import ZERO_BLOCK_CHECKSUM, first_bad_block
+from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import (
     ChecksumMismatch,
     CorruptRecord,
@@ -33,10 +34,7 @@ from nvpool.store.disk.bad_blocks import Quarantine
 from nvpool.store.disk.device import Device
 from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_BLOCKS, SEGMENT_MASK
 
-try:
-    from nvpool.store.chunks import _read_batch
-except ImportError:  # not compiled
-    _read_batch = None
+_read_batch = load_compiled("nvpool.store.chunks._read_batch")
 
 READ = struct.Struct("<QIIIHH")
 RESULT = struct.Struct("<HHIQ")

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nvpool.core.compiled import load_compiled
 from nvpool.kv.engine import LmdbKv
 from nvpool.store.server import fast_reads
 
 if TYPE_CHECKING:
     from nvpool.store.server.service import StoreService
 
-try:
-    from nvpool.store.server import _fast_first_writes
-except ImportError:  # not compiled
-    _fast_first_writes = None
+_fast_first_writes = load_compiled("nvpool.store.server._fast_first_writes")
 
 
 def answer_new_writes(service: StoreService, secret: bytes) -> None:

@@ -25,6 +25,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from nvpool.core.clock import stopwatch_s
+from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import CorruptFrame, InvalidRequest
 from nvpool.core.grants import CLOCK_SKEW_S, READ, SERVICE
 from nvpool.core.units import BLOCK_BYTES
@@ -44,10 +45,7 @@ if TYPE_CHECKING:
     from nvpool.store.server.io_stats import Use
     from nvpool.store.server.serving_lease import Tenure
 
-try:
-    from nvpool.store.server import _fast_reads
-except ImportError:  # not compiled
-    _fast_reads = None
+_fast_reads = load_compiled("nvpool.store.server._fast_reads")
 
 BLOCKS_MAX = 8
 """Compiled, four times as many for who can be answered later, from 64 KiB on past the page cache as the ordinary way has it."""

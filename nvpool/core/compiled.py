@@ -1,0 +1,31 @@
+"""Compiled modules: loads each one, or none of them where `NVPOOL_PURE=1` asks for Python alone.
+
+Each compiled module has a Python implementation with the same results beside it. Python alone is several times slower, so it
+is used only where somebody asks for it: a compiled module that is missing is an error, never a slower pool. `NVPOOL_PURE=1`
+applies to the build (nothing is compiled) and to every process that runs from such an installation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+PURE_VARIABLE = "NVPOOL_PURE"
+IS_PURE = os.environ.get(PURE_VARIABLE, "") not in ("", "0")
+"""True where this process runs without any compiled module."""
+
+
+def load_compiled(name: str) -> Any | None:
+    """Return the compiled module `name`, or None in a process that runs with `NVPOOL_PURE=1`.
+
+    ImportError: the module is not installed or does not fit this Python; the text says how to install it.
+    """
+    if IS_PURE:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        text = (f"{name} is not compiled for this Python ({error}): install nvpool again with a compiler and the headers of "
+                f"liburing, or set {PURE_VARIABLE}=1 to run without compiled modules, several times slower")
+        raise ImportError(text, name=error.name, path=error.path) from error
