@@ -106,7 +106,7 @@ fi
 python=$(find_python whole) || fail 'no Python 3.11 or later with headers and venv is here; PYTHON=/path/to/python3 names one'
 
 # What the environment was made from; when all of it is the same, there is nothing to do.
-sources=$(find pyproject.toml setup.* tools/setup.sh nvpool -name '*.toml' -o -name 'setup.*' -o -name '*.p[yx][xd]' -o \
+sources=$(find pyproject.toml setup.* tools/setup.sh tools/dependency_groups.py nvpool -name '*.toml' -o -name 'setup.*' -o -name '*.p[yx][xd]' -o \
     -name '*.[ch]' ! -name '_*.c' 2>/dev/null | sort) || true  # there need not be a setup.py
 wanted="$PWD $python $(cat $sources | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && $venv/bin/python -c 'import nvpool' 2>/dev/null; then
@@ -121,7 +121,9 @@ if ! grep -qs "^command = .* $PWD/$venv\$" $venv/pyvenv.cfg ||
 fi
 rm -f $stamp
 say 'installing nvpool and what it needs from PyPI into .venv'
-if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --editable '.[test,rdma]' >$log 2>&1; then
+groups=$venv/nvpool-setup-groups.txt
+$venv/bin/python tools/dependency_groups.py dev >$groups
+if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --editable '.[rdma]' -r $groups >$log 2>&1; then
     tail -n 30 $log >&2
     fail "pip could not install; the whole log is in $log"
 fi
