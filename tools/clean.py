@@ -23,7 +23,8 @@ from nvpool.core import programs  # noqa: E402 (needs the path above; programs i
 
 MOUNT_POINT = "pool"
 POOL = ".quickstart"
-TREES = (POOL, ".venv", "build", "dist", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", "htmlcov", "nvpool.egg-info")
+TREES = (POOL, ".venv", "build", "dist", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", "htmlcov",
+         "nvpool.egg-info")
 GENERATED = ("*.so", "*.pyc", "_*.c")
 """Files made by the set-up inside the sources."""
 STOP_S = 45.0
