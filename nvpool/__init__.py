@@ -16,7 +16,7 @@ _LAZY = {"connect": "nvpool.sdk.filesystem", "connect_async": "nvpool.sdk.aio", 
 __all__ = ["AsyncFileSystem", "FileSystem", "__version__", "connect", "connect_async"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'nvpool' has no attribute {name!r}")

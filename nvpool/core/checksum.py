@@ -11,9 +11,9 @@ import struct
 from crc32c import crc32c
 
 from nvpool.core.compiled import load_compiled
-from nvpool.core.units import BLOCK_BYTES
+from nvpool.core.units import BLOCK_BYTES, Buffer
 
-_checksum = load_compiled("nvpool.core._checksum")
+_blocks = load_compiled("nvpool.core._checksum")
 
 __all__ = ["crc32c", "block_checksums", "block_checksums_plain", "piece_checksums", "first_bad_block", "ZERO_BLOCK",
            "ZERO_BLOCK_CHECKSUM"]
@@ -22,7 +22,7 @@ ZERO_BLOCK = bytes(BLOCK_BYTES)
 ZERO_BLOCK_CHECKSUM = crc32c(ZERO_BLOCK)
 
 
-def block_checksums_plain(buffer) -> bytes:
+def block_checksums_plain(buffer: Buffer) -> bytes:
     """Packed checksums of the whole blocks in `buffer`, whose length is a multiple of 4 KiB."""
     view = memoryview(buffer)
     count, rest = divmod(len(view), BLOCK_BYTES)
@@ -33,10 +33,10 @@ def block_checksums_plain(buffer) -> bytes:
     return struct.pack(f"<{count}I", *[crc32c(view[at:at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)])
 
 
-block_checksums = _checksum.block_checksums if _checksum is not None and _checksum.is_of_use() else block_checksums_plain
+block_checksums = _blocks.block_checksums if _blocks is not None and _blocks.is_of_use() else block_checksums_plain
 
 
-def piece_checksums(buffer, offset: int) -> bytes:
+def piece_checksums(buffer: Buffer, offset: int) -> bytes:
     """Packed checksums of the pieces into which block borders divide `buffer`, when it lies at byte `offset`."""
     view = memoryview(buffer)
     first = -offset % BLOCK_BYTES
@@ -46,7 +46,7 @@ def piece_checksums(buffer, offset: int) -> bytes:
     return struct.pack(f"<{len(borders) - 1}I", *[crc32c(view[a:b]) for a, b in zip(borders, borders[1:], strict=False)])
 
 
-def first_bad_block(buffer, checksums) -> int:
+def first_bad_block(buffer: Buffer, checksums: Buffer) -> int:
     """Index of the first block of `buffer` whose checksum is not the packed one, or -1 when all fit."""
     view = memoryview(buffer)
     if len(view) == BLOCK_BYTES:

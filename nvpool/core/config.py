@@ -12,6 +12,7 @@ import difflib
 import os
 import re
 import tomllib
+from collections.abc import Iterable
 from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -313,7 +314,7 @@ def parse(text: str, where: str = "the configuration") -> Config:
         raise BadConfiguration(f"{where} is not TOML: {error}") from None
     lines = _lines_of(text)
     problems: list[tuple[int, str]] = []
-    sections = {}
+    sections: dict[str, Any] = {}
     for name, kind in _sections():
         table = raw.pop(name, {})
         if not isinstance(table, dict):
@@ -344,7 +345,7 @@ def parse(text: str, where: str = "the configuration") -> Config:
     return config
 
 
-def load(path: str | os.PathLike) -> Config:
+def load(path: str | os.PathLike[str]) -> Config:
     """The configuration in the file at `path`. BadConfiguration when it can not be read or is wrong."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -375,21 +376,22 @@ def sample(config: Config | None = None) -> str:
 
 
 def as_dict(config: Config) -> dict[str, dict[str, Any]]:
-    return msgspec.to_builtins(config)
+    sections: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
+    return sections
 
 
 def _sections() -> list[tuple[str, type[msgspec.Struct]]]:
     return [(field.name, field.type) for field in msgspec.structs.fields(Config)]
 
 
-def _parts(annotation) -> tuple[Any, Meta]:
+def _parts(annotation: Any) -> tuple[Any, Meta]:
     """(type, Meta) of an Annotated field."""
     assert get_origin(annotation) is Annotated
     base, meta = get_args(annotation)
     return base, meta
 
 
-def _convert(value: Any, annotation) -> Any:
+def _convert(value: Any, annotation: Any) -> Any:
     base, meta = _parts(annotation)
     if meta.extra == _BYTES and isinstance(value, str):
         value = parse_bytes(value)
@@ -410,7 +412,7 @@ def _toml(value: Any) -> str:
         return str(value)
 
 
-def _expected(annotation) -> str:
+def _expected(annotation: Any) -> str:
     """A correct value in words of TOML; empty for types that have words of their own."""
     base, meta = _parts(annotation)
     if base is bool:
@@ -436,12 +438,12 @@ def _plain(error: Exception) -> str:
     return text.replace("`", "").replace("int >=", "a whole number >=").replace("int <=", "a whole number <=")
 
 
-def _nearest(key: str, known) -> str:
+def _nearest(key: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(key, list(known), 1)
     return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
 
 
-def _described(annotation) -> str:
+def _described(annotation: Any) -> str:
     base, meta = _parts(annotation)
     size = meta.extra == _BYTES
     low = meta.ge if meta.ge is not None else meta.gt
@@ -461,7 +463,7 @@ def _size(count: int) -> str:
     return str(count)
 
 
-def _written(value: Any, annotation) -> str:
+def _written(value: Any, annotation: Any) -> str:
     _, meta = _parts(annotation)
     if meta.extra == _BYTES:
         return _size(value)

@@ -75,7 +75,7 @@ class Coming(Later):
         self._tell(None, error)
 
 
-def abandon(future: asyncio.Future) -> None:
+def abandon(future: asyncio.Future[Any]) -> None:
     """Cancel `future`, and look at its outcome whenever it comes, so that asyncio does not log it."""
     future.cancel()
     if future.done():
@@ -84,6 +84,6 @@ def abandon(future: asyncio.Future) -> None:
         future.add_done_callback(_look_at)
 
 
-def _look_at(future: asyncio.Future) -> None:
+def _look_at(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()

@@ -40,7 +40,7 @@ class ChunkId(NamedTuple):
     inode numbers are never given twice."""
 
     inode: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
 
 
 LIFE_BITS = 40

@@ -2,6 +2,9 @@
 
 import re
 
+Buffer = bytes | bytearray | memoryview
+"""What is read and written without a copy. Its items are bytes."""
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -58,7 +61,7 @@ def parse_bytes(text: str) -> int:
     if found is None or not digits or found[3] not in _SUFFIXES:
         raise ValueError(f"{shown} is not a size; write it like 4096, 64K, 1MiB or 1.5G")
     dividend, divisor = int(digits) * _SUFFIXES[found[3]], 10 ** len(found[2] or "")
-    amount = dividend // divisor
+    amount: int = dividend // divisor
     if amount >= 1 << 63 or not amount and dividend:
         raise ValueError(f"{shown} is out of range: a size is 0, or from one byte on and less than 8 EiB")
     return amount

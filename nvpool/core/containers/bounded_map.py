@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
+from typing import Any, TypeVar
+
+K = TypeVar("K")
 
 
-def too_old(entries: dict, count_max: int) -> Iterable:
+def too_old(entries: dict[K, Any], count_max: int) -> Iterable[K]:
     """Keys to remove now: none while there are at most `count_max`, else what is above it and the sixteenth that came first.
 
     Not one key for each that is added: `next(iter(entries))` looks past all places of removed keys, 16 µs in a dictionary of
