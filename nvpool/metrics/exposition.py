@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -95,7 +96,7 @@ class Page:
             page._put(name, tuple((label, text) for label, text in labels), value)
         return page
 
-    def told(self) -> list[dict]:
+    def told(self) -> list[dict[str, Any]]:
         """For JSON: name, labels, and the value, or count and sum of a histogram."""
         return [{"name": name, "labels": dict(labels)} |
                 ({"count": sum(value[1]), "sum": value[0]} if isinstance(value, tuple) else {"value": value})
