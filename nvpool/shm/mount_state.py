@@ -17,9 +17,10 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 from enum import IntEnum
+from typing import Any
 
 from nvpool.core.errors import CorruptRecord, NoSpace, TooManyOpen, WrongFormat
-from nvpool.core.units import KIB, MIB, SLOTS_PER_SESSION
+from nvpool.core.units import KIB, MIB, SLOTS_PER_SESSION, Buffer
 from nvpool.shm.arena import Arena
 from nvpool.shm.memfd import make_sealed
 
@@ -99,6 +100,7 @@ class Table:
         self._memory, self.place, self.form, self.count = memory, place, form, count
         self._word = 64 + 8 * word
         self._mark = form.size - 8
+        self.used: int
         self.used, = _MARK.unpack_from(memory, self._word)
         if self.used > count:
             raise CorruptRecord(f"{word.name.lower()}: {self.used} records are said to be used, there are {count}")
@@ -120,7 +122,7 @@ class Table:
         _MARK.pack_into(self._memory, self._word, self.used)
         return index
 
-    def put(self, index: int, *fields) -> None:
+    def put(self, index: int, *fields: int) -> None:
         self.form.pack_into(self._memory, self.place + index * self.form.size, *fields)
 
     def give_back(self, index: int) -> None:
@@ -128,17 +130,19 @@ class Table:
         self._free.append(index)
 
     def mark(self, index: int) -> int:
-        return _MARK.unpack_from(self._memory, self.place + index * self.form.size + self._mark)[0]
+        mark: int
+        mark, = _MARK.unpack_from(self._memory, self.place + index * self.form.size + self._mark)
+        return mark
 
-    def read(self, index: int) -> tuple:
+    def read(self, index: int) -> tuple[Any, ...]:
         return self.form.unpack_from(self._memory, self.place + index * self.form.size)
 
-    def all(self) -> Iterator[tuple]:
+    def all(self) -> Iterator[tuple[Any, ...]]:
         """(index, *fields) of every record that was ever used, valid ones and others."""
         for index in range(self.used):
             yield index, *self.read(index)
 
-    def valid(self) -> list[tuple]:
+    def valid(self) -> list[tuple[Any, ...]]:
         return [record for record in self.all() if record[-1]]
 
 
@@ -187,7 +191,9 @@ class KeptMemory:
     # -- words -----------------------------------------------------------------------------------------------------------
 
     def word(self, word: Word) -> int:
-        return _MARK.unpack_from(self._memory, 64 + 8 * word)[0]
+        value: int
+        value, = _MARK.unpack_from(self._memory, 64 + 8 * word)
+        return value
 
     def set_word(self, word: Word, value: int) -> None:
         _MARK.pack_into(self._memory, 64 + 8 * word, value)
@@ -195,6 +201,8 @@ class KeptMemory:
     @property
     def device(self) -> str:
         """major:minor of the mount; empty before there is one."""
+        length: int
+        text: bytes
         length, text = _DEVICE.unpack_from(self._memory, _DEVICE_PLACE)
         return text[:length].decode(errors="replace")
 
@@ -260,7 +268,7 @@ class KeptMemory:
         pieces = (length >> 16) + 2  # units are chunks, of 64 KiB at least
         return self.writes.free > pieces and self.arena.has_room(length)
 
-    def keep_write(self, inode: int, offset: int, buffer, unique: int, last: bool, number: int) -> tuple[int, memoryview]:
+    def keep_write(self, inode: int, offset: int, buffer: Buffer, unique: int, last: bool, number: int) -> tuple[int, memoryview]:
         """The piece is kept from now on: (its record, where it lies). At most 1 MiB, and `has_room` was asked."""
         length = len(buffer)
         place = self.arena.take(length)
@@ -305,7 +313,9 @@ class KeptHandles:
         self._place = _places(arena_bytes)[1]
 
     def word(self, word: Word) -> int:
-        return _MARK.unpack_from(self._memory, 64 + 8 * word)[0]
+        value: int
+        value, = _MARK.unpack_from(self._memory, 64 + 8 * word)
+        return value
 
     def published(self, number: int) -> int:
         """The inode of that handle, 0 where it is not open any more or not to be read by others."""

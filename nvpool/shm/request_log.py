@@ -63,7 +63,7 @@ class Unanswered:
                               "unmount, and mount again" if magic == MAGIC else "this is no memory of a mount's requests")
         if request_bytes % PAGE or not request_bytes or total != size or _places(request_bytes)[-1] != total:
             raise CorruptRecord(f"the requests that a mount's process left are said to have {total} bytes, and have {size}")
-        self.request_bytes = request_bytes
+        self.request_bytes: int = request_bytes
         self._buffer_place, self._small_place, self._large_place, _ = _places(request_bytes)
         view = memoryview(memory)
         self.buffer = view[self._buffer_place:self._small_place]
@@ -97,6 +97,7 @@ class Unanswered:
 
     def _length_at(self, place: int) -> int:
         """Of the request that lies there; 0 where none does."""
+        length: int
         length, _, _ = _REQUEST.unpack_from(self._memory, place)
         room = PAGE if self._small_place <= place < self._large_place else self.request_bytes
         return length if LENGTH_MIN <= length <= room else 0
