@@ -13,7 +13,7 @@ from typing import BinaryIO
 LOG_MODE = 0o640
 
 
-def open_log(path: str | os.PathLike) -> BinaryIO:
+def open_log(path: str | os.PathLike[str]) -> BinaryIO:
     """The file at `path` for appending, unbuffered; a new one is for its owner and group alone."""
     return open(path, "ab", buffering=0, opener=log_opener)
 

@@ -69,13 +69,13 @@ def options_in(text: str) -> list[str]:
     return re.findall(r'(?:[^,"]|"[^"]*")+', text)
 
 
-def mount_at(path: str | os.PathLike) -> Mount | None:
+def mount_at(path: str | os.PathLike[str]) -> Mount | None:
     """What is mounted exactly at `path` (the uppermost), or None."""
     place = place_of(path)
     return next((mount for mount in reversed(mounts()) if mount.point == place), None)
 
 
-def mount_over(path: str | os.PathLike) -> Mount | None:
+def mount_over(path: str | os.PathLike[str]) -> Mount | None:
     """The mount that `path` lies in, found without touching what is mounted there."""
     place = place_of(path)
     over = [mount for mount in mounts() if place.is_relative_to(mount.point)]
@@ -103,13 +103,13 @@ def serving(place: str) -> Iterator[list[str]]:
             yield words
 
 
-def mounts_below(path: str | os.PathLike) -> list[Mount]:
+def mounts_below(path: str | os.PathLike[str]) -> list[Mount]:
     """What is mounted at `path` or below it, the uppermost first."""
     place = place_of(path)
     return [mount for mount in reversed(mounts()) if mount.point.is_relative_to(place)]
 
 
-def place_of(path: str | os.PathLike) -> Path:
+def place_of(path: str | os.PathLike[str]) -> Path:
     """`path` absolute with its symbolic links followed, without touching what is mounted there, which may be dead."""
     points = {mount.point for mount in mounts()}
     place = Path(os.path.abspath(path))
@@ -121,7 +121,7 @@ def place_of(path: str | os.PathLike) -> Path:
     return place
 
 
-def look_at(path: str | os.PathLike) -> str:
+def look_at(path: str | os.PathLike[str]) -> str:
     """'alive', 'dead' (its daemon is gone) or 'hung' (no answer within LOOK_S to the `stat` of another process)."""
     # For a second or so the kernel would answer for a daemon that is dead. Not statfs, which asks all stores of a pool.
     looking = subprocess.Popen(["stat", "--cached=never", "--", os.fspath(path)], stdin=subprocess.DEVNULL,

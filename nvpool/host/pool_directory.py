@@ -198,7 +198,7 @@ def holder_of(path: Path) -> Identity | None:
 
 
 class PoolDirectory:
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(os.path.abspath(path))
         self.node_toml = self.path / "node.toml"
         self.format = self.path / "FORMAT"
