@@ -13,11 +13,12 @@ import datetime
 import hashlib
 import ipaddress
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes, CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
@@ -42,10 +43,7 @@ def request_certificate(name: str = "nvpool") -> MemberRequest:
 
 def request_again(key: bytes, name: str = "nvpool") -> MemberRequest:
     """Another request of the same key. CorruptRecord."""
-    try:
-        loaded = serialization.load_pem_private_key(key, None)
-    except (ValueError, TypeError) as error:
-        raise CorruptRecord(f"our own key can not be read: {error}") from None
+    loaded = _private_key(key, "our own key")
     made = x509.CertificateSigningRequestBuilder().subject_name(_named(name)).sign(loaded, hashes.SHA256())
     return MemberRequest(key, made.public_bytes(serialization.Encoding.PEM))
 
@@ -97,10 +95,7 @@ class Authority:
         self.certificate = certificate
         self.key = key
         self._certificate = _certificate(certificate)
-        try:
-            self._key = serialization.load_pem_private_key(key, None)
-        except (ValueError, TypeError) as error:
-            raise CorruptRecord(f"the authority's key can not be read: {error}") from None
+        self._key = _private_key(key, "the authority's key")
         if _public(self._key.public_key()) != _public(self._certificate.public_key()):
             raise CorruptRecord("the authority's key is not that of its certificate")
 
@@ -137,7 +132,7 @@ class Authority:
                 .add_extension(_usage(signs=False), critical=True)
                 .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
                 .add_extension(x509.SubjectAlternativeName(names), critical=False)
-                .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._certificate.public_key()),
+                .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
                                critical=False)
                 .serial_number(_serial(pool_id, member, clock.wall_ns() // 1_000_000_000 // DAY_S))
                 .sign(self._key, hashes.SHA256()))
@@ -166,7 +161,7 @@ def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
-def _begun(issuer: x509.Name, subject: x509.Name, key, lives_s: float, clock: Clock) -> x509.CertificateBuilder:
+def _begun(issuer: x509.Name, subject: x509.Name, key: CertificatePublicKeyTypes, lives_s: float, clock: Clock) -> x509.CertificateBuilder:
     now = datetime.datetime.fromtimestamp(clock.wall_ns() // 1_000_000_000, datetime.UTC)
     return (x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
             .not_valid_before(now - datetime.timedelta(seconds=SKEW_S) if lives_s > 0 else now - datetime.timedelta(days=2))
@@ -197,6 +192,14 @@ def _certificate(pem: bytes) -> x509.Certificate:
         raise CorruptRecord(f"a certificate can not be read: {error}") from None
 
 
+def _private_key(pem: bytes, what: str) -> CertificateIssuerPrivateKeyTypes:
+    try:
+        # `sign` itself refuses a key that can not sign.
+        return cast(CertificateIssuerPrivateKeyTypes, serialization.load_pem_private_key(pem, None))
+    except (ValueError, TypeError) as error:
+        raise CorruptRecord(f"{what} can not be read: {error}") from None
+
+
 def _request(pem: bytes) -> x509.CertificateSigningRequest:
     try:
         asked = x509.load_pem_x509_csr(pem)
@@ -208,9 +211,9 @@ def _request(pem: bytes) -> x509.CertificateSigningRequest:
     return asked
 
 
-def _public(key) -> bytes:
+def _public(key: CertificatePublicKeyTypes) -> bytes:
     return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
-def _key_pem(key) -> bytes:
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

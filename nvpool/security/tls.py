@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from nvpool.core.endpoint import Endpoint
@@ -95,17 +95,21 @@ class Identity:
         """Who is in; None while no map is known: then the authority's word is enough."""
         self._watched: WeakKeyDictionary[Revocable, str] = WeakKeyDictionary()
 
+    def _required(self) -> Shown:
+        assert self.shown is not None, "TLS is switched off in this process"
+        return self.shown
+
     @cached_property
     def _serving(self) -> ssl.SSLContext:
-        return _context(self.shown, ssl.PROTOCOL_TLS_SERVER)
+        return _context(self._required(), ssl.PROTOCOL_TLS_SERVER)
 
     @cached_property
     def _asking(self) -> ssl.SSLContext:
-        return _context(self.shown, ssl.PROTOCOL_TLS_CLIENT)
+        return _context(self._required(), ssl.PROTOCOL_TLS_CLIENT)
 
     @cached_property
     def _joining(self) -> ssl.SSLContext:
-        context = _context(self.shown, ssl.PROTOCOL_TLS_SERVER)
+        context = _context(self._required(), ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_OPTIONAL
         return context
 
@@ -114,7 +118,7 @@ class Identity:
         """The identity whose files lie in `secret`. BadConfiguration, with the remedy, where they do not."""
         try:
             seen_ns = (secret / CERTIFICATE_FILE).stat().st_mtime_ns  # before it is read: what comes between is seen again
-            shown = Shown(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE)), read_key(secret))
+            shown = Shown((secret / AUTHORITY_FILE).read_bytes(), (secret / CERTIFICATE_FILE).read_bytes(), read_key(secret))
         except FileNotFoundError as error:
             raise BadConfiguration(f"{error.filename} is missing: this directory has no certificate of its pool; join it "
                                    f"anew, or set network.plain_text = true in node.toml") from None
@@ -134,7 +138,7 @@ class Identity:
         except OSError:
             return
         found = Identity.load(self._secret, self.pool_id)
-        self.replace(found.shown)
+        self.replace(found._required())
         self._seen_ns = found._seen_ns
 
     def replace(self, shown: Shown) -> None:
@@ -152,11 +156,11 @@ class Identity:
         """When our certificate ends, in seconds since 1970. BadConfiguration as of own_member."""
         return ssl.cert_time_to_seconds(self._own_certificate()["notAfter"])
 
-    def _own_certificate(self) -> dict:
+    def _own_certificate(self) -> dict[str, Any]:
         """As SSLObject.getpeercert gives it: OpenSSL reads it when it is shown to ourselves."""
         ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = authority_unseen()  # a client's is none that may serve
-        _load(context, self.shown)
+        _load(context, self._required())
         asks = context.wrap_bio(ours, theirs)
         serves = self._joining.wrap_bio(theirs, ours, server_side=True)
         try:
@@ -166,7 +170,7 @@ class Identity:
                         end.do_handshake()
                     except ssl.SSLWantReadError:
                         pass
-            return serves.getpeercert()
+            return serves.getpeercert() or {}
         except ssl.SSLError as error:
             raise BadConfiguration(f"our own certificate can not be used: {refusal_of(error) or error}") from None
 
@@ -260,7 +264,7 @@ def leaves_host(where: Endpoint) -> bool:
         return where.host != "localhost"
 
 
-def member_of(certificate: dict | None, pool_id: str) -> str:
+def member_of(certificate: dict[str, Any] | None, pool_id: str) -> str:
     """Whom a certificate names, as SSLObject.getpeercert gives it; nothing where none was shown. AccessDenied for another
     pool's and for what is no certificate of a pool."""
     if not certificate:
@@ -312,7 +316,7 @@ def refusal_of(error: BaseException | None) -> str:
 
 async def member_at(identity: Identity, host: str, port: int, protocols: tuple[str, ...]) -> str:
     """Who serves there: a handshake and no more, for libraries that do not say whom they have met. AccessDenied, OSError."""
-    context = _context(identity.shown, ssl.PROTOCOL_TLS_CLIENT)
+    context = _context(identity._required(), ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(protocols)
     _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=host)
     try:
@@ -338,7 +342,7 @@ def authority_known(authority: bytes) -> ssl.SSLContext:
     return context
 
 
-def _context(shown: Shown, protocol) -> ssl.SSLContext:
+def _context(shown: Shown, protocol: ssl._SSLMethod) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # members have names of their own, which we look at ourselves

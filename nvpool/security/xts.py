@@ -17,11 +17,12 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from nvpool.core.compiled import load_compiled
-from nvpool.core.units import BLOCK_BYTES
+from nvpool.core.units import BLOCK_BYTES, Buffer
 
 _xts = load_compiled("nvpool.security._xts")
 Scratch = _xts.Scratch if _xts is not None else None
@@ -29,6 +30,18 @@ Scratch = _xts.Scratch if _xts is not None else None
 KEY_BYTES = 64
 """Two keys of AES-256: that of the data, and that of the tweaks."""
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
+
+Writable = bytearray | memoryview
+
+
+class BlockEngine(Protocol):
+    """Work of one direction with one key, for one thread: `_xts.Scratch`, or `_PlainXts` where that is not compiled."""
+
+    def run_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into: Writable) -> None:
+        """Decrypt pieces of `into` where they are; see BlockCipher.decrypt_many."""
+
+    def run(self, source: Buffer, to: Writable, inode: int, index: int, first: int, keeps_zeros: bool) -> None:
+        """Encrypt or decrypt whole blocks of `source` to `to`; with `keeps_zeros`, a block of zeros stays one."""
 
 
 class BlockCipher:
@@ -40,40 +53,40 @@ class BlockCipher:
         self._key = key
         self._local = threading.local()
 
-    def encrypt(self, inode: int, index: int, first: int, blocks) -> bytearray:
+    def encrypt(self, inode: int, index: int, first: int, blocks: Buffer) -> bytearray:
         """The ciphertext of `blocks`, which lie in chunk `index` of the inode from block `first` on."""
         made = bytearray(len(blocks))
         self._run("encrypting", inode, index, first, blocks, made, False)
         return made
 
-    def decrypt(self, inode: int, index: int, first: int, blocks, into=None) -> memoryview:
+    def decrypt(self, inode: int, index: int, first: int, blocks: Buffer, into: memoryview | None = None) -> memoryview:
         """What `encrypt` was given; in `into`, where that is given, which may be `blocks` itself."""
-        into = memoryview(bytearray(len(blocks))) if into is None else into
-        self._run("decrypting", inode, index, first, blocks, into, True)
-        return into
+        plain = memoryview(bytearray(len(blocks))) if into is None else into
+        self._run("decrypting", inode, index, first, blocks, plain, True)
+        return plain
 
-    def decrypt_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into) -> None:
+    def decrypt_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into: Writable) -> None:
         """Decrypt pieces of `into` where they are: (inode, chunk index, first block, place in `into`, bytes) of each."""
         self._scratch("decrypting").run_many(pieces, into)
 
-    def _run(self, way: str, inode: int, index: int, first: int, source, into, keeps_zeros: bool) -> None:
+    def _run(self, way: str, inode: int, index: int, first: int, source: Buffer, into: Writable, keeps_zeros: bool) -> None:
         self._scratch(way).run(source, into, inode, index, first, keeps_zeros)
 
-    def _scratch(self, way: str):
+    def _scratch(self, way: str) -> BlockEngine:
         """This thread's."""
-        scratch = getattr(self._local, way, None)
+        scratch: BlockEngine | None = getattr(self._local, way, None)
         if scratch is None:
             scratch = self.scratch(way)
             setattr(self._local, way, scratch)
         return scratch
 
-    def scratch(self, way: str):
+    def scratch(self, way: str) -> BlockEngine:
         """What does the work "encrypting" or "decrypting", for one thread."""
         if Scratch is None:
             return _PlainXts(self._key, way)
         data = Cipher(algorithms.AES(self._key[:32]), modes.ECB())  # noqa: S305 (the primitive of which XTS is made)
         tweak = Cipher(algorithms.AES(self._key[32:]), modes.ECB())  # noqa: S305
-        context = data.encryptor() if way == "encrypting" else data.decryptor()
+        context: CipherContext = data.encryptor() if way == "encrypting" else data.decryptor()
         return Scratch(tweak.encryptor().update_into, context.update_into)
 
 
@@ -84,21 +97,21 @@ class _PlainXts:
         self._algorithm = algorithms.AES(key)
         self._encrypts = way == "encrypting"
 
-    def run_many(self, pieces, into) -> None:
+    def run_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into: Writable) -> None:
         for inode, index, first, place, length in pieces:
             part = memoryview(into)[place:place + length]
             self.run(part, part, inode, index, first, True)
 
-    def run(self, source, to, inode: int, index: int, first: int, keeps_zeros: bool) -> None:
-        source, to = memoryview(source).cast("B"), memoryview(to).cast("B")
-        if len(source) % BLOCK_BYTES or len(to) != len(source):
-            raise ValueError(f"{len(source)} bytes to {len(to)} are not whole blocks")
-        for at in range(0, len(source), BLOCK_BYTES):
-            block = source[at:at + BLOCK_BYTES]
+    def run(self, source: Buffer, to: Writable, inode: int, index: int, first: int, keeps_zeros: bool) -> None:
+        given, made = memoryview(source).cast("B"), memoryview(to).cast("B")
+        if len(given) % BLOCK_BYTES or len(made) != len(given):
+            raise ValueError(f"{len(given)} bytes to {len(made)} are not whole blocks")
+        for at in range(0, len(given), BLOCK_BYTES):
+            block = given[at:at + BLOCK_BYTES]
             if keeps_zeros and block == _ZERO_BLOCK:
-                to[at:at + BLOCK_BYTES] = _ZERO_BLOCK
+                made[at:at + BLOCK_BYTES] = _ZERO_BLOCK
                 continue
             tweak = struct.pack("<QII", inode, index, first + at // BLOCK_BYTES)
             cipher = Cipher(self._algorithm, modes.XTS(tweak))
-            context = cipher.encryptor() if self._encrypts else cipher.decryptor()
-            to[at:at + BLOCK_BYTES] = context.update(bytes(block))
+            context: CipherContext = cipher.encryptor() if self._encrypts else cipher.decryptor()
+            made[at:at + BLOCK_BYTES] = context.update(bytes(block))
