@@ -41,7 +41,7 @@ def directory_of(pool: str) -> PoolDirectory | None:
     return checked(pool)
 
 
-def checked(path: str | os.PathLike) -> PoolDirectory:
+def checked(path: str | os.PathLike[str]) -> PoolDirectory:
     """The pool directory at `path`. NotFound suggests pools that there are; WrongFormat as PoolDirectory.check."""
     directory = PoolDirectory(path)
     try:

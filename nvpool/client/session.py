@@ -65,7 +65,7 @@ class Client:
         await self._view.refresh()
 
     @classmethod
-    async def open(cls, where: str | os.PathLike | PoolMap, name: str = "", options: ClientOptions | None = None, *,
+    async def open(cls, where: str | os.PathLike[str] | PoolMap, name: str = "", options: ClientOptions | None = None, *,
                    clock: Clock = SYSTEM_CLOCK, dialer: Dialer | None = None, kept: KeptMemory | None = None) -> Client:
         """A client of the pool that `where` names: its directory on this host, "host:port" or an endpoint URL of any of its
         nodes, or a PoolMap. Without `options` it behaves as [client] of the directory's node.toml says.

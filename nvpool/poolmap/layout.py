@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 class Piece(NamedTuple):
     """A part of a byte range that lies in one chunk. `at` is where it begins in the range, all in bytes."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     offset: int
     length: int
     at: int

@@ -31,7 +31,7 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 SYMLINKS_MAX = 40
 """As Linux: who follows more is in a circle."""
 
-Path = str | bytes | os.PathLike
+Path = str | bytes | os.PathLike[str]
 
 
 class Place(NamedTuple):

@@ -29,7 +29,7 @@ _ZEROS = bytes(64 * KIB)
 """Runs of zeros of this size and place become holes."""
 
 
-async def export_tree(vfs, source: bytes, destination: str | bytes | os.PathLike, *, tally: Tally,
+async def export_tree(vfs, source: bytes, destination: str | bytes | os.PathLike[str], *, tally: Tally,
                       options: TransferOptions | None = None) -> None:
     """Make the local `destination` what `source`, a path in the pool, is; missing parents are made.
 

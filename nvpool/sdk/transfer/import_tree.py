@@ -33,7 +33,7 @@ from nvpool.sdk.transfer.workers import Crew, Folder
 LISTED_AT_ONCE = 1000
 
 
-async def import_tree(vfs, source: str | bytes | os.PathLike, destination: bytes, *, tally: Tally,
+async def import_tree(vfs, source: str | bytes | os.PathLike[str], destination: bytes, *, tally: Tally,
                       options: TransferOptions | None = None) -> None:
     """Make `destination`, a path in the pool, what the local `source` is; missing parents are made.
 

@@ -462,8 +462,8 @@ class ChunkStore(Protocol):
         """Flush and release. May be called twice."""
 
 
-def create_chunk_store(path: str | os.PathLike, target: int, pool_id: str, capacity_bytes: int = 0, *,
-                       device: str | os.PathLike | None = None, clock: Clock = SYSTEM_CLOCK, force: bool = False) -> None:
+def create_chunk_store(path: str | os.PathLike[str], target: int, pool_id: str, capacity_bytes: int = 0, *,
+                       device: str | os.PathLike[str] | None = None, clock: Clock = SYSTEM_CLOCK, force: bool = False) -> None:
     """Make the directory `path` a chunk store: on a data file of capacity_bytes in it, or on the block device `device`
     (capacity 0: all of it). Nothing is preallocated.
 
@@ -560,7 +560,7 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
         raise
 
 
-async def open_chunk_store(path: str | os.PathLike, target: int = 0, options: StoreOptions | None = None, *,
+async def open_chunk_store(path: str | os.PathLike[str], target: int = 0, options: StoreOptions | None = None, *,
                            clock: Clock = SYSTEM_CLOCK, on_fence: Callable[[str], None] | None = None) -> ChunkStore:
     """Open the store in the directory `path`; `target` 0: whichever it is. Blocks named by replayed index records are checked
     before this returns, and what was answered before is durable. `on_fence` is told the reason, once, when the store can not

@@ -53,7 +53,7 @@ class LocalPool:
     """`directory` None: everything in memory. `endpoints(role, number)` names other endpoints than inproc ones, one each.
     `key_file`: of pool keys."""
 
-    def __init__(self, directory: str | os.PathLike | None = None, *, capacities: tuple[int, ...] = (64 * MIB, 96 * MIB),
+    def __init__(self, directory: str | os.PathLike[str] | None = None, *, capacities: tuple[int, ...] = (64 * MIB, 96 * MIB),
                  chunk_bytes: int = MIB, meta_options: MetaOptions | None = None, clock: Clock = SYSTEM_CLOCK,
                  endpoints=None, make_store=None, replicas: int = 1, tells_map: bool = False, shards: int = 0,
                  key_file: str = ""):
