@@ -13,7 +13,7 @@ CASES ?= 200000
 POOLS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-docker test soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint docs install clean csi-report
+.PHONY: help setup quickstart demo-docker test soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -33,8 +33,7 @@ help:
 	@echo '  make bench-questions        latency against concurrency, cost by layer, targets and clients, into bench/results (root)'
 	@echo '  make bench-nodes            several nodes in namespaces: scaling, TLS, replicas, balance, growth, pauses at failures, into bench/results (root)'
 	@echo '  make bench-scale            a metadata shard with 1, 10 and 100 million files (KEEP=DIR; 60 GB, an hour)'
-	@echo '  make lint                   ruff'
-	@echo '  make docs                   the documentation site, into build/docs; warnings are errors'
+	@echo '  make lint                   ruff, mypy, import contracts, spelling, words'
 	@echo '  make setup                  Debian packages and .venv alone'
 	@echo '  make install                nvpool in /opt/nvpool, commands on the PATH, units for systemd (root; sh tools/install.sh --remove)'
 	@echo '  make clean                  stop and unmount what quickstart started, and remove all that these commands made'
@@ -92,14 +91,8 @@ install:
 
 lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .
-
-# An environment of its own: the site's builder shares no dependency with nvpool.
-docs: setup
-	@$(PYTHON_IN_VENV) tools/make_reference.py --check
-	@test -x build/docs-venv/bin/mkdocs || { $(PYTHON_IN_VENV) -m venv build/docs-venv && \
-		build/docs-venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1' && \
-		build/docs-venv/bin/python -m pip install --quiet --disable-pip-version-check --group docs; }
-	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict --quiet
+	@.venv/bin/lint-imports --no-logo --no-cache
+	@$(PYTHON_IN_VENV) tools/check_types.py
 
 # Needs no set-up: any Python 3 will do, and the one of .venv is removed by it.
 clean:
