@@ -28,12 +28,12 @@ from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report  # noqa: E402
-from subjects import every_subject  # noqa: E402
-from subjects.contract import Failed, Subject, write_out  # noqa: E402
-from subjects.local import compile_c  # noqa: E402
-from workloads import LOADS, MIB, Load, Place, Sizes, value_of  # noqa: E402
-from workspace import busy_share, can_keep_awake, minutes, processors_awake, say, warn_of_others, workspace  # noqa: E402
+import report
+from subjects import every_subject
+from subjects.contract import Failed, Subject, write_out
+from subjects.local import compile_c
+from workloads import LOADS, MIB, Load, Place, Sizes, value_of
+from workspace import busy_share, can_keep_awake, minutes, processors_awake, say, warn_of_others, workspace
 
 HERE = Path(__file__).resolve().parent
 FAILURES_MAX = 3

@@ -33,9 +33,9 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nvpool.core.units import KIB, MIB  # noqa: E402
-from nvpool.testing.env.command import nvpool  # noqa: E402
-from nvpool.testing.env.pool import RealPool  # noqa: E402
+from nvpool.core.units import KIB, MIB
+from nvpool.testing.env.command import nvpool
+from nvpool.testing.env.pool import RealPool
 
 VOLUMES = ("plain", "encrypted")
 FILE_BYTES = 64 * MIB

@@ -48,20 +48,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from report import commit, machine, put_into_readme  # noqa: E402
-from subjects.contract import MARK, Failed  # noqa: E402
-from workspace import PREFIX, minutes, say, workspace  # noqa: E402
+from report import commit, machine, put_into_readme
+from subjects.contract import MARK, Failed
+from workspace import PREFIX, minutes, say, workspace
 
-from nvpool.core.errors import NvpoolError  # noqa: E402
-from nvpool.host.pool_directory import SOCKET_PATH_BYTES_MAX, PoolDirectory  # noqa: E402
+from nvpool.core.errors import NvpoolError
+from nvpool.host.pool_directory import SOCKET_PATH_BYTES_MAX, PoolDirectory
 from nvpool.testing.env import etcd as real_etcd
-from nvpool.testing.env import namespaces  # noqa: E402
-from nvpool.testing.env.namespaces import Machines  # noqa: E402
-from nvpool.testing.env.nodes import NVPOOL, Node  # noqa: E402
-from nvpool.testing.env.service_manager import ServiceManager  # noqa: E402
-from nvpool.testing.faults.node_faults import CONDITIONS, VICTIMS, Faults, NotNow, is_settled, missing_copies, newest_map  # noqa: E402
-from nvpool.testing.loads.checking import CheckingLoad, Pauses  # noqa: E402
-from nvpool.testing.loads.mounted_nodes import PoolInUse  # noqa: E402
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.namespaces import Machines
+from nvpool.testing.env.nodes import NVPOOL, Node
+from nvpool.testing.env.service_manager import ServiceManager
+from nvpool.testing.faults.node_faults import CONDITIONS, VICTIMS, Faults, NotNow, is_settled, missing_copies, newest_map
+from nvpool.testing.loads.checking import CheckingLoad, Pauses
+from nvpool.testing.loads.mounted_nodes import PoolInUse
 
 HERE = Path(__file__).resolve().parent
 PLACES = HERE.parent / "build", Path("/var/tmp")
@@ -233,7 +233,7 @@ def load(place: Path, seed: int) -> None:
     with changing, names:
         print(json.dumps({}), flush=True)
         for line in sys.stdin:
-            waits = [wait for wait in names.waits_since(float(line))]
+            waits = list(names.waits_since(float(line)))
             print(json.dumps({"waits": waits, "errors": changing.errors + names.errors}), flush=True)
     found = []
     for one in (names, changing):

@@ -32,17 +32,17 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from nodes import Cluster, cluster  # noqa: E402
-from report import commit, judged, machine, put_into_readme  # noqa: E402
-from subjects.contract import MARK, Failed  # noqa: E402
-from workspace import can_keep_awake, not_final, processors_awake, say, warn_of_others, workspace  # noqa: E402
+from nodes import Cluster, cluster
+from report import commit, judged, machine, put_into_readme
+from subjects.contract import MARK, Failed
+from workspace import can_keep_awake, not_final, processors_awake, say, warn_of_others, workspace
 
-from nvpool.poolmap.shards.members import process_name  # noqa: E402
+from nvpool.poolmap.shards.members import process_name
 from nvpool.testing.env import etcd as real_etcd
-from nvpool.testing.env import namespaces  # noqa: E402
-from nvpool.testing.env.nodes import Node  # noqa: E402
-from nvpool.testing.env.pool import end_process  # noqa: E402
-from nvpool.testing.loads.checking import Pauses  # noqa: E402
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.nodes import Node
+from nvpool.testing.env.pool import end_process
+from nvpool.testing.loads.checking import Pauses
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("read", "write", "create")

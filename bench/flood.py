@@ -34,16 +34,16 @@ from pathlib import Path
 from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nvpool.client.state.options import ClientOptions  # noqa: E402
-from nvpool.core.endpoint import parse_endpoint  # noqa: E402
-from nvpool.core.units import KIB, MIB  # noqa: E402
-from nvpool.poolmap.model import decode_map  # noqa: E402
-from nvpool.rpc.api import Greeting  # noqa: E402
-from nvpool.rpc.handshake import encode_hello  # noqa: E402
-from nvpool.rpc.transports.frame import HELLO, REQUEST, pack_head  # noqa: E402
-from nvpool.rpc.v1.wire_pb2 import DATA_READ, META_STATFS  # noqa: E402
-from nvpool.sdk.aio import AsyncFileSystem  # noqa: E402
-from nvpool.testing.env.pool import RealPool  # noqa: E402
+from nvpool.client.state.options import ClientOptions
+from nvpool.core.endpoint import parse_endpoint
+from nvpool.core.units import KIB, MIB
+from nvpool.poolmap.model import decode_map
+from nvpool.rpc.api import Greeting
+from nvpool.rpc.handshake import encode_hello
+from nvpool.rpc.transports.frame import HELLO, REQUEST, pack_head
+from nvpool.rpc.v1.wire_pb2 import DATA_READ, META_STATFS
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.env.pool import RealPool
 
 KINDS = ("requests", "connections", "slow", "unread")
 GREETING = pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("flood")), 0)

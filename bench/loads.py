@@ -101,8 +101,7 @@ async def read_many(pool: str, path: bytes, seconds: float, transport: str | Non
         await asyncio.gather(*(reader(seed) for seed in range(CALLS_IN_FLIGHT)))
         seconds = time.perf_counter() - begin
         await vfs.release(handle)
-        found = measured(len(latencies) * PIECES_A_CALL, seconds, latencies, PIECE_BYTES)
-        return found
+        return measured(len(latencies) * PIECES_A_CALL, seconds, latencies, PIECE_BYTES)
     finally:
         await client.close()
 

@@ -57,14 +57,14 @@ class Uncounting(ast.NodeTransformer):
         self.removed = 0
 
     def _counts(self, node: ast.AST) -> bool:
-        return any(isinstance(part, ast.Attribute) and part.attr in self.names or
-                   isinstance(part, ast.Name) and part.id in self.names for part in ast.walk(node))
+        return any((isinstance(part, ast.Attribute) and part.attr in self.names) or
+                   (isinstance(part, ast.Name) and part.id in self.names) for part in ast.walk(node))
 
     def generic_visit(self, node: ast.AST) -> ast.AST | None:
         if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "measure"):
             return node  # others look at what is there
-        if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign) and self._counts(node) or \
-                isinstance(node, ast.If) and self._counts(node.test):
+        if (isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign) and self._counts(node)) or \
+                (isinstance(node, ast.If) and self._counts(node.test)):
             self.removed += 1
             return None
         super().generic_visit(node)

@@ -39,12 +39,12 @@ from statistics import median
 from nvpool.core.programs import Program, command
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import loads  # noqa: E402
-import throughput  # noqa: E402
-from balance import balance  # noqa: E402
-from report import commit, judged, machine, put_into_readme  # noqa: E402
-from subjects.contract import MARK, Failed, run, wait_until  # noqa: E402
-from workspace import (  # noqa: E402
+import loads
+import throughput
+from balance import balance
+from report import commit, judged, machine, put_into_readme
+from subjects.contract import MARK, Failed, run, wait_until
+from workspace import (
     busy_share,
     can_keep_awake,
     minutes,
@@ -55,12 +55,12 @@ from workspace import (  # noqa: E402
     workspace,
 )
 
-from nvpool.core.units import KIB, MIB  # noqa: E402
+from nvpool.core.units import KIB, MIB
 from nvpool.testing.env import etcd as real_etcd
-from nvpool.testing.env import namespaces  # noqa: E402
-from nvpool.testing.env.namespaces import Machine, Machines  # noqa: E402
-from nvpool.testing.env.nodes import Node, Pool  # noqa: E402
-from nvpool.testing.env.pool import RealPool  # noqa: E402
+from nvpool.testing.env import namespaces
+from nvpool.testing.env.namespaces import Machine, Machines
+from nvpool.testing.env.nodes import Node, Pool
+from nvpool.testing.env.pool import RealPool
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("scaling", "tls", "replicas", "balance", "growth")

@@ -27,19 +27,19 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import concurrency  # noqa: E402
-import layers  # noqa: E402
-import loads  # noqa: E402
-import throughput  # noqa: E402
-from compare import Comparison  # noqa: E402
-from drawing import Line, Sheet  # noqa: E402
-from report import commit, machine  # noqa: E402
-from sdk_loads import COLD_PARTS  # noqa: E402
-from subjects.contract import MARK, Failed, drop_page_cache, run  # noqa: E402
-from subjects.local import FuseBare, FuseFromMemory, PlainDirectory  # noqa: E402
-from subjects.pool import VARIANTS, Pool  # noqa: E402
-from workloads import KIB, MIB, Sizes, fio  # noqa: E402
-from workspace import can_keep_awake, minutes, processors_awake, say, workspace  # noqa: E402
+import concurrency
+import layers
+import loads
+import throughput
+from compare import Comparison
+from drawing import Line, Sheet
+from report import commit, machine
+from sdk_loads import COLD_PARTS
+from subjects.contract import MARK, Failed, drop_page_cache, run
+from subjects.local import FuseBare, FuseFromMemory, PlainDirectory
+from subjects.pool import VARIANTS, Pool
+from workloads import KIB, MIB, Sizes, fio
+from workspace import can_keep_awake, minutes, processors_awake, say, workspace
 
 HERE = Path(__file__).resolve().parent
 QUESTIONS = ("concurrency", "layers", "throughput")

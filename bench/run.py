@@ -32,10 +32,10 @@ from typing import NamedTuple
 from nvpool.core.programs import Program, command
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import loads  # noqa: E402
-from report import machine, put_into_readme  # noqa: E402
+import loads
+from report import machine, put_into_readme
 
-from nvpool.testing.env.pool import PLAIN_TCP  # noqa: E402
+from nvpool.testing.env.pool import PLAIN_TCP
 
 HERE = Path(__file__).resolve().parent
 KIB, MIB = 1 << 10, 1 << 20

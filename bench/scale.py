@@ -27,17 +27,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report as machine_report  # noqa: E402
-import uvloop  # noqa: E402
-from millions import build, report  # noqa: E402
-from millions.loads import Client  # noqa: E402
-from millions.measure import Options, measured  # noqa: E402
-from millions.shard import Failed, Shard  # noqa: E402
-from millions.tree import PER_DIRECTORY  # noqa: E402
-from subjects.contract import MARK  # noqa: E402
-from workspace import say, warn_of_others, workspace  # noqa: E402
+import report as machine_report
+import uvloop
+from millions import build, report
+from millions.loads import Client
+from millions.measure import Options, measured
+from millions.shard import Failed, Shard
+from millions.tree import PER_DIRECTORY
+from subjects.contract import MARK
+from workspace import say, warn_of_others, workspace
 
-from nvpool.kv.engine import LmdbKv, LmdbOptions  # noqa: E402
+from nvpool.kv.engine import LmdbKv, LmdbOptions
 
 HERE = Path(__file__).resolve().parent
 MADE = "made.json"

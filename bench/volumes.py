@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nvpool.core.units import GIB, KIB, MIB  # noqa: E402
-from nvpool.sdk.aio import AsyncFileSystem  # noqa: E402
-from nvpool.testing.env.pool import RealPool  # noqa: E402
+from nvpool.core.units import GIB, KIB, MIB
+from nvpool.sdk.aio import AsyncFileSystem
+from nvpool.testing.env.pool import RealPool
 
 VOLUMES_AT_ONCE, FILES_AT_ONCE = 8, 16
 PLACES = ("plain directory", "volume", "volume with quotas")

@@ -41,8 +41,8 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
 class _State(msgspec.Struct):
     version: int = VERSION
     boot: str = ""
-    references: dict[str, dict[str, Reference]] = {}  # noqa: RUF012 (msgspec makes a new one for each)
-    publications: dict[str, Publication] = {}  # noqa: RUF012
+    references: dict[str, dict[str, Reference]] = {}
+    publications: dict[str, Publication] = {}
 
 
 class References:

@@ -25,7 +25,7 @@ class Undoing:
         self._mountpoint = mountpoint
         path = directory.path
         self._was_there = path.is_dir()
-        self._is_ours = not os.path.lexists(path) or being_made(directory) or self._was_there and not any(path.iterdir())
+        self._is_ours = not os.path.lexists(path) or being_made(directory) or (self._was_there and not any(path.iterdir()))
         self._ran = directory.supervisor() is not None
         self._place_was_there = mountpoint is None or os.path.lexists(mountpoint)
         self._before: dict[int, object] = {}

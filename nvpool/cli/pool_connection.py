@@ -120,7 +120,7 @@ async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: 
                 return decoded(reply_type, reply.message)
             except Unavailable as error:
                 late = isinstance(error, DeadlineExceeded)
-                nobody = nobody or isinstance(error, Unreachable) or late and not error.may_be_applied
+                nobody = nobody or isinstance(error, Unreachable) or (late and not error.may_be_applied)
                 if late or not repeat or SYSTEM_CLOCK.boottime_s() + 0.2 > deadline_s:
                     if nobody:
                         raise Unreachable(f"nobody answers for the pool {pool}", remedy=_remedy(pool)) from error

@@ -6,6 +6,7 @@ Checksums of many blocks travel as packed little-endian u32, one per 4 KiB block
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 from crc32c import crc32c
@@ -15,8 +16,15 @@ from nvpool.core.units import BLOCK_BYTES, Buffer
 
 _blocks = load_compiled("nvpool.core._checksum")
 
-__all__ = ["crc32c", "block_checksums", "block_checksums_plain", "piece_checksums", "first_bad_block", "ZERO_BLOCK",
-           "ZERO_BLOCK_CHECKSUM"]
+__all__ = [
+    "ZERO_BLOCK",
+    "ZERO_BLOCK_CHECKSUM",
+    "block_checksums",
+    "block_checksums_plain",
+    "crc32c",
+    "first_bad_block",
+    "piece_checksums",
+]
 
 ZERO_BLOCK = bytes(BLOCK_BYTES)
 ZERO_BLOCK_CHECKSUM = crc32c(ZERO_BLOCK)
@@ -43,7 +51,7 @@ def piece_checksums(buffer: Buffer, offset: int) -> bytes:
     if not first and not len(view) % BLOCK_BYTES:
         return block_checksums(view)
     borders = [0, *range(first or BLOCK_BYTES, len(view), BLOCK_BYTES), len(view)]
-    return struct.pack(f"<{len(borders) - 1}I", *[crc32c(view[a:b]) for a, b in zip(borders, borders[1:], strict=False)])
+    return struct.pack(f"<{len(borders) - 1}I", *[crc32c(view[a:b]) for a, b in itertools.pairwise(borders)])
 
 
 def first_bad_block(buffer: Buffer, checksums: Buffer) -> int:

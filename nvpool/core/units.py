@@ -62,7 +62,7 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{shown} is not a size; write it like 4096, 64K, 1MiB or 1.5G")
     dividend, divisor = int(digits) * _SUFFIXES[found[3]], 10 ** len(found[2] or "")
     amount: int = dividend // divisor
-    if amount >= 1 << 63 or not amount and dividend:
+    if amount >= 1 << 63 or (not amount and dividend):
         raise ValueError(f"{shown} is out of range: a size is 0, or from one byte on and less than 8 EiB")
     return amount
 

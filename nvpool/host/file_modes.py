@@ -71,7 +71,7 @@ def _restrict(path: Path, mode: int, group: int | None) -> list[str]:
     """Leave at most `mode` to a regular file or directory, and the group; why that could not be, else nothing."""
     try:
         found = os.lstat(path)
-        if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode) and found.st_nlink == 1):
+        if not (stat.S_ISDIR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_nlink == 1)):
             return []
         wanted = found.st_mode & 0o7777 & (mode | 0o7000)
         if group is not None:

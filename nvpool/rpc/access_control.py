@@ -139,7 +139,7 @@ def _refused(role: Role, local: bool) -> frozenset[int]:
     for method in wire.Method.values():
         right = RIGHTS.get(method)
         least = Role.NODE if right is None else _LEAST[right.who]
-        if role < least or right is not None and right.who is Who.OPERATOR and not local:
+        if role < least or (right is not None and right.who is Who.OPERATOR and not local):
             refused.add(method)
     return frozenset(refused)
 

@@ -82,7 +82,7 @@ class Handover:
         self._loop.add_reader(sock.fileno(), self._accept)
 
     def allows(self, uid: int, groups: set[int]) -> bool:
-        return uid in (0, os.geteuid()) or self._group is not None and self._group in groups
+        return uid in (0, os.geteuid()) or (self._group is not None and self._group in groups)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_A_TURN):

@@ -81,7 +81,7 @@ class MetaAudit:
     def watched(self, call: Call) -> Call:
         """`call`, or one in its place that notes its answer."""
         read = self._events.get(call.method)
-        if read is None or call.method == wire.META_CREATE and bytes(call.message).find(_NEW_VOLUME) < 0:
+        if read is None or (call.method == wire.META_CREATE and bytes(call.message).find(_NEW_VOLUME) < 0):
             return call
         try:
             event = read(call.message)

@@ -13,17 +13,19 @@ import datetime
 import hashlib
 import ipaddress
 from collections.abc import Collection
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes, CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import CorruptRecord, InvalidRequest
 from nvpool.core.member_names import DAY_S, MEMBER_DAYS, MEMBER_S, SKEW_S, check_member, dns_of, member_in, uri_of
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes, CertificatePublicKeyTypes
 
 AUTHORITY_S = 20 * 365 * DAY_S
 
@@ -161,7 +163,8 @@ def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
-def _begun(issuer: x509.Name, subject: x509.Name, key: CertificatePublicKeyTypes, lives_s: float, clock: Clock) -> x509.CertificateBuilder:
+def _begun(issuer: x509.Name, subject: x509.Name, key: CertificatePublicKeyTypes, lives_s: float,
+           clock: Clock) -> x509.CertificateBuilder:
     now = datetime.datetime.fromtimestamp(clock.wall_ns() // 1_000_000_000, datetime.UTC)
     return (x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
             .not_valid_before(now - datetime.timedelta(seconds=SKEW_S) if lives_s > 0 else now - datetime.timedelta(days=2))
@@ -195,7 +198,7 @@ def _certificate(pem: bytes) -> x509.Certificate:
 def _private_key(pem: bytes, what: str) -> CertificateIssuerPrivateKeyTypes:
     try:
         # `sign` itself refuses a key that can not sign.
-        return cast(CertificateIssuerPrivateKeyTypes, serialization.load_pem_private_key(pem, None))
+        return cast("CertificateIssuerPrivateKeyTypes", serialization.load_pem_private_key(pem, None))
     except (ValueError, TypeError) as error:
         raise CorruptRecord(f"{what} can not be read: {error}") from None
 

@@ -268,7 +268,8 @@ class KeptMemory:
         pieces = (length >> 16) + 2  # units are chunks, of 64 KiB at least
         return self.writes.free > pieces and self.arena.has_room(length)
 
-    def keep_write(self, inode: int, offset: int, buffer: Buffer, unique: int, last: bool, number: int) -> tuple[int, memoryview]:
+    def keep_write(self, inode: int, offset: int, buffer: Buffer, unique: int, last: bool,
+                   number: int) -> tuple[int, memoryview]:
         """The piece is kept from now on: (its record, where it lies). At most 1 MiB, and `has_room` was asked."""
         length = len(buffer)
         place = self.arena.take(length)

@@ -393,7 +393,7 @@ async def live(world: str, place: Path) -> None:
             assert {entry.unit: entry.total for entry in stats.usage}[pb.VolumeUsage.BYTES] == 2 * SIZE
             refused = await call("DeleteVolume", volume_id="life")
             assert refused.code == "FAILED_PRECONDITION" and "in use" in refused.text
-            inside = [open(pods[0] / "open", "wb") if real else None]  # noqa: SIM115, ASYNC230
+            inside = [open(pods[0] / "open", "wb") if real else None]  # noqa: ASYNC230
         volumes = await _begun_anew(volumes)
         async with plugin(volumes, place) as call:
             if real:

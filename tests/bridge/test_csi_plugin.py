@@ -285,10 +285,9 @@ def test_a_subpath_of_a_volume_made_by_hand_is_staged(volumes, tmp_path):
     async def ask(call):
         await call("CreateVolume", name="v", volume_capabilities=[use()])
         wish = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
-        codes = [(await call("NodeStageVolume", **wish, volume_context=context)).code
+        return [(await call("NodeStageVolume", **wish, volume_context=context)).code
                  for context in ({"subpath": "train", "csi.storage.k8s.io/pod.name": "p"}, {"subpath": "./train/"},
                                  {"subpath": "other"})]
-        return codes
     assert asked(volumes, tmp_path, ask) == ["OK", "OK", "ALREADY_EXISTS"]
 
 

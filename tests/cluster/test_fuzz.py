@@ -86,10 +86,9 @@ class Fuzzer:
         for field in message.DESCRIPTOR.fields:
             if self.chance.random() < 0.5 and field.name not in ("change", "session", "target"):
                 continue
-            if field.name in HARMLESS:
-                if HARMLESS[field.name] is not None:
-                    setattr(message, field.name, HARMLESS[field.name])
-                    continue
+            if field.name in HARMLESS and HARMLESS[field.name] is not None:
+                setattr(message, field.name, HARMLESS[field.name])
+                continue
             if field.name == "session":
                 message.session = self.chance.choice((self.session, self.session, self.session, self.number(64)))
             elif field.name == "target" and field.type == field.TYPE_UINT32:

@@ -48,7 +48,7 @@ def test_threads_that_read_meet_no_error_and_no_wrong_byte_when_their_store_is_k
                 before = counters[way]
                 pool.until(lambda: problems or counters[way] > before + 100, "threads read for themselves")  # noqa: B023
                 end_process(killed := pool.pid("target-1"), signal.SIGKILL)
-                pool.until(lambda: pool.pid("target-1") != killed, "another process serves the target")  # noqa: B023
+                pool.until(lambda: pool.pid("target-1") != killed, "another process serves the target")
                 pool.wait()
             before = sum(reads)
             pool.until(lambda: problems or sum(reads) > before + 100, "reads go on")

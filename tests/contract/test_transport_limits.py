@@ -161,7 +161,7 @@ def test_who_never_reads_is_cut_off(scheme, tmp_path):
             answer = [bytes(MIB // 8)]
             for call in calls:
                 call.reply(b"", answer)
-            while len(listener.connections) > 1:  # noqa: ASYNC110 - what is awaited has no event
+            while len(listener.connections) > 1:
                 limits.run_once()
                 await asyncio.sleep(0.05)
             kept.calls.clear()

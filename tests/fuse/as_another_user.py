@@ -70,6 +70,6 @@ if __name__ == "__main__":
     import array  # noqa: F401 what is imported later may lie where nobody may not look
     import concurrent.futures.thread  # noqa: F401
 
-    import nvpool.fuse.kernel.connection  # noqa: F401
+    import nvpool.fuse.kernel.connection
     import nvpool.testing.fakes.vfs  # noqa: F401
     asyncio.run(main(directory / "m"))

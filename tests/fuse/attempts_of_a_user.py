@@ -128,8 +128,10 @@ class Do:
 
 def main(way, tree, pool=""):
     import nvpool
-    import nvpool.client.session  # noqa: F401 what is imported later may lie where nobody may not look
-    import nvpool.rpc.transports.stream  # noqa: F401
+
+    # What is imported later may lie where nobody may not look.
+    import nvpool.client.session
+    import nvpool.rpc.transports.stream
     os.umask(0o022)  # which the SDK does not look at: it has this one in its defaults
     os.setgroups([GROUP])
     os.setresgid(NOBODY, NOBODY, NOBODY)

@@ -85,7 +85,7 @@ class Mounted(Reading):
         for lane in self.vfs.chunks._lanes.values():
             assert not lane.in_flight
         for connection in self.connections():
-            assert not connection._in_flight and connection.closed or not [
+            assert (not connection._in_flight and connection.closed) or not [
                 one for one in connection._in_flight.values() if one[4] == DATA_READ]
 
     def connections(self):

@@ -281,7 +281,7 @@ def test_a_written_size_is_seen_in_listings_before_the_file_is_closed(here):
         os.listdir(here)
         assert os.fstat(fd).st_size == 12_345
         os.write(fd, b"y")
-        list(entry.stat() for entry in os.scandir(here))
+        [entry.stat() for entry in os.scandir(here)]
         assert os.stat(here / "f").st_size == 12_346 and os.fstat(fd).st_size == 12_346
 
 

@@ -127,7 +127,7 @@ def test_sigterm_stores_everything_and_leaves_no_mount(own, mine):
 
 
 def test_sigterm_while_files_are_open_detaches_at_once_and_stores_what_was_written(own, mine):
-    file = open(mine.place / "open", "wb", buffering=0)  # noqa: SIM115
+    file = open(mine.place / "open", "wb", buffering=0)
     try:
         file.write(b"a" * 100_000)
         mine.process.send_signal(signal.SIGTERM)
@@ -282,7 +282,7 @@ def test_the_mount_can_be_unmounted_when_all_daemons_are_dead(tmp_path):
     made = Pool(tmp_path / "pool")
     here = made.mount(tmp_path / "m", "--deadline-s", "2", "--drain-s", "1")
     (here.place / "f").write_bytes(b"x")
-    file = open(here.place / "f", "r+b", buffering=0)  # noqa: SIM115
+    file = open(here.place / "f", "r+b", buffering=0)
     file.write(b"lost")
     kill_all(made)
     with pytest.raises(OSError) as failed:

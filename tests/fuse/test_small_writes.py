@@ -20,7 +20,7 @@ from nvpool.fuse.fast_path import small_writes
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import RESENT, WRITE_KILL_SUIDGID, Op, Valid
 from nvpool.rpc.error_codec import encode_error
-from nvpool.rpc.messages.data_codec import encode_write_reply
+from nvpool.rpc.messages.data import encode_write_reply
 from nvpool.rpc.transports.frame import EMPTY
 from nvpool.rpc.v1.wire_pb2 import META_REPORT
 from nvpool.shm.mount_state import KeptMemory
@@ -126,12 +126,12 @@ def by_all_ways(test):
     """In compiled steps from the kernel's request on, from the client on, and without."""
     @pytest.mark.parametrize("way", WAYS)
     def run(way, monkeypatch):
-        if way != "ordinary" and fast_writes._fast_writes is None or way == "compiled" and small_writes._small_writes is None:
+        if (way != "ordinary" and fast_writes._plainwrites is None) or (way == "compiled" and small_writes._writes is None):
             pytest.skip("it is not compiled here")
         if way != "compiled":
-            monkeypatch.setattr(small_writes, "_small_writes", None)
+            monkeypatch.setattr(small_writes, "_writes", None)
         if way == "ordinary":
-            monkeypatch.setattr(fast_writes, "_fast_writes", None)
+            monkeypatch.setattr(fast_writes, "_plainwrites", None)
 
         async def whole() -> None:
             async with mounted() as kernel:

@@ -201,7 +201,7 @@ class Twins:
         one, other = ((type(one), one.errno) if isinstance(one, OSError) else one for one in answers)
         self.log.append(what)
         refused = isinstance(one, tuple) or isinstance(other, tuple)
-        assert one == other or with_file is None and not refused, self.log[-20:]
+        assert one == other or (with_file is None and not refused), self.log[-20:]
         return answers
 
     def open(self):
@@ -216,7 +216,7 @@ class Twins:
     def step(self):
         chance, where = self.chance, self.chance.choice([0, 1, 100, 4095, 4096, 60_000, 65_536, self.chance.randrange(100_000)])
         content = chance.randbytes(chance.choice([1, 10, 100, 4096, 4097, 30_000]))
-        if len(self.files) < 2 or len(self.files) < 8 and chance.random() < 0.1:
+        if len(self.files) < 2 or (len(self.files) < 8 and chance.random() < 0.1):
             self.open()
             return
         file = chance.choice(self.files)

@@ -271,7 +271,7 @@ class World:
     def step(self, kind: int, pick: int) -> None:
         living = [member for member in self.members.values() if member.alive]
         if kind < 3:  # a client writes, or repeats
-            if not self.open_writes or pick % 3 == 0 and len(self.open_writes) < 3:
+            if not self.open_writes or (pick % 3 == 0 and len(self.open_writes) < 3):
                 self.made += 1
                 self.open_writes[self.made] = self.granted
             write = list(self.open_writes)[pick % len(self.open_writes)]
@@ -356,7 +356,7 @@ class World:
         self.learn(member)
         if member.pending is not None:
             return
-        if tail.pending is not None and tail.pending.older or member.cut_waits or tail.cut < member.cut:
+        if (tail.pending is not None and tail.pending.older) or member.cut_waits or tail.cut < member.cut:
             return  # is compared again later
         if member.tainted or (member.version, member.cut) != (tail.version, tail.cut):
             if tail.pending is not None:

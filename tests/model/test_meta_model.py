@@ -344,7 +344,7 @@ class NameSpace(RuleBasedStateMachine):
                 assert (entry.inode, entry.attr.links) == (node.inode, node.links)
                 if node.kind == "file":
                     assert entry.attr.size == node.size
-                if node.xattrs or node.inode not in seen and entry.attr.flags & 1:
+                if node.xattrs or (node.inode not in seen and entry.attr.flags & 1):
                     found = self.run(self.client.ask("LISTXATTR", pb.ListXattrRequest(session=self.client.session,
                                                                                        inode=node.inode)))
                     assert set(found.names) == node.xattrs.keys()

@@ -247,7 +247,7 @@ class NamespaceMachine(RuleBasedStateMachine):
           flags=st.sampled_from([0, os.O_CREAT, os.O_CREAT | os.O_EXCL, os.O_CREAT | os.O_TRUNC, os.O_TRUNC]))
     def open_file(self, client, directory, name, flags) -> None:
         self.settle()
-        if self.is_link(directory, name) or flags & os.O_TRUNC and self.is_open(directory, name):
+        if self.is_link(directory, name) or (flags & os.O_TRUNC and self.is_open(directory, name)):
             return
 
         async def ours():

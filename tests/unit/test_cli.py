@@ -84,7 +84,7 @@ def test_a_wrong_command_line_has_exit_code_2(capfd, arguments, said):
 
 
 def test_the_version_is_that_of_the_package(capfd):
-    assert VERSION == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
     assert run(capfd, "version")[:2] == (0, f"nvpool {VERSION}\n")
     assert json.loads(run(capfd, "version", "--json")[1])["nvpool"] == VERSION
 

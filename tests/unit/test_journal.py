@@ -195,7 +195,7 @@ def test_a_failed_append_leaves_nothing_that_replay_could_find(journal, monkeypa
             return real(descriptor, buffer[:written], offset)
         if len(calls) == 1 and written == "all":
             real(descriptor, buffer, offset)
-        if len(calls) == 1 or len(calls) == 2 and written in (3, 20):
+        if len(calls) == 1 or (len(calls) == 2 and written in (3, 20)):
             raise OSError(code, os.strerror(code))
         return real(descriptor, buffer, offset)
 

@@ -114,7 +114,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_else_is_raised(descriptor):
         memory.handles.put(memory.handles.take(), 10, 0, 0, 0, 0, 0, number + 1)
     whole = os.pread(descriptor, 8192, 0)
     shards, handles, _, _, writes, _ = mount_state._places(16 * MIB)
-    places = [*range(0, 128), *range(shards, shards + 100), *range(handles, handles + 800), *range(writes, writes + 960)]
+    places = [*range(128), *range(shards, shards + 100), *range(handles, handles + 800), *range(writes, writes + 960)]
     chance = random.Random(3)
     refused = 0
     for _ in range(300):

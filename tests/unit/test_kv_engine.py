@@ -414,7 +414,7 @@ def test_at_its_maximum_what_adds_is_refused_and_what_removes_works(path):
             with pytest.raises(NoSpace):
                 for _ in range(100):
                     kv.apply([(os.urandom(8), b"v" * 5000)])
-            for number in range(0, added):
+            for number in range(added):
                 kv.apply([(b"%06d" % number, None), (b"note", b"%d" % number)], reclaims=True)
             await kv.checkpoint()
             assert everything(kv) == {b"note": b"%d" % (added - 1)} or kv.statistics()["entries"] < 110

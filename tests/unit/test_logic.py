@@ -44,7 +44,7 @@ def test_pieces_cover_the_range_once_in_order_and_stay_in_their_chunk(bits, offs
     for piece in layout.pieces(lay, offset, length):
         assert piece.at == at
         assert piece.index * lay.chunk_bytes + piece.offset == offset + at
-        assert 0 < piece.length and piece.offset + piece.length <= lay.chunk_bytes
+        assert piece.length > 0 and piece.offset + piece.length <= lay.chunk_bytes
         at += piece.length
     assert at == length
 

@@ -713,7 +713,7 @@ def test_what_the_engine_refuses_is_answered_and_kept_as_ever(tmp_path, error):
     quick, ordinary = asyncio.run(served(True)), asyncio.run(served(False))
     assert quick[:3] == ordinary[:3]
     if not isinstance(error, Fenced):
-        assert list(quick[3].values())[0] == 1
+        assert next(iter(quick[3].values())) == 1
     assert quick[0][0][0]
 
 

@@ -85,7 +85,7 @@ def test_what_is_for_others_in_a_line_of_fstab_is_left_to_them():
 def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, said, capsys):
     assert main(["h:/x", "/mnt/none-here", "-o", f"ro,{option}"]) == 1
     error = capsys.readouterr().err
-    assert said in error and ("is no option" not in said or "deadline-s=" in error and "noexec" in error)
+    assert said in error and ("is no option" not in said or ("deadline-s=" in error and "noexec" in error))
     if "value" not in said:
         assert parsed("h:/x", "ro", option, words=("-s",)).words == ("-oro",)  # mount -s: what is not known is passed over
 

@@ -74,7 +74,7 @@ async def kill(pool: LocalPool, shard: int) -> None:
 
 async def until_at_rest(pool: LocalPool) -> None:
     async with asyncio.timeout(WAIT_S):
-        while pool.pool_map.moves or any(  # noqa: ASYNC110
+        while pool.pool_map.moves or any(
                 one["partitions_coming"] + one["partitions_leaving"] for one in
                 (meta._moving.counters() for meta in pool.metas.values())):
             for shard, meta in list(pool.metas.items()):

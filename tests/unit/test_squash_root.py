@@ -190,7 +190,7 @@ async def test_root_changes_what_is_nobodys_alone(place):
                        lambda inode=inode: place.root.setattr(inode, valid.GID, gid=NOBODY),
                        lambda inode=inode: place.root.setattr(inode, valid.MTIME, mtime_ns=1)):
             await refused(NotPermitted, change())
-    for owner in (dict(uid=0), dict(uid=ALICE)):
+    for owner in ({"uid": 0}, {"uid": ALICE}):
         await refused(NotPermitted, place.root.setattr(mine, valid.UID, **owner))
         await refused(NotPermitted, place.alice.setattr(others, valid.UID, uid=0))
     await refused(NotPermitted, place.alice.setattr(others, valid.GID, gid=0))

@@ -206,7 +206,7 @@ def test_a_frame_that_is_not_whole_or_was_changed_is_left(tmp_path):
     async def scene():
         async with opened(tmp_path) as one:
             whole = frame(one.clock)
-            for end in (*range(0, 200), len(whole) - 1):
+            for end in (*range(200), len(whole) - 1):
                 assert one.service.at_once.answer(bytearray(whole), end, {}, one.tally, []) == 0
             for at in range(164 + 3):
                 for bit in (1, 128):

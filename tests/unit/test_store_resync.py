@@ -116,7 +116,7 @@ class Stores:
     async def equal(self, target=JOINER, epoch=None, count=CHAINS_PER_TABLE, within_s=30):
         """Wait until the target says that it has all of its chains."""
         async with asyncio.timeout(within_s):
-            while len(self.resync(target).equal) < count or epoch and set(self.resync(target).equal.values()) != {epoch}:
+            while len(self.resync(target).equal) < count or (epoch and set(self.resync(target).equal.values()) != {epoch}):
                 assert not self.failed
                 await asyncio.sleep(0.005)
 
@@ -220,7 +220,7 @@ def test_only_the_chains_that_it_joins_are_compared_each_with_its_own_tail():
             one.use(chains, tables=(1, 2))
             joined = sum(number % 3 < 2 for number in range(CHAINS_PER_TABLE))
             await one.equal(count=joined)
-            assert {epoch for epoch in one.resync().equal.values()} == {7, 8} and len(one.resync().equal) == joined
+            assert set(one.resync().equal.values()) == {7, 8} and len(one.resync().equal) == joined
             after = await everything(one.stores[JOINER])
             for name, copy in after.items():
                 kind = chain_of(*name) % 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import stat
 from contextlib import asynccontextmanager
 
@@ -545,7 +546,7 @@ def test_a_tree_that_is_deeper_than_python_calls_itself_comes_back_from_the_tras
                 await vfs.rmdir(directory, b"d", ROOT)
             assert await fs.list("/volumes/v") == []
             await fs.volumes.restore("v", above[-1])
-            for directory, inode in zip(above, above[1:], strict=False):
+            for directory, inode in itertools.pairwise(above):
                 assert (await vfs.look(directory, b"d")).inode == inode
             assert await fs.volumes.trash("v") == []
 

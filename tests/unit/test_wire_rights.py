@@ -95,8 +95,8 @@ async def is_refused(handle, call: DirectCall) -> bool:
 async def check_all(methods, handle, peers) -> None:
     for method in methods:
         for peer in peers:
-            wanted = peer not in MAY[RIGHTS[method].who] or peer in (BOUND, SQUASHED) and 100 <= method < 200 and \
-                Method.Name(method) not in FOR_USERS
+            wanted = peer not in MAY[RIGHTS[method].who] or (peer in (BOUND, SQUASHED) and 100 <= method < 200 and \
+                Method.Name(method) not in FOR_USERS)
             assert await is_refused(handle, call_of(method, peer)) == wanted, (Method.Name(method), peer)
 
 

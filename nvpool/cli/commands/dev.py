@@ -138,7 +138,7 @@ def check_place(where: PoolDirectory, mountpoint: str) -> None:
     if found is not None and found.ours:
         if look_at(found.point) == "alive":
             behind = pool_of(found)
-            if not where.exists() or behind is not None and behind[0] != str(where.path) and behind[0].startswith("/"):
+            if not where.exists() or (behind is not None and behind[0] != str(where.path) and behind[0].startswith("/")):
                 raise _other_pool(mountpoint)
         return  # a dead one is taken away when the pool runs
     place = place_of(mountpoint)

@@ -201,7 +201,8 @@ def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
     said what else can be done."""
     away = {one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["wish"] == ""}
     silent = [one for one in seen["drives"] if one["state"] != "serving" and
-              (one["chains_to_come"] or one["chains_to_go"] and one["wish"] not in ("lost", "away"))]  # nobody waits for those
+              # nobody waits for those
+              (one["chains_to_come"] or (one["chains_to_go"] and one["wish"] not in ("lost", "away")))]
     nodes = sorted({one["node"] for one in silent} & away.keys()
                    | {number for number, one in away.items() if {*one["primaries"], *one["standbys"]} & {*shards}})
     drives = [str(one["drive"]) for one in silent if one["node"] not in away]
@@ -278,7 +279,7 @@ def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, drive: 
 
 def _name(drive: str) -> str:
     """The number or path of a drive. A word that is no file here stays as it is: the pool says that it has no such drive."""
-    return drive if drive.isdigit() or "/" not in drive and not os.path.exists(drive) else os.path.abspath(drive)
+    return drive if drive.isdigit() or ("/" not in drive and not os.path.exists(drive)) else os.path.abspath(drive)
 
 
 @drive.command(epilog="""\b

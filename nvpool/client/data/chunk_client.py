@@ -378,7 +378,7 @@ class ChunkClient(BeginsWrites):
             targets: tuple[int, ...] = ()
             if job.file.layout.table in self._view.map.table_by_id:
                 targets = self.chain(job.file, job.index).readable
-            if isinstance(error, BytesLost) or job.verify and job.tries >= max(1, len(targets)):
+            if isinstance(error, BytesLost) or (job.verify and job.tries >= max(1, len(targets))):
                 log.error("target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
                           ", ".join(map(str, targets)) or "?", job.file.inode, self.path_told(job.file.inode), job.index,
                           job.offset, job.length)

@@ -29,7 +29,7 @@ class Ended:
     def note(file: OpenInode, losses: int, size: int) -> None:
         """The file has ended at `size` after so many losses."""
         known, before = file.ended
-        if losses > known or losses == known and size < before:
+        if losses > known or (losses == known and size < before):
             file.ended = losses, size
 
     async def is_all(self, file: OpenInode, start: int, length: int) -> bool:

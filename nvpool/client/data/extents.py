@@ -118,7 +118,7 @@ class Ranges:
                 tries += 1
                 await self._chunks.mend(file, error, error, tries, deadline_s, file.grant_rights)
         reply = decoded(data_pb2.ExtentsReply, raw)
-        if len(reply.extents) % _EXTENT.size or reply.more and not chunks.start < reply.next <= chunks.stop:
+        if len(reply.extents) % _EXTENT.size or (reply.more and not chunks.start < reply.next <= chunks.stop):
             raise CorruptFrame("a store's answer about extents is none")
         return list(_EXTENT.iter_unpack(reply.extents)), reply.next if reply.more else chunks.stop
 

@@ -109,7 +109,7 @@ class Replicas:
             lane = self._lane(target)
             rank = lane in tried, known[target].state not in ("up", "draining"), lane.shunned_s > now_s, lane.distance
             load = lane.in_flight + len(lane.pending)
-            if found is None or rank < found[0] or rank == found[0] and load + BUSIER <= found[1]:
+            if found is None or rank < found[0] or (rank == found[0] and load + BUSIER <= found[1]):
                 found = rank, load, lane
         return found[2]
 

@@ -67,7 +67,7 @@ class Together(Through):
         place, spread = found
         shard = self.meta.shard_of(place)
         gathered = self._gathered.get(shard)
-        if gathered is None and not self.meta.is_ready(shard) or not self.siblings.missed_alone(parent, name):
+        if (gathered is None and not self.meta.is_ready(shard)) or not self.siblings.missed_alone(parent, name):
             return None
         if self.siblings.is_time_to_look(parent):
             self.look_through(parent)

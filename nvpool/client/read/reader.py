@@ -171,7 +171,7 @@ class Reader:
         """As `read`, without a task, for what has nothing to do with other reads: a place at random, in one chunk. None where
         that is not so, and nothing has happened. `read_now` was tried before."""
         written = file.written
-        if written is not None and (written.dirty or written.sending) or offset == ahead.next or ahead.units:
+        if (written is not None and (written.dirty or written.sending)) or offset == ahead.next or ahead.units:
             return None
         size = file.size
         if size <= SMALL_BYTES or offset + length > size:
@@ -190,7 +190,7 @@ class Reader:
     def read_now(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> memoryview | None:
         """As `read`, on the spot, or None: see Files.read_now. `file.located` is not empty."""
         written = file.written
-        if written is not None and (written.dirty or written.sending) or ahead.units:
+        if (written is not None and (written.dirty or written.sending)) or ahead.units:
             return None
         end, size = offset + length, file.size
         if end > size:
@@ -388,7 +388,7 @@ class Reader:
             unit = ahead.units.get(number)
             if unit is None:
                 return None
-            if unit.born_s < oldest_s and unit.future.done() or unit.end < min(end, number + 1 << bits):
+            if (unit.born_s < oldest_s and unit.future.done()) or unit.end < min(end, number + 1 << bits):
                 self.forget(file, ahead)  # too old, or the file grew behind what was fetched
                 return None
             units.append(unit)

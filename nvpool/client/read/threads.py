@@ -81,10 +81,10 @@ class ThreadReads:
         interrupts the thread."""
         file = handle.file
         if not handle.readable or handle.closed or offset < 0 or length <= 0 or file.lost or file.untold \
-                or file.encrypted and file.key is None:
+                or (file.encrypted and file.key is None):
             return None
         written, ahead, end = file.written, handle.ahead, offset + length
-        if written is not None and (written.dirty or written.sending) or ahead.units or end > file.size:
+        if (written is not None and (written.dirty or written.sending)) or ahead.units or end > file.size:
             return None
         index = offset >> file.chunk_bits
         if end - 1 >> file.chunk_bits != index:

@@ -181,7 +181,7 @@ class MetaClient(Begins, Releasing):
                         # Said of this request: it was not carried out under its name, and never will be.
                         self.leave(unique, state, slot, sequence, generation)
                         state, uncertain = None, False
-                    uncertain = uncertain or error.may_be_applied and state is not None  # else it was a session's opening
+                    uncertain = uncertain or (error.may_be_applied and state is not None)  # else it was a session's opening
                     tries, reason = tries + 1, reason_of(error, reason)
                     await self._mend(inode, error, reason, tries, deadline_s, change.session, uncertain)
         except (Refused, Stale):

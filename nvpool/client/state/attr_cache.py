@@ -91,7 +91,7 @@ class OpenInode:
         if not raw:
             return
         rights, session, cut, ends_ms = grants.terms(raw)
-        if cut < self.cut or self.grant_rights & ~rights and cut == self.grant_cut:
+        if cut < self.cut or (self.grant_rights & ~rights and cut == self.grant_cut):
             return
         self.grant = raw
         self.grant_session = session
@@ -154,7 +154,7 @@ class Cache:
         """The attributes, when they were true no longer than `age_s` ago."""
         opened = self.open.get(inode)
         attr, born_s = (opened.attr, opened.attr_born_s) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
-        if attr is None or not self.is_believed(born_s, age_s) and self.leases.held(inode) is None:
+        if attr is None or (not self.is_believed(born_s, age_s) and self.leases.held(inode) is None):
             return None
         if type(attr) is bytes:
             attr = attr_of(attr)
@@ -299,7 +299,7 @@ class Cache:
         """The inode of the name, 0 when it is known not to exist, None when nothing so young is known. That a name is not there
         is known by a lease on its directory only."""
         inode, born_s, sent_s, lease = self._entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
-        if inode is None or inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s):
+        if inode is None or (inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s)):
             return inode
         return inode if self._cover(parent, inode, sent_s, lease) else None
 
@@ -310,7 +310,7 @@ class Cache:
 
     def _cover(self, parent: int, inode: int, sent_s: float, lease: Lease | None) -> int:
         held = self.leases.held(inode) if inode else None
-        if held is not None and (sent_s >= held.since_s or lease is not None and held.number == lease.number):
+        if held is not None and (sent_s >= held.since_s or (lease is not None and held.number == lease.number)):
             return inode
         held = self.leases.held(parent)
         return parent if held is not None and sent_s >= held.since_s else 0

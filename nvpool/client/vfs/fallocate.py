@@ -70,7 +70,7 @@ class Ranges(Files, Attributes):
         if not handle.writable or handle.closed:
             raise BadHandle("the handle is not open for writing")
         hole = bool(mode & (PUNCH_HOLE | ZERO_RANGE))
-        if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE:
+        if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or (mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE):
             raise NotSupported(f"fallocate with the mode {mode:#x}")
         if offset < 0 or length <= 0:
             raise InvalidRequest(f"{length} bytes at {offset} can not be allocated")

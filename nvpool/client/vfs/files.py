@@ -262,7 +262,7 @@ class Files(Together, Locks):
         """Whether another client that opens the file now reads what this one does: all that was written here is at the stores
         and told of, and nobody here has a lock."""
         file = handle.file
-        return not (file.lost or self.is_locked(file.inode) or file.written is not None and file.written.unsettled)
+        return not (file.lost or self.is_locked(file.inode) or (file.written is not None and file.written.unsettled))
 
     def read_now(self, handle: FileHandle, offset: int, size: int) -> memoryview | None:
         """What `read` would return, when it is to be had on the spot: by the short cut, from memory, or as the content of a

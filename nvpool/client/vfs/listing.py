@@ -51,7 +51,7 @@ class Listing(Names):
     def unpromised(self, listed: Listed) -> set[int]:
         """Inodes whose names are not covered by a lease."""
         inodes = listed.inodes
-        if not inodes or listed.promised == len(inodes) and self.leases.held(inodes[-1]) is not None:
+        if not inodes or (listed.promised == len(inodes) and self.leases.held(inodes[-1]) is not None):
             return set()
         held = self.leases.held
         return {inode for at, inode in enumerate(inodes) if not listed.is_promised(at) or held(inode) is None}

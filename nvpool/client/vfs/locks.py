@@ -91,7 +91,7 @@ class Locks(Core):
         Cancelling it leaves the locks as they were; it may take a moment until others see that.
         """
         _check(start, end, mode)
-        if mode == SHARED and not handle.readable or mode == EXCLUSIVE and not handle.writable:
+        if (mode == SHARED and not handle.readable) or (mode == EXCLUSIVE and not handle.writable):
             raise BadHandle("a shared lock wants a descriptor that may read, an exclusive one a descriptor that may write")
         return await self._lock(handle, Key(handle.inode, RECORD, owner), start, end, mode, pid, wait)
 

@@ -53,7 +53,7 @@ class Names(Wide):
     def lookup_now(self, parent: int, name: bytes) -> Attr | None:
         """What `lookup` would return or raise NotFound of, where nobody has to be asked; else None."""
         inode = self.cache.entry(parent, name, self._name_s)
-        if inode == 0 or inode is None and self.cache.is_absent(parent, name, self._absent_s):
+        if inode == 0 or (inode is None and self.cache.is_absent(parent, name, self._absent_s)):
             raise NotFound
         attr = self.getattr_now(inode) if inode is not None else None
         if attr is not None:

@@ -74,7 +74,7 @@ class Rooms:
         room = self._rooms.get(file.volume)
         if need > 0:
             now_s = self._clock.boottime_s()
-            if room is None or room.free < need or room.until_s and room.until_s < now_s:
+            if room is None or room.free < need or (room.until_s and room.until_s < now_s):
                 return False
             room.free -= need
             room.taken += need
@@ -176,7 +176,7 @@ class Rooms:
                 continue
             if self._is_over(room):
                 self._forget(room)
-            elif (room.free and not room.until_s or room.outstanding() < room.told) and room.used_s < idle_s:
+            elif ((room.free and not room.until_s) or room.outstanding() < room.told) and room.used_s < idle_s:
                 self._behind(self._give_back_quietly(room))
 
     async def _give_back(self, room: Room) -> None:

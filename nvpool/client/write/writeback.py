@@ -522,7 +522,7 @@ class Writer(Sending):
                         segment.due = True
             if written.dirty:
                 self._pump(written)
-            if (written.stored_end or written.wrote and written.wrote_s <= oldest_s or written.is_broken) \
+            if (written.stored_end or (written.wrote and written.wrote_s <= oldest_s) or written.is_broken) \
                     and not written.reporting.taken:
                 self._own(self._settle_quietly(file))
             elif written.clean and not file.handles:

@@ -327,7 +327,7 @@ class EtcdCoordinator:
             except Unavailable:
                 if self.pool_map != new:  # else the watch has told of it: a member of etcd may end for what the map says
                     raise
-            if self.pool_map == new or self.pool_map.epoch > new.epoch and await self._was_made(new):
+            if self.pool_map == new or (self.pool_map.epoch > new.epoch and await self._was_made(new)):
                 return
             if self.pool_map.epoch >= new.epoch:
                 raise StaleEpoch(f"somebody else made the map with epoch {new.epoch}")

@@ -53,7 +53,7 @@ def decode_acl(value: bytes) -> Acl:
     named = USER in tags or GROUP in tags
     needed = [USER_OBJ, GROUP_OBJ, *([MASK] if MASK in tags or named else []), OTHER]
     if acl and (tags != sorted(tags) or [tag for tag in tags if tag not in (USER, GROUP)] != needed
-                or any(entry.permissions > 7 or entry.tag in (USER, GROUP) and entry.id == _NO_ID for entry in acl)):
+                or any(entry.permissions > 7 or (entry.tag in (USER, GROUP) and entry.id == _NO_ID) for entry in acl)):
         raise InvalidRequest("it is no valid access control list: owner, named users, group, named groups, mask and others, in "
                              "this order; the mask where there are named ones")
     return acl

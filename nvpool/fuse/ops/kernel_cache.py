@@ -320,7 +320,7 @@ class CachedOps:
         """Whether the kernel is to walk the path anew that led to a directory which is gone: it may have gone by a name that it
         keeps. Once: who has it open, or works in it, gets there each time."""
         withdrawn = self._is_withdrawn(directory)
-        if directory in self._answered_stale or not withdrawn and not self._is_kept(directory):
+        if directory in self._answered_stale or (not withdrawn and not self._is_kept(directory)):
             return False
         self._answered_stale[directory] = None
         for old in too_old(self._answered_stale, ANSWERED_MAX):

@@ -80,7 +80,7 @@ class _OpenDirectory:
         """Go to a place within the entries that were read last."""
         entries = self.entries
         at = 0 if cursor == self.begin else bisect_left(entries.words, (cursor,)) + 1  # they are in the order of their cursors
-        if at > len(entries) or at and entries.cursor(at - 1) != cursor:
+        if at > len(entries) or (at and entries.cursor(at - 1) != cursor):
             return False
         self.at, self.cursor = at, cursor
         return True
@@ -134,7 +134,7 @@ class ListOps:
             cursor = 2
         while True:
             if (self._is_old(directory.changes, directory.read_s)
-                    or cursor != directory.cursor and not directory.try_seek(cursor)):
+                    or (cursor != directory.cursor and not directory.try_seek(cursor))):
                 await self._read_batch(directory, cursor)
             entries, first = directory.entries, directory.at
             if first < len(entries):

@@ -121,7 +121,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
                 raise
             return None
 
-    def lookup_now(self, parent: int, name: bytes) -> Attr | None | object:
+    def lookup_now(self, parent: int, name: bytes) -> Attr | object | None:
         """What `lookup` would bring, where nobody has to be asked; else ASK. As the two below it is a few microseconds, and for
         the engine to call before what waits."""
         if name in DOTS:
@@ -168,7 +168,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
     def _removed(self, inode: int) -> Attr | None:
         """The last attributes of a directory that another node has removed, for who has it open here or works in it."""
         known = self._vfs.known_attr(inode)
-        if known is None or not stat.S_ISDIR(known.mode) or not self.is_listed(inode) and self._is_stale(inode):
+        if known is None or not stat.S_ISDIR(known.mode) or (not self.is_listed(inode) and self._is_stale(inode)):
             return None
         attr = Attr()
         attr.CopyFrom(known)
@@ -264,7 +264,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
 
     def open_now(self, inode: int, flags: int, caller: Caller, unique: int = 0) -> Opened | None:
         """What `open` would return, where nobody has to be asked; else None. `unique`: the kernel's request."""
-        if inode in self._withdrawn or not caller.uid and self._vfs.squashes_root:
+        if inode in self._withdrawn or (not caller.uid and self._vfs.squashes_root):
             return None
         file = self._vfs.open_now(inode, flags)
         return None if file is None else self._opened_anew(file, flags, caller, unique)

@@ -33,7 +33,7 @@ class WriteOps(PrivilegeOps):
     def write_now(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None, unique: int) -> bool:
         """Whether `buffer` was taken as by `write`, without waiting. Where what is written is kept (`kept`), it was copied."""
         file = self._files[handle]
-        if drop_set_ids is not None and file.attr.mode & SET_IDS or offset and offset > file.size and may_have_tail(file):
+        if (drop_set_ids is not None and file.attr.mode & SET_IDS) or (offset and offset > file.size and may_have_tail(file)):
             return False
         try:
             if not self._vfs.write_now(file, offset, buffer, unique):

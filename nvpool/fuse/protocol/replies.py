@@ -299,7 +299,7 @@ _ENTRY_NAMES = f"nodeid generation entry_valid attr_valid entry_valid_nsec attr_
 
 
 def _shape(title: str, whole: struct.Struct, names: str):
-    return namedtuple(title, names), struct.Struct("=" + whole.format[len(_HEADER):])  # noqa: PYI024
+    return namedtuple(title, names), struct.Struct("=" + whole.format[len(_HEADER):])
 
 
 SHAPES = {

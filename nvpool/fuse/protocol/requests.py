@@ -61,7 +61,7 @@ class _Form(NamedTuple):
 def _form(title: str, fields: str, names: int = 0, rest: str = "") -> _Form:
     """`fields`: name:code words; a word without a name is padding."""
     words = [word.rpartition(":") for word in fields.split()]
-    body = namedtuple(title, [name for name, _, _ in words if name]) if words else None  # noqa: PYI024
+    body = namedtuple(title, [name for name, _, _ in words if name]) if words else None
     return _Form(body, struct.Struct("=" + "".join(code for _, _, code in words)), names, rest)
 
 

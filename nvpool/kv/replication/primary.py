@@ -103,7 +103,7 @@ class _Peer:
 
 class Shipping:
     def __init__(self, kv: MemberKv, *, clock: Clock, ask: Ask, on_deposed: Callable[[], None],
-                 options: ShippingOptions = ShippingOptions()) -> None:  # noqa: B008 (immutable)
+                 options: ShippingOptions = ShippingOptions()) -> None:
         self._kv = kv
         self._history = kv.history
         self._clock = clock

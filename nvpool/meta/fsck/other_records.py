@@ -40,7 +40,7 @@ class OtherRecords:
         """A list that the kernel would refuse keeps everybody out; one beside the mode lets in whom `ls` does not show."""
         try:
             found = acl.decode_acl(value)
-            if not found or key[9:] == acl.DEFAULT and not inode.is_directory:
+            if not found or (key[9:] == acl.DEFAULT and not inode.is_directory):
                 raise InvalidRequest("there is none of its kind here")
         except (InvalidRequest, TooBig) as error:
             def drop() -> list:

@@ -114,7 +114,7 @@ async def climb(request: pb.FsckClimbRequest, tree: Tree, kv: Kv, is_here: Calla
             await carry(partial(loosened, number=request.loose, key=key))
         return pb.FsckClimbReply(loosened=key is not None)
     numbers = unpack_numbers(request.inodes)
-    if len(numbers) > (1 if request.trace else CLIMBS_MAX) or request.trace and not numbers:
+    if len(numbers) > (1 if request.trace else CLIMBS_MAX) or (request.trace and not numbers):
         raise InvalidRequest(f"{CLIMBS_MAX} climbs at most at once, or one that is traced")
     if not request.trace:
         return pb.FsckClimbReply(above=pack_numbers([tree.above(number) for number in numbers]))

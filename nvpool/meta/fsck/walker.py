@@ -173,7 +173,7 @@ class Fsck(OtherRecords, VolumeChecks):
                     self._tally_only(kind, key, raw)
                     continue
                 check = self._checks.get(kind)
-                if check is None or kind in _NUMBERED and not records.is_numbered(kind, key):
+                if check is None or (kind in _NUMBERED and not records.is_numbered(kind, key)):
                     self._lay_aside(key, raw, "a record under a key that is not known")
                     continue
                 try:
@@ -309,7 +309,7 @@ class Fsck(OtherRecords, VolumeChecks):
     def _tally_only(self, kind: int, key: bytes, raw: bytes) -> None:
         """A record whose partition is not here: what it counts at the moment of the walk; the rest is looked at where it is."""
         try:
-            if not self._tallies or kind in _NUMBERED and not records.is_numbered(kind, key):
+            if not self._tallies or (kind in _NUMBERED and not records.is_numbered(kind, key)):
                 return
             if kind == records.INODE:
                 self._inodes += 1
@@ -422,7 +422,7 @@ class Fsck(OtherRecords, VolumeChecks):
                         lambda: [(key, None), *self._less(directory, kind == 4)])
             return
         parent = self._current(directory)
-        if parent is None or not parent.is_directory or not parent.links and not self._is_going(parent):
+        if parent is None or not parent.is_directory or (not parent.links and not self._is_going(parent)):
             self._found("dentry", f"{here} is in a directory that is not there", lambda: self._to_lost(inode, key))
             return
         try:

@@ -141,7 +141,7 @@ class Taker:
             coming = self._coming.get(request.giver)
             if coming is None or (coming.term, coming.attempt) != (request.term, request.attempt):
                 raise StaleEpoch("there was another attempt, or this one is over")
-            if request.number not in (coming.number, coming.number + 1) or coming.whole and request.number > coming.number:
+            if request.number not in (coming.number, coming.number + 1) or (coming.whole and request.number > coming.number):
                 raise InvalidRequest(f"message {request.number} can not follow {coming.number}")
             if request.number == coming.number + 1:
                 await self._lay(request, coming, payload)

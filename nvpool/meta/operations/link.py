@@ -22,7 +22,7 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
         raise CrossesVolumes("a file has all its names in one volume, or in none: copy it")
     if view.get(key) is not None:
         raise AlreadyExists(f"{request.name!r} exists already")
-    if inode.flags & records.TRASHED or not inode.links and not _is_linkable(view, inode):
+    if inode.flags & records.TRASHED or (not inode.links and not _is_linkable(view, inode)):
         raise NotFound(f"inode {inode.number} has lost its last name")  # in the trash it would go early with another
     if not inode.links:
         inode.flags &= ~records.LINKABLE

@@ -112,8 +112,8 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             _inodes(view, [place[2] for place in places])
         if view.owners:
             found_inodes = [
-                _elsewhere(number, kind) if fields is None and view.is_elsewhere(partition_of(number))
-                or fields is not None and fields[_FLAGS] & records.DIVIDED else fields
+                _elsewhere(number, kind) if (fields is None and view.is_elsewhere(partition_of(number)))
+                or (fields is not None and fields[_FLAGS] & records.DIVIDED) else fields
                 for (_, _, number, kind), fields in zip(places, found_inodes, strict=True)]
         places = [place for place, fields in zip(places, found_inodes, strict=True) if fields is not None]
         inodes = [fields for fields in found_inodes if fields is not None]

@@ -37,5 +37,5 @@ def check_range(request: meta_pb2.LockRequest | meta_pb2.LocksRequest) -> None:
     """InvalidRequest where kind, mode and bytes are none of a lock."""
     if request.kind not in (RECORD, WHOLE) or request.mode > EXCLUSIVE:
         raise InvalidRequest(f"there are no locks of kind {request.kind} and mode {request.mode}")
-    if not request.start <= request.end <= LAST_BYTE or request.kind == WHOLE and request.end - request.start < LAST_BYTE:
+    if not request.start <= request.end <= LAST_BYTE or (request.kind == WHOLE and request.end - request.start < LAST_BYTE):
         raise InvalidRequest(f"bytes {request.start} to {request.end} can not be locked")

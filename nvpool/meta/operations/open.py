@@ -48,7 +48,7 @@ def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
             draft.stamp(inode, content=True)
         if request.withdrawn and inode.reserved > inode.size and (
                 request.withdrawn == inode.reserved
-                or request.withdrawn == WITHDRAW_ANY and view.appends.is_of(inode, request.change.session)):
+                or (request.withdrawn == WITHDRAW_ANY and view.appends.is_of(inode, request.change.session))):
             draft.cut(inode, inode.size)  # of what was to be there some may be at stores: nobody must ever see it
     if request.release:
         draft.closed = inode.number

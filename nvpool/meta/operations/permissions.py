@@ -42,7 +42,8 @@ def _list_allows(access: acl.Acl, gid: int, credentials: Credentials, wanted: in
     for entry in access:
         if entry.tag == acl.USER and entry.id == credentials.uid:
             return not wanted & ~(entry.permissions & mask)
-        if entry.tag == acl.GROUP_OBJ and gid in credentials.gids or entry.tag == acl.GROUP and entry.id in credentials.gids:
+        if (entry.tag == acl.GROUP_OBJ and gid in credentials.gids) or (
+                entry.tag == acl.GROUP and entry.id in credentials.gids):
             in_group = True
             if not wanted & ~entry.permissions:
                 return not wanted & ~mask
@@ -61,8 +62,8 @@ def _believed(inode: Inode, access: acl.Acl, uid: int) -> int:
     for entry in access:  # whose mask the bits of the group are
         if entry.tag == acl.USER and entry.id == uid:
             return entry.permissions & above
-        if entry.tag == acl.GROUP_OBJ and inode.gid or entry.tag == acl.GROUP and entry.id or \
-                entry.tag == acl.USER and uid == SOMEBODY and entry.id:
+        if (entry.tag == acl.GROUP_OBJ and inode.gid) or (entry.tag == acl.GROUP and entry.id) or \
+                (entry.tag == acl.USER and uid == SOMEBODY and entry.id):
             allowed |= entry.permissions & above
     return allowed
 

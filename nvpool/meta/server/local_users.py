@@ -274,7 +274,7 @@ class User:
         """Rights that the session has as with a descriptor. After a restart nobody knows of them: then the owner of a file that
         the session says to have open has all, who could give them to itself. Root that is squashed has none of what others
         have opened in the same session."""
-        if (self.uid == inode.uid or self.uid == SOMEBODY and inode.uid) and self.known.has_open(session, inode.number):
+        if (self.uid == inode.uid or (self.uid == SOMEBODY and inode.uid)) and self.known.has_open(session, inode.number):
             return grants.READ | grants.WRITE
         return 0 if self.is_squashed else self.known.rights(session, inode.number)
 
@@ -286,7 +286,7 @@ class User:
         """The inode, of which the session holds these rights, or gets them by its mode. AccessDenied."""
         inode = self.view.inode(number)
         missing = rights & ~self.held(session, inode)
-        if missing or not rights and not self.held(session, inode):
+        if missing or (not rights and not self.held(session, inode)):
             inode = self.reach(number)
             self.check(inode, (READ if missing & grants.READ else 0) | (WRITE if missing & grants.WRITE else 0))
         return inode
@@ -463,7 +463,7 @@ def _guard_setattr(user: User, request: pb.SetAttrRequest) -> None:
     if valid & attributes_of.SIZE and not inode.is_directory and not user.held(session, inode) & grants.WRITE:
         user.check(inode, WRITE)
     now = attributes_of.ATIME_NOW | attributes_of.MTIME_NOW
-    if valid & (attributes_of.ATIME | attributes_of.MTIME) or valid & now and valid & now != now:
+    if valid & (attributes_of.ATIME | attributes_of.MTIME) or (valid & now and valid & now != now):
         if not valid & attributes_of.SIZE:  # truncate(2) sets the time of content to now
             permissions.check_owner(inode, credentials)
     elif valid & now and inode.uid != credentials.uid and not user.held(session, inode) & grants.WRITE:

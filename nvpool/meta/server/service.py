@@ -506,7 +506,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             beside = type(draft.reply)()
             if draft.parent is not None and not isinstance(draft.parent, Part):
                 fill_attr(beside.parent, draft.parent)
-            lent = draft.opened or draft.linked or draft.born and draft.reply.entry.attr.inode
+            lent = draft.opened or draft.linked or (draft.born and draft.reply.entry.attr.inode)
             if lent:
                 entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
                 entry.lease_ms = self._view.lend(session.number, draft.inodes[lent])
@@ -514,7 +514,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         if draft.intent is not None:
             cut = asyncio.shield(self._cuts.begin(*draft.intent))
             self._answer_later(call, lambda: cut, answer)
-        elif draft.sync or effects and self._kv.sync_before_answer:
+        elif draft.sync or (effects and self._kv.sync_before_answer):
             self._answer_later(call, partial(self._kv.sync, self._kv.sequence), answer)
         else:
             call.reply(answer)

@@ -247,7 +247,7 @@ class Watches:
             if number in self._recalls or number in self._cool:
                 return False
             for index in self._table.indexes(number):
-                if index == SEVERAL or (watch := self._by_index.get(index)) is not None and watch.session != session:
+                if index == SEVERAL or ((watch := self._by_index.get(index)) is not None and watch.session != session):
                     return False
         return True
 

@@ -244,8 +244,9 @@ class Sessions:
         self.by_number[session.number] = session
         if session.identity:
             known = self.by_number.get(self._by_identity.get(session.identity, 0))
-            if known is None or _are_of_one(known, session) and (
-                    known.number >> 48 != self._shard or session.number >> 48 == self._shard):  # one that came here counts less
+            if known is None or (_are_of_one(known, session) and (
+                    # one that came here counts less
+                    known.number >> 48 != self._shard or session.number >> 48 == self._shard)):
                 self._by_identity[session.identity] = session.number
 
     def strangers(self) -> list[tuple[Session, Session]]:

@@ -37,14 +37,14 @@ def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> N
     if wish in (pb.VolumeRequest.GRANT, pb.VolumeRequest.REVOKE) or request.HasField("listed"):
         raise AccessDenied(f"{asker} is a client: rights to volumes are given and taken on a node of the pool")
     right = dict(record.grants).get(asker) if record.flags & LISTED else True
-    if right is None or not right and wish not in _FOR_READERS:
+    if right is None or (not right and wish not in _FOR_READERS):
         raise AccessDenied(f"{asker} has no right to do that with volume {record.name}; an operator gives one")
 
 
 def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
     """AccessDenied, ReadOnly: the asker may not look into the trash, or change what is in it."""
     right = dict(record.grants).get(asker) if asker and record.flags & LISTED else True
-    if right is None or change and not right:
+    if right is None or (change and not right):
         raise AccessDenied(f"{asker} has no right to do that with the trash of volume {record.name}")
     if change and record.flags & SEALED:
         raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")

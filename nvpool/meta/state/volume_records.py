@@ -91,8 +91,8 @@ def keys_of(number: int) -> tuple[bytes, bytes]:
 def kind_of_volume_key(key: bytes) -> int:
     """CorruptRecord where it is no key of a volume."""
     kind = key[_KIND_AT] if len(key) >= KEY_BYTES else 0
-    if kind not in (VOLUME, USE, ATTACHED, TRASH) or kind in (VOLUME, USE) and len(key) != KEY_BYTES \
-            or kind == TRASH and len(key) != KEY_BYTES + 8:
+    if kind not in (VOLUME, USE, ATTACHED, TRASH) or (kind in (VOLUME, USE) and len(key) != KEY_BYTES) \
+            or (kind == TRASH and len(key) != KEY_BYTES + 8):
         raise CorruptRecord(f"no record of a volume has the key {key.hex()}")
     if not volume_of_key(key) & COUNTER_MASK or volume_key(kind, volume_of_key(key), key[KEY_BYTES:]) != key:
         raise CorruptRecord(f"the key {key.hex()} names no volume that can be")

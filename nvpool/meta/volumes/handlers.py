@@ -160,7 +160,8 @@ class VolumeAnswers:
             self._later(call, self._moment.over)
             return
         if request.wish in (_Wish.SEAL, _Wish.REMOVE) and self._clock.boottime_s() < call.since_s + CLOSES_S \
-                and (self._opened_in(request.inode) or request.wish == _Wish.SEAL and self._view.rooms.promised(request.inode)):
+                and (self._opened_in(request.inode)
+                     or (request.wish == _Wish.SEAL and self._view.rooms.promised(request.inode))):
             self._later(call, lambda: asyncio.sleep(CLOSES_LOOK_S))
             return
         if request.wish == _Wish.REMOVE:

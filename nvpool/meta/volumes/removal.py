@@ -111,7 +111,7 @@ class Removal:
         directory = self._inode(draft, top)
         gone, deeper = 0, None
         for key, raw in found:
-            number, kind = records.decode_dentry(self._partition, raw)
+            number, _kind = records.decode_dentry(self._partition, raw)
             inode = self._inode(draft, number)
             if inode is not None and inode.is_directory:
                 deeper = deeper or (number, key)

@@ -345,7 +345,7 @@ class EtcdKeeper:
     def problems(self) -> list[str]:
         """Sentences for `nvpool status`."""
         pool_map, etcd = self._keeper.relay.pool_map, self._etcd
-        if self._node not in pool_map.node_by_id or self._turned_away and etcd is None:
+        if self._node not in pool_map.node_by_id or (self._turned_away and etcd is None):
             return ["this node was removed from the pool, and serves nothing: end its daemon (nvpoold); what else is shown "
                     "here may be old. To be a node again it joins with another directory: nvpool node join HOST:PORT "
                     "--dir DIR"]

@@ -155,7 +155,7 @@ class Placing:
         self._present = present
         self._weights = {target.id: target for target in here}
         self.wanted = [[t for t in chain if t in self._weights] for chain in wanted]
-        self.held = Counter({target: 0 for target in self._ids})
+        self.held = Counter(dict.fromkeys(self._ids, 0))
         for chain in self.wanted:
             self.held.update(chain)
 

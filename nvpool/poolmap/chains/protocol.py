@@ -208,7 +208,7 @@ def next_step(before: Place, now: Place | None, deciders: Deciders) -> Next:
     done so, and whoever joins has no part in that and must not be able to refuse it. Who is no part of the chain any more drops
     it, for what the others have is not his to know; so does who has left it meanwhile and joins it anew: he would stand behind
     others than before."""
-    if now is None or before.number < before.full and now.number >= now.full:
+    if now is None or (before.number < before.full and now.number >= now.full):
         return Next.DROP
     if not set(now.members[:now.number]) <= set(before.members[:before.number]):
         return Next.DROP

@@ -199,7 +199,7 @@ def retired(pool_map: PoolMap) -> PoolMap:
     """Targets that are to leave the pool and that no chain names are gone; not while metadata lies beside them that can still
     be read, as one does of a drive that is not lost."""
     wanted = {target.id for target in pool_map.targets if target.state != "gone" and (
-        target.wish == "lost" or target.wish == "remove" and not beside(pool_map, target.drive))}
+        target.wish == "lost" or (target.wish == "remove" and not beside(pool_map, target.drive)))}
     return with_targets(pool_map, wanted - named(pool_map), state="gone") if wanted else pool_map
 
 

@@ -8,6 +8,7 @@ acknowledge a change, and every member that is called up has all that were.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 import msgspec
@@ -25,7 +26,7 @@ def dealt(count: int) -> tuple[PartitionRange, ...]:
     """The partitions over `count` new shards, 1 to count: as many for each, in one range."""
     firsts = [number * PARTITION_COUNT // count for number in range(count + 1)]
     return tuple(PartitionRange(first, behind - first, number)
-                 for number, (first, behind) in enumerate(zip(firsts, firsts[1:], strict=False), 1))
+                 for number, (first, behind) in enumerate(itertools.pairwise(firsts), 1))
 _MEMBERS_MAX = 8
 """With those that are on their way to another place."""
 

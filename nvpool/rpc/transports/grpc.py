@@ -347,7 +347,7 @@ class _Served(_Sending, Answerer):
 
     def unfinished(self) -> None:
         """Nobody tells how much of a message gRPC has received."""
-        return None
+        return
 
     def unsent(self) -> tuple[int, int]:
         return self._queued_bytes, self._put_bytes

@@ -135,7 +135,7 @@ class _Turning:
 
     def wait(self, flush: Any, on_end: Callable[[Any], None]) -> None:
         """Call `on_end(flush)` when it has ended, at once where it has."""
-        if flush.ended() or self._spins and self.worker.spin(flush, self._spins):
+        if flush.ended() or (self._spins and self.worker.spin(flush, self._spins)):
             on_end(flush)
         else:
             self._flushes[flush] = on_end

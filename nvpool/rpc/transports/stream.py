@@ -337,7 +337,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     def _place(self, kind, number, payload_bytes):
         if kind != REQUEST:
             raise CorruptFrame(f"a frame of kind {kind} with a payload")
-        return None
+        return
 
     def _admit(self, kind: int, count: int) -> bool:
         if kind != REQUEST or not self._greeted:
@@ -367,7 +367,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
         if kind == REQUEST and self._greeted:
             self._arrived(number, code, deadline_ms, message, payload)
-            if self._overfull or self._share is not None and not self._share.takes_turn():
+            if self._overfull or (self._share is not None and not self._share.takes_turn()):
                 self._stop_reading()
         elif kind == CANCEL and self._greeted:
             self._cancelled(number)

@@ -77,7 +77,7 @@ async def pool(vfs: Any, file_bytes: int, seconds: float) -> AsyncIterator[tuple
     try:
         piece = os.urandom(MIB)
         count = file_bytes // MIB
-        attr, handle = await vfs.create(place, b"file", 0o600, os.O_RDWR, caller)
+        _attr, handle = await vfs.create(place, b"file", 0o600, os.O_RDWR, caller)
         made.append(b"file")
 
         async def write(number: int) -> None:

@@ -235,7 +235,7 @@ def check_copy(copy: ChunkCopy) -> None:
         count += blocks
     if end > CHUNK_BLOCKS_MAX or count * 4 != len(copy.checksums) or count * BLOCK_BYTES != len(copy.content) or \
             not 1 <= copy.table <= TABLE_MAX or copy.more or len(copy.requests) > _REQUESTS_MAX or \
-            not 0 <= copy.index <= 0xFFFFFFFF or not copy.version and count or copy.known.inode not in (0, copy.inode):
+            not 0 <= copy.index <= 0xFFFFFFFF or (not copy.version and count) or copy.known.inode not in (0, copy.inode):
         raise InvalidRequest("a copied chunk contradicts itself")
     bad = set(copy.bad)
     at = 0

@@ -159,7 +159,7 @@ class MemoryChunkStore:
             raise ChecksumMismatch("a written block is not what its writer summed")
         blocks = self._merged(inode, index, chunk, offset, bytes(buffer), cipher)
         added = len(blocks.keys() - chunk.blocks.keys())
-        if added and self._used + len(blocks) > self._limit or self._used + added > self._block_count:
+        if (added and self._used + len(blocks) > self._limit) or self._used + added > self._block_count:
             raise NoSpace
         if self.fail_writes:
             raise self.fail_writes.pop(0)
@@ -186,7 +186,7 @@ class MemoryChunkStore:
         chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         blocks = self._merged(inode, index, chunk, offset, bytes(buffer), cipher)
         added = len(blocks.keys() - chunk.blocks.keys())
-        if added and self._used + len(blocks) > self._limit or self._used + added > self._block_count:
+        if (added and self._used + len(blocks) > self._limit) or self._used + added > self._block_count:
             raise NoSpace
         return Placed(None, None)
 
@@ -249,7 +249,7 @@ class MemoryChunkStore:
                   cipher: BlockCipher | None = None) -> int:
         self._refuse_when_fenced()
         largest = 1 << 32 + chunk_bits
-        if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or end and not size < end <= largest:
+        if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or (end and not size < end <= largest):
             raise InvalidRequest("no such size, hole or chunk size")
         its_cut, floor = self._inodes.get(inode, (0, 0))
         if cut < its_cut:

@@ -329,7 +329,7 @@ def extend_runs(runs: list[list[int]], place: int, count: int) -> None:
     """Add `count` disk blocks from `place` on (0: holes) to runs of [first, count]."""
     if runs:
         last = runs[-1]
-        if place and last[0] and last[0] + last[1] == place or not place and not last[0]:
+        if (place and last[0] and last[0] + last[1] == place) or (not place and not last[0]):
             last[1] += count
             return
     runs.append([place, count])

@@ -84,7 +84,7 @@ class WholeChunks:
                 pairs = [*self.kv.scan(first, error.key, _SCAN_RECORDS), (error.key, b"")]
             done = not pairs
             for key, raw in pairs:
-                inode, index, segment = split_segment_key(key)
+                inode, index, _segment = split_segment_key(key)
                 if (inode, index) != begun:
                     if begun is not None:
                         last = begun
@@ -93,7 +93,7 @@ class WholeChunks:
                     begun, blocks = (inode, index), 0
                     version, cut, table, blocks = _state(key, raw)
                     is_wanted = wanted is None or wanted.has_chunk(table, inode, index) or \
-                        not version and any(wanted.has_chunk(one, inode, index) for one in range(1, TABLE_MAX + 1))
+                        (not version and any(wanted.has_chunk(one, inode, index) for one in range(1, TABLE_MAX + 1)))
                     if len(chunks) >= limit:
                         break
                 elif is_wanted:

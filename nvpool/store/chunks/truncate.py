@@ -57,7 +57,7 @@ async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_
               cipher: BlockCipher | None = None) -> int:
     """See ChunkStore.cut."""
     largest = CHUNK_INDEX_MAX + 1 << chunk_bits
-    if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or end and not size < end <= largest:
+    if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or (end and not size < end <= largest):
         raise InvalidRequest(f"no file has {size} bytes, or a hole from there to {end}, in chunks of 2**{chunk_bits}")
     _check_newest(store, inode, number)
     await store.kv.room()

@@ -159,7 +159,7 @@ class FileDevice:
         return "direct" if self.direct_write_bytes else "cached"
 
     def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
-        if self.direct or asker_keeps and self.direct_reads.wants(offsets, lengths):
+        if self.direct or (asker_keeps and self.direct_reads.wants(offsets, lengths)):
             return list(range(len(offsets)))
         return blockio_reader.read_now(self.fd, offsets, lengths, positions, into)
 

@@ -365,7 +365,7 @@ def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:
         present, = _U64.unpack_from(body, at)
         at += 8
     count, rest = divmod(len(body) - at - 6 * run_count, 4)
-    if rest or not 0 <= count <= SEGMENT_BLOCKS or flags & HOLES and present.bit_count() != count:
+    if rest or not 0 <= count <= SEGMENT_BLOCKS or (flags & HOLES and present.bit_count() != count):
         raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
     if not flags & HOLES:
         return [(0, count)] if count else []

@@ -113,7 +113,7 @@ class Replica:
             self._epoch(0, *source[:2])
             if any(self.losing.since(0, *name) is not None for name in (source[:2], (inode, index))):
                 raise BytesLost("chunks of which something was lost are copied by reading and writing them")
-            if self.shares and self.is_shared(table, inode, index) or self._epoch(table, inode, index) != epoch:
+            if (self.shares and self.is_shared(table, inode, index)) or self._epoch(table, inode, index) != epoch:
                 raise NotSupported("chunks with several replicas are copied by reading and writing them")
             return given_up()
 

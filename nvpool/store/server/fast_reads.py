@@ -113,7 +113,7 @@ class PlainReads:
         if (offset | length) & BLOCK_BYTES - 1 or not 0 < length <= BLOCKS_MAX * BLOCK_BYTES or place:
             return None
         grant = self._grants.get(rights[0])
-        if grant is None or not grant.rights & (READ | SERVICE) or not grant.rights & SERVICE and grant.inode != inode:
+        if grant is None or not grant.rights & (READ | SERVICE) or (not grant.rights & SERVICE and grant.inode != inode):
             return None
         if grant.ends_ms + CLOCK_SKEW_S * 1000 < self._clock.wall_ns() // 1_000_000:
             return None
@@ -129,7 +129,7 @@ class PlainReads:
         if segment is None or within + count > len(segment.disk):
             return None
         disk = segment.disk[within]
-        if not disk or count > 1 and not segment.base:  # a hole; or blocks in more than one run
+        if not disk or (count > 1 and not segment.base):  # a hole; or blocks in more than one run
             return None
         blocks = bytearray(length)
         try:

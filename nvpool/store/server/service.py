@@ -560,7 +560,7 @@ class StoreService(WritesOne, Telling):
         """The grant, which must be valid, of this inode, and have one of these rights. StaleGrant."""
         grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
         if grant is None or not grant.rights & (rights | grants.SERVICE) or \
-                not grant.rights & grants.SERVICE and grant.inode != inode:
+                (not grant.rights & grants.SERVICE and grant.inode != inode):
             raise StaleGrant
         return grant
 

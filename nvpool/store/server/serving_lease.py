@@ -56,7 +56,7 @@ class Tenure:
         self._readable = readable
         self._epoch = pool_map.epoch
         known = pool_map.target_by_id.get(self.target)
-        self.vouched = not self.verifier or known is not None and known.verifier == self.verifier
+        self.vouched = not self.verifier or (known is not None and known.verifier == self.verifier)
         self.shared = self.target in shared(pool_map)
         self._tell()
         self.changed()

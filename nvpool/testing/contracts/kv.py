@@ -88,7 +88,7 @@ async def a_change_is_seen_at_once_and_numbered_without_a_gap(subject: Subject) 
 @check
 async def scans_are_ordered_and_bounded_over_all_layers(subject: Subject) -> None:
     kv = subject.kv
-    keys = [b"%03d" % number for number in range(0, 300)]
+    keys = [b"%03d" % number for number in range(300)]
     kv.apply([(key, b"old" + key) for key in keys])
     await kv.checkpoint()
     kv.apply([(key, None) for key in keys[::3]])

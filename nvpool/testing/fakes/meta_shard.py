@@ -213,7 +213,7 @@ class StoreRecorder:
             self.cuts.append(data_pb2.CutRequest.FromString(message))
             freed, self.freed = self.freed, 0
             return Reply(data_pb2.CutReply(bytes=freed).SerializeToString(), memoryview(b""))
-        elif method == wire_pb2.DATA_REMOVE:
+        if method == wire_pb2.DATA_REMOVE:
             self.removed.append(data_pb2.RemoveRequest.FromString(message))
         elif method == wire_pb2.DATA_LIST:
             request = data_pb2.ListRequest.FromString(message)

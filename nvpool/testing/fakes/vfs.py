@@ -392,7 +392,7 @@ class MemoryVfs:
         return len(buffer)
 
     async def fallocate(self, handle: FileHandle, offset: int, length: int, mode: int) -> None:
-        if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE:
+        if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or (mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE):
             raise errors.NotSupported()
         if offset < 0 or length <= 0:
             raise errors.InvalidRequest()

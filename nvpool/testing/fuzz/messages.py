@@ -10,12 +10,14 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import Message
 
 from nvpool.rpc.v1 import data_pb2, meta_pb2, moving_pb2, pool_pb2, wire_pb2
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 REQUESTS: dict[int, type[Message]] = {}
 """The message of each method."""
@@ -153,7 +155,7 @@ class Generator:
             known = self.known[field.name]
             if known is None and chance.random() < (0.3 if whole else 0.6):
                 continue
-            if field.is_map or field.below is not None and depth >= _DEEP:
+            if field.is_map or (field.below is not None and depth >= _DEEP):
                 continue
             if field.below is not None:
                 if field.repeated:

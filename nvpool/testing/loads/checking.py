@@ -65,7 +65,7 @@ class _Worker(threading.Thread):
                 if self.rest_s:
                     self.stop.wait(self.rest_s)
             self.end()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
+        except BaseException as error:
             self.error, self.began = f"{self.name}: {self.doing}: {error!r}", 0.0
 
     def begin(self) -> None:

@@ -55,7 +55,7 @@ class Worker(threading.Thread):
             self.log("top", lambda: self.pool.mkdir(self.top))
             while not self.stop.is_set():
                 self.step()
-        except BaseException as error:  # noqa: BLE001 - told to the test, whatever it is
+        except BaseException as error:
             self.error = f"w{self.number}: {error!r}"
 
     def log(self, kind: str, work, **said) -> None:

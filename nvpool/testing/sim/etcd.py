@@ -69,7 +69,7 @@ class SimEtcd:
         return process.alive and process.held is None
 
     def _meet(self, one: str, other: str) -> bool:
-        return one == other or self._is_up(one) and self._is_up(other) and not self._network.is_cut(one, other)
+        return one == other or (self._is_up(one) and self._is_up(other) and not self._network.is_cut(one, other))
 
     def _leads(self, member: str) -> bool:
         return self._is_up(member) and 2 * sum(self._meet(member, other) for other in self.members) > len(self.members)
@@ -256,7 +256,7 @@ class _Stream:
         if not self._process.alive:
             self.cancel()
         elif not etcd._network.is_cut(self._process.name, self.member):
-            if not etcd.members[self.member].alive or etcd.hears(self._process, self.member) and alone_s > LEADERLESS_S:
+            if not etcd.members[self.member].alive or (etcd.hears(self._process, self.member) and alone_s > LEADERLESS_S):
                 self._say(Unavailable("the member has ended, or lost the others"))
                 self.cancel()
             elif etcd.serves(self.member) and (self._asked or self._next <= etcd.revision):

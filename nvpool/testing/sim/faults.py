@@ -162,8 +162,8 @@ class Faults:
         """One node reaches no member of etcd, nor, where these have no nodes of their own, the nodes of theirs."""
         network = self._pool.network
         places = {name: place for name, place in network.places.items() if name.startswith("etcd")}
-        node = self._chance.choice(sorted(set(self._pool.processes[name].node for name in self._pool.processes
-                                              if name.startswith("supervisor"))))
+        node = self._chance.choice(sorted({self._pool.processes[name].node for name in self._pool.processes
+                                              if name.startswith("supervisor")}))
         for place in places.values():
             network.cut(node, place)
         self._done["etcd"] += 1

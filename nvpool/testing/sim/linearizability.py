@@ -7,6 +7,7 @@ states seen), so their histories are kept short.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from math import inf
 from typing import NamedTuple
@@ -69,7 +70,7 @@ def register_problems(accesses: Sequence[Access]) -> list[str]:
         (forward if first_end < last_begin else backward).append(zone)
     forward.sort(key=lambda zone: zone[:2])
     problems = []
-    for before, after in zip(forward, forward[1:], strict=False):
+    for before, after in itertools.pairwise(forward):
         if after[0] < before[1]:
             problems.append(f"{before[2]!r} was there from {before[0]:.6f} to {before[1]:.6f}, and {after[2]!r} from "
                             f"{after[0]:.6f} to {after[1]:.6f}")

@@ -150,7 +150,7 @@ class VirtualThread:
             return
         try:
             result = work(*arguments)
-        except BaseException as error:  # noqa: BLE001 - as a thread hands it over
+        except BaseException as error:
             if not self._lives():
                 return
             if not done.done():

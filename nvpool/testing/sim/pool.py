@@ -409,7 +409,7 @@ class SimPool:
                                  self._pids[number])
         elif member is not None:
             shard, number = self._member_of[process.name]
-            kv = member._kv or member._standby and member._standby.kv
+            kv = member._kv or (member._standby and member._standby.kv)
             if kv is not None:
                 self.drives[shard, number].synced_sequence = kv.synced_sequence
             # By the supervisor of its node, before it starts another; or nobody tells: then the lease does.

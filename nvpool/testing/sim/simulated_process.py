@@ -22,7 +22,7 @@ class Killed(BaseException):
 
 def is_death(error: BaseException | None) -> bool:
     """Whether it is that, or a group of nothing else."""
-    return isinstance(error, Killed) or isinstance(error, BaseExceptionGroup) and all(map(is_death, error.exceptions))
+    return isinstance(error, Killed) or (isinstance(error, BaseExceptionGroup) and all(map(is_death, error.exceptions)))
 
 
 class Process:
