@@ -93,6 +93,8 @@ lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .
 	@.venv/bin/lint-imports --no-logo --no-cache
 	@$(PYTHON_IN_VENV) tools/check_types.py
+	@$(PYTHON_IN_VENV) tools/check_words.py
+	@.venv/bin/codespell nvpool tests bench tools systemd deploy .ci Makefile *.md
 
 # Needs no set-up: any Python 3 will do, and the one of .venv is removed by it.
 clean:
