@@ -11,9 +11,10 @@ SEEDS ?= 100
 FAILURES ?= 1000
 CASES ?= 200000
 POOLS ?= 1
+TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-docker test soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
+.PHONY: help setup quickstart demo-docker test coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -22,6 +23,7 @@ help:
 	@echo '  make quickstart SOURCE=DIR  the same with a tree of yours'
 	@echo '  make demo-docker            volumes in containers of a real Docker Engine: shared, bounded, alive under kill -9 (root)'
 	@echo '  make test                   set up and run the whole suite, real mount included (WORKERS=2)'
+	@echo '  make coverage               lines and branches that tests reach, processes they start included (TESTS=tests)'
 	@echo '  make soak                   the long versions: millions of entries, hundreds of kills, 1,000 failures of three nodes'
 	@echo '  make soak-failures          those failures alone, and their table in bench/README.md (FAILURES=1000 POOLS=1; root)'
 	@echo '  make sim                    simulated pools: deaths between any two steps, stops, cut networks, in counted time (SEEDS=100)'
@@ -50,6 +52,14 @@ demo-docker: setup
 # By file: tests of a file may share a pool. Marks for groups are ignored by xdist 3.8 under pytest 9.2, without a word.
 test: setup
 	@$(PYTEST) -n $(WORKERS) --dist loadfile
+
+# A report, not a gate. Compiled modules are not measured.
+coverage: setup
+	@rm -rf build/coverage && mkdir -p build/coverage
+	@$(PYTHON_IN_VENV) -m coverage run -m pytest -p no:cacheprovider -n $(WORKERS) --dist loadfile $(TESTS) || echo 'coverage: some tests failed'
+	@$(PYTHON_IN_VENV) -m coverage combine --quiet
+	@$(PYTHON_IN_VENV) -m coverage report
+	@$(PYTHON_IN_VENV) -m coverage html --quiet
 
 soak: setup
 	@$(PYTEST) -n 1 -m soak --timeout 14400
