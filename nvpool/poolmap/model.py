@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -369,8 +369,8 @@ def check_map(pool_map: PoolMap) -> list[str]:
                 break
     for shard in pool_map.shards:
         if shard.standbys:
-            members = [shard.member, *(standby.member for standby in shard.standbys)]
-            if len(set(members)) != len(members) or any(standby.node not in nodes for standby in shard.standbys):
+            copies = [shard.member, *(standby.member for standby in shard.standbys)]
+            if len(set(copies)) != len(copies) or any(standby.node not in nodes for standby in shard.standbys):
                 wrong.append(f"shard {shard.id} has a member twice, or one on a node that does not exist")
     covered = sorted((part.first, part.count) for part in pool_map.partitions)
     place = 0
@@ -400,7 +400,7 @@ def problems_of(now: PoolMap, new: PoolMap) -> list[str]:
     return check_map(new)
 
 
-def changed(pool_map: PoolMap, **fields) -> PoolMap:
+def changed(pool_map: PoolMap, **fields: Any) -> PoolMap:
     """The same map with `fields` replaced and the next epoch. InvalidRequest, and no map, when it would contradict itself."""
     new = msgspec.structs.replace(pool_map, epoch=pool_map.epoch + 1, **fields)
     problems = check_map(new)

@@ -6,7 +6,7 @@ bit n % 8.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import CHAINS_PER_TABLE
@@ -27,7 +27,7 @@ class ChainSet:
         flags = self._of_table.get(table)
         return flags is not None and flags[chain_of(inode, index)] > 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         for table, flags in self._of_table.items():
             for chain, flag in enumerate(flags):
                 if flag:

@@ -125,7 +125,7 @@ class Standing(NamedTuple):
 
 def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = None) -> Standing:
     """Of the whole map, or of one table; `serving` are the targets that answer."""
-    counts = Counter()
+    counts: Counter[str] = Counter()
     for one in pool_map.tables:
         if table is not None and one.id != table:
             continue

@@ -12,6 +12,7 @@ changes of a batch one map with the next epoch. Called by cluster/manager, which
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -49,7 +50,7 @@ def with_chains(pool_map: PoolMap, decide: Callable[[ChainName, Chain], Chain]) 
     return replace(pool_map, tables=tuple(tables)) if any_changed else pool_map
 
 
-def with_targets(pool_map: PoolMap, ids: Collection[int], **fields) -> PoolMap:
+def with_targets(pool_map: PoolMap, ids: Collection[int], **fields: Any) -> PoolMap:
     """`fields` of these targets replaced; of those that are gone nothing."""
     targets = tuple(replace(target, **fields) if target.id in ids and target.state != "gone" else target
                     for target in pool_map.targets)

@@ -34,7 +34,7 @@ def cut_off(pool_map: PoolMap, reports: Mapping[int, Collection[int]], before: C
         node = max(count, key=lambda node: (node in kept, count[node], reported[node], node))
         giving_way.append(node)
         links = {link for link in links if node not in link}
-    found = set()
+    found: set[int] = set()
     left = broken
     for node in giving_way:
         found.update(target for pair in left for target in pair if node_of[target] == node)

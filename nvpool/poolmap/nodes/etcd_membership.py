@@ -9,7 +9,7 @@ nothing is lost while it fills), and goes before another comes in its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -81,7 +81,7 @@ def members_wanted(pool_map: PoolMap, going: Collection[int] = ()) -> int:
     return MEMBERS if len(willing.difference(going)) >= MEMBERS else 1
 
 
-def put(pool_map: PoolMap, node: int, generation: int, **fields) -> PoolMap:
+def put(pool_map: PoolMap, node: int, generation: int, **fields: Any) -> PoolMap:
     """With `fields` of that node's member; the same map where there is none, another, or all is so already."""
     old = of_node(pool_map, node)
     if old is None or old.generation != generation:
@@ -127,7 +127,7 @@ def next_step(pool_map: PoolMap, found: Collection[Found], here: Collection[int]
     for entry in entries:
         it = known[entry.node, entry.generation]
         step = _step_of(entry, it, pool_map, here, away)
-        if isinstance(step, Remove) and not it.learns and not _may_go(entry.node, voters, here):
+        if isinstance(step, Remove) and it is not None and not it.learns and not _may_go(entry.node, voters, here):
             stuck = True  # others have to come before it goes
             continue
         if step is not None:

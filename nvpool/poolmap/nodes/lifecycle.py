@@ -8,17 +8,20 @@ far they are is in the map.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from nvpool.core.errors import InUse, InvalidRequest
 from nvpool.poolmap.chains import transitions
 from nvpool.poolmap.chains.rebalance import check_room, with_goals
-from nvpool.poolmap.model import Node, NodeWish, PoolMap, Target
+from nvpool.poolmap.model import Node, NodeWish, PoolMap, Shard, Standby, Target
 from nvpool.poolmap.nodes.membership import node_removed, node_revoked
 from nvpool.poolmap.shards.members import members, node_and_path
 from nvpool.poolmap.shards.placement import check_places
+
+S = TypeVar("S", Target, Shard, Standby)
+"""A process of the pool: what has a node and endpoints."""
 
 
 class Left(NamedTuple):
@@ -61,7 +64,7 @@ def left_on(pool_map: PoolMap, number: int) -> Left:
                               if node_and_path(shard, member)[0] == number), any(one.node == number for one in pool_map.etcd))
 
 
-def _with(pool_map: PoolMap, number: int, **fields) -> PoolMap:
+def _with(pool_map: PoolMap, number: int, **fields: Any) -> PoolMap:
     return replace(pool_map, nodes=tuple(replace(node, **fields) if node.id == number else node for node in pool_map.nodes))
 
 
@@ -164,7 +167,7 @@ def on_host(pool_map: PoolMap, number: int, host_id: str) -> PoolMap:
 def listening_at(pool_map: PoolMap, number: int, keep: Callable[[str], bool]) -> PoolMap:
     """The map in which the processes of the node listen only at those endpoints that `keep` says; the same map when that is so.
     """
-    def kept(one):
+    def kept(one: S) -> S:
         if one.node != number or all(map(keep, one.endpoints)):
             return one
         return replace(one, endpoints=tuple(filter(keep, one.endpoints)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
@@ -197,6 +198,6 @@ def _with_state(pool_map: PoolMap, shard: Shard, member: int, state: str) -> Poo
         msgspec.structs.replace(other, state=state) if other.member == member else other for other in shard.standbys))
 
 
-def _with(pool_map: PoolMap, shard: Shard, **fields) -> PoolMap:
+def _with(pool_map: PoolMap, shard: Shard, **fields: Any) -> PoolMap:
     new = msgspec.structs.replace(shard, epoch=shard.epoch + 1, **fields)
     return changed(pool_map, shards=tuple(new if other.id == shard.id else other for other in pool_map.shards))
