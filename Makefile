@@ -14,7 +14,7 @@ POOLS ?= 1
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-docker test coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
+.PHONY: help setup quickstart demo-docker test coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint docs install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -36,6 +36,7 @@ help:
 	@echo '  make bench-nodes            several nodes in namespaces: scaling, TLS, replicas, balance, growth, pauses at failures, into bench/results (root)'
 	@echo '  make bench-scale            a metadata shard with 1, 10 and 100 million files (KEEP=DIR; 60 GB, an hour)'
 	@echo '  make lint                   ruff, mypy, import contracts, spelling, words'
+	@echo '  make docs                   the documentation site, into build/docs; warnings are errors'
 	@echo '  make setup                  Debian packages and .venv alone'
 	@echo '  make install                nvpool in /opt/nvpool, commands on the PATH, units for systemd (root; sh tools/install.sh --remove)'
 	@echo '  make clean                  stop and unmount what quickstart started, and remove all that these commands made'
@@ -105,6 +106,14 @@ lint: setup
 	@$(PYTHON_IN_VENV) tools/check_types.py
 	@$(PYTHON_IN_VENV) tools/check_words.py
 	@.venv/bin/codespell nvpool tests bench tools systemd deploy .ci Makefile *.md
+
+# An environment of its own: the site's builder shares no dependency with nvpool.
+docs: setup
+	@$(PYTHON_IN_VENV) tools/make_reference.py --check
+	@test -x build/docs-venv/bin/mkdocs || { $(PYTHON_IN_VENV) -m venv build/docs-venv && \
+		build/docs-venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1' && \
+		build/docs-venv/bin/python -m pip install --quiet --disable-pip-version-check --group docs; }
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict --quiet
 
 # Needs no set-up: any Python 3 will do, and the one of .venv is removed by it.
 clean:

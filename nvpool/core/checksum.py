@@ -14,7 +14,7 @@ from crc32c import crc32c
 from nvpool.core.compiled import load_compiled
 from nvpool.core.units import BLOCK_BYTES, Buffer
 
-_blocks = load_compiled("nvpool.core._checksum")
+_checksum = load_compiled("nvpool.core._checksum")
 
 __all__ = [
     "ZERO_BLOCK",
@@ -41,7 +41,7 @@ def block_checksums_plain(buffer: Buffer) -> bytes:
     return struct.pack(f"<{count}I", *[crc32c(view[at:at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)])
 
 
-block_checksums = _blocks.block_checksums if _blocks is not None and _blocks.is_of_use() else block_checksums_plain
+block_checksums = _checksum.block_checksums if _checksum is not None and _checksum.is_of_use() else block_checksums_plain
 
 
 def piece_checksums(buffer: Buffer, offset: int) -> bytes:

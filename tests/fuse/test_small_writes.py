@@ -20,7 +20,7 @@ from nvpool.fuse.fast_path import small_writes
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import RESENT, WRITE_KILL_SUIDGID, Op, Valid
 from nvpool.rpc.error_codec import encode_error
-from nvpool.rpc.messages.data import encode_write_reply
+from nvpool.rpc.messages.data_codec import encode_write_reply
 from nvpool.rpc.transports.frame import EMPTY
 from nvpool.rpc.v1.wire_pb2 import META_REPORT
 from nvpool.shm.mount_state import KeptMemory
