@@ -1,7 +1,7 @@
 """CRC32C (RFC 3720 appendix B.4) of blocks: made by the writer, kept with the index, checked by whoever receives.
 
 Checksums of many blocks travel as packed little-endian u32, one per 4 KiB block. They are made by the compiled module
-`_blocks` where it is there and the processor has the instruction (1 MiB in 45 µs), else block by block (110).
+`_checksum` where it is there and the processor has the instruction (1 MiB in 45 µs), else block by block (110).
 """
 
 from __future__ import annotations

@@ -31,16 +31,18 @@ class Later:
         self.then: Callable[[Later, Any, BaseException | None], tuple[Any, BaseException | None] | None] | None = None
 
     def done(self) -> bool:
+        """Return whether the outcome is known."""
         return self.outcome is not None
 
     def cancel(self) -> bool:
         """Call the listener with CancelledError now and never again; return False if the outcome was known already."""
         if self.outcome is not None:
             return False
-        self._tell(None, asyncio.CancelledError())
+        self._complete(None, asyncio.CancelledError())
         return True
 
     def end(self, found: Any, error: BaseException | None) -> None:
+        """Pass the result or the error through `then` to the listener; a future with an outcome ignores both."""
         if self.outcome is not None:
             return
         then, self.then = self.then, None
@@ -49,9 +51,9 @@ class Later:
             if made is None:
                 return
             found, error = made
-        self._tell(found, error)
+        self._complete(found, error)
 
-    def _tell(self, found: Any, error: BaseException | None) -> None:
+    def _complete(self, found: Any, error: BaseException | None) -> None:
         self.outcome = found, error
         if self.on_end is not None:
             self.on_end(found, error)
@@ -68,11 +70,13 @@ class Coming(Later):
         self._length = length
 
     def set_result(self, blocks: memoryview) -> None:
+        """Complete with the wanted part of `blocks`."""
         skip, length = self._skip, self._length
-        self._tell(blocks if len(blocks) == length else blocks[skip:skip + length], None)
+        self._complete(blocks if len(blocks) == length else blocks[skip:skip + length], None)
 
     def set_exception(self, error: BaseException) -> None:
-        self._tell(None, error)
+        """Complete with `error`."""
+        self._complete(None, error)
 
 
 def abandon(future: asyncio.Future[Any]) -> None:

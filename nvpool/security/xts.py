@@ -88,7 +88,8 @@ class BlockCipher:
         data = Cipher(algorithms.AES(self._key[:32]), modes.ECB())
         tweak = Cipher(algorithms.AES(self._key[32:]), modes.ECB())
         context: CipherContext = data.encryptor() if way == "encrypting" else data.decryptor()
-        return Scratch(tweak.encryptor().update_into, context.update_into)
+        engine: BlockEngine = Scratch(tweak.encryptor().update_into, context.update_into)
+        return engine
 
 
 class _PlainXts:
