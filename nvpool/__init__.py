@@ -10,6 +10,11 @@ the command line and every daemon import it too.
 
 from nvpool.core.version import VERSION as __version__
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # type checkers of users see what `__getattr__` gives; they know this name, and `typing` is not loaded for it
+    from nvpool.sdk.aio import AsyncFileSystem, connect_async
+    from nvpool.sdk.filesystem import FileSystem, connect
+
 _LAZY = {"connect": "nvpool.sdk.filesystem", "connect_async": "nvpool.sdk.aio", "FileSystem": "nvpool.sdk.filesystem",
          "AsyncFileSystem": "nvpool.sdk.aio"}
 
