@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
 
 from crc32c import crc32c
 
@@ -41,7 +42,8 @@ def block_checksums_plain(buffer: Buffer) -> bytes:
     return struct.pack(f"<{count}I", *[crc32c(view[at:at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)])
 
 
-block_checksums = _checksum.block_checksums if _checksum is not None and _checksum.is_of_use() else block_checksums_plain
+block_checksums: Callable[[Buffer], bytes] = (
+    _checksum.block_checksums if _checksum is not None and _checksum.is_of_use() else block_checksums_plain)
 
 
 def piece_checksums(buffer: Buffer, offset: int) -> bytes:
