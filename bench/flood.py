@@ -11,6 +11,8 @@ and the shard from an address without a certificate, or where those do not liste
     connections   as many connections as it is given, and more all the time
     slow          200 connections that send a byte a second
     unread        50 connections that ask for a mebibyte each, again and again, and never read
+    busy          the floor: a process that only computes and knows no pool. What it costs, no daemon can prevent: the flooding
+                  client's own work on the same processors
 
 Rounds with and without a flood go by turns. Prints one JSON object with p50 and p99 in microseconds, their quotients, and the
 load of the machine; --results writes it to a file. Ends and removes all it started.
@@ -45,7 +47,7 @@ from nvpool.rpc.v1.wire_pb2 import DATA_READ, META_STATFS
 from nvpool.sdk.aio import AsyncFileSystem
 from nvpool.testing.env.pool import RealPool
 
-KINDS = ("requests", "connections", "slow", "unread")
+KINDS = ("requests", "connections", "slow", "unread", "busy")
 GREETING = pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("flood")), 0)
 
 
@@ -100,6 +102,12 @@ async def unread(endpoint: str, method: int) -> None:
         await writer.drain()
 
 
+async def busy(endpoint: str, method: int) -> None:
+    while True:
+        sum(range(10_000))
+        await asyncio.sleep(0)
+
+
 async def again(work, endpoint: str, method: int) -> None:
     while True:
         try:
@@ -114,7 +122,7 @@ async def flood(kind: str, places: list[tuple[str, int]]) -> None:
     await asyncio.gather(*[again(work, *place) for place in places for _ in range(count)])
 
 
-WORKS = {"requests": (requests, 4), "connections": (connections, 4), "slow": (slow, 100), "unread": (unread, 25)}
+WORKS = {"requests": (requests, 4), "connections": (connections, 4), "slow": (slow, 100), "unread": (unread, 25), "busy": (busy, 1)}
 """With the number of tasks for each of the two daemons."""
 
 

@@ -24,4 +24,4 @@ def test_a_flood_is_measured_and_ends(tmp_path):
 @pytest.mark.parametrize("words", [("--kinds", "rain")])
 def test_an_unknown_kind_of_flood_is_refused(words):
     done = subprocess.run([sys.executable, BENCH, *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "requests, connections, slow, unread" in done.stderr
+    assert done.returncode == 2 and "requests, connections, slow, unread, busy" in done.stderr
