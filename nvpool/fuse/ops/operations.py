@@ -469,6 +469,8 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             self.pages.closed(file.inode)
         if file.inode in self.pages.refused:
             self._forget_refused(file.inode)
+        if file.inode in self.pages.locked and not self._vfs.is_open(file.inode):
+            self.pages.released(file.inode)
         self.published.closed(file.inode, handle)
         if file.inode in self._paged and not self._vfs.is_open(file.inode):
             del self._paged[file.inode]

@@ -6,7 +6,11 @@
   meanwhile leaves old ones behind. So they are dropped again when the bytes are taken and before the write is answered.
 * A program may store bytes in its mapping behind the file's end, in the last page. The kernel never clears them on FUSE;
   when the file grows over them they would become its content. So the rest of the last page is set to zeros before growth is
-  answered.
+  answered. After the answer is too late: the kernel may have written the page back by then, or the program may have stored
+  bytes there that count.
+* A write that begins in the last page may have locked it until the write is answered. The kernel locks only a page that it has
+  not read (Linux 5.13 and newer), and such a page is not mapped. So the page is dropped, and the answer waits for that no
+  longer than LOCKED_S: a page that is dropped later loses nothing, but zeros set later would replace bytes of the file.
 
 * A kernel that writes pages back (--writeback) has a size of its own, and goes by it though a write was refused. It drops it
   with the inode: so its names are taken back when nobody here has the file open any more.
@@ -27,6 +31,11 @@ ASIDE = os.O_APPEND | os.O_DIRECT
 PAGES_S = 1.0
 """Mostly it takes 0.1 ms. Longer, and a page waits for a store that is silent; it is dropped when that has answered."""
 
+LOCKED_S = 0.05
+"""Limit of the wait for the last page, which the write that waits may have locked. Mostly the drop takes 0.1 ms."""
+UNWAITED_MAX = 64
+"""Limit of a file's writes that do not wait, after 1, 2, 4, … of them: one full wait in 65 writes costs each below 1 ms."""
+
 
 async def _nothing(*_) -> None:
     """An engine that cannot."""
@@ -37,6 +46,8 @@ class Bypassing:
         """`own(coroutine)` makes a task that the file system keeps."""
         self._own = own
         self._bypass: dict[int, int] = {}  # inode -> how many of its open descriptors bypass pages
+        self.locked: dict[int, tuple[int, int]] = {}
+        """Open inode whose last page could not be dropped in time -> how many writes do not wait now, and how many at first."""
         self.drop: Callable[[int, int, int], Awaitable[None]] = _nothing
         """Set by the engine: drop the pages of (inode, offset, length). Waits for pages that are being read."""
         self.store: Callable[[int, int, bytes], Awaitable[None]] = _nothing
@@ -87,11 +98,29 @@ class Bypassing:
             await self._within(self.store(inode, size, bytes(end - size)))
 
     async def written_behind(self, inode: int, size: int, offset: int) -> None:
-        """As `growing`, by a write at `offset`. In the last page itself it may have locked the page until it is answered."""
+        """As `growing`, by a write at `offset`, before it is answered."""
         if offset // mmap.PAGESIZE > size // mmap.PAGESIZE:
             await self.growing(inode, size, offset)
         elif size % mmap.PAGESIZE:
-            self._own(self.store(inode, size, bytes(offset - size)))
+            await self._drop_last(inode, size, offset - size)
+
+    async def _drop_last(self, inode: int, offset: int, length: int) -> None:
+        """Drop the page of the range, which the write in work may have locked."""
+        dropping = self._own(self.drop(inode, offset, length))
+        unwaited, most = self.locked.get(inode, (0, 0))
+        if unwaited:
+            self.locked[inode] = unwaited - 1, most
+            return
+        await asyncio.wait((dropping,), timeout=LOCKED_S)
+        if dropping.done():
+            self.locked.pop(inode, None)
+        else:
+            most = min(max(2 * most, 1), UNWAITED_MAX)
+            self.locked[inode] = most, most
+
+    def released(self, inode: int) -> None:
+        """No process of this node has the inode open any more."""
+        self.locked.pop(inode, None)
 
     async def _within(self, work: Awaitable[None]) -> None:
         await asyncio.wait((self._own(work),), timeout=PAGES_S)
