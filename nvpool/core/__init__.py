@@ -1,1 +1,4 @@
-"""Vocabulary of nvpool: errors, identifiers, units, clock and configuration. Imports nothing else of the package."""
+"""Vocabulary of nvpool: errors, identifiers, units, clock and configuration.
+
+The lowest layer: imports no other package of nvpool, and every other package imports this one.
+"""

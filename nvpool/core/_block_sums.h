@@ -1,4 +1,4 @@
-/* CRC32C of blocks of 4 KiB with the instruction of x86-64 (SSE 4.2); for the compiled modules. */
+/* CRC32C of 4 KiB blocks with the x86-64 instruction (SSE 4.2), for the compiled modules. */
 
 #ifndef NVPOOL_BASE_BLOCK_SUMS_H
 #define NVPOOL_BASE_BLOCK_SUMS_H
@@ -13,7 +13,8 @@
 
 static int has_instruction(void) { return __builtin_cpu_supports("sse4.2"); }
 
-/* Three blocks side by side: each step waits three cycles for the one before it, and one can begin in each cycle. */
+/* Three blocks in parallel: each step waits three cycles for the previous step of its block, and the
+   processor can start one step in each cycle. */
 __attribute__((target("sse4.2")))
 static void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums)
 {

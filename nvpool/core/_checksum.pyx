@@ -1,5 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""CRC32C of each block of a buffer, with the instruction of x86-64 (SSE 4.2). See checksum.py, which uses it and no one else."""
+"""CRC32C of each block of a buffer, computed with the x86-64 instruction (SSE 4.2).
+
+Only `checksum.py` imports this module.
+"""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -13,12 +16,12 @@ cdef extern from "_block_sums.h":
 
 
 def is_of_use():
-    """Whether this processor has the instruction."""
+    """Return whether this processor has the CRC32C instruction."""
     return bool(has_instruction())
 
 
 def block_checksums(buffer):
-    """As checksum.block_checksums. `is_of_use` must have said yes."""
+    """Return what `checksum.block_checksums` returns; call only if `is_of_use()` is true."""
     cdef Py_buffer view
     cdef size_t count
     cdef bytes sums

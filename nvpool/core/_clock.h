@@ -1,4 +1,4 @@
-/* Looks at the clocks of core/clock, without a call of Python. */
+/* Reads the clocks of core/clock without a Python call. */
 
 #ifndef NVPOOL_BASE_CLOCK_H
 #define NVPOOL_BASE_CLOCK_H
@@ -26,7 +26,7 @@ static inline long long wall_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* Where metrics.Times counts what took so long. */
+/* Histogram slot of a duration, as metrics.Times counts durations. */
 static inline int slot_of(double took_s)
 {
     unsigned long long micros = took_s > 0 ? (unsigned long long)(took_s * 1e6) : 0;

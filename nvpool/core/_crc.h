@@ -1,6 +1,8 @@
-/* CRC32C of up to some hundred bytes, and numbers as formats have them: for the compiled modules that read and pack heads, frames
-   and records. With the instruction of x86-64 (SSE 4.2) where the processor has it, else by tables. `crc_begin` is called once,
-   by the module. */
+/* CRC32C of short buffers (up to some hundred bytes), and the integers of the binary formats.
+
+   For the compiled modules that parse and pack headers, frames and records. CRC32C uses the x86-64
+   instruction (SSE 4.2) if the processor has the instruction, and tables otherwise. Each module calls
+   `crc_begin` once. */
 
 #ifndef NVPOOL_BASE_CRC_H
 #define NVPOOL_BASE_CRC_H

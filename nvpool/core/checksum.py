@@ -1,7 +1,9 @@
-"""CRC32C (RFC 3720 appendix B.4) of blocks: made by the writer, kept with the index, checked by whoever receives.
+"""CRC32C (RFC 3720 appendix B.4) of 4 KiB blocks.
 
-Checksums of many blocks travel as packed little-endian u32, one per 4 KiB block. They are made by the compiled module
-`_checksum` where it is there and the processor has the instruction (1 MiB in 45 µs), else block by block (110).
+The writer of a block computes the checksum, the chunk index stores the checksum, and every receiver verifies
+it. Checksums of many blocks travel as packed little-endian u32, one per 4 KiB block. The compiled module
+`_checksum` computes them if it is installed and the processor has the instruction (1 MiB in 45 µs); otherwise
+Python computes them block by block (110 µs).
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ ZERO_BLOCK_CHECKSUM = crc32c(ZERO_BLOCK)
 
 
 def block_checksums_plain(buffer: Buffer) -> bytes:
-    """Packed checksums of the whole blocks in `buffer`, whose length is a multiple of 4 KiB."""
+    """Return the packed checksums of the 4 KiB blocks of `buffer`.
+
+    ValueError: the length of `buffer` is not a multiple of 4 KiB.
+    """
     view = memoryview(buffer)
     count, rest = divmod(len(view), BLOCK_BYTES)
     if rest:
@@ -47,7 +52,10 @@ block_checksums: Callable[[Buffer], bytes] = (
 
 
 def piece_checksums(buffer: Buffer, offset: int) -> bytes:
-    """Packed checksums of the pieces into which block borders divide `buffer`, when it lies at byte `offset`."""
+    """Return the packed checksums of the parts into which block borders divide `buffer`.
+
+    `offset` is the position of `buffer` in bytes, so the first and the last part may be shorter than a block.
+    """
     view = memoryview(buffer)
     first = -offset % BLOCK_BYTES
     if not first and not len(view) % BLOCK_BYTES:
@@ -57,7 +65,7 @@ def piece_checksums(buffer: Buffer, offset: int) -> bytes:
 
 
 def first_bad_block(buffer: Buffer, checksums: Buffer) -> int:
-    """Index of the first block of `buffer` whose checksum is not the packed one, or -1 when all fit."""
+    """Return the index of the first block with a wrong checksum, or -1 if all blocks match."""
     view = memoryview(buffer)
     if len(view) == BLOCK_BYTES:
         return -1 if crc32c(view) == int.from_bytes(checksums, "little") else 0

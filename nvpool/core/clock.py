@@ -1,7 +1,9 @@
-"""The only door to time and randomness, so that a whole pool can run on a virtual clock with a seed.
+"""The clocks and the randomness of nvpool.
 
-`boottime_s` counts suspended time too (CLOCK_BOOTTIME): leases are measured with it, since a lease must end while a
-machine sleeps. `wall_ns` is for time stamps that people see and is never used to measure a duration.
+All code takes time and randomness from this module only, so that tests can run a whole pool on a virtual
+clock with a seed. `boottime_s` includes the time that the machine is suspended (CLOCK_BOOTTIME). Leases are
+measured with `boottime_s`, since a lease must end while a machine sleeps. `wall_ns` is for timestamps that
+people see and is never used to measure a duration.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock and its entropy."""
+    """The machine's clock and entropy."""
 
     def __init__(self) -> None:
         self._random = random.Random(os.urandom(16))
 
-    # the functions themselves: a small file asks two dozen times
+    # The C functions themselves, without a Python wrapper: an operation on a small file reads the clock about
+    # 24 times.
     boottime_s = staticmethod(partial(time.clock_gettime, time.CLOCK_BOOTTIME))
     wall_ns = staticmethod(time.time_ns)
 
@@ -37,22 +40,26 @@ class SystemClock:
         return self._random
 
     def begin_anew(self) -> None:
-        """Whoever goes on as a copy of this process draws other numbers."""
+        """Seed the random numbers again, so that a forked child does not repeat the numbers of its parent."""
         self._random.seed(os.urandom(16))
 
     @staticmethod
     def secret(count: int) -> bytes:
-        """`count` bytes nobody can guess: keys, session numbers, tokens."""
+        """Return `count` unpredictable bytes, for keys, session numbers and tokens."""
         return os.urandom(count)
 
 
 stopwatch_s = time.perf_counter
-"""For how long something took here and now, where a look at the clock has to cost as little as it can. Never for a lease: it
-may stand while the machine sleeps."""
+"""Seconds of a cheap monotonic clock, for measuring short durations on this machine.
+
+Never use this clock for a lease: it may stop while the machine sleeps."""
 
 
 class ManualClock:
-    """A clock that moves when told to; randomness from a seed. Wall time begins in 2020 and moves along."""
+    """Virtual clock for tests: time moves only in `advance`, and random numbers come from a seed.
+
+    Wall time begins in 2020 and advances together with `boottime_s`.
+    """
 
     def __init__(self, seed: int = 0, start_s: float = 1000.0) -> None:
         self.now_s = start_s

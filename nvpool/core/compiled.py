@@ -1,8 +1,9 @@
-"""Compiled modules: loads each one, or none of them where `NVPOOL_PURE=1` asks for Python alone.
+"""Loader of the compiled modules; loads none of them if `NVPOOL_PURE=1` is set.
 
-Each compiled module has a Python implementation with the same results beside it. Python alone is several times slower, so it
-is used only where somebody asks for it: a compiled module that is missing is an error, never a slower pool. `NVPOOL_PURE=1`
-applies to the build (nothing is compiled) and to every process that runs from such an installation.
+Each compiled module has a Python implementation with the same results. The Python implementation is several
+times slower, so nvpool uses it only on request: a missing compiled module is an error, never a slower pool.
+`NVPOOL_PURE=1` applies to the build (nothing is compiled) and to every process that runs from such an
+installation.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 
 PURE_VARIABLE = "NVPOOL_PURE"
 IS_PURE = os.environ.get(PURE_VARIABLE, "") not in ("", "0")
-"""True where this process runs without any compiled module."""
+"""True if this process runs without compiled modules."""
 
 
 def load_compiled(name: str) -> Any | None:
     """Return the compiled module `name`, or None in a process that runs with `NVPOOL_PURE=1`.
 
-    ImportError: the module is not installed or does not fit this Python; the text says how to install it.
+    ImportError: the module is not installed or does not fit this Python; the text says how to install the
+    module.
     """
     if IS_PURE:
         return None

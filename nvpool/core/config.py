@@ -1,9 +1,10 @@
-"""The configuration of a node: one TOML file, typed, checked as a whole.
+"""Node configuration: one TOML file, typed and validated as a whole.
 
-Called by the programs in run/ at start and by `nvpool config`. `load` gives a Config in which every value is possible, or
-BadConfiguration that lists everything that is wrong, each with its line and the reason. `sample` is generated from the same
-types, so that it can not grow old. What is fixed when a pool is made (chunk size, replicas) is in the pool map, not here. Reads
-one file; never guesses, never falls back to a default for what it could not read.
+`load` returns a Config in which every value is valid, or raises BadConfiguration with all problems, each with
+its line and the reason. `sample` is generated from the same types, so it never becomes outdated. The daemons
+call `load` at start, and `nvpool config` uses the whole module. Values that are fixed when a pool is created
+(chunk size, replicas) are in the pool map, not here. The module reads one file; it never guesses, and never
+replaces an unreadable value by a default.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Network(msgspec.Struct, frozen=True):
 
 
 SOCKET_PATH_MAX = 107
-"""sockaddr_un, less the ending zero."""
+"""Size of sun_path in sockaddr_un, without the terminating zero."""
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -191,7 +192,7 @@ class Rdma(msgspec.Struct, frozen=True):
 
 
 WORKERS_MAX = 64
-"""Each has two descriptors that are handed on in one message, which carries 253."""
+"""Upper bound: each worker has two descriptors that are passed in one message, and a message carries 253."""
 
 
 class ClientSection(msgspec.Struct, frozen=True):
@@ -238,7 +239,7 @@ class Config(msgspec.Struct, frozen=True):
 
 
 def networks_of(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
-    """What rdma.networks names. ValueError for what is none."""
+    """Return the networks listed in `rdma.networks`; ValueError if an entry is not a network."""
     return tuple(ip_network(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -246,8 +247,11 @@ SOCKET_PREFIX = "unix:"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, [ADDRESS]:PORT, or PORT and :PORT, which are those of the loopback address: where to listen. Of unix:/PATH the
-    path and 0. InvalidRequest."""
+    """Return (host, port) of an address to listen on, or (path, 0) of unix:/PATH.
+
+    `text` is HOST:PORT, [ADDRESS]:PORT, or PORT or :PORT for the loopback address.
+    InvalidRequest: `text` is none of these, or the path of the socket is relative or too long.
+    """
     if text.startswith(SOCKET_PREFIX):
         path = text.removeprefix(SOCKET_PREFIX)
         if not path.startswith("/") or len(os.fsencode(path)) > SOCKET_PATH_MAX or "\0" in path:
@@ -262,7 +266,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def is_open(address: str) -> bool:
-    """Whether other machines may reach it. InvalidRequest as parse_address."""
+    """Return whether other machines may reach `address`; InvalidRequest as in `parse_address`."""
     host, port = parse_address(address)
     if not port or host == "localhost":
         return False
@@ -273,7 +277,7 @@ def is_open(address: str) -> bool:
 
 
 def _contradictions(config: Config) -> list[tuple[str, str, str]]:
-    """(section, key, reason) of values that are possible alone but not together."""
+    """Return (section, key, reason) of values that are valid alone but not together."""
     found = []
     if config.supervisor.restart_delay_min_s > config.supervisor.restart_delay_max_s:
         found.append(("supervisor", "restart_delay_min_s", "is longer than restart_delay_max_s"))
@@ -306,8 +310,10 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
 
 @lru_cache(maxsize=1)
 def parse(text: str, where: str = "the configuration") -> Config:
-    """The configuration that `text` holds; the same text again costs nothing. BadConfiguration names `where` and, for all that
-    is wrong, line and reason."""
+    """Return the configuration in `text`; a repeated call with the same text returns the cached result.
+
+    BadConfiguration: names `where` and lists every problem with its line and reason.
+    """
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -346,7 +352,7 @@ def parse(text: str, where: str = "the configuration") -> Config:
 
 
 def load(path: str | os.PathLike[str]) -> Config:
-    """The configuration in the file at `path`. BadConfiguration when it can not be read or is wrong."""
+    """Return the configuration in the file at `path`; BadConfiguration if the file is unreadable or wrong."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MIB)
@@ -360,8 +366,10 @@ def load(path: str | os.PathLike[str]) -> Config:
 
 
 def sample(config: Config | None = None) -> str:
-    """A file with every key, what it means, what it may be, and its default (commented out). Values of `config` that are
-    not the default are set. `parse` takes it."""
+    """Return a configuration file with every key, its meaning, its range, and its default (commented out).
+
+    Values of `config` that differ from the default are set. `parse` accepts the file.
+    """
     out = ["# nvpool: configuration of one node. Keys that are commented out have the value shown.",
            "# Sizes may be written like 64MiB; times are in seconds. Check with: nvpool config check FILE", ""]
     for name, kind in _sections():
@@ -385,7 +393,7 @@ def _sections() -> list[tuple[str, type[msgspec.Struct]]]:
 
 
 def _parts(annotation: Any) -> tuple[Any, Meta]:
-    """(type, Meta) of an Annotated field."""
+    """Split the annotation of an Annotated field into (type, Meta)."""
     assert get_origin(annotation) is Annotated
     base, meta = get_args(annotation)
     return base, meta
@@ -405,7 +413,7 @@ def _convert(value: Any, annotation: Any) -> Any:
 
 
 def _toml(value: Any) -> str:
-    """As it stands in the file."""
+    """Return `value` as a TOML file shows it."""
     try:
         return str(value) if isinstance(value, float) else msgspec.json.encode(value).decode()
     except (TypeError, ValueError, msgspec.MsgspecError):
@@ -413,7 +421,7 @@ def _toml(value: Any) -> str:
 
 
 def _expected(annotation: Any) -> str:
-    """A correct value in words of TOML; empty for types that have words of their own."""
+    """Describe a correct value in the terms of TOML; return "" if the validation error is clear enough."""
     base, meta = _parts(annotation)
     if base is bool:
         return "write true or false"
@@ -479,7 +487,10 @@ _KEY = re.compile(r"""\s*(?:([A-Za-z0-9_\-]+)\s*\.\s*)?["']?([A-Za-z0-9_\-]+)["'
 
 
 def _lines_of(text: str) -> dict[tuple[str, str], int]:
-    """(section, key) -> line where it is set, (section, '') -> line of its header; from 1. tomllib tells no places."""
+    """Return the line (from 1) of each (section, key), and of each section's header as (section, '').
+
+    Needed because tomllib reports no line numbers for parsed values.
+    """
     found: dict[tuple[str, str], int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):

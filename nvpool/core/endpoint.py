@@ -1,9 +1,10 @@
-"""Endpoints: the URLs under which a pool map lists where a daemon listens.
+"""Endpoints: URLs in the pool map at which a daemon listens.
 
     stream://HOST:PORT   stream+unix:///PATH   grpc://HOST:PORT   inproc://NAME   SCHEME://… of a plug-in
 
-`?host=ID` behind any of them names the host that it can be reached from (a unix path of another host may exist here too, and
-be another daemon's); without it a unix path is tried wherever it exists. Read by every transport and by the dialer.
+The optional query `?host=ID` names the only host from which the endpoint can be reached: the same unix path
+may exist on another host and belong to another daemon. Without `?host=ID`, clients try a unix path wherever
+the path exists. Every transport and the dialer parse endpoints with this module.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ class Endpoint(NamedTuple):
     host: str = ""
     port: int = 0
     path: str = ""
-    """Of a unix socket, or the name behind inproc://."""
+    """Path of a unix socket, or the name after inproc://."""
     host_id: str = ""
 
 
 def parse_endpoint(url: str) -> Endpoint:
-    """The parts of an endpoint. InvalidRequest says what is wrong with it; nothing else is raised."""
+    """Return the parts of an endpoint.
+
+    InvalidRequest: the URL is not an endpoint, and the text says why. Nothing else is raised.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port or 0

@@ -1,15 +1,17 @@
-"""Every error of nvpool, in five families by what the caller does next.
+"""Error classes of nvpool, in five families by what the caller does next.
 
-    Refused      give it to the user: repeating the same request gives the same answer
-    Stale        refresh the pool map, lease or grant, then repeat what still applies
-    Unavailable  elsewhere or later, within the deadline; `may_be_applied` says whether it can have happened
-    Damaged      use another replica; the bad one is quarantined and repaired
-    Bug          an invariant does not hold: fence yourself and stop
+    Refused      report to the user: repeating the same request gives the same answer Stale        refresh the
+    pool map, lease or grant, then repeat what still applies Unavailable  try elsewhere or later, within the
+    deadline; `may_be_applied` says whether the request may have been executed Damaged      use another
+    replica; the damaged one is quarantined and repaired Bug          an invariant does not hold: the process
+    fences itself and stops
 
-A class states its errno (what an application sees), its wire code (what travels; never changed, never given again) and
-its remedy. Translation happens at the borders only: `rpc/error_codec`, `fuse/ops/operations`, `cli/output`. Foreign exceptions
-become ours at the door of their library, by type, never by message text. Retrying lives in the client's metaclient and
-chunkclient only.
+Each class states its errno (for applications), its wire code (sent in messages; never changed, never reused)
+and its remedy. Errors are translated at the borders only: `rpc/error_codec`, `fuse/ops/operations`,
+`cli/output`. The adapter of a third-party library translates the exceptions of the library into ours, by type
+and never by message text. Only the client's metaclient and chunkclient retry.
+
+The first line of a class docstring is the default text of the error.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class NvpoolError(Exception):
     retry_after_s: float = 0.0
 
     remedy: str = ""
-    """The remedy as a text of its own, if it is known; it does not travel by itself."""
+    """The remedy as a separate text, if known; only the text of the error is sent over the wire."""
 
     def __init__(self, text: str = "", *, may_be_applied: bool | None = None, retry_after_s: float | None = None,
                  remedy: str = ""):
@@ -311,7 +313,7 @@ class DirectoryGone(NotFound):
     errno = errno.ENOENT
     wire_code = 133
     may_be_stale = True
-    """Whether the asker may have come there by a name from before; a mount sets it."""
+    """Whether the caller may have found the directory by an outdated name; set by a mount."""
 
 
 class KeyMissing(Refused):
@@ -383,7 +385,7 @@ class StaleVersion(Stale):
 
     wire_code = 210
     version: int = 0
-    """That was given, where it is told."""
+    """The version that was issued before, if the chain reported it."""
 
 
 class SpreadDirectory(Stale):
@@ -486,7 +488,7 @@ class ChecksumMismatch(Damaged):
 
     wire_code = 401
     damaged: tuple[int, int, int] | None = None
-    """Inode, chunk index and block of one that is stored here, and stood in the way of a write of a part of it."""
+    """Inode, chunk index and block of a damaged stored block that prevented a partial write of this block."""
 
 
 class CorruptRecord(Damaged):
@@ -494,7 +496,8 @@ class CorruptRecord(Damaged):
 
     wire_code = 402
     key: bytes = b""
-    """Of the record, where an ordered store found it on its way: behind it the walk can go on. Does not travel."""
+    """Key of the record, if an ordered store found the damage during a scan: the scan can continue after this
+    key. Not sent over the wire."""
 
 
 class CorruptFrame(Damaged):
@@ -532,7 +535,10 @@ class InvariantBroken(Bug):
 
 
 def every_error() -> list[type[NvpoolError]]:
-    """All classes that there are here, families first; each wire code occurs once. Nobody else may define one."""
+    """Return all error classes of this module, families first; each wire code occurs once.
+
+    No other module may define an error class.
+    """
     found: list[type[NvpoolError]] = []
     waiting: list[type[NvpoolError]] = list(NvpoolError.__subclasses__())
     while waiting:
@@ -546,7 +552,7 @@ BY_WIRE_CODE: dict[int, type[NvpoolError]] = {cls.wire_code: cls for cls in ever
 
 
 def from_os_error(error: OSError, doing: str) -> NvpoolError:
-    """The error of ours for an OSError of a local file or drive; `doing` says what was tried, for the message."""
+    """Translate an OSError of a local file or drive; `doing` names the failed action, for the message."""
     text = f"{doing}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(text)

@@ -1,11 +1,11 @@
-"""Futures: one with a single immediate listener, and the release of those whose outcome is not used any more.
+"""Futures with a single immediate listener, and `abandon` for futures whose outcome nobody needs.
 
-`Later` calls its listener in the event-loop iteration in which the result arrives; an asyncio future needs one more. `Coming`
-is the same for the bytes of a read.
+`Later` calls its listener in the event-loop iteration in which the result arrives; an asyncio future needs
+one more iteration. `Coming` is the same for the bytes of a read.
 
-asyncio logs "exception was never retrieved" for each future that fails and is not looked at. A caller that stops waiting
-because something else came first has to look at the outcome all the same; and a gathering future that is cancelled fails
-with CancelledError instead of being cancelled: `abandon` does both.
+asyncio logs "exception was never retrieved" for each failed future whose outcome nobody reads. A caller that
+stops waiting, because another future completed first, must therefore still read the outcome. In addition, a
+cancelled `gather` future fails with CancelledError instead of being cancelled. `abandon` handles both.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 class Later:
     """Single-listener future whose callback runs in the event-loop iteration in which the result arrives.
 
-    `on_end(result, None)` or `on_end(None, error)` is called once, when the outcome is known. A listener that comes after that
-    reads `outcome` instead: both values of the call, None before. `then(future, result, error)` belongs to the requester: it
-    returns the outcome that counts, or None where it needs longer and calls `end` again.
+    `on_end(result, None)` or `on_end(None, error)` is called once, when the outcome is known. A listener that
+    arrives after that reads `outcome`: the two arguments of that call, or None before the outcome is known.
+    `then(future, result, error)` belongs to the requester: `then` returns the final outcome, or None if it
+    needs more time and will call `end` again.
     """
 
     __slots__ = ("on_end", "outcome", "then")
@@ -35,14 +36,16 @@ class Later:
         return self.outcome is not None
 
     def cancel(self) -> bool:
-        """Call the listener with CancelledError now and never again; return False if the outcome was known already."""
+        """Call the listener with CancelledError now and never again; return False if the outcome was already
+        known."""
         if self.outcome is not None:
             return False
         self._complete(None, asyncio.CancelledError())
         return True
 
     def end(self, found: Any, error: BaseException | None) -> None:
-        """Pass the result or the error through `then` to the listener; a future with an outcome ignores both."""
+        """Pass the result or the error through `then` to the listener; do nothing if the outcome is already
+        known."""
         if self.outcome is not None:
             return
         then, self.then = self.then, None
@@ -80,7 +83,8 @@ class Coming(Later):
 
 
 def abandon(future: asyncio.Future[Any]) -> None:
-    """Cancel `future`, and look at its outcome whenever it comes, so that asyncio does not log it."""
+    """Cancel `future` and retrieve its outcome when it completes, so that asyncio does not log the
+    outcome."""
     future.cancel()
     if future.done():
         _look_at(future)

@@ -1,18 +1,20 @@
-"""Grants: signed rights to an inode's chunks, given by the metadata service, checked by every store.
+"""Access tokens (grants): signed rights to the chunks of one inode.
 
-Packed little-endian, 60 bytes, part of the format:
+The metadata service issues grants, and every store verifies them. A grant has 60 bytes, packed little-endian,
+and its encoding is part of the format:
 
-    version u8 = 1 · rights u8 · key u16 · session u64 · inode u64 · cut u64 · ends u64 (wall clock, ms since 1970)
-    · chain table of the inode u8 (0: table 1) · epoch u24 (its upper 8 bits first, then the lower 16) · volume tag u16
-    · member tag u16
-    · mac 16 (BLAKE2b of all before it, keyed with the pool's grant key, RFC 7693; a fifth of the time of HMAC)
+    version u8 = 1 · rights u8 · key u16 · session u64 · inode u64 · cut u64 · ends u64 (wall clock, ms since
+    1970) · chain table of the inode u8 (0: table 1) · epoch u24 (its upper 8 bits first, then the lower 16) ·
+    volume tag u16 · member tag u16 · mac 16 (BLAKE2b of all before it, keyed with the pool's grant key, RFC
+    7693; a fifth of the time of HMAC)
 
-inode 0 with the right SERVICE is the authority of a metadata service over all inodes of a store.
-The last three fields are for revocation (poolmap/grant_revocation): the lower 24 bits of the epoch of the pool map that the
-giver knew, and 16 bits each that stand for the volume of the file and for the member to whom the volume is granted by name.
-Both tags are 0 for a file in no volume; the member's is 0 where the volume is open to all clients, and for a node. Two volumes
-may have one tag: then the grants of both are renewed when one of them is revoked.
-The clock is the wall clock because giver and checker are different machines; both sides allow CLOCK_SKEW_S.
+`cut` is the truncate epoch of the file. Inode 0 with the right SERVICE gives a metadata service access to all
+inodes of a store. The epoch and the two tags serve revocation (`poolmap/grant_revocation`): the lower 24 bits
+of the pool map epoch that the issuer knew, a 16-bit tag of the volume of the file, and a 16-bit tag of the
+member to which the volume is granted by name. Both tags are 0 for a file outside all volumes. The member tag
+is also 0 for a node, and for a volume that is open to all clients. Two volumes may share a tag: when one of
+them is revoked, clients renew the grants of both. Grants use the wall clock because issuer and verifier are
+different machines; both allow CLOCK_SKEW_S.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from typing import NamedTuple
 from nvpool.core.errors import StaleGrant
 
 READ, WRITE, SERVICE, ENCRYPTED = 1, 2, 4, 8
-"""ENCRYPTED: the file is in an encrypted volume, so its blocks are stored as security/xts says, and a write brings the volume's
-wrapped key."""
+"""Rights. ENCRYPTED: the file is in an encrypted volume. Its blocks are stored as `security/xts` describes,
+and each write carries the volume's wrapped key."""
 CLOCK_SKEW_S = 5.0
 _BODY = struct.Struct("<BBHQQQQBBHHH")
 _MAC_BYTES = 16
@@ -35,7 +37,8 @@ GRANT_BYTES = _BODY.size + _MAC_BYTES
 _VERSION = 1
 EPOCH_MASK = (1 << 24) - 1
 _SPREAD = 0x9E3779B97F4A7C15
-"""2**64 by the golden ratio: its multiples differ in their upper bits (Knuth, The Art of Computer Programming, 6.4)."""
+"""2**64 divided by the golden ratio: its multiples differ in their upper bits (Knuth, The Art of Computer
+Programming, 6.4)."""
 
 
 class Grant(NamedTuple):
@@ -46,23 +49,24 @@ class Grant(NamedTuple):
     cut: int
     ends_ms: int
     table: int = 1
-    """Of chains: a store keeps it with the chunks that are written by this right."""
+    """Chain table of the inode; a store records the table with the chunks that are written with this
+    grant."""
     epoch: int = 0
-    """Lower 24 bits of the epoch of the map that the giver knew."""
+    """Lower 24 bits of the epoch of the pool map that the issuer knew."""
     volume: int = 0
-    """Tag of the volume; 0: in none."""
+    """Tag of the volume; 0 for a file outside all volumes."""
     member: int = 0
-    """Tag of the member that the volume is granted to; 0: to no one by name."""
+    """Tag of the member to which the volume is granted by name; 0 if there is none."""
 
 
 def volume_tag(volume: int) -> int:
-    """16 bits, never 0, for a volume; 0 for no volume."""
+    """Return the 16-bit tag of a volume: never 0 for a volume, and 0 for no volume."""
     return (volume * _SPREAD >> 48 & 0xFFFF or 1) if volume else 0
 
 
 @lru_cache(maxsize=4096)
 def member_tag(member: str) -> int:
-    """16 bits, never 0, for a member of the pool; 0 for no name."""
+    """Return the 16-bit tag of a member: never 0 for a member of the pool, and 0 for an empty name."""
     return (int.from_bytes(blake2b(member.encode(), digest_size=2).digest(), "little") or 1) if member else 0
 
 
@@ -74,7 +78,10 @@ def sign(grant: Grant, secret: bytes) -> bytes:
 
 
 def read(raw: bytes) -> Grant:
-    """The fields of a grant, unchecked: for its holder, who wants to know when it ends. StaleGrant when it is none."""
+    """Return the fields of a grant without verifying it, for a client that needs the expiry of its own grant.
+
+    StaleGrant: `raw` is not a grant of a known version.
+    """
     if len(raw) != GRANT_BYTES or raw[0] != _VERSION:
         raise StaleGrant("not a grant of a version that is known here")
     _, rights, key, session, inode, cut, ends_ms, table, above, below, volume, member = _BODY.unpack(raw[:_BODY.size])
@@ -82,7 +89,8 @@ def read(raw: bytes) -> Grant:
 
 
 def terms(raw: bytes) -> tuple[int, int, int, int]:
-    """Rights, session, cut and end (`ends_ms`) of a grant, as `read`."""
+    """Return rights, session, truncate epoch (`cut`) and expiry (`ends_ms`) of a grant; StaleGrant as in
+    `read`."""
     if len(raw) != GRANT_BYTES or raw[0] != _VERSION:
         raise StaleGrant("not a grant of a version that is known here")
     _, rights, _, session, _, cut, ends_ms, *_ = _BODY.unpack_from(raw)
@@ -90,13 +98,17 @@ def terms(raw: bytes) -> tuple[int, int, int, int]:
 
 
 def allows(raw: bytes, rights: int) -> bool:
-    """Whether it is a grant of these rights, whenever it ends. For its holder."""
+    """Return whether `raw` grants all of `rights`, regardless of expiry; for the client that holds the
+    grant."""
     return len(raw) == GRANT_BYTES and raw[1] & rights == rights
 
 
 def verify(raw: bytes, secret: bytes, now_ms: int) -> Grant:
-    """The fields of a grant whose signature and time are good; StaleGrant otherwise. Callers keep the result and only
-    look at `ends_ms` on later requests."""
+    """Return the fields of a grant after checking its signature and expiry.
+
+    StaleGrant: the signature is wrong or the grant has expired. Callers cache the result and check only
+    `ends_ms` on later requests.
+    """
     grant = read(raw)
     if not hmac.compare_digest(blake2b(raw[:_BODY.size], key=secret, digest_size=_MAC_BYTES).digest(), raw[_BODY.size:]):
         raise StaleGrant("the grant's signature is wrong")

@@ -1,15 +1,17 @@
-"""The names of things: inodes, chunks, versions, sessions, targets.
+"""Identifiers: inode numbers, chunk ids, versions, sessions, targets.
 
-All are plain integers on the hot paths (a class instance per read would cost more than the read); the types below are
-`NewType`s for readers and checkers. What has structure has functions that take it apart.
+All identifiers are plain integers on the hot paths (a class instance per read would cost more than the read).
+The `NewType`s below are for readers and type checkers. Identifiers with internal structure have functions
+that split them.
 
 Inode number, 63 bits, so that it is positive as a signed 64-bit integer everywhere:
 
-    bits 62..51  partition (0..4095)      bits 50..0  counter within the partition, never given twice
+    bits 62..51  partition (0..4095)      bits 50..0  counter within the partition, never reused
 
-The root directory is partition 0, counter 1: the inode number 1, as FUSE wants it.
+The root directory is partition 0, counter 1. This is inode number 1, which FUSE requires.
 
-Version of a chunk, 64 bits: chain epoch (32) above a counter (32). Versions of one chunk are ordered as integers.
+Version of a chunk, 64 bits: chain epoch (32) above a counter (32). Versions of one chunk are ordered as
+integers.
 """
 
 from __future__ import annotations
@@ -36,20 +38,25 @@ ROOT_INODE = InodeNumber(1)
 
 
 class ChunkId(NamedTuple):
-    """A chunk's name: the inode and the index of the chunk in the file. It is never used for other bytes, because
-    inode numbers are never given twice."""
+    """Identifier of a chunk: the inode and the index of the chunk in the file.
+
+    A chunk id never refers to other data later, because inode numbers are never reused.
+    """
 
     inode: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
 
 
 LIFE_BITS = 40
-"""A session may outlive the process that began it (a mount's, which is replaced). Sequences of its n-th process begin at
-n << LIFE_BITS."""
+"""Width of the sequence counter of one process of a session.
+
+A session may outlive the process that opened it (a mount process is replaced while its session continues).
+Sequences of the n-th process begin at n << LIFE_BITS."""
 
 
 class RequestId(NamedTuple):
-    """Names one request of one client for ever: a session, one of its 64 slots, and that slot's sequence number."""
+    """Permanent identifier of one client request: a session, one of its 64 slots, and the slot's sequence
+    number."""
 
     session: int
     slot: int
@@ -57,8 +64,12 @@ class RequestId(NamedTuple):
 
 
 def is_done(done: Iterable[tuple[int, int, int]], request: RequestId) -> bool:
-    """Whether that request is not to be carried out any more where these were, the last ones: it was, or a later one of its
-    slot, or one of a later process of the session, which knows all that the earlier one has left and has sent it anew."""
+    """Return whether `request` must not be executed any more.
+
+    `done` holds the last executed requests as (session, slot, sequence). The answer is True if `done`
+    contains this request, a later request of its slot, or a request of a later process of the session. A
+    later process knows everything that the earlier process left unfinished and has already sent it again.
+    """
     session, slot, sequence = request
     for its_session, its_slot, last in done:
         if its_session == session and sequence <= last and (its_slot == slot or sequence >> LIFE_BITS < last >> LIFE_BITS):
@@ -73,7 +84,7 @@ def inode_number(partition: int, counter: int) -> InodeNumber:
 
 
 def is_inode_number(number: int) -> bool:
-    """Whether an inode can have this number; for numbers in messages that were not checked."""
+    """Return whether an inode can have this number; for unverified numbers in messages."""
     return 0 < number < 1 << 63 and number & COUNTER_MASK != 0
 
 
@@ -92,7 +103,7 @@ def version(chain_epoch: int, counter: int) -> Version:
 
 
 def version_parts(value: int) -> tuple[int, int]:
-    """(chain epoch, counter)."""
+    """Split a version into (chain epoch, counter)."""
     return value >> 32, value & 0xFFFFFFFF
 
 
@@ -100,5 +111,6 @@ _INODE_KEY = struct.Struct(">Q")
 
 
 def inode_key(inode: int) -> bytes:
-    """Eight bytes, big-endian, so that keys sort by partition and then by counter."""
+    """Return the inode number as eight big-endian bytes, so that keys sort by partition and then by
+    counter."""
     return _INODE_KEY.pack(inode)

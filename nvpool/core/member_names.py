@@ -1,7 +1,7 @@
-"""The names of the members of a pool: node/NAME, client/NAME, bridge/NAME, and how certificates write them.
+"""Names of pool members, and their form in certificates: node/NAME, client/NAME, bridge/NAME.
 
-Called by whoever makes certificates (security/ca) and whoever looks at them (rpc/). A name is given once in the life of a
-pool, so that one that was taken away never comes back with somebody else.
+`security/ca` writes the names into certificates, and `rpc/` reads the names from there. Each name is issued
+once in the life of a pool, so the name of a removed member never identifies another member.
 """
 
 from __future__ import annotations
@@ -17,31 +17,36 @@ from nvpool.core.errors import InvalidRequest
 DAY_S = 86_400
 MEMBER_DAYS = 90
 MEMBER_S = min(float(os.environ.get("NVPOOL_CERTIFICATE_S") or MEMBER_DAYS * DAY_S), float(MEMBER_DAYS * DAY_S))
-"""How long a certificate is good; the variable makes it shorter, for tests of what happens then."""
+"""Lifetime of a certificate; the environment variable shortens it, for tests of expiry."""
 SKEW_S = 3600
-"""A certificate begins so long before it is signed: clocks differ."""
+"""Backdating of a certificate: its validity begins this long before the signature, because clocks differ."""
 RENEW_S = MEMBER_S / 3
-"""What is left of a certificate when it is renewed: a pool that is switched off for a month goes on."""
+"""Remaining lifetime at which a certificate is renewed: a pool that is switched off for a month still
+works."""
 
 NOBODY = 65534
-"""User and group as which root counts where it is squashed (exports(5), anonuid and anongid)."""
+"""User and group to which requests of root are mapped under root squash (exports(5), anonuid and anongid)."""
 SQUASH_ROOT = "squash-root"
-"""Behind the name of a client whose requests for root count as nobody's."""
+"""Suffix of the name of a client whose requests as root are mapped to NOBODY."""
 _ACTS_AS = re.compile(r"client/[A-Za-z0-9_-]+\.[0-9a-f]{8}\.u([0-9]{1,10})-([0-9]{1,10})")
 _SQUASHED = re.compile(rf"client/[A-Za-z0-9_-]+\.[0-9a-f]{{8}}\.{SQUASH_ROOT}")
 _MEMBER = re.compile(r"(node|client|bridge)/[A-Za-z0-9_.-]{1,80}")
 
 
 def check_member(member: str) -> None:
-    """InvalidRequest unless it is KIND/NAME."""
+    """Raise InvalidRequest unless `member` is KIND/NAME."""
     if not _MEMBER.fullmatch(member):
         raise InvalidRequest(f"{member!r} is no member of a pool: node/NAME, client/NAME or bridge/NAME")
 
 
 def new_member(kind: str, name: str, clock: Clock = SYSTEM_CLOCK, acts_as: tuple[int, int] | None = None,
                squash_root: bool = False) -> str:
-    """A member that never was: `name`, as far as a certificate takes it, and random digits behind it; a client that may act as
-    one user alone has user and group behind those, one that may not act as root SQUASH_ROOT."""
+    """Return a new, never used member name.
+
+    The name consists of `name`, reduced to the characters that a certificate accepts, and random digits. A
+    client that may act as only one user has the user and group after the digits; a client that may not act as
+    root has SQUASH_ROOT.
+    """
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "-" for c in name.split(".")[0])[:48] or kind
     behind = f".u{acts_as[0]}-{acts_as[1]}" if acts_as is not None else f".{SQUASH_ROOT}" if squash_root else ""
     return f"{kind}/{plain}.{clock.secret(4).hex()}{behind}"
@@ -49,19 +54,19 @@ def new_member(kind: str, name: str, clock: Clock = SYSTEM_CLOCK, acts_as: tuple
 
 @lru_cache(maxsize=1024)
 def user_in(member: str) -> tuple[int, int] | None:
-    """User and group as which alone the client may act; None: as any."""
+    """Return the only user and group as which the client may act; None if it may act as any user."""
     found = _ACTS_AS.fullmatch(member)
     return (int(found[1]), int(found[2])) if found is not None else None
 
 
 @lru_cache(maxsize=1024)
 def squashes_root(member: str) -> bool:
-    """Whether root of that client counts as nobody."""
+    """Return whether requests of root on that client are mapped to NOBODY."""
     return _SQUASHED.fullmatch(member) is not None
 
 
 def users_of(member: str) -> str:
-    """As whom a member may act, in words for a table."""
+    """Describe as which users a member may act, for a table."""
     if (user := user_in(member)) is not None:
         return f"user {user[0]}, group {user[1]}"
     return "any user, root as nobody" if squashes_root(member) else "any user"
@@ -72,13 +77,17 @@ def uri_of(pool_id: str, member: str) -> str:
 
 
 def dns_of(pool_id: str, member: str) -> str:
-    """The name that gRPC and etcd look for: a label has at most 63 letters, and a member may have more."""
+    """Return the DNS name that gRPC and etcd verify.
+
+    The name contains a hash of `member`, because a DNS label has at most 63 characters and a member name may
+    be longer.
+    """
     label = hashlib.sha256(member.encode()).hexdigest()[:32]
     return f"{label}.{pool_id[:32]}.nvpool"
 
 
 def member_in(uri: str) -> tuple[str, str] | None:
-    """(pool, member) of what uri_of makes, None for any other URI."""
+    """Return (pool, member) of a URI made by `uri_of`; None for any other URI."""
     scheme, _, rest = uri.partition("://")
     pool_id, _, member = rest.partition("/")
     return (pool_id, member) if scheme == "nvpool" and pool_id and _MEMBER.fullmatch(member) else None

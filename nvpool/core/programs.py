@@ -1,9 +1,9 @@
 """Table of the programs of nvpool: how each is started, and how its processes are recognised.
 
-A program is started as `python -P -m MODULE ARGUMENTS`. /proc/PID/cmdline then has its title, by which commands, tests and
-benchmarks find the processes of a pool or of a mount. A process that was forked shows the title of its own program, which it
-sets itself (mountd/process_fork). Titles and modules stand here and nowhere else, so that a module can move. Imports nothing
-but the standard library, since tools/clean.py loads this file without an installation.
+A program is started as `python -P -m MODULE ARGUMENTS`. /proc/PID/cmdline then contains its title. Commands,
+tests and benchmarks use the title to find the processes of a pool or of a mount. A forked process sets the
+title of its own program (mountd/process_fork). Titles and modules are defined here only, so that a module can
+move. This module imports only the standard library, because tools/clean.py loads it without an installation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 
 
 class Program(Enum):
-    """A program: its module (None: it is forked only), its title in /proc/PID/cmdline, and what it is for."""
+    """A program: its module (None if it is only forked), its title in /proc/PID/cmdline, and its purpose."""
 
     CLI = "nvpool.cli.main", "nvpool.cli.main", "the nvpool command"
     MOUNT_COMMAND = "nvpool.cli.mount.mount_nvpool", "nvpool.cli.mount.mount_nvpool", "mount.nvpool, the helper of mount(8)"
@@ -39,7 +39,8 @@ class Program(Enum):
 
 
 COMMANDS = frozenset({Program.CLI, Program.MOUNT_COMMAND})
-"""Programs that a user runs and waits for; their arguments may name a pool without being a process of it."""
+"""Programs that a user runs and waits for; their arguments may name a pool although they are not a process of
+the pool."""
 DAEMONS = frozenset(Program) - COMMANDS
 OF_A_MOUNT = frozenset({Program.MOUNT, Program.MOUNT_HOLDER, Program.MOUNT_FORK_SERVER, Program.MOUNT_WORKER,
                         Program.MOUNT_NOTIFIER})
@@ -49,14 +50,16 @@ _BY_TITLE = {program.title: program for program in Program}
 
 
 def command(program: Program, *arguments: str) -> list[str]:
-    """How a program is started: this Python, and nothing importable from the current directory."""
+    """Return the command that starts a program with this Python; nothing is importable from the current
+    directory."""
     if program.module is None:
         raise ValueError(f"{program.name} is forked by another program and can not be started")
     return [sys.executable, "-P", "-m", program.module, *arguments]
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments of a process as /proc shows them, its executable first; empty where it has ended or is out of sight."""
+    """Return the arguments of a process from /proc, its executable first; empty if the process has ended or
+    is hidden."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             # A title that became shorter leaves zero bytes at the end.
@@ -67,15 +70,15 @@ def command_line(pid: int) -> list[str]:
 
 
 def program_of(words: list[str]) -> Program | None:
-    """The program that a command line runs; None if it is none of ours."""
+    """Return the program that a command line runs; None for a program that is not part of nvpool."""
     return next((_BY_TITLE[word] for word in words if word in _BY_TITLE), None)
 
 
 def processes(*programs: Program, naming: str | os.PathLike[str] | None = None) -> Iterator[tuple[int, list[str]]]:
-    """(pid, command line) of each process that runs one of `programs`, by default any daemon.
+    """Yield (pid, command line) of each process that runs one of `programs`, by default any daemon.
 
-    With `naming`, only those that have this text as an argument, such as a pool directory or a mount point. A process may have
-    ended, and its pid may have been given to another, before the caller looks at it.
+    With `naming`, only processes that have this text as an argument, such as a pool directory or a mount
+    point. Before the caller uses a pid, the process may have ended and the pid may belong to another process.
     """
     wanted = programs or DAEMONS
     named = None if naming is None else os.fspath(naming)
@@ -87,9 +90,10 @@ def processes(*programs: Program, naming: str | os.PathLike[str] | None = None) 
 
 
 def set_title(program: Program) -> None:
-    """Show this process as `program` in /proc/PID/cmdline, in the place of the title with which it was started.
+    """Show this process as `program` in /proc/PID/cmdline, replacing the title with which it was started.
 
-    The new title must not be longer than the first one was: the kernel gives the arguments no more room.
+    ValueError: the new title is longer than the original one; the kernel reserves no more space for
+    arguments.
     """
     with open("/proc/self/stat", "rb") as file:
         start, end = map(int, file.read().rpartition(b")")[2].split()[45:47])  # proc(5): arg_start, arg_end

@@ -1,7 +1,8 @@
-"""Commands in messages: POOL stands in them for the pool's directory or address until it is known.
+"""Pool names in the commands that messages suggest: replaces the placeholder POOL.
 
-A message is often made where the pool has no name: in a decision, in another node's daemon. The one who shows it fills in the
-name. Called by the CLI and by the status of a pool; a house test keeps the commands whole.
+The code that creates a message often does not know the pool's directory or address: a decision, or a daemon
+of another node. The program that displays the message inserts it: the CLI and the pool status. A house test
+checks that the commands are complete.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import re
 import shlex
 
 _PLACE = re.compile(r"(\bnvpool [a-z][^`;,()\n]*? )POOL(?=[\s:`;,.)]|$)")
-"""Within one command; a pool that is another one is named otherwise there, as in NEW_POOL."""
+"""Matches POOL within one command; a command that means another pool uses another word, such as NEW_POOL."""
 
 
 def with_pool(text: str, pool: str) -> str:
-    """`text` with `pool` in its commands, so that they can be copied; unchanged where the pool is not known ("")."""
+    """Return `text` with `pool` inserted into its commands, so that users can copy them; "" leaves `text`
+    unchanged."""
     if not pool or "POOL" not in text:
         return text
     name = shlex.quote(pool)

@@ -1,9 +1,9 @@
-"""Sizes and limits that the whole pool agrees on. Changing one is a change of format."""
+"""Sizes and limits shared by the whole pool. Changing one is a change of format."""
 
 import re
 
 Buffer = bytes | bytearray | memoryview
-"""What is read and written without a copy. Its items are bytes."""
+"""Bytes that are read or written without a copy. The items must be bytes."""
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -12,7 +12,8 @@ TIB = 1 << 40
 
 BLOCK_BYTES = 4096
 BLOCK_BITS = 12
-"""Unit of checksums and of allocation: the page of the kernel and the sector of current NVMe drives."""
+"""Unit of checksums and of allocation: the page size of the kernel and the sector size of current NVMe
+drives."""
 
 CHUNK_BYTES_DEFAULT = MIB
 CHUNK_BYTES_MIN = 64 * KIB
@@ -24,7 +25,7 @@ PARTITION_BITS = 12
 SLOTS_PER_SESSION = 64
 
 WITHDRAW_ANY = (1 << 64) - 1
-"""ReportRequest.withdrawn of a client that does not know where its reservation ends: the answer was lost."""
+"""ReportRequest.withdrawn of a client that lost the reply and so does not know where its reservation ends."""
 
 NAME_BYTES_MAX = 255
 SYMLINK_BYTES_MAX = 4095
@@ -33,15 +34,16 @@ XATTR_VALUE_BYTES_MAX = 65536
 LINK_COUNT_MAX = 1_000_000
 
 FILE_BYTES_MAX = 1 << 50
-"""2**32 chunks of the smallest size are 256 TiB; a petabyte in one file is where the chunk index (u32) still
-holds with the default chunk size, and `layout` checks the product for smaller chunks."""
+"""Largest file. 2**32 chunks of the smallest size are 256 TiB. With the default chunk size, the chunk index
+(u32) suffices for a petabyte; `layout` checks the product for smaller chunks."""
 
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1
-"""The range of a time stamp, in nanoseconds since 1970: from 1677-09-21 to 2262-04-11. Records and messages keep 64 bits."""
+"""Range of a timestamp, in nanoseconds since 1970: from 1677-09-21 to 2262-04-11. Records and messages store
+64 bits."""
 
 
 def clamp_time_ns(time_ns: int) -> int:
-    """The nearest time stamp that can be kept, as Linux file systems choose it for `utimensat`."""
+    """Return the nearest timestamp that can be stored, as Linux file systems do in `utimensat`."""
     return min(max(time_ns, TIME_NS_MIN), TIME_NS_MAX)
 
 
@@ -51,10 +53,11 @@ _SIZE = re.compile(r"([0-9]{0,30})(?:\.([0-9]{0,30}))? *([KMGT]?I?B?)")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size as people write it: '4096', '64K', '1MiB', '1.5G'. Suffixes are binary (1K = 1024).
+    """Return the bytes of a size as people write it: '4096', '64K', '1MiB', '1.5G'.
 
-    To the byte: what is beyond the last whole one is left out. A size above 0 is never taken for 0, which means "no limit" in
-    many places. ValueError says what was wrong; nothing else is raised.
+    Suffixes are binary (1K = 1024). The result is rounded down to a whole byte. A size above 0 never becomes
+    0, which means "no limit" in many places.
+    ValueError: the text is not a size or is out of range, and the error says why. Nothing else is raised.
     """
     found, shown = _SIZE.fullmatch(text.strip().upper()), repr(text) if len(text) <= 80 else f"{text[:40]!r}…"
     digits = f"{found[1]}{found[2] or ''}" if found is not None else ""
@@ -68,7 +71,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """`count` bytes with three significant digits and a binary suffix: '1.50 GiB'."""
+    """Return `count` bytes with three significant digits and a binary suffix: '1.50 GiB'."""
     for suffix in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or suffix == "TiB":
             break
@@ -79,7 +82,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in two units at most: '3d 4h', '12 s'."""
+    """Return a duration in two units at most: '3d 4h', '12 s'."""
     whole = max(0, round(seconds))
     for size, name, below, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:

@@ -1,3 +1,6 @@
-"""The version of this software, as pyproject.toml has it (a test compares them: asking the installed metadata takes 30 ms)."""
+"""Version of this software, equal to the one in pyproject.toml.
+
+A test compares both. Reading the metadata of the installed package would take 30 ms.
+"""
 
 VERSION = "0.1.0"

@@ -1,1 +1,1 @@
-"""Containers with a bound: of entries, and of buffers that are used again."""
+"""Bounded containers: dictionaries with a maximum size, and a pool of reusable buffers."""

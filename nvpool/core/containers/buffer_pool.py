@@ -1,10 +1,11 @@
-"""Memory for large payloads that is used again when everybody has let go of it.
+"""Buffer pool: memory for large payloads that is reused when nothing refers to it any more.
 
-Fresh memory costs more than the copy that fills it (measured: 1.2 ms a MiB in a virtual machine, against 0.1): the kernel
-zeroes each page at its first touch. It begins at a page, as drives want it that are read and written past the kernel's cache.
-Whoever was given a memoryview holds the mapping below it: when only our list refers to that, nobody can see it any more.
-(CPython counts references exactly; who keeps a bare address of the memory must keep the memoryview too.) Called by the
-transports for what they receive, by others for what they send.
+New memory costs more than the copy that fills it (measured: 1.2 ms per MiB in a virtual machine, against
+0.1), because the kernel zeroes each page at its first access. Each buffer begins at a page border, as direct
+I/O (O_DIRECT) requires. A memoryview keeps a reference to the mapping below it. When only the pool's list
+refers to a mapping, the mapping is unused. (CPython counts references exactly; code that stores the bare
+address of the memory must keep the memoryview too.) The transports use the pool for received payloads, other
+modules for sent ones.
 """
 
 from __future__ import annotations
@@ -14,36 +15,45 @@ from sys import getrefcount
 
 
 class Spares:
-    """Safe from several threads at once: memory is taken out of the list while it is looked at (each step is one operation
-    under the interpreter's lock), so two never get the same; the bounds are then kept to about one."""
+    """Pool of reusable buffers; safe to call from several threads.
+
+    A thread takes a buffer out of the list while it examines the buffer (each step is one operation under the
+    interpreter's lock), so two threads never get the same buffer. With several threads, the pool may exceed
+    its bounds by about one buffer.
+    """
 
     COUNT_MAX = 32
-    """Of one size: what a busy daemon has in hand at once. Sizes are powers of two, as most payloads are."""
+    """Maximum number of pooled buffers of one size: about what a busy daemon uses simultaneously.
+
+    Sizes are powers of two, as most payloads are."""
 
     BYTES_MAX = 64 << 20
-    """Kept in all."""
+    """Maximum number of pooled bytes, over all sizes."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[mmap]] = {}
         self._bytes = 0
         memory = mmap(-1, 1)
-        self._unshared = getrefcount(memory)  # what it says of what only one local variable refers to
+        self._unshared = getrefcount(memory)  # the count for an object with only one local variable as reference
 
     def take(self, payload_bytes: int) -> memoryview:
-        """Writable memory of this length with anything in it, the caller's for as long as somebody refers to it."""
+        """Return writable memory of this length with arbitrary content.
+
+        The memory belongs to the caller until the last reference to the memoryview is gone.
+        """
         capacity = 1 << (payload_bytes - 1).bit_length()
         kept = self._kept.setdefault(capacity, [])
         for place in range(len(kept)):
             try:
                 memory = kept.pop(place)
-            except IndexError:  # another thread has one in hand
+            except IndexError:  # another thread is examining one
                 break
             view = memoryview(memory)[:payload_bytes] if getrefcount(memory) == self._unshared else None
             kept.insert(place, memory)
             if view is not None:
                 return view
         memory = mmap(-1, capacity, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-        if self._bytes + capacity > self.BYTES_MAX:  # forget all, so that sizes no longer asked for do not keep others out
+        if self._bytes + capacity > self.BYTES_MAX:  # drop all, so that sizes no longer used do not block others
             self._kept, self._bytes = {capacity: (kept := [])}, 0
         if len(kept) < self.COUNT_MAX:
             kept.append(memory)

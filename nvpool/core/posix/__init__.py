@@ -1,1 +1,1 @@
-"""Rules of POSIX that client, mount and metadata service share: access control lists and byte ranges."""
+"""POSIX rules shared by client, mount and metadata service: access control lists and byte ranges."""

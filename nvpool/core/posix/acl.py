@@ -1,7 +1,8 @@
-"""POSIX access control lists: their binary form, and how they and the mode of an inode follow one another.
+"""POSIX access control lists: binary form, and conversion between a list and an inode's mode.
 
-Pure. The form is that of the kernel's extended attributes (linux/posix_acl_xattr.h), the rules are those of its fs/posix_acl.c,
-whose functions are named below; the kernel enforces what is kept here. Used by `meta/operations`, `meta/fsck/walker` and
+Pure functions. The binary form is the one of the kernel's extended attributes (linux/posix_acl_xattr.h). The
+rules are those of the kernel's fs/posix_acl.c, whose functions are named below. The kernel enforces the
+lists; this module only stores and converts them. Used by `meta/operations`, `meta/fsck/walker` and
 `fuse/ops/operations`.
 """
 
@@ -14,12 +15,13 @@ from nvpool.core.errors import InvalidRequest, TooBig
 
 ACCESS, DEFAULT = b"system.posix_acl_access", b"system.posix_acl_default"
 NAMES = frozenset((ACCESS, DEFAULT))
-"""Extended attributes in which they are kept. DEFAULT is a directory's, and inherited by what is made in it."""
+"""Extended attributes that store the lists. Only a directory has DEFAULT; new entries of the directory
+inherit it."""
 
 USER_OBJ, USER, GROUP_OBJ, GROUP, MASK, OTHER = 1, 2, 4, 8, 16, 32
-"""Tags, in the order in which entries come."""
+"""Tags of entries, in the order in which a list stores them."""
 ACL_BYTES_MAX = 4096
-"""A FUSE client of Linux reads no more: 511 entries."""
+"""Maximum size of a list: a FUSE client of Linux reads no more (511 entries)."""
 
 _VERSION = 2
 _NO_ID = 0xFFFFFFFF
@@ -27,7 +29,7 @@ _HEAD, _ENTRY = struct.Struct("<I"), struct.Struct("<HHI")
 
 
 class Entry(NamedTuple):
-    """`id` is that of a named user or group."""
+    """One entry of a list; `id` is the id of a named user or group."""
 
     tag: int
     permissions: int
@@ -38,10 +40,12 @@ Acl = tuple[Entry, ...]
 
 
 def decode_acl(value: bytes) -> Acl:
-    """The entries of an attribute's value; none for an empty list, which stands for no list at all.
+    """Decode the value of an extended attribute; an empty result means that there is no list.
 
-    InvalidRequest: another version, cut off, or no valid list (`posix_acl_valid`): each of the owner, the owning group and
-    others once, named entries between them, a mask where there are any. TooBig.
+    TooBig: the value has more than ACL_BYTES_MAX bytes.
+    InvalidRequest: another version, a truncated value, or an invalid list. A valid list (`posix_acl_valid`)
+    has the owner, the owning group and others once each, named entries between them, and a mask if there are
+    named entries.
     """
     if len(value) > ACL_BYTES_MAX:
         raise TooBig(f"an access control list has {ACL_BYTES_MAX} bytes at most, not {len(value)}")
@@ -64,26 +68,32 @@ def encode_acl(acl: Acl) -> bytes:
 
 
 def mode_of(acl: Acl) -> int:
-    """The nine permission bits of the mode that stand for the list (`posix_acl_equiv_mode`): the group's are the mask's."""
+    """Return the nine permission bits of the mode that represent the list (`posix_acl_equiv_mode`).
+
+    The group bits are those of the mask if the list has a mask.
+    """
     by_tag = {entry.tag: entry.permissions for entry in acl}
     return by_tag[USER_OBJ] << 6 | by_tag.get(MASK, by_tag[GROUP_OBJ]) << 3 | by_tag[OTHER]
 
 
 def is_minimal(acl: Acl) -> bool:
-    """Whether the mode says all that the list does."""
+    """Return whether the mode alone expresses the whole list."""
     return len(acl) <= 3
 
 
 def changed_by_mode(acl: Acl, mode: int) -> Acl:
-    """The access list of an inode whose mode is set (`posix_acl_chmod`)."""
+    """Return the access list of an inode after its mode is set (`posix_acl_chmod`)."""
     group = MASK if any(entry.tag == MASK for entry in acl) else GROUP_OBJ
     bits = {USER_OBJ: mode >> 6 & 7, group: mode >> 3 & 7, OTHER: mode & 7}
     return tuple(entry._replace(permissions=bits.get(entry.tag, entry.permissions)) for entry in acl)
 
 
 def inherited(default: Acl, mode: int) -> tuple[int, Acl]:
-    """The mode and the access list of what is made with `mode` in a directory with this default list (`posix_acl_create`).
-    The umask does not count. No list where the mode says it all."""
+    """Return the mode and access list of a new inode in a directory with this default list
+    (`posix_acl_create`).
+
+    `mode` is the requested mode; the umask is not applied. The list is empty if the mode alone expresses it.
+    """
     allowed = mode_of(default)
     kept = mode & ~0o777 | mode & allowed
     acl = changed_by_mode(default, kept)

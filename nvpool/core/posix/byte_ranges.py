@@ -1,8 +1,9 @@
-"""The byte ranges of one file that one owner has locked: laying a lock over them, and what lies where.
+"""Byte-range locks of one owner on one file: setting, clearing and finding ranges.
 
-POSIX's rules for fcntl(2): a new lock replaces what the same owner has there, splits what sticks out, and joins neighbours of
-the same mode. Ranges are a list in order, disjoint, as few as can be. Used by `meta/state/lock_table`, which decides, and by
-`client/vfs/locks`, which remembers what it was given. Pure.
+The rules are those of POSIX for fcntl(2): a new lock replaces the same owner's locks in its range, splits a
+lock that extends beyond the range, and merges with neighbours of the same mode. Ranges are a sorted list,
+disjoint and as short as possible. Used by `meta/state/lock_table`, which grants locks, and by
+`client/vfs/locks`, which caches granted locks. Pure functions.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import NamedTuple
 
 UNLOCKED, SHARED, EXCLUSIVE = range(3)
 RECORD, WHOLE = 1, 2
-"""Kinds of locks, which do not know of one another: of fcntl(2), and of flock(2)."""
+"""Kinds of locks, independent of each other: fcntl(2) locks and flock(2) locks."""
 LAST_BYTE = (1 << 63) - 1
-"""A lock to here holds whatever the file's size becomes."""
+"""A lock up to this byte covers the file however large it becomes."""
 
 
 class Span(NamedTuple):
-    """Bytes start to end, both included, locked by the process `pid`."""
+    """Bytes `start` to `end`, both included, locked by the process `pid`."""
 
     start: int
     end: int
@@ -27,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Change(NamedTuple):
-    """`spans[first:last] = new` is the change."""
+    """Replacement of part of a list: `spans[first:last] = new`."""
 
     first: int
     last: int
@@ -38,7 +39,7 @@ class Change(NamedTuple):
 
 
 def laid(spans: list[Span], start: int, end: int, mode: int, pid: int = 0) -> Change:
-    """What becomes of `spans` when [start, end] gets this mode; UNLOCKED takes the locks away."""
+    """Return the change to `spans` that gives [start, end] this mode; UNLOCKED removes locks."""
     first = bisect_left(spans, start - 1, key=_end_of)
     last = bisect_right(spans, end + 1, first, key=_start_of)
     before, after = [], []
@@ -55,13 +56,13 @@ def laid(spans: list[Span], start: int, end: int, mode: int, pid: int = 0) -> Ch
 
 
 def overlapping(spans: list[Span], start: int, end: int) -> list[Span]:
-    """Those that have a byte of [start, end]."""
+    """Return the spans that contain a byte of [start, end]."""
     first = bisect_left(spans, start, key=_end_of)
     return spans[first:bisect_right(spans, end, first, key=_start_of)]
 
 
 def pieces(spans: list[Span], start: int, end: int) -> list[tuple[int, int, int]]:
-    """[start, end] in parts of one mode each, what is not locked included: (start, end, mode)."""
+    """Divide [start, end] into parts of one mode each, unlocked parts included: (start, end, mode)."""
     found = []
     for span in overlapping(spans, start, end):
         if span.start > start:
@@ -75,7 +76,7 @@ def pieces(spans: list[Span], start: int, end: int) -> list[tuple[int, int, int]
 
 
 def weaker(one: list[Span], other: list[Span], start: int, end: int) -> list[tuple[int, int, int]]:
-    """As `pieces`, where each byte has the weaker mode of the two."""
+    """Divide [start, end] as `pieces` does; each byte gets the weaker of its modes in the two lists."""
     return [(first, last, min(mode, its)) for begin, until, mode in pieces(one, start, end)
             for first, last, its in pieces(other, begin, until)]
 
