@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: their declarations, their text format and GET /metrics."""
+"""Prometheus metrics: declarations, text exposition format and the HTTP endpoint /metrics."""

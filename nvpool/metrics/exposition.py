@@ -1,8 +1,9 @@
-"""The values of metrics at one moment: gathered from whoever owns them, sent from process to process, merged, and written as
-Prometheus reads them (text exposition format 0.0.4).
+"""Metric samples at one point in time, and their Prometheus text format (0.0.4).
 
-Guarantees that all samples of a name stand together, each with the labels that its declaration has, in a stable order. Hot
-paths never come here: a page is made when somebody asks. Called by runtime/metrics, metrics/http and `nvpool metrics`.
+A `Page` collects samples from the objects that own them, travels between processes, merges with other pages,
+and becomes text. All samples of a name are adjacent, each with the labels of its declaration, in a stable
+order. A page is created only when a scrape requests it, never on a hot path. Used by runtime/metrics,
+metrics/http and `nvpool metrics`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nvpool.metrics.registry import BOUNDS_S, FIRST_SLOT, LAST_SLOT, METRICS, SL
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_BYTES_MAX = 4 << 20
-"""Of one process' page: some hundred times what one has."""
+"""Size limit for the page of one process: several hundred times the usual size."""
 
 Value = float | tuple[float, list[int]]
 Labels = tuple[tuple[str, str], ...]
@@ -33,7 +34,7 @@ class Page:
         self._samples: dict[str, dict[Labels, Value]] = {}
 
     def set(self, metric: Metric, value: float, **labels: object) -> None:
-        """Of two values for the same labels the sum counts."""
+        """Add a sample; two values with the same labels are summed."""
         self._put(metric.name, self._labels(metric, labels), float(value))
 
     def times(self, metric: Metric, times: Times, **labels: object) -> None:
@@ -58,8 +59,10 @@ class Page:
             of_name[labels] = known + value
 
     def add(self, other: Page, *, without: Collection[Metric] = (), **labels: str) -> None:
-        """All that the other page has, but for `without`, with these labels before its own. What is there with the same labels
-        is added up."""
+        """Add all samples of `other` except those of `without`, with `labels` before their own labels.
+
+        Samples with the same labels are summed.
+        """
         more = tuple(labels.items())
         left_out = {metric.name for metric in without}
         for name, of_name in other._samples.items():
@@ -69,7 +72,7 @@ class Page:
                 self._put(name, more + its, value)
 
     def value(self, metric: Metric, **labels: object) -> float:
-        """0 for what was not told. Of a histogram how many there are."""
+        """Return the value of a sample, or the count of a histogram; 0 if the page has no such sample."""
         found = self._samples.get(metric.name, {}).get(self._labels(metric, labels), 0.0)
         return float(sum(found[1])) if isinstance(found, tuple) else found
 
@@ -81,7 +84,10 @@ class Page:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Page:
-        """CorruptFrame. Names that are not declared here, as those of a newer version, are left out."""
+        """Decode a page; drop metrics that are not declared here, such as those of a newer version.
+
+        CorruptFrame: `raw` cannot be decoded.
+        """
         page = cls()
         try:
             samples = msgspec.msgpack.decode(raw, type=_Packed).samples
@@ -97,7 +103,7 @@ class Page:
         return page
 
     def told(self) -> list[dict[str, Any]]:
-        """For JSON: name, labels, and the value, or count and sum of a histogram."""
+        """Return the samples for JSON: name, labels, and the value, or count and sum of a histogram."""
         return [{"name": name, "labels": dict(labels)} |
                 ({"count": sum(value[1]), "sum": value[0]} if isinstance(value, tuple) else {"value": value})
                 for name, of_name in self._samples.items() for labels, value in of_name.items()]
@@ -146,7 +152,7 @@ def _number(value: float) -> str:
 
 
 def table() -> str:
-    """All metrics as a table of Markdown: docs/reference/metrics.md holds it."""
+    """Return all metrics as a Markdown table, as in docs/reference/metrics.md."""
     rows = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
     rows += [f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels) or '–'} | {metric.help} |"
              for metric in METRICS.values()]

@@ -1,11 +1,11 @@
-"""GET /metrics over HTTP, for Prometheus and nothing else: what an address is given, one page comes back.
+"""HTTP endpoint GET /metrics, for Prometheus.
 
-The standard library's streams are enough for that: one method, one path, no body, a connection for each request. So neither
-daemons nor mounts pay for a web server. Bounds: CONNECTIONS_MAX at once, HEAD_BYTES_MAX of request, REQUEST_S to send it,
-TAKE_S to take the answer; what is beyond is hung up on. There is no encryption and no password: it listens on the loopback
-address or a unix socket unless the operator says otherwise; docs/operate/monitor.md tells what to put
-before it. Called by node/supervisor,
-mountd/server and daemons/bridge.
+The standard library's streams are enough: one method, one path, no body, one connection per request. So
+neither daemons nor mounts need a web server. Bounds: CONNECTIONS_MAX simultaneous connections, HEAD_BYTES_MAX
+of request, REQUEST_S to send the request, TAKE_S to receive the reply; the server closes a connection that
+exceeds a bound. There is no encryption and no password: the endpoint listens on the loopback address or a
+unix socket unless the operator configures another address. docs/operate/monitor.md describes a proxy for that
+case. Used by node/supervisor, mountd/server and daemons/bridge.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ HEAD_BYTES_MAX = 16 << 10
 REQUEST_S = 5.0
 TAKE_S = 10.0
 AGAIN_S = 5.0
-"""Before an address that is in use is tried again: the process before us may still have it."""
+"""Delay before listening is retried on an address that is in use: a previous process may still own the
+address."""
 WAIT_S = 2.0
-"""For a page, where the asker does not say how long he waits."""
+"""Time limit for collecting a page, if the scraper does not send its own limit."""
 
 log = logging.getLogger("nvpool.metrics.http")
 
 MakePage = Callable[[float], Awaitable[Page]]
-"""Given how many seconds it may take."""
+"""Function that collects a page within the given number of seconds."""
 
 
 async def serve_metrics(address: str, make_page: MakePage, group: int | None = None) -> None:
-    """Listen at `address` until cancelled. While it can not be had it is tried again, and the log says so once. A unix socket
-    is for its owner and `group`, or ours."""
+    """Serve /metrics at `address` until cancelled.
+
+    While listening fails, the function retries and logs one warning. Only the owner and `group` (by default
+    the group of this process) may connect to a unix socket.
+    """
     host, port = parse_address(address)
     if is_open(address):
         log.warning("metrics are told to whoever reaches %s, without a password: keep it on the loopback address, or put a "
@@ -53,7 +57,7 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
         try:
             await _answer(reader, writer, make_page)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # whoever asked has gone, or makes no sense
+            pass  # the client has disconnected or sent an invalid request
         finally:
             asked.discard(writer)
             writer.close()
@@ -81,13 +85,17 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
 
 async def _at_socket(path: str, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
                      group: int | None) -> asyncio.Server:
-    """A socket that a process which has ended left is replaced. OSError where another process listens there."""
+    """Listen on a unix socket; replace a socket left by a process that has ended.
+
+    OSError: another process listens on `path`.
+    """
     with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
         _, writer = await asyncio.open_unix_connection(path)
         writer.close()
         raise OSError(errno.EADDRINUSE, "another process listens there")
     server = await asyncio.start_unix_server(answer, path, limit=HEAD_BYTES_MAX)
-    os.chmod(path, 0o660)  # before, the umask has kept others from writing, which connecting needs
+    # Connecting needs write permission, which the umask has denied to other users until now.
+    os.chmod(path, 0o660)
     if group is not None:
         os.chown(path, -1, group)
     return server
@@ -107,7 +115,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ma
         status, kind = "200 OK", CONTENT_TYPE
         try:
             body = (await make_page(_patience(lines))).text().encode()
-        except Exception:  # the border: what is asked for next time may be there
+        except Exception:  # border of the subsystem: the next scrape may succeed
             log.exception("metrics could not be told")
             status, kind, body = "500 Internal Server Error", "text/plain", b"the log tells why\n"
     writer.write(f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
@@ -119,7 +127,10 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ma
 
 
 def _patience(lines: list[str]) -> float:
-    """Prometheus says how long it waits; half of that, and not more than WAIT_S, goes to who is asked."""
+    """Return the time limit for collecting a page: half of the scraper's own timeout, at most WAIT_S.
+
+    Prometheus sends its timeout in a request header.
+    """
     for line in lines:
         name, _, value = line.partition(":")
         if name.lower() == "x-prometheus-scrape-timeout-seconds":

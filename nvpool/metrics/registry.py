@@ -1,10 +1,10 @@
-"""Every metric that a process of nvpool tells: name, kind, labels and meaning, once; and the histogram that hot paths add to.
+"""Registry of all metrics: name, kind, labels and meaning; and the histogram that hot paths update.
 
-A name is nvpool_WHAT_UNIT by the conventions of Prometheus (prometheus.io/docs/practices/naming): base units, `_total` for
-what only grows. Labels have few values: operations, transports, states, numbers of targets and shards; never a path, a name of
-a file, an inode, or a client. Values are plain numbers in the objects that own them; whoever is asked puts them on a
-`metrics/exposition` then. tests/house reads this file: each name must be declared by the conventions, told by somebody and
-stand in docs/reference/metrics.md.
+Names are nvpool_WHAT_UNIT, by the conventions of Prometheus (prometheus.io/docs/practices/naming): base
+units, `_total` for values that only grow. Labels have few values: operations, transports, states, numbers of
+targets and shards; never a path, a file name, an inode or a client. Values are plain numbers in the objects
+that own them; at a scrape, the owner copies them to a `metrics/exposition` page. tests/house reads this file:
+each name must follow the conventions, be reported by some process, and appear in docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Metric(NamedTuple):
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    """Beside `process`, which the page of a node adds."""
+    """Labels of the metric; the page of a node adds the label `process`."""
 
 
 METRICS: dict[str, Metric] = {}
@@ -200,14 +200,16 @@ BRIDGE_UNTOLD = _gauge("bridge_ended_uses", "Uses that have ended here and of wh
 # -- durations -------------------------------------------------------------------------------------------------------------
 
 SLOTS = 64
-"""Of a histogram in memory: slot n counts what took less than 2**n microseconds, and not less than half of that."""
+"""Slots of a histogram in memory: slot n counts durations below 2**n microseconds that are at least half of
+that."""
 FIRST_SLOT, LAST_SLOT = 3, 26
-"""What is shown: from 8 µs to 67 s, doubling. A quantile is off by less than a factor of two, and mostly by a tenth."""
+"""Slots in the exposition: from 8 µs to 67 s, doubling. A quantile is off by less than a factor of two,
+usually by a tenth."""
 BOUNDS_S = tuple((1 << slot) / 1e6 for slot in range(FIRST_SLOT, LAST_SLOT + 1))
 
 
 class Times:
-    """How many took how long. Adding costs a third of a microsecond; hot loops do what `add` does themselves."""
+    """Histogram of durations. `add` costs a third of a microsecond; hot loops inline the code of `add`."""
 
     __slots__ = ("counts", "sum_s")
 
@@ -216,7 +218,7 @@ class Times:
         self.sum_s = 0.0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """`count` that took so long together took `seconds` each."""
+        """Add `count` durations of `seconds` each, for operations that completed together."""
         self.counts[int(seconds * 1e6).bit_length()] += count
         self.sum_s += seconds * count
 
