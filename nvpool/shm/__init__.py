@@ -1,1 +1,1 @@
-"""Shared memory of a mount that outlives the process which serves it."""
+"""Mount state: shared memory of a mount that outlives the serving process."""

@@ -1,5 +1,6 @@
-/* Marks in memory that outlives this process (shm/mount_state): written behind all that they promise, and whole, since it may be
-   killed in between. */
+/* Stores marks into memory that outlives this process (shm/mount_state). A mark becomes visible after
+   everything that the mark validates, and as one store, because the process may be killed between any two
+   instructions. */
 
 #ifndef NVPOOL_BASE_KEPT_H
 #define NVPOOL_BASE_KEPT_H

@@ -1,6 +1,6 @@
-"""Where in a stretch of bytes something of a given length finds place: powers of two, carved out of pieces of 1 MiB.
+"""Allocator for an arena of bytes: sizes are powers of two, carved out of pieces of 1 MiB.
 
-Plain bookkeeping of places; whose bytes they are knows shm/mount_state, its only user.
+The allocator manages offsets only; `shm/mount_state`, its only user, owns the bytes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ def _kind(length: int) -> int:
 
 
 class Arena:
-    """`held`: (place, length) of what is there already. CorruptRecord where that does not fit."""
+    """Free and used places of an arena.
+
+    `held` lists (place, length) of existing allocations; CorruptRecord if they are not possible allocations.
+    """
 
     def __init__(self, byte_count: int, held: Iterable[tuple[int, int]] = ()) -> None:
         count = byte_count >> _PIECE_BITS
-        self._kinds = [-1] * count       # of each piece; -1: of none, it is fresh
-        self._used = [0] * count         # places in it that are taken
+        self._kinds = [-1] * count       # size class of each piece; -1 for an unused piece
+        self._used = [0] * count         # allocated places in each piece
         self._fresh = list(range(count - 1, -1, -1))
         self._free: list[list[int]] = [[] for _ in range(_KINDS)]
         self._taken = 0
@@ -47,14 +50,14 @@ class Arena:
         return range(piece << _PIECE_BITS, piece + 1 << _PIECE_BITS, 1 << self._kinds[piece] + _SMALLEST_BITS)
 
     def has_room(self, length: int) -> bool:
-        """Whether `length` bytes, in parts of up to 1 MiB each, can be taken."""
+        """Return whether `length` bytes can be allocated, in parts of up to 1 MiB each."""
         wanted = (length >> _PIECE_BITS) + 2
         if len(self._fresh) < wanted:
             self._gather()
         return len(self._fresh) >= wanted
 
     def take(self, length: int) -> int:
-        """A place for up to 1 MiB. NoSpace."""
+        """Allocate up to 1 MiB and return its place; NoSpace if the arena is full."""
         kind = _kind(length)
         free = self._free[kind]
         if not free:
@@ -77,7 +80,7 @@ class Arena:
         self._taken -= 1
 
     def _gather(self) -> None:
-        """Pieces in which nothing is taken any more serve for any length again."""
+        """Make pieces without allocations available for every size class again."""
         empty = {piece for piece, kind in enumerate(self._kinds) if kind >= 0 and not self._used[piece]}
         for kind in {self._kinds[piece] for piece in empty}:
             self._free[kind] = [place for place in self._free[kind] if place >> _PIECE_BITS not in empty]
@@ -86,7 +89,7 @@ class Arena:
         self._fresh += empty
 
     def trim(self) -> bool:
-        """Whether pages may be given back: something was taken once, and nothing is now."""
+        """Return whether the arena is empty after use, so that its pages can be returned to the system."""
         if self._taken or all(kind < 0 for kind in self._kinds):
             return False
         self._gather()

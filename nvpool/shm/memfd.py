@@ -1,4 +1,4 @@
-"""Memory that several processes of one mount share, and that outlives each of them."""
+"""Sealed shared memory for the processes of one mount; it outlives each of these processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def make_sealed(name: str, byte_count: int, head: bytes) -> int:
-    """A descriptor of new memory of so many bytes, zeros behind `head`; exec closes it, and nobody can change its size: who has
-    mapped it can not meet SIGBUS. OSError."""
+    """Return the descriptor of new shared memory: `head`, followed by zeros.
+
+    The descriptor is closed on exec. The size is sealed, so a process that maps the memory cannot get SIGBUS.
+    OSError: the system refused; nothing remains open.
+    """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, byte_count)

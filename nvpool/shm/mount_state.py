@@ -1,12 +1,14 @@
-"""What of a mount outlives its serving process: one shared memory of a declared version, and how it is written and read.
+"""Mount state: the part of a mount that outlives its serving process, in one versioned shared memory.
 
-A serving process is killed between any two of its instructions. So each record has its mark, which makes it valid, as its last
-field: what is half written does not count, and a record goes when its mark is zero. What a record promises (a payload) is
-written before it. Nobody else writes here while the process lives; its successor reads once, at its start.
+A serving process can be killed between any two instructions. Therefore the last field of each record is a
+mark, which makes the record valid: a half-written record does not count, and clearing the mark deletes the
+record. Payload bytes are written before the record that refers to them. Only the serving process writes here;
+its successor reads the state once, at start.
 
-Sections follow one another, each at a multiple of 4 KiB: words, shards, handles, locks, files, writes, arena. The memory is
-sparse: what was never used costs nothing. Made by the serving process, held by mountd/holder as well, used by client/ and
-fuse/. Plain bookkeeping: never waits, knows neither the kernel nor the pool.
+Sections follow one another, each at a multiple of 4 KiB: words, shards, handles, locks, files, writes, arena.
+The memory is sparse: unused parts cost nothing. The serving process creates the memory, mountd/holder keeps a
+descriptor of it, and client/ and fuse/ use it. This module is plain bookkeeping: it never waits, and knows
+neither the kernel nor the pool.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from nvpool.shm.memfd import make_sealed
 MAGIC = b"nvpkept\n"
 VERSION = 1
 _HEAD = struct.Struct("<8sIIQQ")
-"""magic, version, zero, bytes of all, bytes of the arena"""
+"""magic, version, zero, total bytes, bytes of the arena"""
 _WORDS = 64
 _DEVICE = struct.Struct("<B15s")
 _DEVICE_PLACE = 1024
@@ -37,56 +39,59 @@ HANDLES_MAX = 1 << 20
 LOCKS_MAX = 1 << 16
 FILES_MAX = 1 << 18
 WRITES_MAX = 1 << 14
-"""Pieces of writes that no store has: 64 MiB of 4 KiB. Then writers wait for the stores."""
+"""Bound for pieces of writes that no store has yet: 64 MiB of 4 KiB. Beyond the bound, writers wait for the
+stores."""
 SECRET_BYTES_MAX = 63
 
 SHARD = struct.Struct("<IB63sQ")
 """shard, length of the secret, secret, session (mark)"""
 SLOT = struct.Struct("<QQQ")
-"""sequence, method, unique of the request of the kernel (mark)"""
+"""sequence, method, unique number of the kernel's request (mark)"""
 HANDLE = struct.Struct("<QIIIIQQ")
-"""inode, flags of open(2) (DIRECTORY: of a directory; PUBLISHED), uid, gid, pid of who opened, unique of its request, handle
-(mark)"""
+"""inode, flags of open(2) (with DIRECTORY for a directory; PUBLISHED), uid, gid, pid of the opener, unique
+number of the open request, handle (mark)"""
 LOCK = struct.Struct("<QQQQ")
-"""inode, owner, handle through which it was taken, kind (mark)"""
+"""inode, owner, handle through which the lock was acquired, kind (mark)"""
 FILE = struct.Struct("<QQQIIQ")
-"""end of what stores have and the service does not know, bytes of that, cut number, errno that nobody was told, errno of the
-last loss (0: none), inode (mark)"""
+"""end of the data that stores have and the metadata service does not know yet, bytes of that data, truncate
+epoch, errno not yet reported to any caller, errno of the last loss (0: none), inode (mark)"""
 WRITE = struct.Struct("<QQQQIIQ")
-"""inode, place in the file, place in the arena, unique, length, twice the bytes taken in the arena (one more in the last piece
-of a write), number (mark)"""
+"""inode, offset in the file, offset in the arena, unique number of the request, length, twice the bytes
+allocated in the arena (plus one in the last piece of a write), number (mark)"""
 _MARK = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 _UNIQUE_AT = 24
-"""In a WRITE."""
+"""Offset of the unique number in a WRITE."""
 
 SHARD_BYTES = 2048
-"""A SHARD, and behind it SLOTS_PER_SESSION of SLOT."""
+"""Size of a SHARD record, including the SLOTS_PER_SESSION SLOT records after it."""
 DIRECTORY = 1 << 31
 PUBLISHED = 1 << 30
-"""In the flags of a handle: other processes of the mount may read the file. Set and taken back by who made the handle."""
+"""Handle flag: other processes of the mount may read the file. The process that opened the handle sets and
+clears the flag."""
 _MADV_REMOVE = 9
 
 
 class Word(IntEnum):
-    """Numbers of 8 bytes at 64 + 8 × their value."""
+    """Numbers of 8 bytes at offset 64 + 8 × their value."""
 
     LIVES = 0
-    """Serving processes that have begun."""
+    """Number of serving processes so far."""
     GREETED = 1
-    """INIT was answered, with what follows."""
+    """INIT was answered, with the values in the words below."""
     INIT_FLAGS = 2
     PAGES = 3
     UNFLUSHED = 4
-    """Stores may have bytes that nobody has flushed."""
+    """Stores may have unstable writes."""
     SHARDS = 5
-    """Records of each table that were ever used, from the beginning on."""
+    """This word and the next four: number of records of each table that were ever used; used records come
+    first."""
     HANDLES = 6
     LOCKS = 7
     FILES = 8
     WRITES = 9
     ROOT = 10
-    """Inode of the directory that is mounted; 0: the pool's root."""
+    """Inode of the mounted directory; 0 for the pool's root."""
 
 
 def _up(count: int) -> int:
@@ -94,7 +99,11 @@ def _up(count: int) -> int:
 
 
 class Table:
-    """Records of one form. Free ones are taken again, the last first; or, where `in_turn`, the one that is free for longest."""
+    """Records of one form.
+
+    `take` reuses the most recently freed record or, with `in_turn`, the record that has been free for the
+    longest time.
+    """
 
     def __init__(self, memory: mmap.mmap, place: int, form: struct.Struct, count: int, word: Word, *, in_turn: bool = False):
         self._memory, self.place, self.form, self.count = memory, place, form, count
@@ -112,7 +121,7 @@ class Table:
         return len(self._free) + self.count - self.used
 
     def take(self) -> int:
-        """The index of a record that is free. TooManyOpen."""
+        """Return the index of a free record; TooManyOpen if the table is full."""
         if self._free and not (self._in_turn and self.used < self.count):
             return self._free.popleft() if self._in_turn else self._free.pop()
         if self.used >= self.count:
@@ -138,7 +147,7 @@ class Table:
         return self.form.unpack_from(self._memory, self.place + index * self.form.size)
 
     def all(self) -> Iterator[tuple[Any, ...]]:
-        """(index, *fields) of every record that was ever used, valid ones and others."""
+        """Yield (index, *fields) of every record that was ever used, valid or not."""
         for index in range(self.used):
             yield index, *self.read(index)
 
@@ -147,10 +156,14 @@ class Table:
 
 
 class KeptMemory:
-    """One mapping of it. `descriptor` stays the caller's."""
+    """One mapping of a mount state. `descriptor` stays the caller's."""
 
     def __init__(self, descriptor: int) -> None:
-        """WrongFormat where it is of another version, CorruptRecord where it does not fit together."""
+        """Map and verify the memory.
+
+        WrongFormat: the memory has another version.
+        CorruptRecord: its contents are inconsistent.
+        """
         size = os.fstat(descriptor).st_size
         if size < 4096:
             raise CorruptRecord(f"the memory that a mount's process left has {size} bytes")
@@ -183,7 +196,8 @@ class KeptMemory:
 
     @classmethod
     def make(cls, arena_bytes: int = 256 * MIB) -> int:
-        """A new one, empty; its descriptor, which is closed by exec and can not be cut."""
+        """Create an empty mount state; return its descriptor, which is closed on exec and has a sealed
+        size."""
         arena_bytes = max(arena_bytes, 16 * MIB) + MIB - 1 & ~(MIB - 1)
         total = _places(arena_bytes)[-1] + arena_bytes
         return make_sealed("nvpool mount", total, _HEAD.pack(MAGIC, VERSION, 0, total, arena_bytes))
@@ -200,7 +214,7 @@ class KeptMemory:
 
     @property
     def device(self) -> str:
-        """major:minor of the mount; empty before there is one."""
+        """Device of the mount as major:minor; empty before the mount exists."""
         length: int
         text: bytes
         length, text = _DEVICE.unpack_from(self._memory, _DEVICE_PLACE)
@@ -216,7 +230,7 @@ class KeptMemory:
         return self.shards_place + number * SHARD_BYTES
 
     def shards(self) -> dict[int, tuple[int, int, bytes]]:
-        """shard -> (number of its record, session, secret), of sessions that were not ended."""
+        """Return shard -> (record number, session, secret) of the sessions that were not closed."""
         found = {}
         for number in range(self.shard_count):
             shard, length, secret, session = SHARD.unpack_from(self._memory, self._shard_place(number))
@@ -227,7 +241,7 @@ class KeptMemory:
         return found
 
     def add_shard(self) -> int:
-        """The number of a new record, where `keep_session` puts something. NoSpace."""
+        """Return the number of a new record, for `keep_session`; NoSpace if there are SHARDS_MAX records."""
         if self.shard_count >= SHARDS_MAX:
             raise NoSpace(f"a mount that outlives its process takes {SHARDS_MAX} metadata shards at most")
         self.shard_count += 1
@@ -235,7 +249,7 @@ class KeptMemory:
         return self.shard_count - 1
 
     def keep_session(self, number: int, shard: int, session: int, secret: bytes) -> None:
-        """From now on this is the session at that shard (0: none), and none of its slots is in use."""
+        """Record the session at a shard (0: none), with all of its slots unused."""
         place = self._shard_place(number)
         _MARK.pack_into(self._memory, place + SHARD.size - 8, 0)
         for slot in range(SLOTS_PER_SESSION):
@@ -243,20 +257,20 @@ class KeptMemory:
         SHARD.pack_into(self._memory, place, shard, len(secret), secret, session)
 
     def keep_slot(self, number: int, slot: int, sequence: int, method: int, unique: int) -> None:
-        """Before it is sent: that change of request `unique` travels under this sequence."""
+        """Record, before sending, that the change for kernel request `unique` has this sequence number."""
         SLOT.pack_into(self._memory, self._shard_place(number) + SHARD.size + slot * SLOT.size, sequence, method, unique)
 
     def clear_slot(self, number: int, slot: int) -> None:
         _MARK.pack_into(self._memory, self._shard_place(number) + SHARD.size + slot * SLOT.size + 16, 0)
 
     def slots(self, number: int) -> list[tuple[int, int, int, int]]:
-        """(slot, sequence, method, unique) of changes whose requests were not answered."""
+        """Return (slot, sequence, method, unique) of changes whose requests were not answered."""
         place = self._shard_place(number) + SHARD.size
         found = [(slot, *SLOT.unpack_from(self._memory, place + slot * SLOT.size)) for slot in range(SLOTS_PER_SESSION)]
         return [record for record in found if record[3]]
 
     def unpublish(self, index: int) -> None:
-        """Others may not read what this handle stands for any more."""
+        """Revoke other processes' permission to read the file of this handle."""
         place = self.handles.place + index * HANDLE.size + 8
         flags, = _LENGTH.unpack_from(self._memory, place)
         _LENGTH.pack_into(self._memory, place, flags & ~PUBLISHED)
@@ -264,49 +278,54 @@ class KeptMemory:
     # -- writes ----------------------------------------------------------------------------------------------------------
 
     def has_room(self, length: int) -> bool:
-        """Whether `keep_write` can take so many bytes, in pieces that unit borders make."""
+        """Return whether `keep_write` can store `length` bytes, in pieces divided at unit borders."""
         pieces = (length >> 16) + 2  # units are chunks, of 64 KiB at least
         return self.writes.free > pieces and self.arena.has_room(length)
 
     def keep_write(self, inode: int, offset: int, buffer: Buffer, unique: int, last: bool,
                    number: int) -> tuple[int, memoryview]:
-        """The piece is kept from now on: (its record, where it lies). At most 1 MiB, and `has_room` was asked."""
+        """Store a piece of a write; return (record index, stored bytes).
+
+        On return the piece survives the end of this process. A piece has at most 1 MiB, and the caller has
+        checked `has_room`.
+        """
         length = len(buffer)
         place = self.arena.take(length)
         kept = self.payloads[place:place + length]
         kept[:] = buffer
         index = self.writes.take()
-        # A record without its mark counts as a write that was stored: so its request is named when the piece is valid. Who is
-        # killed in between is asked again, and the bytes lie over themselves.
+        # A record without its mark means that the write was stored. So the request number is added only after
+        # the piece is valid. If the process is killed in between, the kernel sends the request again, and the
+        # write stores the same bytes again.
         self.writes.put(index, inode, offset, place, 0, length, length << 1 | last, number)
         if unique:
             _MARK.pack_into(self._memory, self.writes.place + index * WRITE.size + _UNIQUE_AT, unique)
         return index, kept
 
     def shorten_write(self, index: int, length: int) -> None:
-        """Only the first `length` bytes, at least one, of the piece count from now on."""
+        """Shorten the piece to its first `length` bytes, at least one."""
         _LENGTH.pack_into(self._memory, self.writes.place + index * WRITE.size + 32, length)
 
     def drop_write(self, index: int) -> None:
-        """A store has it, or nobody will."""
+        """Delete a piece: a store has it, or no store ever will."""
         place = self.writes.read(index)[2]
         self.writes.give_back(index)
         self.arena.give_back(place)
 
     def trim(self) -> None:
-        """Give pages of the arena that hold nothing back to the machine, where there is nothing in it at all."""
+        """Return the pages of an empty arena to the system; do nothing if the arena is not empty."""
         if self.arena.trim():
             try:
                 self._memory.madvise(_MADV_REMOVE, len(self._memory) - len(self.payloads), len(self.payloads))
             except OSError:
-                pass  # it is only memory
+                pass  # not fatal: the memory merely stays allocated
 
 
 class KeptHandles:
-    """The handles in it, for processes that may only look."""
+    """Read-only view of the handles, for other processes of the mount."""
 
     def __init__(self, descriptor: int) -> None:
-        """WrongFormat."""
+        """Map the memory; WrongFormat if it has another version."""
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_READ)
         magic, version, _, _, arena_bytes = _HEAD.unpack_from(self._memory)
         if magic != MAGIC or version != VERSION:
@@ -319,14 +338,14 @@ class KeptHandles:
         return value
 
     def published(self, number: int) -> int:
-        """The inode of that handle, 0 where it is not open any more or not to be read by others."""
+        """Return the inode of a handle; 0 if the handle is closed or not published."""
         place = self._place + (number & HANDLES_MAX - 1) * HANDLE.size
         inode, flags, _, _, _, _, mark = HANDLE.unpack_from(self._memory, place)
         return inode if mark == number and flags & PUBLISHED else 0
 
 
 def _places(arena_bytes: int) -> tuple[int, ...]:
-    """Where shards, handles, locks, files, writes and arena begin."""
+    """Return the offsets of shards, handles, locks, files, writes and arena."""
     found = [4 * KIB]
     for count in (SHARDS_MAX * SHARD_BYTES, HANDLES_MAX * HANDLE.size, LOCKS_MAX * LOCK.size, FILES_MAX * FILE.size,
                   WRITES_MAX * WRITE.size):

@@ -1,13 +1,15 @@
-"""Requests of the kernel that outlive the process that has read them: one shared memory of a declared version.
+"""Request log: kernel requests that outlive the process that read them, in one versioned shared memory.
 
-For kernels that do not hand out again what a dead process has not answered (Linux before 6.9): whoever goes on finds it here.
-A request is read into `buffer`, which is part of this memory, so there is no moment between reading and keeping; before the
-next one is read into it, what is still in work is copied to a place of its own. A place counts when its mark, which is the
-number of the request, is not zero: the bytes come first. A record is no promise that the request is unanswered: the kernel is
-asked that (fuse/kernel/replay_log).
+For kernels that do not resend requests left unanswered by a dead process (Linux before 6.9): the successor
+process finds the requests here. The process reads a request into `buffer`, which is part of this memory, so a
+request is never only in private memory. Before the process reads the next request, it copies an unanswered
+one to a slot. A slot is valid while its mark, the number of the request, is not zero; the bytes are written
+before the mark. A valid slot does not prove that the request is unanswered: `fuse/kernel/replay_log` asks the
+kernel.
 
-Most requests take a page at most; those that carry more have larger places, of which there are fewer. The memory is sparse:
-what was never used costs nothing. Plain bookkeeping: never waits, knows neither the kernel nor the pool.
+Most requests have at most one page. Longer ones use larger slots, of which there are fewer. The memory is
+sparse: unused parts cost nothing. This module is plain bookkeeping: it never waits, and knows neither the
+kernel nor the pool.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from nvpool.shm.memfd import make_sealed
 MAGIC = b"nvpasks\n"
 VERSION = 1
 _HEAD = struct.Struct("<8sIIQQ")
-"""magic, version, zero, bytes of all, of the longest request"""
+"""magic, version, zero, total bytes, bytes of the longest request"""
 _MARK = struct.Struct("<Q")
 _REQUEST = struct.Struct("=IIQ")
-"""As the kernel writes it: length, operation, number of the request."""
+"""Header of a request as the kernel writes it: length, operation, number of the request."""
 LENGTH_MIN = 40
-"""Of the head that each has."""
+"""Length of the header that every request has."""
 PAGE = 4096
 SMALL_COUNT = 1 << 14
-"""Who waits for a lock may do so for ever, and has one."""
+"""Large, because each request that waits for a lock keeps a slot, possibly for ever."""
 _LARGE_BYTES = 256 * MIB
 _MARKS_PLACE = PAGE
 
@@ -41,7 +43,7 @@ def _large_count(request_bytes: int) -> int:
 
 
 def _places(request_bytes: int) -> tuple[int, int, int, int]:
-    """Of the buffer, of the small ones, of the large ones, and the end."""
+    """Return the offsets of the buffer, the small slots, the large slots, and the end."""
     buffer = _MARKS_PLACE + (_MARK.size * (SMALL_COUNT + _large_count(request_bytes)) + PAGE - 1 & -PAGE)
     small = buffer + request_bytes
     large = small + SMALL_COUNT * PAGE
@@ -49,10 +51,14 @@ def _places(request_bytes: int) -> tuple[int, int, int, int]:
 
 
 class Unanswered:
-    """One mapping of it. `descriptor` stays the caller's."""
+    """One mapping of a request log. `descriptor` stays the caller's."""
 
     def __init__(self, descriptor: int) -> None:
-        """WrongFormat where it is of another version, CorruptRecord where it does not fit together."""
+        """Map and verify the memory.
+
+        WrongFormat: the memory has another version.
+        CorruptRecord: its contents are inconsistent.
+        """
         size = os.fstat(descriptor).st_size
         if size < PAGE:
             raise CorruptRecord(f"the requests that a mount's process left have {size} bytes")
@@ -67,10 +73,11 @@ class Unanswered:
         self._buffer_place, self._small_place, self._large_place, _ = _places(request_bytes)
         view = memoryview(memory)
         self.buffer = view[self._buffer_place:self._small_place]
-        """Requests are read into this. Who writes them here otherwise uses `put`."""
+        """Buffer into which the kernel's requests are read. Other code writes requests here with `put`
+        only."""
         self._view = view
-        self._at: dict[int, int] = {}  # number of a request -> where it is
-        self._small: list[int] = []    # free ones, the next one last
+        self._at: dict[int, int] = {}  # number of a request -> index of its slot
+        self._small: list[int] = []    # free small slots, the next one last
         self._large: list[int] = []
         count = SMALL_COUNT + _large_count(request_bytes)
         for index, unique in enumerate(struct.unpack_from(f"<{count}Q", memory, _MARKS_PLACE)):
@@ -85,8 +92,10 @@ class Unanswered:
 
     @classmethod
     def make(cls, request_bytes: int) -> int:
-        """A new one, empty, for requests of so many bytes, whole pages; its descriptor, which is closed by exec and can not be
-        cut."""
+        """Create an empty request log for requests of up to `request_bytes`, a multiple of the page size.
+
+        Returns its descriptor, which is closed on exec and has a sealed size.
+        """
         total = _places(request_bytes)[-1]
         return make_sealed("nvpool requests", total, _HEAD.pack(MAGIC, VERSION, 0, total, request_bytes))
 
@@ -96,7 +105,7 @@ class Unanswered:
         return self._large_place + (index - SMALL_COUNT) * self.request_bytes
 
     def _length_at(self, place: int) -> int:
-        """Of the request that lies there; 0 where none does."""
+        """Return the length of the request at `place`; 0 if there is none."""
         length: int
         length, _, _ = _REQUEST.unpack_from(self._memory, place)
         room = PAGE if self._small_place <= place < self._large_place else self.request_bytes
@@ -104,7 +113,7 @@ class Unanswered:
 
     @property
     def has_room(self) -> bool:
-        """Whether any request that is read now could be kept."""
+        """Whether a request of any length could be kept now."""
         return bool(self._small and self._large)
 
     @property
@@ -112,7 +121,10 @@ class Unanswered:
         return len(self._at)
 
     def keep(self, unique: int, request: memoryview) -> None:
-        """It is in work from now on, under that number. `has_room` was asked before it was read."""
+        """Keep an unanswered request under its number, unless it is kept already.
+
+        The caller has checked `has_room` before it read the request.
+        """
         if unique in self._at:
             return
         length = len(request)
@@ -123,21 +135,25 @@ class Unanswered:
         self._at[unique] = index
 
     def forget(self, unique: int) -> None:
-        """It is answered; nothing where it was not kept."""
+        """Delete an answered request; do nothing if it was not kept."""
         index = self._at.pop(unique, None)
         if index is not None:
             _MARK.pack_into(self._memory, _MARKS_PLACE + _MARK.size * index, 0)
             (self._small if index < SMALL_COUNT else self._large).append(index)
 
     def put(self, request: bytes) -> None:
-        """Into the buffer. Never half: its length, without which it is none, comes last."""
+        """Write a request into the buffer, never partially: the length, which makes it valid, is written
+        last."""
         _MARK.pack_into(self.buffer, 0, 0)
         self.buffer[4:len(request)] = request[4:]
         self.buffer[:4] = request[:4]
 
     def left(self, mask: int) -> list[tuple[int, bytes]]:
-        """(number, request) of all that the process before us had in its hands, in the order of their numbers, of which `mask`
-        is what counts. That in the buffer is kept like the others from now on."""
+        """Return (number, request) of the previous process's requests, in the order of their numbers.
+
+        `mask` selects the significant bits of a request number. A request still in the buffer is moved to a
+        slot.
+        """
         length = self._length_at(self._buffer_place)
         if length:
             unique = _REQUEST.unpack_from(self.buffer)[2] & mask
