@@ -1,1 +1,1 @@
-"""Facts of this machine: its processes, its mounts, and the files of a pool directory."""
+"""Local machine: its processes, mounts, log files, and the files of a pool directory."""

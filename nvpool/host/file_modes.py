@@ -1,12 +1,13 @@
-"""Modes of the files and directories of a pool: what other users of the machine may read, list and lock.
+"""File modes of a pool directory: what other users of the machine may read, list and lock.
 
-flock(2) needs no right to write: a file that others may open is one that they can lock, and so keep a daemon from starting.
-Therefore locks are 0600, logs and the pool map 0640. The pool directory and run/ are 0751: another user reaches a socket in
-them by its name, and lists nothing. Directories of records are 0750, log/ too, secret/ 0700. Members of the operator group
-(`access.operators` in node.toml) read the logs and the map.
+flock(2) needs no write permission: a user who can open a file can lock it, and so prevent a daemon from
+starting. Therefore lock files are 0600, logs and the pool map 0640. The pool directory and run/ are 0751:
+other users can reach a socket in them by its name, but cannot list them. Directories of records and log/ are
+0750, secret/ is 0700. Members of the operator group (`access.operators` in node.toml) may read the logs and
+the map.
 
-Called where a pool or a member is made, and by the supervisor at its start, which mends pools of earlier versions. Only takes
-rights away, but for the group's; never follows a symbolic link.
+Called when a pool or a member is created, and by the supervisor at its start, to repair pools of earlier
+versions. The module only removes permissions, except those of the group, and never follows a symbolic link.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from nvpool.host.log_files import LOG_MODE
 from nvpool.host.pool_directory import MAP_MODE, PASSED_THROUGH_MODE, PRIVATE_MODE, RECORDS_MODE, PoolDirectory
 
 _RUN_MODES = {".lock": PRIVATE_MODE, ".json": MAP_MODE, ".ended": PRIVATE_MODE, ".fenced": PRIVATE_MODE}
-"""By the ending of the name in run/. Sockets have modes of their own, which say who may connect."""
+"""Mode by file name suffix in run/. Sockets have their own modes, which control who may connect."""
 
 log = logging.getLogger("nvpool.host.file_modes")
 
 
 def group_number(name: str, setting: str) -> int | None:
-    """The number of the group that `setting` of node.toml names, by name or number; None for no name. BadConfiguration."""
+    """Return the number of the group in `setting` of node.toml; None if `name` is empty.
+
+    `name` is a group name or number. BadConfiguration: the system has no such group.
+    """
     if not name:
         return None
     try:
@@ -38,9 +42,11 @@ def group_number(name: str, setting: str) -> int | None:
 
 
 def protect(directory: PoolDirectory, operators: int | None = None) -> None:
-    """Take from other users what the modes above do not give them; `operators`: the group that reads logs and the map.
+    """Remove permissions of other users beyond the modes above; `operators` is the group that reads logs and
+    the map.
 
-    May be repeated. What is not ours to change stays as it is, with a warning: a pool on such a file system works.
+    May be repeated. A mode that this process cannot change stays, with a warning: a pool on such a file
+    system works.
     """
     refused = []
     for path in (directory.path, directory.run, directory.socket_directory()):
@@ -68,7 +74,7 @@ def _entries(path: Path) -> list[Path]:
 
 
 def _restrict(path: Path, mode: int, group: int | None) -> list[str]:
-    """Leave at most `mode` to a regular file or directory, and the group; why that could not be, else nothing."""
+    """Limit a regular file or directory to `mode`, and set its group; return the reasons for failures."""
     try:
         found = os.lstat(path)
         if not (stat.S_ISDIR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_nlink == 1)):

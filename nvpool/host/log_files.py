@@ -1,6 +1,7 @@
-"""Log files are opened here: new ones can be read by their owner and group alone.
+"""Log files: opened so that only the owner and the group can read new ones.
 
-Called by runtime/logging_setup, also in the holder of a mount, which is to stay small, and by commands that start a daemon.
+Used by runtime/logging_setup, also in the holder process of a mount, which must stay small, and by commands
+that start a daemon.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ LOG_MODE = 0o640
 
 
 def open_log(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file at `path` for appending, unbuffered; a new one is for its owner and group alone."""
+    """Open the file at `path` for appending, unbuffered; a new file is readable by its owner and group
+    only."""
     return open(path, "ab", buffering=0, opener=log_opener)
 
 
 def log_opener(path: str, flags: int) -> int:
-    """For open(): new files are LOG_MODE; one of ours that others may read is mended."""
+    """Opener for open(): creates files with LOG_MODE, and removes the permissions of others from our own
+    files."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, LOG_MODE)
     with contextlib.suppress(OSError):
         found = os.fstat(descriptor)

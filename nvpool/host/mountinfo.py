@@ -1,8 +1,8 @@
-"""The mounts of this mount name space: what is mounted where, what is ours, and whether it answers.
+"""Mount table of this mount namespace: mounted file systems, nvpool mounts, and whether a mount responds.
 
-Called by whoever mounts, unmounts, or must not write into a mount: fuse/mount_point, cli/mount/control, provision/create. Reads
-/proc/self/mountinfo (proc(5)). A path that is mounted may hang whoever touches it, so that it is touched by another program
-with a deadline only. Never mounts or unmounts anything.
+Used by the modules that mount, unmount, or must not write into a mount: fuse/mount_point, cli/mount/control,
+provision/create. Reads /proc/self/mountinfo (proc(5)). Accessing a mounted path may hang, so only a separate
+program with a deadline accesses one. This module never mounts or unmounts anything.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import NamedTuple
 from nvpool.core.programs import Program, processes
 
 LOOK_S = 3.0
-"""How long a mounted file system may take to answer `stat` of its root before it counts as hung."""
+"""Time within which a mounted file system must answer `stat` of its root; a slower one counts as hung."""
 
 OUR_TYPE = "fuse.nvpool"
 _LINKS_MAX = 40
 
 
 class Mount(NamedTuple):
-    """A line of mountinfo."""
+    """One line of mountinfo."""
 
     device: str
-    """major:minor, as in /sys/class/bdi."""
+    """Device number as major:minor, as in /sys/class/bdi."""
     point: Path
     type: str
     source: str
     options: str
     root: Path = Path("/")
-    """What of the file system is seen there: another one than / of a bind mount."""
+    """Mounted directory of the file system; other than / for a bind mount."""
 
     @property
     def read_only(self) -> bool:
-        """By the mount itself, whatever the file system allows."""
+        """Whether the mount itself is read-only, regardless of the file system."""
         return "ro" in self.options.split(",")
 
     @property
@@ -47,7 +47,8 @@ class Mount(NamedTuple):
 
 
 def mounts() -> list[Mount]:
-    """All mounts of this mount name space; a later one lies over an earlier one of the same point."""
+    """Return all mounts of this mount namespace; a later one covers an earlier one at the same mount
+    point."""
     with open("/proc/self/mountinfo", "rb") as file:
         return [mount_of(line) for line in file]
 
@@ -60,35 +61,37 @@ def mount_of(line: bytes) -> Mount:
 
 
 def _plain(field: bytes) -> str:
-    """Space, tab, newline and backslash are written as octal escapes."""
+    """Decode a field: spaces, tabs, newlines and backslashes are written as octal escapes."""
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field))
 
 
 def options_in(text: str) -> list[str]:
-    """What stands behind -o: parted at commas, but not at those in double quotes, which belong to contexts of SELinux."""
+    """Split the argument of -o at commas, except those in double quotes, which belong to SELinux contexts."""
     return re.findall(r'(?:[^,"]|"[^"]*")+', text)
 
 
 def mount_at(path: str | os.PathLike[str]) -> Mount | None:
-    """What is mounted exactly at `path` (the uppermost), or None."""
+    """Return the uppermost mount exactly at `path`, or None."""
     place = place_of(path)
     return next((mount for mount in reversed(mounts()) if mount.point == place), None)
 
 
 def mount_over(path: str | os.PathLike[str]) -> Mount | None:
-    """The mount that `path` lies in, found without touching what is mounted there."""
+    """Return the mount that contains `path`, without accessing the mounted file system."""
     place = place_of(path)
     over = [mount for mount in mounts() if place.is_relative_to(mount.point)]
     return max(reversed(over), key=lambda mount: len(mount.point.parts), default=None)
 
 
 def pool_of(mount: Mount) -> tuple[str, str] | None:
-    """The pool that is mounted (its directory or address) and the directory of it that is shown, "/" for all of it.
+    """Return the mounted pool (its directory or address) and the mounted directory of the pool, "/" for all
+    of it.
 
-    Told by the command line of the process that serves the mount. None where no such process can be seen, as in a container.
+    The source is the command line of the process that serves the mount. None if no such process is visible,
+    as in a container.
     """
     if mount.root != Path("/"):
-        return None  # a bind mount of something in it
+        return None  # a bind mount of a part of it
     for place in (mount.point, *(other.point for other in mounts() if other.device == mount.device)):
         for words in serving(str(place)):
             shown = [word.removeprefix("--subtree=") for word in words if word.startswith("--subtree=")]
@@ -97,20 +100,21 @@ def pool_of(mount: Mount) -> tuple[str, str] | None:
 
 
 def serving(place: str) -> Iterator[list[str]]:
-    """The command lines of the mount daemons and holders of the mount point `place`."""
+    """Yield the command lines of the mount daemons and holders of the mount point `place`."""
     for _, words in processes(Program.MOUNT, Program.MOUNT_HOLDER, naming=place):
         if words[-1] == place:
             yield words
 
 
 def mounts_below(path: str | os.PathLike[str]) -> list[Mount]:
-    """What is mounted at `path` or below it, the uppermost first."""
+    """Return the mounts at `path` and below it, the uppermost first."""
     place = place_of(path)
     return [mount for mount in reversed(mounts()) if mount.point.is_relative_to(place)]
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
-    """`path` absolute with its symbolic links followed, without touching what is mounted there, which may be dead."""
+    """Return `path` absolute, with symbolic links resolved, without accessing a mounted (perhaps dead) file
+    system."""
     points = {mount.point for mount in mounts()}
     place = Path(os.path.abspath(path))
     for _ in range(_LINKS_MAX):
@@ -122,8 +126,10 @@ def place_of(path: str | os.PathLike[str]) -> Path:
 
 
 def look_at(path: str | os.PathLike[str]) -> str:
-    """'alive', 'dead' (its daemon is gone) or 'hung' (no answer within LOOK_S to the `stat` of another process)."""
-    # For a second or so the kernel would answer for a daemon that is dead. Not statfs, which asks all stores of a pool.
+    """Return 'alive', 'dead' (the daemon has ended) or 'hung' (another process's `stat` got no answer within
+    LOOK_S)."""
+    # Not cached: for about a second the kernel would answer for a dead daemon. Not statfs: it queries all
+    # stores.
     looking = subprocess.Popen(["stat", "--cached=never", "--", os.fspath(path)], stdin=subprocess.DEVNULL,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -131,5 +137,5 @@ def look_at(path: str | os.PathLike[str]) -> str:
     except subprocess.TimeoutExpired:
         looking.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            looking.wait(0.1)  # no longer: it can not die before the mount's daemon answers
+            looking.wait(0.1)  # no longer: `stat` cannot end before the mount's daemon answers
         return "hung"

@@ -1,22 +1,24 @@
-"""The pool directory of a node: where each thing lies, who holds it, and which processes have announced themselves.
+"""Pool directory of a node: paths, locks and announced processes.
+
+The layout:
 
     node.toml          configuration of this node (core/config)
     FORMAT             "nvpool pool 1\\n"; written last when a pool is made
-    lock               flock of the supervisor; its text is the holder's identity; mode 0600, as of all locks
+    lock               flock of the supervisor; its text is the holder's identity; mode 0600, as for all locks
     secret/grant.key   32 random bytes, mode 0600
-    secret/            authority.crt, member.crt, member.key: who this node is (security/tls); authority.key on nodes that may
-                       lead
-    node.json          which node of the pool this is; absent: the first
+    secret/            authority.crt, member.crt, member.key: identity of this node (security/tls);
+                       authority.key on nodes that may lead
+    node.json          number of this node in the pool; absent on the first node
     map/               the embedded coordinator's records
     poolmap.json       the newest pool map, replaced atomically; mode 0640
     meta/shard-N/      records of a metadata shard
     run/               NAME.json: state of a process; NAME.lock: its flock; unix sockets
     log/               one file per process, mode 0640; audit.log
-    reserve            blocks set aside for poolmap.json and run/ on a full drive
+    reserve            blocks reserved for poolmap.json and run/ on a full drive
     targets/N          chunk stores of pools that live in one directory
 
-Called by the programs in run/, by the client (poolmap.json) and the CLI. Guarantees that files others read while they are
-replaced are whole, before and after a loss of power. Never removes anything but state files of processes that are gone.
+Used by the daemons, the client (poolmap.json) and the CLI. Readers always see complete files, also while a
+file is replaced and after a power loss. Only state files of processes that have ended are removed.
 """
 
 from __future__ import annotations
@@ -41,16 +43,17 @@ FORMAT_TEXT = "nvpool pool 1\n"
 BEING_MADE_TEXT = "nvpool pool being made\n"
 FIRST_NODE = 1
 SOCKET_PATH_BYTES_MAX = 107
-"""sockaddr_un, less the ending zero."""
+"""Size of sun_path in sockaddr_un, without the terminating zero."""
 
 RESERVE_BYTES = 256 * KIB
-"""A pool map of a large pool, and the states of its processes."""
+"""Enough for the pool map of a large pool and the state files of its processes."""
 
 PRIVATE_MODE, MAP_MODE = 0o600, 0o640
-"""Of locks, which others could hold, and of the pool map and the states of processes, which the operators may read."""
+"""Modes of lock files, which other users must not lock, and of the pool map and state files, which operators
+may read."""
 PASSED_THROUGH_MODE, RECORDS_MODE = 0o751, 0o750
-"""Of the pool directory and run/, in which others reach a socket by its name, and of the directories in it. See
-host/file_modes."""
+"""Modes of the pool directory and run/, in which other users reach a socket by its name, and of the
+directories in them. See host/file_modes."""
 
 SUPERVISOR_SOCKET = "supervisor.sock"
 _SOCKET_NAME_BYTES_MAX = len("/target-99999.sock")
@@ -58,7 +61,7 @@ _MEMORY = Path("/dev/shm")
 
 
 class ProcessState(msgspec.Struct, frozen=True):
-    """What a process of the pool says of itself in run/NAME.json once it serves. `number` is its shard or target."""
+    """State that a serving process announces in run/NAME.json. `number` is its shard or target."""
 
     role: str
     pid: int
@@ -72,7 +75,7 @@ class ProcessState(msgspec.Struct, frozen=True):
     software: str = ""
     engine: str = ""
     pause_ms: int = 0
-    """Of a mount whose process goes on after another one: for how long nobody served."""
+    """For a mount whose process replaced another one: how long no process served the mount."""
 
     @property
     def identity(self) -> Identity:
@@ -80,14 +83,20 @@ class ProcessState(msgspec.Struct, frozen=True):
 
 
 def memory_file(pool_id: str, process: str) -> Path | None:
-    """A file in the memory of this machine for a daemon of the pool: it outlives the process, and no loss of power. None where
-    POSIX shared memory (shm_overview(7)) is not a tmpfs. Whoever opens it checks that it is no other user's."""
+    """Return the path of a file in memory for a daemon: it survives the process, but not a power loss.
+
+    None if POSIX shared memory (shm_overview(7)) is not a tmpfs. The code that opens the file verifies its
+    owner.
+    """
     found = mount_at(_MEMORY)
     return _MEMORY / f"nvpool-{pool_id}-{process}" if found is not None and found.type == "tmpfs" else None
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Replace the file at `path`: readers see the old content or the new, and after a loss of power there is one of them."""
+    """Replace the file at `path` atomically and durably.
+
+    Readers see the old content or the new; after a power loss the file has one of the two.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
@@ -116,7 +125,8 @@ def sync_directory(path: Path) -> None:
 
 
 class Flock:
-    """An exclusive flock on a file whose text names the holder. Not inherited by programs that are started, unless passed."""
+    """Exclusive flock on a file whose text names the holder. Child programs do not inherit the lock unless it
+    is passed."""
 
     def __init__(self, descriptor: int, path: Path):
         self.descriptor = descriptor
@@ -124,7 +134,11 @@ class Flock:
 
     @classmethod
     def take(cls, path: Path, what: str, *, wait: bool = False) -> Flock:
-        """InUse, naming the holder, when it is held. `wait` waits for ever instead (in a thread made for that)."""
+        """Acquire the lock.
+
+        InUse: another process holds the lock; the message names it. With `wait`, the call blocks without
+        limit instead (use a separate thread).
+        """
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_MODE)
         except OSError as error:
@@ -148,7 +162,10 @@ class Flock:
 
     @classmethod
     def inherited(cls, descriptor: int, path: Path) -> Flock:
-        """The lock that the starting process held and passed on open; it is ours alone once that process closes its own."""
+        """Take over the lock that the parent process held and passed on.
+
+        The lock belongs to this process alone once the parent closes its own descriptor.
+        """
         os.set_inheritable(descriptor, False)
         if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
             raise InUse(f"descriptor {descriptor} is not {path}")
@@ -158,7 +175,7 @@ class Flock:
         return lock
 
     def sign(self) -> None:
-        """Write our identity into the file, in place, so that whoever looks knows whom to ask or to wait for."""
+        """Write our identity into the file, in place, so that other processes know the holder."""
         text = " ".join(map(str, own_identity())).encode() + b"\n"
         os.pwrite(self.descriptor, text, 0)
         os.ftruncate(self.descriptor, len(text))
@@ -170,8 +187,10 @@ class Flock:
 
 
 def make_passed_through(path: Path) -> None:
-    """Make a directory, and those above it, in which others reach a socket by its name, whatever the umask. One that is there
-    stays as it is."""
+    """Make a directory and its parents, in which other users reach a socket by its name, whatever the umask.
+
+    An existing directory stays unchanged.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=PASSED_THROUGH_MODE)
@@ -181,14 +200,15 @@ def make_passed_through(path: Path) -> None:
 
 
 def _make_private(descriptor: int) -> None:
-    """Take rights of others to a lock away, where it is ours: they could open and hold it (versions up to 0.1 let them)."""
+    """Remove the permissions of other users from our own lock: they could lock it (versions up to 0.1 allow
+    that)."""
     found = os.fstat(descriptor)
     if found.st_mode & 0o077 and found.st_uid == os.geteuid():
         os.fchmod(descriptor, PRIVATE_MODE)
 
 
 def holder_of(path: Path) -> Identity | None:
-    """Who wrote itself into a lock file, if that process still runs. Does not touch the lock."""
+    """Return the identity in a lock file if that process still runs. Does not touch the lock."""
     try:
         pid, start, boot = path.read_text().split()
         identity = Identity(int(pid), int(start), boot)
@@ -216,19 +236,24 @@ class PoolDirectory:
         return self.path / "meta" / f"shard-{number}"
 
     def ended(self, number: int) -> Path:
-        """Written by a target that has ended in order, equal to the others of its chains: the epoch of the map by then. Worth
-        something as long as the map has that epoch."""
+        """File of a target that stopped cleanly, in sync with the others of its chains: the map epoch at that
+        time.
+
+        Valid only while the pool map still has that epoch.
+        """
         return self.run / f"target-{number}.ended"
 
     def fenced(self, number: int) -> Path:
-        """There until a target that could not vouch for its drive is opened anew; as far as that could be noted."""
+        """File that exists while a target is fenced because of its drive, until it is reopened; written if
+        possible."""
         return self.run / f"target-{number}.fenced"
 
     def target(self, number: int) -> Path:
         return self.path / "targets" / str(number)
 
     def store(self, drive_path: str, number: int) -> Path:
-        """The directory of a target's chunk store: on its drive, or in targets/ (there `data` may be a link to a device)."""
+        """Return the directory of a target's chunk store: on its drive, or in targets/ (`data` may link to a
+        device)."""
         inside = self.target(number)
         return inside if inside.is_dir() else Path(drive_path)
 
@@ -237,7 +262,7 @@ class PoolDirectory:
 
     @property
     def node(self) -> int:
-        """The number of this node in the map."""
+        """Number of this node in the pool map."""
         try:
             return int(msgspec.json.decode(self.node_json.read_bytes())["node"])
         except FileNotFoundError:
@@ -247,14 +272,18 @@ class PoolDirectory:
 
     @property
     def member(self) -> str:
-        """The name in this node's certificate; empty where it did not join, or can not be read."""
+        """Name in this node's certificate; empty if the node did not join or the file is unreadable."""
         try:
             return str(msgspec.json.decode(self.node_json.read_bytes())["member"])
         except (OSError, msgspec.MsgspecError, KeyError, TypeError):
             return ""
 
     def check(self) -> None:
-        """NotFound when there is no pool; WrongFormat, with the remedy, when it is of another version or not finished."""
+        """Verify that this is a complete pool directory.
+
+        NotFound: there is no pool.
+        WrongFormat: the pool has another version or is incomplete; the text has the remedy.
+        """
         if not self.path.is_dir():
             raise NotFound(f"{self.path} is not a directory" if os.path.lexists(self.path) else f"{self.path} does not exist")
         try:
@@ -274,14 +303,18 @@ class PoolDirectory:
         return holder_of(self.lock)
 
     def socket_directory(self) -> Path:
-        """Where unix sockets of this pool are: run/, or a short path when that would be longer than the system allows."""
+        """Return the directory of the unix sockets: run/, or a shorter path if run/ exceeds the system's
+        limit."""
         if len(os.fsencode(self.run)) + _SOCKET_NAME_BYTES_MAX <= SOCKET_PATH_BYTES_MAX:
             return self.run
         name = self._short_name()
         return Path("/run" if os.geteuid() == 0 and os.path.isdir("/run") else "/tmp") / name
 
     def make_socket_directory(self) -> Path:
-        """Make it where it is missing (a reboot empties /run). AccessDenied when somebody else made one of that name."""
+        """Create the socket directory if it is missing (a reboot empties /run).
+
+        AccessDenied: another user owns a directory of that name.
+        """
         path = self.socket_directory()
         make_passed_through(path)
         found = os.lstat(path)
@@ -290,7 +323,7 @@ class PoolDirectory:
         return path
 
     def show_socket(self, paths: Sequence[str]) -> None:
-        """Have the supervisor's socket found under a name that is known without the map, by users who may not read that."""
+        """Link the supervisor's socket under a fixed name, for users who may not read the pool map."""
         for path in paths[:1]:
             link = self.socket_directory() / SUPERVISOR_SOCKET
             beside = link.with_name(f".{SUPERVISOR_SOCKET}.{os.getpid()}")
@@ -299,8 +332,10 @@ class PoolDirectory:
             os.replace(beside, link)
 
     def shown_sockets(self) -> list[str]:
-        """Where the supervisor's socket may be, for who is not of the daemons' user: in directories of root and of the owner of
-        the pool alone."""
+        """Return possible paths of the supervisor's socket, for users other than the daemons' user.
+
+        Only directories owned by root or by the owner of the pool count.
+        """
         name = self._short_name()
         places = [self.run, Path("/run", name), Path("/tmp", name)]
         owners = {0, os.stat(self.path).st_uid}
@@ -315,18 +350,21 @@ class PoolDirectory:
         return "nvpool-" + hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
 
     def announce(self, name: str, state: ProcessState) -> None:
-        """Write run/NAME.json: this process now is what `state` says. Not synced: it means nothing after a reboot."""
+        """Write run/NAME.json with the current state of a process. Not synced: it is meaningless after a
+        reboot."""
         beside = self.run / f".{name}.{os.getpid()}"
         self.on_reserve(lambda: _write(beside, msgspec.json.encode(state), MAP_MODE))
         os.replace(beside, self.run / f"{name}.json")
 
     def publish(self, pool_map: bytes) -> None:
-        """Replace poolmap.json, also on a full drive: no daemon is started before its map is there."""
+        """Replace poolmap.json, also on a full drive: daemons start only after their pool map is written."""
         self.on_reserve(lambda: write_whole(self.poolmap, pool_map, MAP_MODE))
 
     def on_reserve(self, write: Callable[[], object]) -> None:
-        """`write`, once more with the blocks of the reserve where the drive is full. May be called by several processes: who
-        finds the reserve spent gets the error."""
+        """Call `write`; if the drive is full, release the reserve and call `write` once more.
+
+        Several processes may call this; a process that finds the reserve empty gets the error.
+        """
         try:
             write()
         except OSError as error:
@@ -339,13 +377,13 @@ class PoolDirectory:
                 self.keep_reserve()
 
     def keep_reserve(self) -> None:
-        """Set blocks aside, as many as there are up to RESERVE_BYTES."""
+        """Allocate the reserve, up to RESERVE_BYTES or as much as the drive has."""
         try:
             with open(self.reserve, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE_MODE)) as file:
                 while file.tell() < RESERVE_BYTES:
                     file.write(bytes(4 * KIB))
         except OSError:
-            pass  # the drive is full: what there was is taken
+            pass  # the drive is full: the reserve has what was left
 
     def withdraw(self, name: str) -> None:
         """Remove run/NAME.json if it is this process's."""
@@ -354,15 +392,19 @@ class PoolDirectory:
             (self.run / f"{name}.json").unlink(missing_ok=True)
 
     def state_of(self, name: str) -> ProcessState | None:
-        """What the process announced, alive or not; None where there is nothing readable."""
+        """Return the announced state of a process, running or not; None if there is no readable state
+        file."""
         try:
             return msgspec.json.decode((self.run / f"{name}.json").read_bytes(), type=ProcessState)
         except (OSError, msgspec.MsgspecError):
             return None
 
     def states(self, prefix: str = "") -> dict[str, ProcessState]:
-        """Announced states of the processes that still run, by name. Removes those of mounts and holders that are gone; of a
-        mount whose dead mount point is still there, `dead_mounts` tells."""
+        """Return the announced states of running processes, by name.
+
+        Removes the state files of mounts and holders that have ended, except those of mount points that are
+        still mounted (see `dead_mounts`).
+        """
         found = {path.stem: state for path in sorted(self.run.glob(f"{prefix}*.json"))
                  if (state := self.state_of(path.stem)) is not None}
         running = {name: state for name, state in found.items() if runs(state.identity)}
@@ -373,8 +415,11 @@ class PoolDirectory:
         return running
 
     def dead_mounts(self) -> dict[str, ProcessState]:
-        """The last announced mount of each mount point that is still mounted while its process is gone (kill -9): all that is
-        done there ends in ENOTCONN until somebody unmounts. Touches none of them."""
+        """Return the last announced state of each mount point that is still mounted but has no process (kill
+        -9).
+
+        Every access there fails with ENOTCONN until the mount point is unmounted. Changes nothing.
+        """
         running = self.states("mount-") | self.states("holder-")
         found = {path.stem: self.state_of(path.stem) for path in sorted(self.run.glob("mount-*.json"))}
         return _still_mounted({name: state for name, state in found.items() if state is not None and name not in running},
@@ -391,7 +436,7 @@ def _still_mounted(gone: dict[str, ProcessState], running: dict[str, ProcessStat
 
 
 def being_made(directory: PoolDirectory) -> bool:
-    """Whether the making of the pool was begun and has not ended."""
+    """Return whether pool creation was started and has not finished."""
     try:
         return directory.format.read_text() == BEING_MADE_TEXT
     except OSError:
@@ -400,12 +445,12 @@ def being_made(directory: PoolDirectory) -> bool:
 
 def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[str, ...] = (), mountpoint: str = "",
                  software: str = "", engine: str = "", pause_ms: int = 0, identity: Identity | None = None) -> ProcessState:
-    """The state of this process, or of the one with that identity, for PoolDirectory.announce."""
+    """Return the state of this process, or of the one with `identity`, for `PoolDirectory.announce`."""
     pid, start, boot = identity or own_identity()
     return ProcessState(role, pid, start, boot, number, "serving", now_ms, endpoints, mountpoint, software, engine, pause_ms)
 
 
 def check_name(name: str) -> None:
-    """InvalidRequest for a pool name that would not do as a label, a file name or a part of a URL."""
+    """Raise InvalidRequest if `name` is not valid as a label, a file name and a part of a URL."""
     if not (0 < len(name) <= 63 and name.replace("-", "").replace("_", "").isalnum() and name.isascii()):
         raise InvalidRequest(f"{name!r} is no name for a pool: use up to 63 letters, digits, - and _")

@@ -1,7 +1,7 @@
-"""This host and the processes on it: names that tell them from all others, also across reboots and reused numbers.
+"""Identities of this host and of its processes, unique across reboots and reused process numbers.
 
-Called by everything that registers itself or asks whether another process is still the one that registered. Reads
-/proc and /etc/machine-id only; never signals, never waits.
+Used by all code that registers a process or checks whether a registered process still runs. Reads /proc and
+/etc/machine-id only; never sends signals, never waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Identity(NamedTuple):
-    """A process for ever: its number, when it started (clock ticks since boot), and which boot."""
+    """Permanent identity of a process: its number, its start time (clock ticks since boot), and the boot."""
 
     pid: int
     start: int
@@ -32,8 +32,12 @@ def boot_id() -> str:
 
 @cache
 def host_id() -> str:
-    """16 hex digits of this host, the same after a reboot. Two that are equal may share unix sockets: worth a try, no proof
-    (virtual machines get cloned with their machine-id), so whoever tries one compares the pool's fingerprint as well."""
+    """Return 16 hex digits for this host, the same after a reboot.
+
+    Processes with equal host ids may be able to share unix sockets, but equality is no proof: virtual
+    machines are cloned with their machine-id. So a client that tries such a socket also compares the pool's
+    fingerprint.
+    """
     for path in ("/etc/machine-id", "/var/lib/dbus/machine-id", "/sys/class/dmi/id/product_uuid"):
         try:
             with open(path) as file:
@@ -49,15 +53,15 @@ def host_id() -> str:
 
 @cache
 def host_name() -> str:
-    """For people."""
+    """Return the host name for display."""
     return socket.gethostname()
 
 
 def identity_of(pid: int) -> Identity | None:
-    """None when no such process runs; one that has ended but was not waited for yet does not run."""
+    """Return the identity of a running process; None if it does not run or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # proc(5): the second field may hold spaces and brackets
+            fields = file.read().rpartition(b")")[2].split()  # proc(5): field 2 may contain spaces and parentheses
     except OSError:
         return None
     if fields[0] in (b"Z", b"X"):
