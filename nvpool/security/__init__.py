@@ -1,1 +1,1 @@
-"""Certificate authority, TLS, join tokens, and the form of the audit log."""
+"""Certificate authority, TLS, join tokens, volume encryption, and the format of the audit log."""

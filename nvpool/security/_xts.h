@@ -1,8 +1,8 @@
-/* The tweaks of one data unit of XTS, and their exclusive or with its bytes. Used by _xts.pyx alone.
+/* Tweaks of one XTS data unit, and the exclusive or of tweaks and data. Used by _xts.pyx alone.
  *
- * The tweak of the n-th 16 bytes is that of the first times x^n in GF(2^128), modulo x^128 + x^7 + x^2 + x + 1 (IEEE 1619-2018,
- * 5.2). Eight of them that follow one another are one step away from the next eight, which do not depend on each other: so the
- * compiler can do several at once.
+ * The tweak of the n-th 16 bytes is the first tweak times x^n in GF(2^128), modulo x^128 + x^7 + x^2 + x + 1
+ * (IEEE 1619-2018, 5.2). The code derives eight consecutive tweaks from the previous eight in one step. The
+ * eight do not depend on each other, so the compiler can compute several in parallel.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -19,7 +19,7 @@
 typedef uint64_t lanes __attribute__((vector_size(64)));
 enum { XTS_LANES = 8, XTS_WORDS = 512 };
 
-/* The low and the high halves of the tweaks of a block of 4 KiB, eight and eight in turn. */
+/* Writes the tweaks of a 4 KiB block: alternately eight low halves and eight high halves. */
 NVPOOL_WIDE static void spread_tweak(uint64_t *to, uint64_t low, uint64_t high)
 {
 	lanes lows, highs, carry;

@@ -1,5 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""XTS over many blocks in two calls of the library's AES. See xts.py; compiled reads of a mount use it directly."""
+"""XTS over many blocks with two calls of the library's AES.
+
+Used by xts.py, and directly by the compiled reads of a mount.
+"""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING
@@ -24,10 +27,14 @@ cdef extern from "_xts.h":
 
 
 cdef class Scratch:
-    """Memory and AES contexts of one thread: a context must not be used by two at a time."""
+    """Buffers and AES contexts of one thread; two threads must not share a context."""
 
     def __init__(self, tweak_into, data_into):
-        """`update_into` of AES in ECB mode: by the second half of the key, encrypting, and by the first, either way."""
+        """Take `update_into` of two AES contexts in ECB mode.
+
+        `tweak_into` encrypts with the second half of the key; `data_into` encrypts or decrypts with the first
+        half.
+        """
         self.tweak_into, self.data_into = tweak_into, data_into
         self.sectors, self.tweaks = bytearray(BATCH * CIPHER_BLOCK), bytearray((BATCH + 1) * CIPHER_BLOCK)
         self.mixed, self.done = bytearray(BATCH * BLOCK), bytearray(BATCH * BLOCK + CIPHER_BLOCK)
@@ -38,7 +45,7 @@ cdef class Scratch:
 
     cdef int turn(self, const uint8_t *source, uint8_t *to, Py_ssize_t count, uint64_t inode, uint32_t index, uint32_t first,
                   bint keeps_zeros) except -1:
-        """As `run`, of BATCH blocks at most."""
+        """Do the work of `run` for at most BATCH blocks."""
         cdef const uint8_t *sources[BATCH]
         cdef uint8_t *targets[BATCH]
         cdef Py_ssize_t number
@@ -48,14 +55,14 @@ cdef class Scratch:
         return self.turn_all(sources, targets, count, keeps_zeros)
 
     cdef void name(self, Py_ssize_t number, uint64_t inode, uint32_t index, uint32_t block) noexcept:
-        """Where the block lies that is to be the one with this number in the next batch."""
+        """Set the position of block `number` of the next batch."""
         cdef uint8_t *sector = <uint8_t *>PyByteArray_AS_STRING(self.sectors) + number * CIPHER_BLOCK
         memcpy(sector, &inode, 8)
         memcpy(sector + 8, &index, 4)
         memcpy(sector + 12, &block, 4)
 
     cdef int turn_all(self, const uint8_t **sources, uint8_t **targets, Py_ssize_t count, bint keeps_zeros) except -1:
-        """A batch of blocks that were named."""
+        """Process a batch of blocks whose positions were set with `name`."""
         cdef Py_ssize_t number
         cdef const uint64_t *tweaks = <const uint64_t *>PyByteArray_AS_STRING(self.tweaks)
         cdef uint8_t *mixed = <uint8_t *>PyByteArray_AS_STRING(self.mixed)
@@ -90,7 +97,7 @@ cdef class Scratch:
 
     cdef const uint8_t *decrypted(self, const uint8_t *source, Py_ssize_t count, uint64_t inode, uint32_t index,
                                   uint32_t first) except NULL:
-        """Up to BATCH blocks, in memory of ours until the next call."""
+        """Decrypt up to BATCH blocks into a buffer that is valid until the next call."""
         cdef uint8_t *plain = <uint8_t *>PyByteArray_AS_STRING(self.plain)
         if count > BATCH:
             raise ValueError(f"{count} blocks are more than a batch")
@@ -98,7 +105,8 @@ cdef class Scratch:
         return plain
 
     def run_many(self, pieces, into):
-        """Decrypt in place: each piece is (inode, index, first block, place in `into`, bytes), whole blocks all."""
+        """Decrypt whole blocks in place: each piece is (inode, index, first block, offset in `into`,
+        bytes)."""
         cdef Py_buffer view
         cdef const uint8_t *sources[BATCH]
         cdef uint8_t *targets[BATCH]
@@ -124,8 +132,10 @@ cdef class Scratch:
             PyBuffer_Release(&view)
 
     def run(self, source, to, uint64_t inode, uint32_t index, uint32_t first, bint keeps_zeros):
-        """Turn the blocks of `source` into those of `to`, which may be the same memory. `keeps_zeros`: a block of zeros stays
-        one, since it stands for a hole."""
+        """Encrypt or decrypt the blocks of `source` into `to`, which may be the same memory.
+
+        With `keeps_zeros`, a block of zeros stays zeros, since it represents a hole.
+        """
         cdef Py_buffer have, wanted
         cdef Py_ssize_t count, at, batch
         PyObject_GetBuffer(source, &have, PyBUF_SIMPLE)
@@ -148,7 +158,7 @@ cdef class Scratch:
 
 
 cdef Scratch decrypting(dict known, key):
-    """What decrypts with a VolumeKey, on this thread alone, whose `known` it is."""
+    """Return the decrypting engine of a VolumeKey, cached in `known`; both belong to this thread."""
     cipher = (<tuple>key)[1]
     cdef PyObject *found = PyDict_GetItem(known, cipher)
     if found is not NULL:

@@ -1,9 +1,10 @@
-"""Audit log of a node, log/audit.log: the form of its lines, what is kept of it, and how it is read.
+"""Audit log of a node, log/audit.log: line format, retention and reading.
 
-One JSON object a line. Keys: time (RFC 3339, UTC), event (as `token`, `drive-add`, `volume-grant`), result (done, refused,
-failed), who (`member` of a certificate; or `uid`, `user`, `login_user`, `pid` and `command` of a process of this machine; else
-`unknown`), from (address, or unix), process (that wrote the line), what (arguments, without secrets), error, left_out (events
-before it that were too many to write). Written by runtime/audit_log, read by `nvpool audit`.
+One JSON object per line. Keys: time (RFC 3339, UTC), event (for example `token`, `drive-add`,
+`volume-grant`), result (done, refused, failed), who (`member` of a certificate; or `uid`, `user`,
+`login_user`, `pid` and `command` of a process of this machine; else `unknown`), from (address, or unix),
+process (the writer of the line), what (arguments, without secrets), error, left_out (number of preceding
+events that were dropped because there were too many). Written by runtime/audit_log, read by `nvpool audit`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 
 FILE = "audit.log"
 KEPT = 4
-"""Older files that stay: audit.log.1 is the newest of them."""
+"""Number of older files that are kept; audit.log.1 is the newest of them."""
 TEXT_MAX, LINE_MAX = 300, 8000
-"""Characters of one value, and bytes of a line."""
+"""Maximum characters of one value, and maximum bytes of a line."""
 _SECRET_WORDS = ("token", "secret", "password", "key")
 
 
@@ -26,13 +27,14 @@ def older(path: Path, number: int) -> Path:
 
 
 def line_of(record: dict[str, Any]) -> bytes:
-    """ASCII: what strangers call themselves does nothing to a terminal."""
+    """Encode a record as ASCII, so that names chosen by unauthenticated peers cannot send control codes to a
+    terminal."""
     line = json.dumps(record).encode()
     return line if len(line) <= LINE_MAX else json.dumps(record | {"what": {"left_out": "too long"}}).encode()
 
 
 def without_secrets(what: Any, depth: int = 4) -> Any:
-    """`what` with texts cut to TEXT_MAX, and nothing under a name that stands for a secret."""
+    """Return `what` with texts shortened to TEXT_MAX, and without values whose name suggests a secret."""
     if isinstance(what, Mapping):
         if depth == 0:
             return "..."
@@ -50,7 +52,10 @@ def _is_secret(name: str, value: Any) -> bool:
 
 
 def read_audit(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of the log at `path` and of its older files, the oldest first. Lines that are none are left out. OSError."""
+    """Yield the records of the log at `path` and of its older files, the oldest first.
+
+    Lines that are not records are skipped. OSError: a file exists but is unreadable.
+    """
     for file in (*(older(path, number) for number in range(KEPT, 0, -1)), path):
         try:
             opened = open(file, encoding="utf-8", errors="replace")

@@ -1,10 +1,13 @@
-"""The pool's own certificate authority: keys, requests, certificates. The door to the package `cryptography`.
+"""Certificate authority (CA) of a pool: keys, certificate requests and certificates.
 
-Called by run/ when a pool is made, when somebody joins and when a certificate is renewed; by the CLI of who joins. Keys are
-ECDSA P-256 (FIPS 186-5) and never leave the machine that made them, but for the authority's, which is sent to those who may
-lead. A certificate (RFC 5280) names its owner as a URI in subjectAltName: nvpool://POOL_ID/node/NAME, client/NAME or
-bridge/NAME; a node's also the DNS names and addresses under which gRPC and etcd, which know no others, look for it. Clients'
-may not serve (extendedKeyUsage). Nothing here asks whether somebody is still in the pool: security/tls does, by the map.
+The only importer of the X.509 part of the package `cryptography`. Used when a pool is created, when a member
+joins, when a certificate is renewed, and by the CLI of a joining machine. Keys are ECDSA P-256 (FIPS 186-5)
+and never leave the machine that created them, except the CA's key, which is sent to nodes that may lead.
+
+A certificate (RFC 5280) names its owner as a URI in subjectAltName: nvpool://POOL_ID/node/NAME, client/NAME
+or bridge/NAME. A node's certificate also has the DNS names and addresses that gRPC and etcd verify, because
+they support no other names. Client certificates are not valid for servers (extendedKeyUsage). This module
+does not check whether a member is still in the pool; security/tls does, using the pool map.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ AUTHORITY_S = 20 * 365 * DAY_S
 
 
 class MemberRequest(NamedTuple):
-    """What who joins makes: the key stays with him, the request (PKCS #10, PEM) goes to the authority."""
+    """Key pair of a joining member: the key stays there, the request (PKCS #10, PEM) is sent to the CA."""
 
     key: bytes
     request: bytes
@@ -44,41 +47,44 @@ def request_certificate(name: str = "nvpool") -> MemberRequest:
 
 
 def request_again(key: bytes, name: str = "nvpool") -> MemberRequest:
-    """Another request of the same key. CorruptRecord."""
+    """Create another request for an existing key; CorruptRecord if `key` is unreadable."""
     loaded = _private_key(key, "our own key")
     made = x509.CertificateSigningRequestBuilder().subject_name(_named(name)).sign(loaded, hashes.SHA256())
     return MemberRequest(key, made.public_bytes(serialization.Encoding.PEM))
 
 
 def key_of_request(request: bytes) -> str:
-    """Hex digits that stand for the public key of a request. InvalidRequest when it is none, or not signed with that key."""
+    """Return hex digits that identify the public key of a request.
+
+    InvalidRequest: this is not a request, or the request is not signed with its own key.
+    """
     return hashlib.sha256(_public(_request(request).public_key())).hexdigest()
 
 
 def fingerprint_of(certificate: bytes) -> bytes:
-    """SHA-256 of a certificate (PEM). CorruptRecord."""
+    """Return the SHA-256 of a certificate (PEM); CorruptRecord if it is unreadable."""
     return _certificate(certificate).fingerprint(hashes.SHA256())
 
 
 def ends_s(certificate: bytes) -> float:
-    """When it ends, in seconds since 1970. CorruptRecord."""
+    """Return the end of validity in seconds since 1970; CorruptRecord if the certificate is unreadable."""
     return _certificate(certificate).not_valid_after_utc.timestamp()
 
 
 class Described(NamedTuple):
-    """What people want to know of a certificate."""
+    """Facts of a certificate that are shown to people."""
 
     member: str
-    """Nobody for an authority."""
+    """Member named by the certificate; empty for a CA certificate."""
     serial: str
-    """Hex digits, as openssl prints them."""
+    """Serial number in hex digits, as openssl prints it."""
     begins_s: float
     ends_s: float
-    """Seconds since 1970."""
+    """Validity in seconds since 1970."""
 
 
 def described(certificate: bytes) -> Described:
-    """CorruptRecord for what is no certificate (PEM)."""
+    """Return the facts of a certificate (PEM); CorruptRecord if it is unreadable."""
     found = _certificate(certificate)
     try:
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -91,7 +97,7 @@ def described(certificate: bytes) -> Described:
 
 
 class Authority:
-    """`certificate` and `key` are PEM."""
+    """The CA of a pool. `certificate` and `key` are PEM."""
 
     def __init__(self, certificate: bytes, key: bytes):
         self.certificate = certificate
@@ -103,7 +109,7 @@ class Authority:
 
     @property
     def fingerprint(self) -> bytes:
-        """SHA-256 of the certificate."""
+        """SHA-256 of the CA certificate."""
         return self._certificate.fingerprint(hashes.SHA256())
 
     @classmethod
@@ -120,8 +126,11 @@ class Authority:
 
     def sign(self, request: bytes, pool_id: str, member: str, addresses: tuple[str, ...] = (), *, lives_s: float = MEMBER_S,
              clock: Clock = SYSTEM_CLOCK) -> bytes:
-        """A certificate (PEM) for the key of `request`, whose other words are not looked at. `addresses` of a node: what others
-        call it by, names or addresses. InvalidRequest."""
+        """Return a certificate (PEM) for the key of `request`; the names in the request are ignored.
+
+        `addresses` are the host names or addresses of a node under which other members reach it.
+        InvalidRequest: the request, the member or an address is invalid.
+        """
         check_member(member)
         asked = _request(request)
         serves = member.startswith("node/")
@@ -141,10 +150,14 @@ class Authority:
         return made.public_bytes(serialization.Encoding.PEM)
 
     def revoke(self, pool_id: str, left: Collection[tuple[str, float]], *, clock: Clock = SYSTEM_CLOCK) -> bytes:
-        """A list (CRL, PEM) of all certificates that members may hold who left then (seconds since 1970)."""
+        """Return a revocation list (CRL, PEM) for former members.
+
+        `left` lists (member, time of removal in seconds since 1970). The list covers every certificate that
+        such a member may still hold.
+        """
         now = datetime.datetime.fromtimestamp(clock.wall_ns() // 1_000_000_000, datetime.UTC)
         made = (x509.CertificateRevocationListBuilder().issuer_name(self._certificate.subject).last_update(now)
-                .next_update(now + datetime.timedelta(seconds=AUTHORITY_S)))  # who reads it looks at the serials only
+                .next_update(now + datetime.timedelta(seconds=AUTHORITY_S)))  # its readers use only the serials
         for member, at_s in left:
             last = int(at_s + SKEW_S) // DAY_S
             for day in range(last - MEMBER_DAYS - 1, last + 1):
@@ -154,8 +167,11 @@ class Authority:
 
 
 def _serial(pool_id: str, member: str, day: int) -> int:
-    """Of a member's certificates of that day: who revokes them needs no list of what was signed. Two of one day are equal, and
-    for the same member, so they end together as well."""
+    """Return the serial number of a member's certificates of one day.
+
+    The number is computed, so revocation needs no list of signed certificates. Two certificates of one day
+    have equal serial numbers, but also the same member, so they are revoked together.
+    """
     return int.from_bytes(hashlib.sha256(f"{pool_id}/{member}/{day}".encode()).digest()[:16]) >> 1 | 1
 
 
@@ -197,7 +213,7 @@ def _certificate(pem: bytes) -> x509.Certificate:
 
 def _private_key(pem: bytes, what: str) -> CertificateIssuerPrivateKeyTypes:
     try:
-        # `sign` itself refuses a key that can not sign.
+        # Only `sign` rejects a key that cannot sign.
         return cast("CertificateIssuerPrivateKeyTypes", serialization.load_pem_private_key(pem, None))
     except (ValueError, TypeError) as error:
         raise CorruptRecord(f"{what} can not be read: {error}") from None

@@ -1,8 +1,9 @@
-"""Tokens to join a pool with: a secret that works once and briefly, and the fingerprint of the authority that is to answer.
+"""Join tokens: a short-lived single-use secret, and the fingerprint of the pool's CA.
 
-Called by whoever makes tokens (node/admin/join_server) and whoever uses one (provision/create). Text: "nvp1." and 48 bytes as
-URL-safe base64 without padding (RFC 4648): 16 of the secret, 32 of the SHA-256 of the authority's certificate. Nobody but the
-token's holder has the secret; the pool keeps its SHA-256.
+node/admin/join_server creates tokens, provision/create uses one to join. Text form: "nvp1." and 48 bytes as
+URL-safe base64 without padding (RFC 4648): 16 bytes of secret, 32 bytes of SHA-256 of the CA certificate.
+Only the holder of the token knows the secret; the pool stores its SHA-256. The fingerprint lets the joining
+machine verify the server that answers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Token(NamedTuple):
 
 
 def read_token(text: str) -> Token:
-    """InvalidRequest for what is none."""
+    """Parse a token; InvalidRequest if `text` is not a complete token."""
     text = text.strip()
     try:
         raw = base64.b64decode(text[len(_PREFIX):] + "=" * (-len(text[len(_PREFIX):]) % 4), b"-_", validate=True)

@@ -1,9 +1,11 @@
-"""Who we are to others and whom we let in: the certificate that a process shows and the demands on those it is shown.
+"""TLS identity of a process, and authentication of its peers.
 
-A greeting carries an Identity to the transports. What leaves this host travels under TLS 1.3 with certificates of both sides,
-signed by the pool's own authority (security/ca), and so does TCP on loopback; unix sockets need none. After the handshake
-each side looks whether the other is a member of the pool by the newest map it knows, again whenever that changes, and hangs up
-on who is not one any more. The door to `ssl`. Never reads the map itself: its owner calls `update_members`.
+A greeting carries an Identity to the transports. Traffic between hosts uses TLS 1.3, and both sides present
+certificates signed by the pool's own CA (security/ca); so does TCP on loopback. Unix sockets need no TLS.
+After the handshake, each side checks that the other is a member of the pool in the newest pool map it knows,
+and repeats the check whenever the members change. It closes the connection of a peer that is no longer a
+member. The adapter of `ssl`. This module never reads the pool map: the owner of the Identity calls
+`update_members`.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from nvpool.core.member_names import member_in
 from nvpool.host.pool_directory import sync_directory
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "authority.crt", "member.crt", "member.key"
-"""In secret/ of a pool directory, PEM."""
+"""PEM files in secret/ of a pool directory."""
 KEY_NEXT_FILE = "member.key.next"
-"""There while a certificate of a new key takes the place of the former: until the key's name is changed, either may belong to
-the certificate."""
+"""Exists while a certificate for a new key replaces the old one: until this file is renamed, either key may
+belong to the certificate."""
 ETCD_SECRET = "etcd"
-"""Below secret/: the same for etcd, with an authority of its own, which only nodes get a certificate of. With the pool's every
-client could write the map."""
+"""Directory below secret/ with the same files for etcd, which has its own CA. Only nodes get its
+certificates: with the pool's CA, every client could write the pool map."""
 AUTHORITY_KEY_FILE = "authority.key"
-"""On nodes that keep the map (they have a member of etcd), 0600."""
+"""CA key on nodes that store the pool map (they have an etcd member), mode 0600."""
 
 
 class Shown(NamedTuple):
-    """PEM: the authority that signed both sides, our certificate, its key."""
+    """PEM texts: the CA certificate that signed both sides, our certificate, and its key."""
 
     authority: bytes
     certificate: bytes
@@ -45,7 +47,7 @@ class Shown(NamedTuple):
 
 
 def read_key(secret: Path) -> bytes:
-    """The key (PEM) of the certificate in `secret`. OSError."""
+    """Return the key (PEM) that belongs to the certificate in `secret`; OSError if a file is unreadable."""
     key = (secret / KEY_FILE).read_bytes()
     try:
         following = (secret / KEY_NEXT_FILE).read_bytes()
@@ -55,7 +57,7 @@ def read_key(secret: Path) -> bytes:
 
 
 def settle_key(secret: Path) -> None:
-    """Finish the change of a key that was interrupted, or undo it; nothing where none was."""
+    """Complete or undo an interrupted key change; do nothing if there was none."""
     following = secret / KEY_NEXT_FILE
     if not following.exists():
         return
@@ -75,24 +77,27 @@ def is_key_of(certificate: bytes, key: bytes) -> bool:
 
 
 class Revocable(Protocol):
-    """A connection, as Identity sees it."""
+    """A connection that can be revoked, as `Identity` needs it."""
 
     def revoked(self, error: NvpoolError) -> None:
-        """End it; `error` says why."""
+        """Close the connection; `error` is the reason."""
 
 
 class Identity:
-    """One for a process. `secured` is False where TLS was switched off in so many words: then nothing is shown or demanded."""
+    """TLS identity of a process. `secured` is False if TLS is explicitly switched off; then no certificates
+    are used."""
 
     def __init__(self, pool_id: str, shown: Shown | None):
-        """Nothing is looked at before it is needed: a pool on one machine never pays for it."""
+        """Create the identity; certificates are loaded on first use, so a pool on one machine never loads
+        them."""
         self.pool_id = pool_id
         self.secured = shown is not None
         self.shown = shown
         self._secret: Path | None = None
         self._seen_ns = 0
         self.members: frozenset[str] | None = None
-        """Who is in; None while no map is known: then the authority's word is enough."""
+        """Current members of the pool; None while no pool map is known: then a certificate signed by the CA
+        suffices."""
         self._watched: WeakKeyDictionary[Revocable, str] = WeakKeyDictionary()
 
     def _required(self) -> Shown:
@@ -115,9 +120,11 @@ class Identity:
 
     @classmethod
     def load(cls, secret: Path, pool_id: str) -> Identity:
-        """The identity whose files lie in `secret`. BadConfiguration, with the remedy, where they do not."""
+        """Load the identity from the files in `secret`; BadConfiguration, with the remedy, if a file is
+        missing."""
         try:
-            seen_ns = (secret / CERTIFICATE_FILE).stat().st_mtime_ns  # before it is read: what comes between is seen again
+            # The time is read before the content: a renewal in between is then noticed at the next refresh.
+            seen_ns = (secret / CERTIFICATE_FILE).stat().st_mtime_ns
             shown = Shown((secret / AUTHORITY_FILE).read_bytes(), (secret / CERTIFICATE_FILE).read_bytes(), read_key(secret))
         except FileNotFoundError as error:
             raise BadConfiguration(f"{error.filename} is missing: this directory has no certificate of its pool; join it "
@@ -129,7 +136,8 @@ class Identity:
         return found
 
     def refresh(self) -> None:
-        """Show what lies in `secret` now, where that was renewed. BadConfiguration: what was shown so far is shown on."""
+        """Load the files of `secret` again if they were renewed; on BadConfiguration the old certificate
+        stays in use."""
         if self._secret is None:
             return
         try:
@@ -142,24 +150,25 @@ class Identity:
         self._seen_ns = found._seen_ns
 
     def replace(self, shown: Shown) -> None:
-        """Show another certificate from the next handshake on. BadConfiguration."""
+        """Use another certificate from the next handshake on; BadConfiguration if it is unusable."""
         for name in ("_serving", "_asking", "_joining"):
             if (context := self.__dict__.get(name)) is not None:
                 _load(context, shown)
         self.shown = shown
 
     def own_member(self) -> str:
-        """Whom our certificate names. BadConfiguration where nobody would take it."""
+        """Return the member that our certificate names; BadConfiguration if the certificate is unusable."""
         return member_of(self._own_certificate(), self.pool_id)
 
     def own_end_s(self) -> float:
-        """When our certificate ends, in seconds since 1970. BadConfiguration as of own_member."""
+        """Return the end of our certificate, in seconds since 1970; BadConfiguration if it is unusable."""
         return ssl.cert_time_to_seconds(self._own_certificate()["notAfter"])
 
     def _own_certificate(self) -> dict[str, Any]:
-        """As SSLObject.getpeercert gives it: OpenSSL reads it when it is shown to ourselves."""
+        """Return our certificate as `SSLObject.getpeercert` does: OpenSSL parses it in a handshake with
+        ourselves."""
         ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
-        context = authority_unseen()  # a client's is none that may serve
+        context = authority_unseen()  # a client's certificate is not valid for servers
         _load(context, self._required())
         asks = context.wrap_bio(ours, theirs)
         serves = self._joining.wrap_bio(theirs, ours, server_side=True)
@@ -175,8 +184,11 @@ class Identity:
             raise BadConfiguration(f"our own certificate can not be used: {refusal_of(error) or error}") from None
 
     def own_trouble(self) -> str:
-        """Why others refuse what we show, as far as we can see ourselves; else nothing. For a connection that ended between the
-        handshake and the greeting: the loops' TLS and gRPC hang up on a certificate that they refuse, and say nothing."""
+        """Return why peers reject our certificate, as far as this process can tell; otherwise "".
+
+        For a connection that ended between handshake and greeting: the event loop's TLS and gRPC close the
+        connection without a reason when they reject a certificate.
+        """
         if self.shown is None:
             return ""
         try:
@@ -185,20 +197,27 @@ class Identity:
             return str(error)
         return ""
 
-    # -- what the transports ask ------------------------------------------------------------------------------------------
+    # -- used by the transports
+    # -------------------------------------------------------------------------------------------
 
     def covers(self, where: Endpoint) -> bool:
-        """Whether what goes to or comes from `where` has to be under TLS: all that is no unix socket and not in-process."""
+        """Return whether traffic with `where` needs TLS: everything except unix sockets and in-process
+        endpoints."""
         return self.secured and bool(where.host)
 
     def context(self, *, serving: bool, strangers: bool = False) -> ssl.SSLContext:
-        """`strangers`: who shows no certificate is let in, as nobody."""
+        """Return the TLS context; with `strangers`, peers without a certificate are accepted,
+        unauthenticated."""
         if not serving:
             return self._asking
         return self._joining if strangers else self._serving
 
     def admit(self, member: str, *, as_server: bool = False) -> None:
-        """Nothing when `member` is in, else StaleIdentity; AccessDenied for one that never may do this."""
+        """Verify that `member` may connect.
+
+        StaleIdentity: `member` is not in the pool.
+        AccessDenied: `member` serves (`as_server`) but is not a node.
+        """
         if as_server and not member.startswith("node/"):
             raise AccessDenied(f"{member} serves here, which only nodes of a pool may")
         if self.members is not None and member not in self.members:
@@ -206,11 +225,14 @@ class Identity:
                                 f"another directory")
 
     def watch(self, connection: Revocable, member: str) -> None:
-        """Call `connection.revoked` when `member`, who is at its other end, leaves the pool."""
+        """Call `connection.revoked` when `member`, the peer of the connection, leaves the pool."""
         self._watched[connection] = member
 
     def update_members(self, members: Collection[str]) -> None:
-        """Who is in from now on, as the map says. Connections of others end before this returns."""
+        """Set the members from a new pool map; connections of removed members are closed before this returns.
+
+        An empty collection is ignored.
+        """
         members = frozenset(members)
         if not members or members == self.members:
             return
@@ -221,7 +243,8 @@ class Identity:
 
 
 class Stranger(Identity):
-    """Of who wants to join: shows nothing, and knows the authority or only how to recognize it once it is there."""
+    """Identity of a joining machine: no certificate, and either the CA certificate or only its
+    fingerprint."""
 
     def __init__(self, pool_id: str = "", authority: bytes = b""):
         super().__init__(pool_id, None)
@@ -230,12 +253,15 @@ class Stranger(Identity):
 
 
 PLAIN_TEXT = Identity("", None)
-"""TLS is switched off, in so many words."""
+"""Identity with TLS explicitly switched off."""
 
 
 def identity_in(secret: Path, pool_id: str, plain_text: bool) -> Identity | None:
-    """The identity of a program that uses the pool directory with this `secret`; None, with which nothing can leave the host,
-    where there is none or it is not for us to read. BadConfiguration for one that can not be used."""
+    """Return the identity of a program that uses the pool directory with this `secret`.
+
+    None if there is no readable certificate: then the program can send nothing to another host.
+    BadConfiguration: the certificate is unusable.
+    """
     if plain_text:
         return PLAIN_TEXT
     try:
@@ -246,7 +272,10 @@ def identity_in(secret: Path, pool_id: str, plain_text: bool) -> Identity | None
 
 
 def security(identity: Identity | None, where: Endpoint, endpoint: str) -> Identity | None:
-    """The identity under which `where` is spoken with, or None for plain text. AccessDenied where that would leave the host."""
+    """Return the identity to use with `where`, or None for plain text.
+
+    AccessDenied: plain text would leave this host.
+    """
     if identity is None:
         if leaves_host(where):
             raise AccessDenied(f"{endpoint} is not on this host, and without a certificate of the pool nothing is sent there; "
@@ -265,15 +294,17 @@ def leaves_host(where: Endpoint) -> bool:
 
 
 def member_of(certificate: dict[str, Any] | None, pool_id: str) -> str:
-    """Whom a certificate names, as SSLObject.getpeercert gives it; nothing where none was shown. AccessDenied for another
-    pool's and for what is no certificate of a pool."""
+    """Return the member named by a certificate (from `SSLObject.getpeercert`); "" if the peer presented none.
+
+    AccessDenied: the certificate belongs to another pool, or is no certificate of a pool.
+    """
     if not certificate:
         return ""
     return member_of_uris([value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"], pool_id)
 
 
 def member_of_uris(uris: list[str], pool_id: str) -> str:
-    """The one of `uris` that names a member of this pool. AccessDenied where there is none, and for another pool's."""
+    """Return the member of this pool that `uris` name; AccessDenied if there is none or the pool differs."""
     found = [named for uri in uris if (named := member_in(uri))]
     if len(found) != 1:
         raise AccessDenied("the certificate that was shown names no member of a pool")
@@ -298,12 +329,12 @@ _REASONS = {
     "UNSUPPORTED_PROTOCOL": "it knows no TLS 1.3",
     "TLSV1_ALERT_PROTOCOL_VERSION": "it knows no TLS 1.3",
 }
-"""What OpenSSL calls it -> what it means here."""
+"""Reason as OpenSSL names it -> explanation for the user."""
 _X509_EXPIRED, _X509_NOT_YET = 10, 9
 
 
 def refusal_of(error: BaseException | None) -> str:
-    """What a failed handshake means, or nothing for other ends of a connection."""
+    """Explain a failed handshake; "" for other errors."""
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code == _X509_EXPIRED:
             return "its certificate has ended"
@@ -315,7 +346,12 @@ def refusal_of(error: BaseException | None) -> str:
 
 
 async def member_at(identity: Identity, host: str, port: int, protocols: tuple[str, ...]) -> str:
-    """Who serves there: a handshake and no more, for libraries that do not say whom they have met. AccessDenied, OSError."""
+    """Return the member that serves at an address, using only a handshake.
+
+    For libraries that do not report the peer's certificate. AccessDenied: the peer is not a member of this
+    pool.
+    OSError: no connection.
+    """
     context = _context(identity._required(), ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(protocols)
     _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=host)
@@ -326,7 +362,7 @@ async def member_at(identity: Identity, host: str, port: int, protocols: tuple[s
 
 
 def authority_unseen() -> ssl.SSLContext:
-    """For who has only the authority's fingerprint yet, and will send nothing secret."""
+    """Return a context for a machine that has only the CA's fingerprint so far and sends no secrets."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -335,7 +371,7 @@ def authority_unseen() -> ssl.SSLContext:
 
 
 def authority_known(authority: bytes) -> ssl.SSLContext:
-    """For who has no certificate yet, and knows the authority (PEM)."""
+    """Return a context for a machine that has the CA certificate (PEM) but no certificate of its own."""
     context = authority_unseen()
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority.decode())
@@ -345,10 +381,10 @@ def authority_known(authority: bytes) -> ssl.SSLContext:
 def _context(shown: Shown, protocol: ssl._SSLMethod) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # members have names of their own, which we look at ourselves
+    context.check_hostname = False  # members have their own names, which this module verifies
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # nobody resumes: each connection shows its certificate
+        context.num_tickets = 0  # no session resumption: each connection presents its certificate
     try:
         context.load_verify_locations(cadata=shown.authority.decode())
     except (ssl.SSLError, ValueError) as error:
@@ -358,7 +394,7 @@ def _context(shown: Shown, protocol: ssl._SSLMethod) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, shown: Shown) -> None:
-    # OpenSSL takes files only; this one is ours alone (0600), and gone when we return.
+    # OpenSSL reads files only; this file is private (0600) and is deleted on return.
     with tempfile.NamedTemporaryFile() as file:
         file.write(shown.key + b"\n" + shown.certificate)
         file.flush()

@@ -1,22 +1,24 @@
 """Keys of encrypted volumes, and the pool key that protects them.
 
-Each encrypted volume has a key of its own (security/xts). It is stored only *wrapped*: encrypted and authenticated with
-AES-256-GCM by the pool key, which is stored nowhere in the pool. Metadata services make and keep wrapped keys, in the
-volume's record; clients and stores are given them with the requests that need them. A daemon takes the pool key from where
-`[encryption]` of node.toml says:
+Each encrypted volume has its own key (security/xts). The volume's key is stored only *wrapped*: encrypted and
+authenticated with AES-256-GCM by the pool key, which is stored nowhere in the pool. Metadata services create
+wrapped keys and store them in the volume's record; clients and stores receive a wrapped key with the requests
+that need it. A daemon reads the pool key from the source in `[encryption]` of node.toml:
 
-    key_file      one key to a line, 64 hexadecimal digits; # begins a comment. The file is readable by its owner alone.
-    key_command   a program that prints the same: of a key management service, or tpm2_unseal
+    key_file      one key to a line, 64 hexadecimal digits; # begins a comment. The file is readable by its
+    owner alone. key_command   a program that prints the same: of a key management service, or tpm2_unseal
 
-The first key wraps; the others are only for what was wrapped with them before. So a pool key is replaced by putting a new line
-on top, on each node, and wrapping all keys anew (`nvpool encryption rewrap`); the data is not encrypted anew.
+The first key wraps; the other keys only unwrap what they wrapped before. To replace a pool key, insert a new
+first line on each node, and wrap all volume keys again (`nvpool encryption rewrap`); the data is not
+encrypted again.
 
 A wrapped key, part of the format:
 
-    version u8 = 1 · identity of the pool key 8 (BLAKE2b of it) · nonce 12 · ciphertext of the volume's key 64 · tag 16
+    version u8 = 1 · identity of the pool key 8 (BLAKE2b of it) · nonce 12 · ciphertext of the volume's key 64
+    · tag 16
 
-The version and the identity are authenticated with it. Used by the daemons, which load it once and look again when a key is
-not known, and by `nvpool encryption`.
+The version and the identity are authenticated too. Used by `nvpool encryption` and by the daemons. A daemon
+reads the pool keys once, and reads a key file again when a key is unknown.
 """
 
 from __future__ import annotations
@@ -38,38 +40,40 @@ POOL_KEY_BYTES = 32
 IDENTITY_BYTES = 8
 WRAPPED_BYTES = 1 + IDENTITY_BYTES + 12 + KEY_BYTES + 16
 COMMAND_S = 30.0
-"""For a key command; a key management service that takes longer is taken for one that does not answer."""
+"""Time limit of a key command; a key management service that takes longer counts as unavailable."""
 LOOK_AGAIN_S = 5.0
-"""A key that is not known is looked for again after so long, not with each request."""
+"""Minimum interval between searches for an unknown key, so that not every request searches."""
 _VERSION = 1
 _CIPHERS_MAX = 1024
 _FILE_BYTES_MAX = 65536
 
 
 class VolumeKey(NamedTuple):
-    """What a client or store has of an encrypted volume. `wrapped` is what it sends to those that have the pool key."""
+    """Key of an encrypted volume in a client or store. `wrapped` is sent to processes that have the pool
+    key."""
 
     wrapped: bytes
     cipher: BlockCipher
 
 
 def identity_of(pool_key: bytes) -> bytes:
-    """What stands for a pool key where it may be seen by others."""
+    """Return a public identifier of a pool key."""
     return blake2b(pool_key, digest_size=IDENTITY_BYTES, person=b"nvpool pool key").digest()
 
 
 def wrapped_by(wrapped: bytes) -> str:
-    """The identity of the pool key that wrapped this, in hexadecimal digits. CorruptRecord."""
+    """Return the identity, in hex digits, of the pool key that wrapped `wrapped`; CorruptRecord for an
+    unknown form."""
     if len(wrapped) != WRAPPED_BYTES or wrapped[0] != _VERSION:
         raise CorruptRecord("the wrapped key of a volume has an unknown form")
     return wrapped[1:1 + IDENTITY_BYTES].hex()
 
 
 class PoolKeys:
-    """The pool keys of this node, the first of which wraps. Safe to use from one event loop."""
+    """Pool keys of this node; the first one wraps. Use from one event loop only."""
 
     def __init__(self, *, key_file: str = "", key_command: str = "", clock: Clock = SYSTEM_CLOCK) -> None:
-        """Nothing is read yet: `load` does, and whatever needs a key that is not known."""
+        """Create the object without reading keys; `load`, or the first use of an unknown key, reads them."""
         self._file = key_file
         self._command = key_command
         self._clock = clock
@@ -83,11 +87,14 @@ class PoolKeys:
 
     @property
     def identities(self) -> list[str]:
-        """Of the keys that are known, the one that wraps first."""
+        """Identities of the known pool keys, the wrapping key first."""
         return [identity.hex() for identity in self._keys]
 
     def load(self) -> None:
-        """Read the keys anew. BadConfiguration with the remedy; the keys from before stay in use then."""
+        """Read the keys again.
+
+        BadConfiguration: the source is unreadable or wrong, with the remedy; the previous keys stay in use.
+        """
         self._looked_s = self._clock.boottime_s()
         if not self.is_configured:
             return
@@ -111,18 +118,25 @@ class PoolKeys:
         self._keys = keys
 
     def new(self) -> bytes:
-        """A new key for a volume, wrapped. KeyMissing: this node has no pool key."""
+        """Create a new volume key and return it wrapped; KeyMissing if this node has no pool key."""
         return self._wrap(self._clock.secret(KEY_BYTES))
 
     def rewrap(self, wrapped: bytes) -> bytes:
-        """The same key, wrapped by the first pool key; what is so already comes back as it is. KeyMissing, CorruptRecord."""
+        """Return the same volume key, wrapped by the first pool key; unchanged if that key already wraps it.
+
+        KeyMissing, CorruptRecord: as for `unwrap`.
+        """
         self._look()
         if self._keys and wrapped_by(wrapped) == self.identities[0]:
             return wrapped
         return self._wrap(self.unwrap(wrapped))
 
     def unwrap(self, wrapped: bytes) -> bytes:
-        """The volume's key. KeyMissing: the pool key that wrapped it is not known here. CorruptRecord: it is damaged."""
+        """Return the volume's key.
+
+        KeyMissing: the pool key that wrapped it is not known here.
+        CorruptRecord: the wrapped key is damaged.
+        """
         identity = bytes.fromhex(wrapped_by(wrapped))
         if identity not in self._keys:
             self._look()
@@ -136,7 +150,7 @@ class PoolKeys:
             raise CorruptRecord("the wrapped key of a volume is damaged") from None
 
     def cipher(self, wrapped: bytes) -> BlockCipher:
-        """The cipher of a volume. Fails as `unwrap`."""
+        """Return the cipher of a volume; fails as `unwrap` does."""
         found = self._ciphers.get(wrapped)
         if found is None:
             found = BlockCipher(self.unwrap(wrapped))
@@ -155,7 +169,8 @@ class PoolKeys:
         return head + nonce + AESGCM(pool_key).encrypt(nonce, key, head)
 
     def _look(self) -> None:
-        """Read a key file again, where it may have been changed. A command is run at the start only, since it may wait."""
+        """Read the key file again, since it may have changed. A key command runs at start only, since it may
+        block."""
         if self._file and self._clock.boottime_s() >= self._looked_s + LOOK_AGAIN_S:
             try:
                 self.load()

@@ -1,16 +1,19 @@
 """AES-256-XTS over the 4 KiB blocks of chunks: the cipher of encrypted volumes.
 
-XTS-AES as in IEEE 1619-2018 and NIST SP 800-38E, with a data unit of one block of a chunk. The number of a data unit is its
-position: inode u64, chunk index u32, block within the chunk u32, little-endian in this order. So each replica of a block has
-the same ciphertext, a block can be rewritten in place, and what is moved to another position does not decrypt. XTS keeps what
-is stored secret; it does not detect changes. Checksums, which are of the ciphertext, detect damage by accident.
+XTS-AES follows IEEE 1619-2018 and NIST SP 800-38E; the data unit is one block of a chunk. The number of a
+data unit is its position: inode u64, chunk index u32, block within the chunk u32, little-endian in this
+order. So each replica of a block has the same ciphertext, a block can be rewritten in place, and a block
+moved to another position does not decrypt. XTS keeps stored data secret; it does not detect changes.
+Checksums of the ciphertext detect accidental damage.
 
-A block of zeros in ciphertext stands for a hole, and decrypts to zeros: no block encrypts to it but with probability 2^-32768.
+A block of zeros in ciphertext represents a hole, and decrypts to zeros. The probability that another block
+encrypts to zeros is 2^-32768.
 
-The library's own XTS makes a context for each block, which takes 8 µs, some ten times as long as the cipher itself. So the
-compiled part (`_xts.pyx`) applies the tweaks itself around the library's AES in ECB mode, for many blocks at once: some 2 µs
-a block alone, 0.6 in large buffers. Without it the library's XTS is used; tests hold the two against one another. Used by
-clients, which decrypt what they read, and by stores, which encrypt what is written. Any thread may call it. """
+The library's own XTS creates a context for each block. This takes 8 µs, about ten times as long as the cipher
+itself. So the compiled part (`_xts.pyx`) applies the tweaks around the library's AES in ECB mode, for many
+blocks per call: about 2 µs for a single block, 0.6 µs per block in large buffers. Without the compiled part,
+the library's XTS is used; tests compare both. Clients use this module to decrypt reads, stores to encrypt
+writes. Any thread may call it. """
 
 from __future__ import annotations
 
@@ -28,20 +31,22 @@ _xts = load_compiled("nvpool.security._xts")
 Scratch = _xts.Scratch if _xts is not None else None
 
 KEY_BYTES = 64
-"""Two keys of AES-256: that of the data, and that of the tweaks."""
+"""Two AES-256 keys: one for the data, one for the tweaks."""
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 
 Writable = bytearray | memoryview
 
 
 class BlockEngine(Protocol):
-    """Work of one direction with one key, for one thread: `_xts.Scratch`, or `_PlainXts` where that is not compiled."""
+    """Encryption or decryption with one key in one thread: `_xts.Scratch`, or `_PlainXts` without compiled
+    modules."""
 
     def run_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into: Writable) -> None:
-        """Decrypt pieces of `into` where they are; see BlockCipher.decrypt_many."""
+        """Decrypt pieces of `into` in place; see `BlockCipher.decrypt_many`."""
 
     def run(self, source: Buffer, to: Writable, inode: int, index: int, first: int, keeps_zeros: bool) -> None:
-        """Encrypt or decrypt whole blocks of `source` to `to`; with `keeps_zeros`, a block of zeros stays one."""
+        """Encrypt or decrypt whole blocks of `source` into `to`; with `keeps_zeros`, a block of zeros stays
+        zeros."""
 
 
 class BlockCipher:
@@ -54,26 +59,27 @@ class BlockCipher:
         self._local = threading.local()
 
     def encrypt(self, inode: int, index: int, first: int, blocks: Buffer) -> bytearray:
-        """The ciphertext of `blocks`, which lie in chunk `index` of the inode from block `first` on."""
+        """Return the ciphertext of `blocks`, which begin at block `first` of chunk `index` of the inode."""
         made = bytearray(len(blocks))
         self._run("encrypting", inode, index, first, blocks, made, False)
         return made
 
     def decrypt(self, inode: int, index: int, first: int, blocks: Buffer, into: memoryview | None = None) -> memoryview:
-        """What `encrypt` was given; in `into`, where that is given, which may be `blocks` itself."""
+        """Return the plaintext of `blocks`, in `into` if given; `into` may be `blocks` itself."""
         plain = memoryview(bytearray(len(blocks))) if into is None else into
         self._run("decrypting", inode, index, first, blocks, plain, True)
         return plain
 
     def decrypt_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into: Writable) -> None:
-        """Decrypt pieces of `into` where they are: (inode, chunk index, first block, place in `into`, bytes) of each."""
+        """Decrypt pieces of `into` in place; each is (inode, chunk index, first block, offset in `into`,
+        bytes)."""
         self._scratch("decrypting").run_many(pieces, into)
 
     def _run(self, way: str, inode: int, index: int, first: int, source: Buffer, into: Writable, keeps_zeros: bool) -> None:
         self._scratch(way).run(source, into, inode, index, first, keeps_zeros)
 
     def _scratch(self, way: str) -> BlockEngine:
-        """This thread's."""
+        """Return the engine of this thread."""
         scratch: BlockEngine | None = getattr(self._local, way, None)
         if scratch is None:
             scratch = self.scratch(way)
@@ -81,10 +87,10 @@ class BlockCipher:
         return scratch
 
     def scratch(self, way: str) -> BlockEngine:
-        """What does the work "encrypting" or "decrypting", for one thread."""
+        """Create an engine for "encrypting" or "decrypting", to be used by one thread."""
         if Scratch is None:
             return _PlainXts(self._key, way)
-        # ECB is the primitive of which XTS is made.
+        # XTS is built on ECB.
         data = Cipher(algorithms.AES(self._key[:32]), modes.ECB())
         tweak = Cipher(algorithms.AES(self._key[32:]), modes.ECB())
         context: CipherContext = data.encryptor() if way == "encrypting" else data.decryptor()
@@ -93,7 +99,7 @@ class BlockCipher:
 
 
 class _PlainXts:
-    """As _xts.Scratch, with the library's XTS."""
+    """The same as `_xts.Scratch`, with the library's XTS."""
 
     def __init__(self, key: bytes, way: str) -> None:
         self._algorithm = algorithms.AES(key)
