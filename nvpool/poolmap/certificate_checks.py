@@ -1,7 +1,8 @@
-"""Certificates that end soon, as problems of a pool: decisions of `nvpool status` and `nvpool doctor`.
+"""Health checks of certificates that expire soon, for `nvpool status` and `nvpool doctor`.
 
-A member's certificate is renewed by itself when a third of its life is left, which is the notice time of the others: one that
-is below that for a day was not renewed, and the problem says why. Others are not renewed. Used by node/status and the CLI.
+Certificates of members are renewed automatically when a third of their life is left. This is also the notice
+time of the other kinds, which are not renewed automatically. If a member's certificate is below a third for
+more than a day, its renewal failed, and the problem says why. Used by node/status and the CLI.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from nvpool.poolmap.health_checks import Problem
 DAY_S = 86_400.0
 NOTICE_S, RISK_S = 30 * DAY_S, 7 * DAY_S
 LATE_S = DAY_S
-"""For so long the pool may take to renew a certificate before that is a problem."""
+"""Time that the pool may take to renew a certificate before the delay is a problem."""
 NAMES = {"authority": "the pool's authority", "member": "this node", "etcd-authority": "the authority of etcd",
          "etcd-member": "this node for etcd", "external-etcd-authority": "the authority of your etcd",
          "external-etcd-member": "this node for your etcd"}
-"""By kind, as in node/admin/certificate_store."""
+"""Description by kind, as in node/admin/certificate_store."""
 
 _RENEWED = frozenset(("member", "etcd-member"))
-"""Kinds that are renewed by themselves."""
+"""Kinds that are renewed automatically."""
 State = Literal["well", "notice", "risk", "ended"]
 
 
 def state_of(kind: str, begins_s: float, ends_s: float, now_s: float) -> State:
-    """How a certificate stands. Those of short lives have shorter times: a third and a twelfth of the life."""
+    """Classify a certificate by its remaining life.
+
+    Short-lived certificates have shorter limits: a third and a twelfth of their life.
+    """
     left_s, life_s = ends_s - now_s, ends_s - (begins_s + SKEW_S)
     if left_s <= 0:
         return "ended"
@@ -49,8 +53,10 @@ def remedy_of(kind: str, node: str) -> str:
 
 
 def problems(certificates: Iterable[Mapping[str, Any]], now_s: float, *, node: int, pool: str, trouble: str) -> list[Problem]:
-    """Of the certificates of a node, as node/admin/certificate_store tells them. `trouble`: why its own could not be
-    renewed."""
+    """Return the problems of a node's certificates, as node/admin/certificate_store reports them.
+
+    `trouble` is the reason why the node's own certificate could not be renewed.
+    """
     found = []
     for one in certificates:
         kind = one["kind"]

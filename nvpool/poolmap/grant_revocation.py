@@ -1,11 +1,12 @@
-"""Revocation of rights to volumes: which grants stores refuse before they end.
+"""Revocation of rights to volumes: lets stores refuse access tokens (grants) before they expire.
 
-A grant is a signed right that a store checks without asking anybody, and lives for minutes. When a right to a volume is taken
-back, the pool map gets an entry (`RightTaken`); a store that has this map refuses grants of the volume, and of the member, that
-were given under an older one. Their holders ask the metadata service for new ones, which those with a right get. An entry is
-dropped when each grant from before it has ended. There are at most TAKEN_MAX: beyond that one entry stands for all volumes.
+A grant is a signed right that a store verifies without a query, and it lives for minutes. When a right to a
+volume is revoked, the pool map gets an entry (`RightTaken`). A store with this map refuses grants of the
+volume and member that were issued under an older map. Clients with a refused grant request a new one from the
+metadata service, which issues one only to clients that still have the right. An entry is removed when all
+older grants have expired. There are at most TAKEN_MAX entries; beyond that, one entry covers all volumes.
 
-Pure functions of a map, the time and a request; called by node/coordination/shard_failover and cluster/manager, and by
+Pure functions of a map, the time and a request. Used by node/coordination/shard_failover, cluster/manager and
 store/server/service.
 """
 
@@ -19,17 +20,21 @@ from nvpool.core.member_names import check_member
 from nvpool.poolmap.model import PoolMap, RightTaken
 
 TAKEN_MAX = 256
-"""Of entries: each process holds the whole map, 100 bytes an entry."""
+"""Maximum number of entries: each process stores the whole map, and an entry has 100 bytes."""
 LIFE_MS_MAX = 24 * 3600 * 1000
-"""Of an entry: a mistake in a configuration must not leave it for years."""
+"""Maximum life of an entry, so that a wrong configuration cannot keep one for years."""
 _HALF = EPOCH_MASK + 1 >> 1
-"""Epochs are compared by their lower bits: the map changes far less often in the life of a grant."""
+"""Epochs are compared by their lower bits only: during the life of a grant, the map changes far fewer times
+than this."""
 ALL = READ | WRITE
 
 
 def taken(pool_map: PoolMap, volume: int, member: str, rights: int, now_ms: int, life_ms: int) -> PoolMap:
-    """The next map, with which stores refuse grants of these `rights` to the volume from before it. `member`: whose; empty:
-    everybody's. `life_ms`: how long a grant that was given a moment ago lives. InvalidRequest."""
+    """Return the next map, with which stores refuse older grants of these `rights` to the volume.
+
+    `member` is the member whose grants are refused; empty: all members. `life_ms` is the remaining life of a
+    grant issued just now. InvalidRequest: rights, volume, member or life are invalid.
+    """
     if volume < 0 or not rights or rights & ~ALL or not 0 < life_ms <= LIFE_MS_MAX:
         raise InvalidRequest(f"rights {rights} to volume {volume} can not be taken for {life_ms} ms")
     if member:
@@ -50,20 +55,21 @@ def taken(pool_map: PoolMap, volume: int, member: str, rights: int, now_ms: int,
 
 
 def without_ended(pool_map: PoolMap, now_ms: int) -> PoolMap:
-    """The map without entries whose time is over; the same one, of the same epoch, where there are none."""
+    """Return the map without expired entries; the same object if none has expired. The epoch does not
+    change."""
     if all(one.until_ms > now_ms for one in pool_map.rights_taken):
         return pool_map
     return replace(pool_map, rights_taken=tuple(one for one in pool_map.rights_taken if one.until_ms > now_ms))
 
 
 class RightsTaken:
-    """What a store looks a grant up in, once, when it verifies it. False where nothing is taken back."""
+    """Revocations as a store uses them, once for each grant that it verifies. False if there are none."""
 
     def __init__(self, entries: tuple[RightTaken, ...] = (), now_ms: int = 0) -> None:
-        """Of the entries whose time is not over at `now_ms`."""
+        """Keep the entries that have not expired at `now_ms`."""
         self._entries: dict[tuple[int, int], list[RightTaken]] = {}
         self.until_ms = 0
-        """When the first of them is over; 0: there is none."""
+        """Earliest expiry of an entry; 0 if there are no entries."""
         for one in entries:
             if one.until_ms > now_ms:
                 self._entries.setdefault((volume_tag(one.volume), member_tag(one.member)), []).append(one)
@@ -73,7 +79,7 @@ class RightsTaken:
         return bool(self._entries)
 
     def refuses(self, grant: Grant) -> bool:
-        """Whether the grant is of a right that was taken back after it was given."""
+        """Return whether the grant's right was revoked after the grant was issued."""
         if not grant.volume or not self._entries:
             return False
         names = {(volume, member) for volume in (grant.volume, 0) for member in (grant.member, 0)}

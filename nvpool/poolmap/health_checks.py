@@ -1,8 +1,9 @@
-"""Problems of a pool, with place, reason and the command that mends them: decisions of `nvpool status`.
+"""Health checks of a pool, for `nvpool status`: problems with location, reason and remedy.
 
-Pure functions from the pool map and from what nodes, shard members and stores said of themselves. Every problem names what it
-concerns, so that people, scripts and alerts mean the same. Used by node/health_watch, which gathers the answers; the texts are
-for operators. Figures come from poolmap/chains/rebalance.
+Pure functions of the pool map and the status reports of nodes, shard members and stores. Every problem
+identifies the component it concerns, so that people, scripts and alerts refer to the same thing.
+node/health_watch collects the reports and calls this module. The texts are for operators. Figures come from
+poolmap/chains/rebalance.
 """
 
 from __future__ import annotations
@@ -22,39 +23,39 @@ from nvpool.poolmap.nodes.broken_links import BROKEN
 from nvpool.poolmap.shards.placement import beside, good_places, place_of, wanted
 
 FULL_SHARE = 0.95
-"""Of a drive's capacity: then it is a problem. The alert comes earlier."""
+"""Share of a drive's capacity above which the drive is a problem. The alert fires earlier."""
 
 Severity = Literal["unavailable", "degraded", "damaged", "notice"]
-"""unavailable: something can not be read or written. degraded: one more loss may make it so, or an operator is needed. damaged:
-something that was stored is lost or wrong. notice: the pool itself is well."""
+"""unavailable: some data cannot be read or written. degraded: one more failure may cause that, or an operator
+must act. damaged: stored data is lost or wrong. notice: the pool itself is healthy."""
 EXIT_CODES: dict[str, int] = {"unavailable": 3, "degraded": 3, "damaged": 4, "notice": 0}
 WELL = frozenset(("serving", "starting"))
 Said = Mapping[str, Any]
-"""An entry of `nvpool status --json` for one process or node."""
+"""Status report of one process or node: an entry of `nvpool status --json`."""
 
 
 class Problem(msgspec.Struct, frozen=True):
     kind: str
     reason: str
-    """A sentence without its end: what is wrong, with whom, and why."""
+    """A sentence without its final period: the fault, the affected component, and the cause."""
     remedy: str = ""
-    """A command, or what to do first; empty: there is nothing to do."""
+    """A command, or the first step to take; empty if no action is needed."""
     severity: Severity = "degraded"
     node: int | None = None
     name: str = ""
-    """Of the process."""
+    """Name of the process."""
     target: int | None = None
     drive: int | None = None
     shard: int | None = None
     member: int | None = None
     count: int = 0
-    """Chains, standbys or the like."""
+    """Number of affected chains, standbys or similar."""
     since_ms: int = 0
-    """Since when this node has known of it."""
+    """Time at which this node first noticed the problem."""
 
     @property
     def key(self) -> tuple:
-        """The same for the same problem, whatever its figures are now."""
+        """Identity of the problem, independent of its current figures."""
         return self.kind, self.node, self.target, self.drive, self.shard, self.member, self.name
 
     @property
@@ -63,19 +64,24 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def exit_code(problems: Iterable[Problem]) -> int:
-    """Of `nvpool status`: 0 well, 3 something is or may soon be unavailable, 4 only damage is left."""
+    """Return the exit code of `nvpool status`: 0 healthy, 3 something is or may soon be unavailable, 4 only
+    damage."""
     codes = {EXIT_CODES[problem.severity] for problem in problems} - {0}
     return min(codes, default=0)
 
 
 class Health:
-    """One look at a pool. `pool` is how commands name it; `replace_after_s` as configured, 0: never."""
+    """One evaluation of a pool. `pool` is its name in commands; `replace_after_s` as configured, 0: never."""
 
     def __init__(self, pool_map: PoolMap, nodes: Sequence[Said], metas: Sequence[Said], stores: Sequence[Said], *,
                  pool: str = "POOL", replace_after_s: float = 0.0, stalled_s: Mapping[int, float] | None = None,
                  can_change: bool = True) -> None:
-        """`stalled_s`: drive -> how long its drain has made no progress; those that do are left out. `can_change`: whether the
-        pool map can be changed; while it can not, no command is told that would have to."""
+        """Store the inputs of the evaluation.
+
+        `stalled_s` maps a drive to the time for which its drain has made no progress; other drives are
+        absent. `can_change` says whether the pool map can be changed; if not, no remedy suggests a command
+        that would change the map.
+        """
         self._can_change = can_change
         self._map = pool_map
         self._pool = pool
@@ -88,12 +94,12 @@ class Health:
         self._silent = {node["node"] for node in nodes if node.get("reason") and node["wish"] in ("", "draining")}
 
     def problems(self) -> list[Problem]:
-        """All that follow from the map and the answers; the worst first."""
+        """Return all problems that follow from the map and the reports, the most severe first."""
         found = [*self._silent_nodes(), *self._processes(), *self._chains(), *self._shards(), *self._drains(), *self._drives()]
         order = list(EXIT_CODES)
         return sorted(found, key=lambda problem: order.index(problem.severity))
 
-    # -- words -------------------------------------------------------------------------------------------------------------
+    # -- texts -----------------------------------------------------------------------------------------------
 
     def _on(self, node: int) -> str:
         return f" on node {node}" if self._several else ""
@@ -102,7 +108,7 @@ class Health:
         return f"target {target.id} (drive {target.drive}){self._on(target.node)}"
 
     def _log(self, name: str, node: int) -> str:
-        """Where to read on. Directories of other nodes are not known here."""
+        """Return a pointer to the log. The directories of other nodes are unknown here."""
         return f"see its log, log/{name}.log in the pool's directory{self._on(node)}"
 
     def _start_node(self, node: int) -> str:
@@ -110,7 +116,8 @@ class Health:
         return f"{start}; if it is lost for good: nvpool node remove {self._pool} {node} --lost" if self._can_change else start
 
     def _restart(self, process: Said) -> str:
-        """For a process that does not serve. Its supervisor starts one that has ended, not one that hangs."""
+        """Return the remedy for a process that does not serve; its supervisor restarts an ended one, not a
+        hung one."""
         if process["state"] == "silent" and process.get("hangs"):
             return f"kill -9 {process.get('pid') or 'its process'}{self._on(process['node'])} (its supervisor starts it again)"
         return f"{self._log(process['name'], process['node'])}; it is started again by itself"
@@ -134,7 +141,7 @@ class Health:
                           self._start_node(node["node"]), node=node["node"], name="supervisor")
 
     def _processes(self) -> Iterable[Problem]:
-        """Stores; members of shards are told of with their shards."""
+        """Yield the problems of stores; those of shard members are reported with their shards."""
         for store in self._stores.values():
             target = self._map.target_by_id[store["target"]]
             about = {"node": target.node, "name": store["name"], "target": target.id, "drive": target.drive}
@@ -205,7 +212,7 @@ class Health:
                        drive=one.drive if len(targets) == 1 else None, count=count)
 
     def _missing(self, target: Target, how: Counter[str], fewer: int, short: Mapping[tuple[int, int], int]) -> Problem:
-        """Chains that lack the copy of one target."""
+        """Return the problem of chains that lack the copy of one target."""
         count, store = how.total(), self._stores.get(target.id, {})
         have = ", ".join(f"{live} of {shall}" for live, shall in sorted(short))
         head = f"{count} chains have fewer copies than they shall ({have}): {self._name(target)} does not have its copies, "
@@ -259,7 +266,7 @@ class Health:
     def _no_primary(self, shard: Shard, primary: Said) -> Problem:
         why = primary.get("reason", "")
         away = [meta for meta in self._members(shard) if meta["in_map"] == "up" and meta["state"] != "serving"] \
-            if primary["state"] != "waiting" else []  # it is the primary, and only lacks its lease
+            if primary["state"] != "waiting" else []  # a waiting primary only lacks its lease
         text = f"shard {shard.id} has no primary that serves, so nothing below it can be changed or looked up: " \
                f"{primary['name']}{self._on(primary['node'])} {_what_is(primary)}"
         if away:
@@ -311,7 +318,7 @@ class Health:
                       member=one["member"] if one else None, count=shall - len(able))
 
     def _standby(self, shard: Shard, meta: Said) -> tuple[str, str]:
-        """Reason why a standby could not follow its primary, and the remedy."""
+        """Return the reason why a standby cannot be promoted, and the remedy."""
         why = f": {meta['reason']}" if meta.get("reason") else ""
         again = f"nvpool shard standbys {self._pool} {shard.id} {wanted(shard) - 1}, and then {wanted(shard)}"
         drive = place_of(self._map, shard, meta["member"]).drive
@@ -402,11 +409,11 @@ class Health:
 
 
 def _what_is(process: Said) -> str:
-    """State and reason of a process that does not serve; the same from one try to start it to the next."""
+    """Return state and reason of a process that does not serve; the text is stable over repeated starts."""
     why = f": {process['reason']}" if process.get("reason") else ""
     return f"does not start{why}" if why and process["state"] in ("starting", "restarting") else f"is {process['state']}{why}"
 
 
 def with_since(problems: Iterable[Problem], known: Mapping[tuple, int], now_ms: int) -> list[Problem]:
-    """The problems, each with the time since when it is known: of `known`, or now."""
+    """Return the problems with the time since which each is known: from `known`, or now."""
     return [msgspec.structs.replace(problem, since_ms=known.get(problem.key, now_ms)) for problem in problems]

@@ -1,8 +1,8 @@
-"""Where the bytes of a file lie: chunks, and the chain that each chunk belongs to.
+"""File layout: division of a file into chunks, and the chain of each chunk.
 
-An inode keeps its chain table and chunk size from its creation. Chunk `i` of inode `n` belongs to chain
-`chunk_hash(n, i) % 1024` of its table; only the membership of chains ever changes, so nothing else has to be looked up.
-The hash is part of the format (golden values in tests/golden/chunk_hash.json).
+An inode keeps the chain table and chunk size of its creation. Chunk `i` of inode `n` belongs to chain
+`chunk_hash(n, i) % 1024` of its table. Only the members of chains ever change, so locating a chunk needs no
+look-up besides the pool map. The hash is part of the format (golden values in tests/golden/chunk_hash.json).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 class Layout(NamedTuple):
-    """Kept in the inode: chain table (u8; its replica count), log2 of the chunk size (u8)."""
+    """Layout stored in the inode: chain table (u8; its replica count), log2 of the chunk size (u8)."""
 
     table: int = 1
     chunk_bits: int = CHUNK_BYTES_DEFAULT.bit_length() - 1
@@ -37,9 +37,9 @@ class Layout(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a byte range that lies in one chunk. `at` is where it begins in the range, all in bytes."""
+    """Part of a byte range within one chunk. `at` is its offset in the range; all numbers are in bytes."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     offset: int
     length: int
     at: int
@@ -53,7 +53,7 @@ def pack_layout(layout: Layout) -> bytes:
 
 
 def layout_of(chunk_bytes: int, table: int = 1) -> Layout:
-    """InvalidRequest when chunk_bytes is no power of two between 64 KiB and 16 MiB."""
+    """Return a layout; InvalidRequest if `chunk_bytes` is not a power of two between 64 KiB and 16 MiB."""
     if chunk_bytes & (chunk_bytes - 1) or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
         raise InvalidRequest(f"a chunk size is a power of two from 64 KiB to 16 MiB, not "
                              f"{chunk_bytes:,} bytes ({format_bytes(chunk_bytes)})")
@@ -61,8 +61,12 @@ def layout_of(chunk_bytes: int, table: int = 1) -> Layout:
 
 
 def chunk_hash(inode: int, index: int) -> int:
-    """64 bits, spread evenly: the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-    Generators, OOPSLA 2014) over inode + (index + 1) * golden gamma, twice, so that neighbouring inodes and indexes part."""
+    """Return 64 evenly distributed bits for a chunk.
+
+    The hash applies the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, OOPSLA 2014) to inode + (index + 1) * golden gamma, twice, so that neighbouring inodes and
+    indexes get unrelated values.
+    """
     z = (inode + (index + 1) * _GOLDEN_GAMMA) & _MASK
     for _ in range(2):
         z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
@@ -76,7 +80,7 @@ def chain_of(inode: int, index: int) -> int:
 
 
 def pieces(layout: Layout, offset: int, length: int) -> Iterator[Piece]:
-    """The range [offset, offset + length) of a file cut at the borders of chunks, in order."""
+    """Divide the range [offset, offset + length) of a file at the borders of chunks, in order."""
     bits = layout.chunk_bits
     mask = (1 << bits) - 1
     at = 0
@@ -93,7 +97,11 @@ def size_max(layout: Layout) -> int:
 
 
 def check_range(layout: Layout, offset: int, length: int) -> None:
-    """InvalidRequest for negative numbers, FileTooLarge for a range that ends past the largest file."""
+    """Verify a byte range.
+
+    InvalidRequest: a number is negative.
+    FileTooLarge: the range ends beyond the largest file.
+    """
     if offset < 0 or length < 0:
         raise InvalidRequest(f"offset {offset} and length {length} must not be negative")
     if offset + length > size_max(layout):

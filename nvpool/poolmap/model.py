@@ -1,7 +1,8 @@
-"""The pool map: nodes, drives, targets, chains, shards and their states as one value with an ever-growing epoch.
+"""The pool map: nodes, drives, targets, chains, shards and their states, as one immutable value with an
+epoch.
 
-Whoever changes it makes a new value with the next epoch (functions here and in `placement`); nobody edits one in place.
-It travels and is stored as JSON, so that an operator can read it.
+A change creates a new value with the next epoch (functions here and in the other modules of poolmap); values
+are never edited in place. The map is sent and stored as JSON, so that an operator can read it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nvpool.core.ids import counter_of, partition_of
 from nvpool.core.units import CHAINS_PER_TABLE, CHUNK_BYTES_DEFAULT, PARTITION_COUNT
 
 MAP_FORMAT = 2
-"""Since 2 a chain has targets that join it and a goal; a map of format 1 is read as one without."""
+"""Since format 2 a chain has joining targets and a goal; a map of format 1 is read as a map without them."""
 _FORMATS_READ = (1, 2)
 
 TargetState = Literal["up", "down", "syncing", "draining", "gone"]
@@ -30,15 +31,17 @@ NodeWish = Literal["share", "drain", "stop", "lost"]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is fixed when a pool is created; `fingerprint` of it is in every greeting."""
+    """Settings that are fixed when a pool is created; every greeting contains their `fingerprint`."""
 
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
     replicas: int = 1
 
 
 class Node(msgspec.Struct, frozen=True):
-    """`host_id` tells whether a unix socket of this node can be reached from here (see runtime/daemon_process.host_id). Nodes
-    with the same `rack` fail together; without one a node fails alone."""
+    """A node. `host_id` shows whether its unix sockets can be reached from here (see host/processes.host_id).
+
+    Nodes with the same `rack` fail together; a node without one fails alone.
+    """
 
     id: int
     name: str
@@ -46,45 +49,52 @@ class Node(msgspec.Struct, frozen=True):
     endpoints: tuple[str, ...]
     rack: str = ""
     member: str = ""
-    """Whom its certificate names."""
+    """Member named by its certificate."""
     wish: NodeWish = "share"
-    """What the operator wants of it: its share; to hold nothing (drain), and to end its processes then (stop). lost: it will
-    not come back, what it had is made again elsewhere; it is out of the pool when nothing names it any more."""
+    """Desired state. share: hold its share. drain: hold nothing. stop: hold nothing, then stop its processes.
+    lost: the node will not return, and its copies are recreated elsewhere; the node leaves the pool when
+    nothing refers to it any more."""
 
 
 class JoinToken(msgspec.Struct, frozen=True):
-    """A right to join once. `hash`: SHA-256 of the token's secret in hex digits, so that who reads the map can not use it."""
+    """A single-use right to join.
+
+    `hash` is the SHA-256 of the token's secret in hex digits, so that a reader of the map cannot use the
+    token.
+    """
 
     hash: str
     kind: str
     ends_ms: int
     used_by: str = ""
-    """Stands for the key of who has used it: the same may ask again when the answer was lost, until the token ends."""
+    """Identifies the key of the joined machine: it may repeat the request if the reply was lost, until the
+    token ends."""
     member: str = ""
-    """Who that became."""
+    """Member name that was issued for the token."""
 
 
 class EtcdMember(msgspec.Struct, frozen=True):
-    """A member of the pool's own etcd on a node: host:port for clients and for its peers. Changes:
-    poolmap/nodes/etcd_membership.
+    """A member of the pool's own etcd on a node: host:port for clients and for etcd peers.
 
-    wanted: the node is to say where it will listen. ready: it has. added: etcd knows it, as one that learns. up: it votes.
-    leaving: it is being taken out. lost: it has lost its data, and is taken out for that."""
+    States: wanted: the node must choose its addresses. ready: the node has chosen them. added: etcd knows the
+    member as a learner. up: the member votes. leaving: the member is being removed. lost: the member has lost
+    its data and is being removed for that reason. poolmap/nodes/etcd_membership has the changes.
+    """
 
     node: int
     client: str
     peer: str
     state: EtcdState = "up"
     generation: int = 0
-    """The epoch in which the node was wanted: one that is taken out and in again begins with nothing."""
+    """Epoch in which the member was wanted: a member that is removed and added again starts without data."""
     id: str = ""
-    """Etcd's, in hex digits; empty until it is known."""
+    """The member's id in etcd, in hex digits; empty until known."""
     revoked: int = 0
-    """Who was removed up to this epoch has no connection to it any more."""
+    """Nodes removed up to this epoch have no connection to this member any more."""
 
 
 class Revoked(msgspec.Struct, frozen=True):
-    """A node that was removed in `epoch`: what it holds of etcd's authority is worth nothing."""
+    """A node that was removed in `epoch`: its certificates of etcd's CA are revoked."""
 
     member: str
     at_ms: int
@@ -99,13 +109,16 @@ class Drive(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The unit of placement. Endpoints are URLs, e.g. stream+unix:///run/t1.sock, stream://10.0.0.1:7711, grpc://10.0.0.1:7712.
+    """A target, the unit of placement.
 
-    `state` is down while it does not answer and others hold what it holds; gone for ever once it is removed (numbers are given
-    once). `wish` is what the operator wants of it: its share of the chains; to hold none (drain), and to leave the pool then
-    (remove); lost: what it held is not to be had any more, and is made again from others. away: not the operator's, it has been
-    away for so long that others make what it held; it gets its share again when it is back. `verifier`: see
-    store/disk/write_verifier; 0 until it is told for the first time.
+    Endpoints are URLs, e.g. stream+unix:///run/t1.sock, stream://10.0.0.1:7711, grpc://10.0.0.1:7712.
+
+    `state`: down while the target does not respond and others hold its chains; gone for ever once it is
+    removed (numbers are not reused). `wish` is the desired state: share: hold its share of the chains. drain:
+    hold none. remove: hold none, then leave the pool. lost: its data is lost and is recreated from other
+    copies. The operator sets these. The pool itself sets away: the target was absent for so long that others
+    recreate its copies; it gets its share again when it returns. `verifier`: see store/disk/write_verifier; 0
+    until it is first reported.
     """
 
     id: int
@@ -119,21 +132,27 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether it is not to be served, nor waited for, any more."""
+        """Whether the target is decommissioned or lost: it must not serve, and nothing waits for it."""
         return self.state == "gone" or self.wish == "lost"
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
-    """`targets` hold every committed byte of the chain's chunks, from head to tail; a target that fails leaves, the last one
-    stays whatever happens to it. `joining` get every write behind the tail, are not read from, and follow when they hold what
-    the tail holds. `goal` is who shall hold the chain in the end; empty: who does. `leaving` are those of the targets that are
-    not read from any more: they get each write until they, too, know that, and leave then. Never all of them. `epoch` grows
-    with every change of targets, joining or leaving, a target's restart included. Whatever comes and goes, those that stay keep
-    their order: who stands before another has every pending write that the other has. `intact`: what the chain has answered
-    since it had this epoch is there, flushed or not.
+    """A replication chain.
 
-    `begun`: the epoch in which it was begun anew with nothing, when all who held it were given up; 0: never. `loss` is what was
-    lost then: the number in `PoolMap.losses`, from 1. See poolmap/chains/data_loss."""
+    `targets` hold every committed byte of the chain's chunks, from head to tail. A failed target leaves; the
+    last one stays whatever happens to it. `joining` receive every write after the tail and are not read from;
+    they become targets when they hold what the tail holds. `goal` lists the desired holders; empty: the
+    current holders. `leaving` are targets that are not read from any more: they receive each write until they
+    know this too, and then leave. At least one target is not leaving.
+
+    `epoch` grows with every change of targets, joining or leaving, including a target's restart. Remaining
+    members keep their order, so each member has every pending write that a later member has. `intact`: every
+    write that the chain has acknowledged since it had this epoch still exists, committed or unstable.
+
+    `begun`: the epoch in which the chain was reset to empty, when all its holders were given up; 0: never.
+    `loss` identifies what was lost then: the number in `PoolMap.losses`, from 1. See
+    poolmap/chains/data_loss.
+    """
 
     epoch: int
     targets: tuple[int, ...]
@@ -146,21 +165,24 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def readable(self) -> tuple[int, ...]:
-        """Those that may be read from."""
+        """Targets that may be read from."""
         return tuple(t for t in self.targets if t not in self.leaving) if self.leaving else self.targets
 
 
 class ChainTable(msgspec.Struct, frozen=True):
-    """`id` is the replica count; a Layout names it."""
+    """Chain table. `id` is the replica count; a Layout refers to it."""
 
     id: int
     chains: tuple[Chain, ...]
 
 
 class Standby(msgspec.Struct, frozen=True):
-    """A member of a shard that is not its primary. "up": it has every change that was ever acknowledged, and no change is
-    acknowledged that it does not have; so it can be promoted. "syncing": it is away, or catches up. Without endpoints it is
-    still to be made by its node, and `path` is the store beside which it shall lie."""
+    """A member of a shard that is not its primary.
+
+    up: the standby has every acknowledged change, and no change is acknowledged without it, so it can be
+    promoted. syncing: the standby is absent or catching up. A standby without endpoints still has to be
+    created by its node, beside the store at `path`.
+    """
 
     member: int
     node: int
@@ -170,10 +192,14 @@ class Standby(msgspec.Struct, frozen=True):
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One LMDB environment on each of its members. node, endpoints, member and path are the primary's; `term` counts the
-    primaries, a journal record carries it. `path` is where a member's records are on its node; empty: in the pool's directory.
-    `epoch` grows with every change of term or standbys. Changes: poolmap/shards/members. `wish`: to hold its share of the
-    partitions, or to give them all away and leave the pool (poolmap/shards/partition_moves)."""
+    """A metadata shard: one LMDB environment on each of its members.
+
+    node, endpoints, member and path are those of the primary. `term` counts the primaries; journal records
+    carry it. `path` is the location of a member's records on its node; empty: the pool directory. `epoch`
+    grows with every change of term or standbys (poolmap/shards/members). `wish` is the desired state: to hold
+    its share of the partitions, or to migrate all of them away and leave the pool
+    (poolmap/shards/partition_moves).
+    """
 
     id: int
     node: int
@@ -186,11 +212,12 @@ class Shard(msgspec.Struct, frozen=True):
     standbys: tuple[Standby, ...] = ()
     wish: ShardWish = "share"
     standbys_wanted: int | None = None
-    """So many it shall have in good places (poolmap/shards/placement); None: as many as it has."""
+    """Desired number of standbys in good places (poolmap/shards/placement); None: the current number."""
 
 
 class ShardWanted(msgspec.Struct, frozen=True):
-    """A shard that its node is to make, with so many standbys there; None: as many as the others have."""
+    """A shard that its node has to create, with this number of standbys; None: as many as the other shards
+    have."""
 
     id: int
     node: int
@@ -204,7 +231,7 @@ class PartitionRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Births(msgspec.Struct, frozen=True, array_like=True):
-    """Inodes of these partitions that had been born at some moment: those with a counter below `below`."""
+    """Inodes of these partitions that existed at some point in time: those with a counter below `below`."""
 
     first: int
     count: int
@@ -212,7 +239,8 @@ class Births(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loss(msgspec.Struct, frozen=True, dict=True):
-    """What was there when chains were begun anew with nothing: chunks of these inodes may have been in them."""
+    """Inodes that existed when chains were reset to empty: the chains may have held chunks of these
+    inodes."""
 
     births: tuple[Births, ...]
 
@@ -224,31 +252,37 @@ class Loss(msgspec.Struct, frozen=True, dict=True):
         return tuple(below)
 
     def had(self, inode: int) -> bool:
-        """Whether the inode had been born."""
+        """Return whether the inode existed then."""
         return counter_of(inode) < self._below[partition_of(inode)]
 
 
 class Moving(msgspec.Struct, frozen=True):
-    """How chains are moved for balance and for drives that are drained. `paused` keeps what begins; copies that are missing are
-    made nevertheless. `limit_bytes_s` of each target that is filled; 0: what serving leaves."""
+    """Settings for moving chains, to balance the pool and to drain drives.
+
+    `paused` only defers the start of moves; missing copies are recreated nevertheless. `limit_bytes_s` is for
+    each target that is filled; 0: the bandwidth that serving leaves.
+    """
 
     paused: bool = False
     limit_bytes_s: int = 0
 
 
 class RightTaken(msgspec.Struct, frozen=True):
-    """A right to a volume that was taken back: stores refuse grants of it that were given before the map had `epoch`. Changes:
-    poolmap/grant_revocation."""
+    """A revoked right to a volume: stores refuse its grants that were issued before the map had `epoch`.
+
+    poolmap/grant_revocation has the changes.
+    """
 
     volume: int
-    """Its inode; 0: each volume."""
+    """Inode of the volume; 0: every volume."""
     member: str
-    """Whose right; empty: everybody's, and those who have one still get a new grant."""
+    """Member whose right is revoked; empty: all members, and those that still have a right get a new
+    grant."""
     rights: int
-    """READ, WRITE of core/grants."""
+    """READ and WRITE of core/grants."""
     epoch: int
     until_ms: int
-    """Wall clock, since 1970: by then each grant that was given before has ended."""
+    """Wall clock in ms since 1970: by then, all grants issued before have expired."""
 
 
 class PoolMap(msgspec.Struct, frozen=True, dict=True):
@@ -265,25 +299,26 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     partitions: tuple[PartitionRange, ...] = ()
     moving: Moving = Moving()
     members: tuple[str, ...] = ()
-    """Who is in: whose certificates are good. None at all: all that the authority has signed."""
+    """Members whose certificates are accepted. Empty: all certificates signed by the CA are accepted."""
     tokens: tuple[JoinToken, ...] = ()
     etcd: tuple[EtcdMember, ...] = ()
-    """Where the map is kept; empty: in the embedded coordinator of the first node, or in an etcd that is not the pool's own."""
+    """Members of the pool's own etcd, which stores the map. Empty: the map is in the embedded coordinator of
+    the first node, or in an external etcd."""
     moves: tuple[PartitionRange, ...] = ()
-    """Partitions that are to change hands, with the shard that is to hold them: poolmap/shards/partition_moves. Until then
-    `partitions` holds."""
+    """Planned partition migrations, with the destination shard: poolmap/shards/partition_moves. Until a
+    migration completes, `partitions` has the owner."""
     moves_since: int = 0
-    """The epoch in which `moves` was planned last. Who began to hand over before it asks in vain."""
+    """Epoch of the last plan of `moves`. A migration that began under an older plan is rejected."""
     shards_given: int = 0
-    """The highest number of a shard that has left the pool: none is given twice."""
+    """Highest number of a shard that has left the pool; shard numbers are not reused."""
     revoked: tuple[Revoked, ...] = ()
-    """Nodes that were removed and may hold certificates of etcd's authority that have not ended."""
+    """Removed nodes that may still hold unexpired certificates of etcd's CA."""
     shards_wanted: tuple[ShardWanted, ...] = ()
-    """Shards that nodes are to make."""
+    """Shards that nodes have to create."""
     losses: tuple[Loss, ...] = ()
-    """What chains have lost for ever, the oldest first; they name it by its number."""
+    """Permanent data losses of chains, the oldest first; chains refer to them by number."""
     rights_taken: tuple[RightTaken, ...] = ()
-    """Rights to volumes that were taken back not long ago."""
+    """Recently revoked rights to volumes."""
 
     @cached_property
     def target_by_id(self) -> dict[int, Target]:
@@ -313,7 +348,7 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that two sides compare before they speak: pool and fixed settings."""
+        """16 hex digits that two peers compare before they communicate: pool id and fixed settings."""
         return hashlib.sha256(self.pool_id.encode() + msgspec.json.encode(self.settings)).hexdigest()[:16]
 
 
@@ -322,7 +357,11 @@ def encode_map(pool_map: PoolMap) -> bytes:
 
 
 def decode_map(raw: bytes) -> PoolMap:
-    """The map that `raw` holds, checked. WrongFormat for another version, CorruptRecord for anything else wrong."""
+    """Decode and verify a pool map.
+
+    WrongFormat: the map has another version.
+    CorruptRecord: the map is unreadable or inconsistent.
+    """
     try:
         pool_map = msgspec.json.decode(raw, type=PoolMap)
     except msgspec.DecodeError as error:
@@ -338,13 +377,14 @@ def decode_map(raw: bytes) -> PoolMap:
 
 
 def check_map(pool_map: PoolMap) -> list[str]:
-    """What contradicts itself in the map, as sentences; an empty list for a sound one."""
+    """Return the inconsistencies of a map as sentences; an empty list for a consistent map."""
     wrong = []
     nodes = {node.id for node in pool_map.nodes}
     drives = {drive.id for drive in pool_map.drives}
     here = {target.drive for target in pool_map.targets if not target.is_over}
     for drive in pool_map.drives:
-        if drive.node not in nodes and drive.id in here:  # of what is over the number stays, its node may go
+        # A gone or lost target keeps its drive number, but its node may leave.
+        if drive.node not in nodes and drive.id in here:
             wrong.append(f"drive {drive.id} is on node {drive.node}, which does not exist")
     for target in pool_map.targets:
         if target.drive not in drives or (target.node not in nodes and not target.is_over):
@@ -394,14 +434,16 @@ def check_map(pool_map: PoolMap) -> list[str]:
 
 
 def problems_of(now: PoolMap, new: PoolMap) -> list[str]:
-    """Why `new` can not come after `now`, as sentences, whatever its epoch; an empty list where it can."""
+    """Return why `new` cannot follow `now`, as sentences, regardless of its epoch; an empty list if it
+    can."""
     if new.fingerprint != now.fingerprint:
         return ["this map is another pool's, or has other fixed settings"]
     return check_map(new)
 
 
 def changed(pool_map: PoolMap, **fields: Any) -> PoolMap:
-    """The same map with `fields` replaced and the next epoch. InvalidRequest, and no map, when it would contradict itself."""
+    """Return the map with `fields` replaced and the next epoch; InvalidRequest if it would be
+    inconsistent."""
     new = msgspec.structs.replace(pool_map, epoch=pool_map.epoch + 1, **fields)
     problems = check_map(new)
     if problems:

@@ -197,8 +197,7 @@ class Identity:
             return str(error)
         return ""
 
-    # -- used by the transports
-    # -------------------------------------------------------------------------------------------
+    # -- used by the transports ------------------------------------------------------------------------------
 
     def covers(self, where: Endpoint) -> bool:
         """Return whether traffic with `where` needs TLS: everything except unix sockets and in-process
