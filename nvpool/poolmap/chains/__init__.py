@@ -1,1 +1,1 @@
-"""Replication chains in the pool map: placement, rebalancing, changes on failure."""
+"""Replication chains in the pool map: placement, rebalancing, and changes after failures."""

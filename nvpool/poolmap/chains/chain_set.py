@@ -1,7 +1,8 @@
-"""A set of chains, and whether a chunk belongs to one of them: what a target asks another's chunks by.
+"""Set of chains, with a test whether a chunk belongs to one of them.
 
-On the wire 129 bytes a table, part of the format: table u8, then a bit for each of its 1,024 chains, chain n in byte n // 8 as
-bit n % 8.
+A target uses a chain set to select chunks when it requests chunks from another target. The encoding is part
+of the format, 129 bytes for each table: table u8, then one bit for each of its 1,024 chains, chain n in byte
+n // 8 as bit n % 8.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ _TABLE_BYTES = 1 + CHAINS_PER_TABLE // 8
 
 class ChainSet:
     def __init__(self, chains: Iterable[tuple[int, int]] = ()) -> None:
-        """Of (table, chain) each."""
+        """Create the set from (table, chain) pairs."""
         self._of_table: dict[int, bytearray] = {}
         for table, chain in chains:
             self._of_table.setdefault(table, bytearray(CHAINS_PER_TABLE))[chain] = 1
 
     def has_chunk(self, table: int, inode: int, index: int) -> bool:
-        """Whether a chunk of this table's belongs to one of the chains."""
+        """Return whether a chunk with this chain table belongs to one of the chains."""
         flags = self._of_table.get(table)
         return flags is not None and flags[chain_of(inode, index)] > 0
 
@@ -45,7 +46,7 @@ def encode_chains(chains: ChainSet) -> bytes:
 
 
 def decode_chains(raw: bytes) -> ChainSet:
-    """InvalidRequest for what is none."""
+    """Decode a chain set; InvalidRequest if its length is impossible."""
     if len(raw) % _TABLE_BYTES or len(raw) > 256 * _TABLE_BYTES:
         raise InvalidRequest(f"{len(raw)} bytes are no set of chains")
     found = []

@@ -1,13 +1,15 @@
-"""Chains that nobody holds any more: what they held is given up, and they begin anew with nothing.
+"""Reset of lost chains: gives up the data of a chain without holders, and starts the chain empty.
 
-A chain of which all targets are over (given up by the operator) gets a new member under a new epoch, and remembers which inodes
-had been born until then: of those a block that it does not have may have been lost, so who reads it gets an error, never zeros.
-What is written since is there; inodes that were born later have holes as everywhere. A version of an epoch before `begun` is a
-remainder of earlier days on a target that has become a member again, and counts as lost, too. So `begun` is above every epoch
-that any chain of the pool has had.
+A chain is lost when the operator has given up all of its targets. It gets a new member under a new epoch, and
+records which inodes existed at that time. For such an inode, a block that the chain does not have may have
+been lost, so a read returns an error and never zeros. Blocks written after the reset are readable, and inodes
+created later have holes as usual. A version with an epoch before `begun` is a leftover on a target that has
+become a member again, and also counts as lost. Therefore `begun` is above every epoch that any chain of the
+pool has had.
 
-Pure functions from a map to one of the same epoch, as in `transitions`. Called by node/coordination/chain_reset, which sees to
-it that nobody can be served by former members any more, and that whoever gives inode numbers was asked after that.
+Pure functions from a map to a map of the same epoch, as in `transitions`. Called by
+node/coordination/chain_reset. The caller first ensures that former members can serve nobody, and only then
+queries the shards, which issue inode numbers, for their counters.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from nvpool.poolmap.model import Births, Chain, Loss, PoolMap
 
 
 def ownerless(pool_map: PoolMap) -> dict[ChainName, frozenset[int]]:
-    """The chains of which no target is in the pool any more, each with those that held it."""
+    """Return the chains of which no target is in the pool any more, each with its former holders."""
     over = {target.id for target in pool_map.targets if target.is_over}
     return {(table.id, number): frozenset(chain.targets) for table in pool_map.tables if over
             for number, chain in enumerate(table.chains) if over.issuperset(chain.targets)}
 
 
 def losing(pool_map: PoolMap) -> dict[int, frozenset[int]]:
-    """Of each table the chains that have lost something; tables without such are left out."""
+    """Return the chains of each table that have lost data, including those not reset yet; other tables are
+    absent."""
     found = {table.id: {number for number, chain in enumerate(table.chains) if chain.loss} for table in pool_map.tables}
     for table, number in ownerless(pool_map):
         found[table].add(number)
@@ -37,19 +40,24 @@ def losing(pool_map: PoolMap) -> dict[int, frozenset[int]]:
 
 
 def births_of(pool_map: PoolMap, next_counters: Mapping[int, int]) -> Loss:
-    """What has been born, where shard -> the next counter that it will give."""
+    """Return which inodes exist; `next_counters` maps a shard to the next inode counter that it will
+    issue."""
     return Loss(tuple(Births(part.first, part.count, next_counters[part.shard]) for part in pool_map.partitions))
 
 
 def begun_anew(pool_map: PoolMap, names: Collection[ChainName], loss: Loss, serving: Collection[int]) -> PoolMap:
-    """The map in which these chains, as far as nobody holds them, have one new member each, out of `serving`; the others of
-    their goal join it as any copy that is missing is made. `loss` was taken when none of the old members could serve any more.
-    InvalidRequest where there are fewer usable targets than replicas."""
+    """Return the map in which the lost chains among `names` are reset.
+
+    Each gets one new member out of `serving`; the other targets of its goal join as for any missing copy.
+    `loss` was recorded after the former members had stopped serving. InvalidRequest: there are fewer usable
+    targets than replicas.
+    """
     wanted = ownerless(pool_map).keys() & set(names)
     if not wanted:
         return pool_map
     goals = wanted_goals(pool_map)
-    # Above the epochs of all chains: older builds gave a chunk's versions the epoch of another chain of its file at times.
+    # Above the epochs of all chains: older builds sometimes gave a version the epoch of another chain of the
+    # file.
     epoch = 1 + max(chain.epoch for table in pool_map.tables for chain in table.chains)
     up = {target.id for target in pool_map.targets if target.state == "up" and target.id in serving}
     number = len(pool_map.losses) + 1
@@ -68,5 +76,5 @@ def begun_anew(pool_map: PoolMap, names: Collection[ChainName], loss: Loss, serv
 
 
 def may_have_lost(pool_map: PoolMap, chain: Chain, inode: int) -> bool:
-    """Whether a block of the inode that the chain does not have may have been lost."""
+    """Return whether a block of the inode that is absent from the chain may have been lost."""
     return bool(chain.loss) and pool_map.losses[chain.loss - 1].had(inode)

@@ -1,12 +1,14 @@
-"""Which targets form which chains: weighted by capacity, moving as little as possible when the set of targets changes.
+"""Placement of chains on targets: weighted by capacity, with as few moves as possible when targets change.
 
-A new pool: weighted rendezvous hashing (Thaler and Ravishankar 1998, with the logarithmic weights of Schindelhauer and
-Schomaker 2005) orders the targets for each chain; quotas by capacity then take out the sampling noise of only 1,024 chains.
-A pool whose targets have changed: each keeps what it has up to its quota, and only what is above one quota moves to where
-there is less than another (`Placing`). Both give the same for the same question, on every machine.
+New pool: weighted rendezvous hashing (Thaler and Ravishankar 1998, with the logarithmic weights of
+Schindelhauer and Schomaker 2005) orders the targets for each chain. Quotas by capacity then remove the
+sampling noise of only 1,024 chains. Pool with changed targets: each target keeps its chains up to its quota,
+and only the excess above a quota moves to targets below their quota (`Placing`). Both methods are
+deterministic on every machine.
 
-Copies of a chain are spread over racks, in these over nodes, in these over targets: not more on one rack than replicas divided
-by racks (rounded up), nor on one node than replicas divided by nodes. A node without a rack label is a rack of its own.
+Copies of a chain are spread over racks, within racks over nodes, within nodes over targets: a rack gets at
+most replicas divided by racks (rounded up), and a node at most replicas divided by nodes. A node without a
+rack label is its own rack.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from nvpool.poolmap.model import Chain, ChainTable, Node, Target
 
 _ROUNDS_MAX = 8
 _NEAR = 2.0
-"""Chains above or below a quota that are not worth a move: so what was balanced once stays as it is."""
+"""Deviation from a quota, in chains, that is too small to justify a move: a balanced pool stays unchanged."""
 
 
 def _score(chain: int, target: Target) -> float:
@@ -31,10 +33,12 @@ def _score(chain: int, target: Target) -> float:
 
 
 def build_table(targets: Sequence[Target], replicas: int, previous: ChainTable | None = None) -> ChainTable:
-    """The chain table for `replicas` copies over `targets`; chains whose members stay keep their epoch.
+    """Return the chain table for `replicas` copies over `targets`; chains with unchanged members keep their
+    epoch.
 
-    Each target holds as many chains as its share of the capacity says, up to rounding. Targets of one node share a chain
-    only when there are fewer nodes than replicas. InvalidRequest when there are fewer targets than replicas.
+    Each target holds a share of the chains proportional to its capacity, up to rounding. Targets of one node
+    share a chain only if there are fewer nodes than replicas. InvalidRequest: there are fewer targets than
+    replicas.
     """
     usable = [t for t in targets if t.state != "gone" and t.capacity_bytes > 0]
     if len(usable) < replicas or replicas < 1:
@@ -63,15 +67,17 @@ def build_table(targets: Sequence[Target], replicas: int, previous: ChainTable |
 
 
 def usable(targets: Sequence[Target]) -> list[Target]:
-    """Those that shall hold their share of the chains; one that is down for a while is among them."""
+    """Return the targets that should hold their share of the chains, including those that are temporarily
+    down."""
     return [target for target in targets if target.state != "gone" and target.wish == "share" and target.capacity_bytes > 0]
 
 
 class Spread:
-    """How many copies of one chain a rack and a node may hold, and how many chains each target shall."""
+    """Limits of placement: copies of one chain on a rack and on a node, and the quota of chains of each
+    target."""
 
     def __init__(self, targets: Sequence[Target], nodes: Sequence[Node], replicas: int):
-        """InvalidRequest when there are fewer targets than replicas."""
+        """Compute the limits; InvalidRequest if there are fewer targets than replicas."""
         if len(targets) < replicas or replicas < 1:
             raise InvalidRequest(f"{replicas} replicas need as many targets, there are {len(targets)}")
         rack_of_node = {node.id: node.rack or f"node {node.id}" for node in nodes}
@@ -79,7 +85,7 @@ class Spread:
         self.rack = {t.id: rack_of_node.get(t.node, f"node {t.node}") for t in targets}
         self.on_rack = -(-replicas // len(set(self.rack.values())))
         self.on_node = -(-replicas // len(set(self.node.values())))
-        # Where some have too few targets for their part, the others take more.
+        # Racks or nodes with too few targets cannot take their part, so the others take more.
         while (room := self._room(targets)) < replicas and max(self.on_rack, self.on_node) < replicas:
             self.on_node += 1
             if self._room(targets) == room:
@@ -87,7 +93,7 @@ class Spread:
         self.quota = self._quotas(targets, replicas)
 
     def _room(self, targets: Sequence[Target]) -> int:
-        """The most copies that one chain can have."""
+        """Return the largest possible number of copies of one chain."""
         on_node = {node: min(count, self.on_node) for node, count in Counter(t.node for t in targets).items()}
         on_rack: Counter[str] = Counter()
         for node, rack in {(t.node, self.rack[t.id]) for t in targets}:
@@ -95,8 +101,11 @@ class Spread:
         return sum(min(count, self.on_rack) for count in on_rack.values())
 
     def _quotas(self, targets: Sequence[Target], replicas: int) -> dict[int, float]:
-        """By capacity, from racks to nodes to targets; what one can not take, since a chain is not to have more copies there,
-        goes to the others."""
+        """Return the quota of each target, divided by capacity over racks, nodes and targets.
+
+        The limit of copies of one chain may prevent a rack or node from taking its part; the others get the
+        rest.
+        """
         nodes: dict[int, list[Target]] = {}
         racks: dict[str, set[int]] = {}
         for target in targets:
@@ -113,7 +122,7 @@ class Spread:
         return quota
 
     def fits(self, target: int, others: Sequence[int]) -> bool:
-        """Whether a chain that `others` hold may have a copy on the target as well."""
+        """Return whether a chain with copies on `others` may also have one on `target`."""
         node, rack = self.node[target], self.rack[target]
         on_node = on_rack = 0
         for other in others:
@@ -125,7 +134,7 @@ class Spread:
 
 
 def _filled(amount: float, wants: dict) -> dict:
-    """`amount` divided by weight over name -> (weight, most), none above its most."""
+    """Divide `amount` by weight over name -> (weight, maximum); no name gets more than its maximum."""
     parts: dict = {}
     left = dict(wants)
     while left:
@@ -141,12 +150,16 @@ def _filled(amount: float, wants: dict) -> dict:
 
 
 class Placing:
-    """The chains of one table on their way to balance: `wanted[chain]` is who shall hold it."""
+    """The balancing of one table's chains: `wanted[chain]` lists the desired holders of a chain."""
 
     def __init__(self, wanted: Sequence[Sequence[int]], present: Sequence[Sequence[int]], targets: Sequence[Target],
                  nodes: Sequence[Node], replicas: int):
-        """`wanted`: who shall hold each chain until now; `present`: who has its bytes, or most of them, and is preferred.
-        InvalidRequest when there are fewer usable targets than replicas."""
+        """Start from the current desired holders.
+
+        `wanted` lists the desired holders of each chain so far. `present` lists the targets that have all or
+        most of a chain's bytes and are preferred. InvalidRequest: there are fewer usable targets than
+        replicas.
+        """
         here = usable(targets)
         self._ids = [target.id for target in here]
         self._replicas = replicas
@@ -160,12 +173,14 @@ class Placing:
             self.held.update(chain)
 
     def balance(self) -> list[tuple[int, ...]]:
-        """Who shall hold each chain from now on; who held it already stands first, in the old order."""
+        """Return the new desired holders of each chain; previous holders come first, in their previous
+        order."""
         self._part()
         self._fill()
         if all(abs(self._over(target)) < _NEAR for target in self._ids):
             return [tuple(chain) for chain in self.wanted]
-        for _ in range(_ROUNDS_MAX):  # each makes the sum of what is above the quotas smaller; one or two are the rule
+        # Each round reduces the total excess over the quotas; usually one or two rounds suffice.
+        for _ in range(_ROUNDS_MAX):
             before = [tuple(chain) for chain in self.wanted]
             for enough in (self._too_many, lambda target: self._over(target) > 0):
                 for receiver in sorted(self._ids, key=self._over):
@@ -188,15 +203,16 @@ class Placing:
         return self.held[target] > math.ceil(self.quota[target] - 1e-6)
 
     def _new(self, chain: int, target: int) -> bool:
-        """Whether the target would have to get the chain's bytes: what is not there yet is given up for nothing."""
+        """Return whether the target has no bytes of the chain yet; then taking the chain away from it costs
+        nothing."""
         return target not in self._present[chain]
 
     def _chains_of(self, target: int) -> list[int]:
-        """Those that cost nothing to be given up first."""
+        """Return the chains of a target, those that cost nothing to take away first."""
         return sorted((n for n, chain in enumerate(self.wanted) if target in chain), key=lambda n: not self._new(n, target))
 
     def _part(self) -> None:
-        """Copies that are too near one another."""
+        """Remove copies that violate the limits of racks and nodes."""
         for chain in self.wanted:
             kept: list[int] = []
             for target in sorted(chain, key=self._over):
@@ -207,15 +223,19 @@ class Placing:
             chain[:] = [target for target in chain if target in kept]
 
     def _fill(self) -> None:
-        """Chains with too few: from those that have least, by weighted rendezvous, so that what one had goes to all."""
+        """Add holders to chains with too few copies.
+
+        Targets are chosen by weighted rendezvous hashing among those below quota, so the chains of a removed
+        target spread over all others.
+        """
         short = [number for number, chain in enumerate(self.wanted) if len(chain) < self._replicas]
         choice = {number: sum(self._over(t) < 0 and self._spread.fits(t, self.wanted[number]) for t in self._ids)
                   for number in short}
-        for number in sorted(short, key=lambda n: choice[n]):  # who can choose least chooses first
+        for number in sorted(short, key=lambda n: choice[n]):  # the chain with the fewest options chooses first
             chain = self.wanted[number]
             while len(chain) < self._replicas:
                 can = [t for t in self._ids if self._spread.fits(t, chain)]
-                if not can:  # what is there stands in the way of a spread that would fit
+                if not can:  # the existing copies prevent a placement within the limits
                     can = [t for t in self._ids if t not in chain]
                 wanting = [t for t in can if self._over(t) < 0]
                 if wanting:
@@ -239,7 +259,7 @@ class Placing:
         return giver in chain and self._spread.fits(receiver, [t for t in chain if t != giver])
 
     def _take(self, receiver: int, enough: Callable[[int], bool]) -> None:
-        """Up to its quota, from those that have enough, most from whoever is furthest above."""
+        """Fill `receiver` up to its quota from targets that have `enough`, preferring the largest excess."""
         if not self._too_few(receiver):
             return
         able = {number: givers for number, chain in enumerate(self.wanted)
@@ -253,7 +273,7 @@ class Placing:
                     return
 
     def _give(self, giver: int) -> None:
-        """What is above its quota, to those below theirs."""
+        """Move the source's excess above its quota to targets below theirs."""
         if not self._too_many(giver):
             return
         for number in self._chains_of(giver):
@@ -264,7 +284,11 @@ class Placing:
                     return
 
     def _give_by_way_of_another(self, giver: int) -> None:
-        """Where no chain of the giver may go to who has too few: a third takes it, and gives one of its own."""
+        """Move excess through a third target, if no chain of the source may move directly to a target below
+        quota.
+
+        The third target takes a chain of the source and moves one of its own chains on.
+        """
         if not self._too_many(giver):
             return
         onward = {between: self._onward(between) for between in self._ids if between != giver}
@@ -273,7 +297,7 @@ class Placing:
                 if found is None or not self._can(number, giver, between):
                     continue
                 if not self._can(found[0], between, found[1]) or self._over(found[1]) >= 0:
-                    found = onward[between] = self._onward(between)  # what was found has moved meanwhile
+                    found = onward[between] = self._onward(between)  # the earlier result is outdated
                 if found is not None and found[0] != number:
                     other, taker = found
                     self._move(number, giver, between)
@@ -284,7 +308,7 @@ class Placing:
                 return
 
     def _onward(self, between: int) -> tuple[int, int] | None:
-        """A chain that `between` can give to one below its quota, and that one."""
+        """Return a chain that `between` can move to a target below its quota, and that destination."""
         takers = sorted((t for t in self._ids if self._over(t) < 0), key=self._over)
         for number in self._chains_of(between):
             for taker in takers:

@@ -1,22 +1,34 @@
-"""What one member of a chain decides: which version a write gets, what to do with one that comes from the member before it, and
-with those that wait when the chain changes. Values and functions, nothing else; store/replication/chain acts.
+"""Chain replication protocol: the decisions of one member of a chain, as pure values and functions.
 
-The protocol (van Renesse and Schneider: Chain Replication for Supporting High Throughput and Availability, OSDI 2004; reads at
-each member as Terrace and Freedman: Object Storage on CRAQ, USENIX 2009, but that a member with a pending write waits):
+The module decides which version a write gets, how a member answers an offered write, and what happens to
+pending writes when the chain changes. store/replication/chain carries the decisions out.
 
-* The head gives a write of a chunk the next version (chain epoch, counter) and *offers* it to its successor, who offers it to
-  his. Until it is decided it is *pending* with each of them, and no other write of that chunk begins. The last of targets and
-  joining commits it, and is the one who decides; the word travels back, and each commits what the last one has committed.
-* Who refuses an offer has not applied it, and neither has anybody behind him; so each before him forgets it. Where the answer
-  is missing nothing is known, and the write stays pending until the successor says, or the chain changes.
-* An offer names the chain's epoch: only members of the same chain, in the same order, take part in one. When the chain changes,
-  who has a pending write offers it again to the successor that it has then, under the new epoch; the last one that is left of
-  those who were there commits it. Who stands before another has each pending write that the other has, since it came through
-  it; so what anybody who is gone may have committed, each that stays before his place has pending or has committed too. Who
-  has joined since could refuse it, and is not asked.
-* An offer names the version that it builds on. Whose chunk has another one brings it in line with its predecessor's first.
+The protocol (van Renesse and Schneider: Chain Replication for Supporting High Throughput and Availability,
+OSDI 2004; reads at each member as in Terrace and Freedman: Object Storage on CRAQ, USENIX 2009, except that a
+member with a pending write delays the read):
 
-So, of a chunk: no version has two contents; what was read or acknowledged is with each target that goes on living.
+* The head gives a write of a chunk the next version (chain epoch, counter) and *offers* the write to its
+successor, which offers
+  it to its own successor. Until the write is decided, it is *pending* on each member, and no other write of
+  that chunk begins. The last of targets and joining commits the write, and so decides it. The reply travels
+  back, and each member commits what the last member has committed.
+* A member that refuses an offer has not applied the write, and neither has any member after it; so each
+member before it
+  discards the write. If the reply is lost, the outcome is unknown, and the write stays pending until the
+  successor answers or the chain changes.
+* An offer names the chain's epoch: a write involves only members of the same chain, in the same order. When
+the chain changes, a
+  member with a pending write offers the write again to its new successor, under the new epoch. The last
+  remaining member of those that were present commits the write. Each member has every pending write that a
+  later member has, because writes pass through it. So if a departed member may have committed a write, each
+  remaining member before it has the write pending or committed. Members that joined later could refuse the
+  write, and are not asked.
+* An offer names the version that it builds on. A member whose chunk has another version first synchronises
+the chunk with its
+  predecessor.
+
+The guarantee for each chunk: no version has two contents, and everything that was read or acknowledged is on
+every target that survives.
 """
 
 from __future__ import annotations
@@ -31,8 +43,10 @@ from nvpool.poolmap.model import Chain
 
 
 class Place(NamedTuple):
-    """Where a target stands in a chain, at one epoch of it. `members` get each write, in this order; behind the first `full`
-    of them are those that join."""
+    """Position of a target in a chain, at one epoch of the chain.
+
+    `members` receive each write, in this order. The first `full` of them are targets; the rest are joining.
+    """
 
     epoch: int
     members: tuple[int, ...]
@@ -49,30 +63,33 @@ class Place(NamedTuple):
 
     @property
     def successor(self) -> int:
-        """Not of the last one."""
+        """Next member; not defined for the last one."""
         return self.members[self.number + 1]
 
     @property
     def predecessor(self) -> int:
-        """0: of the head."""
+        """Previous member; 0 for the head."""
         return self.members[self.number - 1] if self.number else 0
 
 
 def place_in(chain: Chain, target: int) -> Place | None:
-    """Of a target in a chain; None when it is no part of it."""
+    """Return the position of a target in a chain; None if the target is not a member."""
     members = (*chain.targets, *chain.joining)
     return Place(chain.epoch, members, len(chain.targets), members.index(target)) if target in members else None
 
 
 Deciders = frozenset[int]
-"""Of a pending write: the members that there were when it began, and those that have become targets since. Whatever a target
-that is gone had committed, they have compared themselves with."""
+"""Members that decide a pending write: those present when the write began, and those that became targets
+since. Everything that a departed target had committed, these members have compared with their own chunks."""
 
 
 class Offer(NamedTuple):
-    """A write as one member names it to the next: `epoch` is that of the chain as the sender knows it, `version` what the chunk
-    has after the write and `base` what it has before; 0: there is no such chunk. `last` is the member behind whom nobody takes
-    part in it; 0: all do."""
+    """A write as one member offers it to the next.
+
+    `epoch` is the chain's epoch known to the sender. `version` is the chunk's version after the write and
+    `base` its version before; 0: the chunk does not exist. `last` is the last member that takes part in the
+    write; 0: all members.
+    """
 
     sender: int
     epoch: int
@@ -84,9 +101,12 @@ class Offer(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a member has of a chunk. `floor`: of the inode, see `raised`; `cut`: of the
-    inode, the newest known, or that waits for pending writes to be decided; `requests`: the last that were done to it, as
-    (session, slot, sequence); `pending`: the version of the write that is not decided, or 0."""
+    """State of a chunk on a member.
+
+    `floor` is the version floor of the inode, see `raised`. `cut` is the newest known truncate epoch of the
+    inode, including one that waits for pending writes to be decided. `requests` are the last requests applied
+    to the chunk, as (session, slot, sequence). `pending` is the version of the undecided write, or 0.
+    """
 
     version: int
     floor: int = 0
@@ -96,21 +116,21 @@ class Held(NamedTuple):
 
 
 class Answer(Enum):
-    TAKE = auto()           # apply it, or keep it and offer it to the successor
-    FETCH = auto()          # as TAKE, when the chunk has been brought in line with the predecessor's
-    DONE = auto()           # it was committed here before
-    SAME = auto()           # it is pending here: who asks gets that one's outcome
-    BUSY = auto()           # another one is pending here: to be offered again
-    TOO_LOW = auto()        # the version that is told was given before: give a higher one
-    CUT = auto()            # the file was cut since
-    OLD_EPOCH = auto()      # the sender's chain is older than ours: he has to learn of the new one
-    NEW_EPOCH = auto()      # ours is the older one: learn of the new one, then judge again
+    TAKE = auto()           # apply the write, or keep it pending and offer it to the successor
+    FETCH = auto()          # as TAKE, after the chunk has been synchronised with the predecessor's
+    DONE = auto()           # the write was committed here before
+    SAME = auto()           # the write is pending here: the sender gets the outcome of the pending one
+    BUSY = auto()           # another write is pending here: offer again later
+    TOO_LOW = auto()        # the returned version was issued before: issue a higher one
+    CUT = auto()            # the file was truncated since
+    OLD_EPOCH = auto()      # the sender's chain is older than ours: the sender must fetch the new pool map
+    NEW_EPOCH = auto()      # our chain is older: fetch the new pool map, then judge again
     NOT_OURS = auto()       # the sender is not our predecessor
 
 
 def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
-    """What a member that stands at `place` and has `held` does with an offer; and the version that goes with the answer, where
-    one does."""
+    """Return how a member at `place`, whose chunk is in state `held`, answers an offer; and a version for
+    TOO_LOW."""
     if place is None or offer.epoch > place.epoch:
         return Answer.NEW_EPOCH, 0
     if offer.epoch < place.epoch:
@@ -120,7 +140,7 @@ def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
     if held.pending:
         return (Answer.SAME if held.pending == offer.version else Answer.BUSY), 0
     if held.version >= offer.version and is_done(held.requests, offer.request):
-        return Answer.DONE, 0  # whatever has changed since
+        return Answer.DONE, 0  # regardless of later changes
     if offer.cut < held.cut:
         return Answer.CUT, 0
     if offer.version <= held.version or not is_above(offer.version, held.floor):
@@ -129,17 +149,18 @@ def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
 
 
 COUNTER_MAX = (1 << 31) - 1
-"""Highest counter that a head gives. A store marks a chunk whose write was lost with the bit above it
+"""Highest counter that a head issues. A store marks a chunk with a lost write by setting the next higher bit
 (store/chunks/recovery)."""
 _OLD_FLOOR_COUNTER = 1 << 30
 
 
 def raised(floor: int, version: int) -> int:
-    """The version floor of an inode after a chunk of this version is gone.
+    """Return the version floor of an inode after a chunk with this version is removed.
 
-    A floor holds the highest epoch and, apart from it, the highest counter of all chunks of the inode that are gone. The chunks
-    of an inode belong to many chains, each with its own epoch. So a head gives versions of its own chain's epoch above the
-    floor's counter, and none of them was given before, whichever chain the floor comes from.
+    A floor holds the highest epoch and, independently, the highest counter of all removed chunks of the
+    inode. The chunks of an inode belong to many chains, each with its own epoch. So a head issues versions of
+    its own chain's epoch above the floor's counter, and none of them was issued before, whichever chain the
+    floor comes from.
     """
     epoch, counter = version_parts(floor)
     its_epoch, its_counter = version_parts(version)
@@ -147,24 +168,27 @@ def raised(floor: int, version: int) -> int:
 
 
 def is_above(version: int, floor: int) -> bool:
-    """Whether the version was given to none of the chunks that the floor stands for."""
+    """Return whether the version was issued to none of the removed chunks that the floor represents."""
     (epoch, counter), (floor_epoch, floor_counter) = version_parts(version), version_parts(floor)
     return epoch > floor_epoch or counter > floor_counter
 
 
 def of_old_floor(highest: int) -> int:
-    """The floor for a record or message of an older build, which holds the highest version as one number.
+    """Return the floor for a record or message of an older build, which holds the highest version as one
+    number.
 
-    That number hides the counters of chains with lower epochs. The result's counter is above any that they can have given.
+    That number hides the counters of chains with lower epochs. The counter of the result is above any that
+    they can have issued.
     """
     epoch, counter = version_parts(highest)
     return make_version(epoch, max(_OLD_FLOOR_COUNTER, counter if counter <= COUNTER_MAX else 0)) if highest else 0
 
 
 def next_version(held: Held, epoch: int, above: int = 0) -> int:
-    """The version that the head of a chain at this epoch gives: above the chunk's, above its inode's floor and above `above`.
+    """Return the next version of a chunk from the head of a chain at this epoch.
 
-    It carries the chain's epoch, unless the chunk, or a member with an older build, had a later one already.
+    The version is above the chunk's version, its inode's floor and `above`. The version has the chain's
+    epoch, unless the chunk, or a member with an older build, already had a later epoch.
     """
     at_epoch, counter = version_parts(max(held.version, above))
     if at_epoch < epoch:
@@ -172,7 +196,7 @@ def next_version(held: Held, epoch: int, above: int = 0) -> int:
     floor_epoch, floor_counter = version_parts(held.floor)
     if at_epoch <= floor_epoch:
         counter = max(counter, floor_counter)
-    if counter >= COUNTER_MAX:  # this epoch has no more
+    if counter >= COUNTER_MAX:  # the counters of this epoch are used up
         at_epoch, counter = max(at_epoch, floor_epoch) + 1, 0
     return make_version(at_epoch, counter + 1)
 
@@ -181,16 +205,23 @@ _CUT_STEP = 4
 
 
 def after_cut(version: int) -> int:
-    """What a chunk that a cut changes has after it. Each member cuts when it is told, so it is not the head who gives this one:
-    four more, since of two that had the same version one may have committed two writes more in that epoch: the one that was
-    pending when the other left the chain, and the next one, where the head did not know yet that he had. What writes and cuts
-    gave from there on is then never the same number on both."""
+    """Return the version of a chunk after a truncation changes it.
+
+    Each member truncates when it is notified, so this version is not issued by the head. The step is 4 for
+    this reason: of two members with the same version, one may have committed two more writes in that epoch.
+    These are the write that was pending when the other member left the chain, and the next write, if the head
+    did not know yet that the member had left. With the step, later writes and truncations never produce equal
+    version numbers on both members.
+    """
     return version + _CUT_STEP
 
 
 def is_refusal(error: NvpoolError) -> bool:
-    """Whether a successor that answers so has not applied the write, nor has anybody behind it, and will not: it has judged it.
-    Everything else leaves that open: ask again."""
+    """Return whether this error of a successor is final: no member from the successor on has applied the
+    write, or will.
+
+    Any other error leaves the outcome open: offer the write again.
+    """
     return isinstance(error, (NoSpace, StaleCut, StaleVersion, ChecksumMismatch, InvalidRequest, KeyMissing))
 
 
@@ -201,13 +232,14 @@ class Next(Enum):
 
 
 def next_step(before: Place, now: Place | None, deciders: Deciders) -> Next:
-    """What becomes of a write that is pending with a member that stood at `before` and stands at `now`; `deciders` are those of
-    now.
+    """Return what a member does with a pending write after the chain has changed.
 
-    It is offered to the successor, while one of the deciders is behind us. Else it is committed: who was behind us may have
-    done so, and whoever joins has no part in that and must not be able to refuse it. Who is no part of the chain any more drops
-    it, for what the others have is not his to know; so does who has left it meanwhile and joins it anew: he would stand behind
-    others than before."""
+    The member stood at `before` and stands at `now`; `deciders` are the current ones. OFFER: a decider is
+    after this member, so offer the write to the successor. COMMIT: no decider is after this member. A member
+    that was after it may have committed the write, and a joining member must not be able to refuse it. DROP:
+    the target is no longer a member and cannot know what the others have; or it left and joined again, and
+    now stands after other members than before.
+    """
     if now is None or (before.number < before.full and now.number >= now.full):
         return Next.DROP
     if not set(now.members[:now.number]) <= set(before.members[:before.number]):
@@ -216,20 +248,30 @@ def next_step(before: Place, now: Place | None, deciders: Deciders) -> Next:
 
 
 def deciders_now(before: Place, now: Place, deciders: Deciders) -> Deciders:
-    """Of a pending write. One that joined already stays one, unless it can have left and come back since the chain was seen."""
+    """Return the deciders of a pending write at the new position.
+
+    A joining member that was a decider stays one, unless it may have left and returned since the chain was
+    last seen.
+    """
     kept = deciders.intersection(now.members) if now.epoch <= before.epoch + 1 else frozenset()
     return kept.union(now.members[:now.full])
 
 
 def gained(deciders: Deciders, now: Place) -> bool:
-    """Whether somebody joins the chain who is none of the deciders. A write that is pending with its last target is decided
-    without him; so he must not compare what he has with what that one has before it is."""
+    """Return whether a joining member is not a decider.
+
+    A write that is pending on the last target is decided without that member. So the member must not compare
+    its chunks with those of the last target before the write is decided.
+    """
     return not deciders.issuperset(now.members)
 
 
 def taking_part(now: Place, deciders: Deciders) -> Place:
-    """`now`, with those who take part in a pending write: of the last target and those behind it only deciders. A target before
-    that offers it to the last one, who has it too, or takes it as any other."""
+    """Return `now`, reduced to the members that take part in a pending write.
+
+    From the last target on, only deciders take part. A target before that offers the write to its successor
+    as usual; the last target already has the write, or accepts it as any other.
+    """
     if now.number < now.full - 1:
         return now
     count = now.number + 1
@@ -239,5 +281,5 @@ def taking_part(now: Place, deciders: Deciders) -> Place:
 
 
 def until(place: Place, last: int) -> Place:
-    """`place`, in a chain that ends with `last`; 0: as it is."""
+    """Return `place` in the chain shortened to end with `last`; unchanged if `last` is not a member."""
     return place._replace(members=place.members[:place.members.index(last) + 1]) if last in place.members else place

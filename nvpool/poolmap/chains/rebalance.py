@@ -1,10 +1,11 @@
-"""Who shall hold which chain when targets are added, drained, lost or replaced, and which chains are filled next.
+"""Rebalancing: the desired holders of each chain when targets change, and the order in which chains are
+filled.
 
-Pure functions from a pool map to one of the same epoch, as in `transitions`. `with_goals` decides for all chains at once what
-is to be reached; it is asked only when the operator changes who is there, or one is away for so long that it is given up, so
-that nothing else moves by itself. `next_steps` lets a
-bounded number of chains begin at a time: those with the fewest copies first, a missing copy before a mere move. What has been
-done and what is left stands in the map, so that anybody can go on with it at any time.
+Pure functions from a pool map to a map of the same epoch, as in `transitions`. `with_goals` computes the
+goals of all chains together. It is called only when the operator adds, drains, removes or replaces targets,
+or when a target was absent for so long that it is given up; so nothing else moves without a request.
+`next_steps` starts a bounded number of copies at a time: chains with the fewest copies first, a missing copy
+before a mere move. The map records what is done and what is left, so any leader can continue at any time.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from nvpool.poolmap.layout import chunk_hash
 from nvpool.poolmap.model import Chain, PoolMap
 
 JOINING_MAX = 256
-"""Chains that are filled at a time, in the pool and (below) on one target: few enough that each has its copies again soon,
-enough that a round of heartbeats and a map, about a second, is short beside what they copy."""
+"""Chains that are filled simultaneously, in the pool and (below) on one target. The bound is low enough that
+each chain regains its copies soon, and high enough that a heartbeat round and a new map, about a second, is
+short compared to the copying."""
 JOINING_OF_TARGET_MAX = 128
 
 
 def with_goals(pool_map: PoolMap) -> PoolMap:
-    """The map in which every chain's goal is what the usable targets can hold best, with the fewest chunks to be moved. Chains
-    that are where they shall be have no goal, nor have those that only lost targets hold. InvalidRequest when there are fewer
-    usable targets than replicas."""
+    """Return the map with the best goal for every chain on the usable targets, with the fewest chunks to
+    move.
+
+    A chain that already has its desired holders has no goal, nor has a chain whose holders are all lost.
+    InvalidRequest: there are fewer usable targets than replicas.
+    """
     goals = wanted_goals(pool_map)
     over = {target.id for target in pool_map.targets if target.is_over}
     return with_chains(pool_map, lambda name, chain: with_goal(chain, goals[name] if set(chain.targets) - over
@@ -39,7 +44,7 @@ def with_goals(pool_map: PoolMap) -> PoolMap:
 
 
 def wanted_goals(pool_map: PoolMap) -> dict[ChainName, tuple[int, ...]]:
-    """Who shall hold each chain, also those that nobody holds any more. InvalidRequest as `with_goals`."""
+    """Return the desired holders of each chain, including lost chains; InvalidRequest as in `with_goals`."""
     goals: dict[ChainName, tuple[int, ...]] = {}
     for table in pool_map.tables:
         wanted = [chain.goal or chain.targets for chain in table.chains]
@@ -50,7 +55,11 @@ def wanted_goals(pool_map: PoolMap) -> dict[ChainName, tuple[int, ...]]:
 
 
 def with_goal(chain: Chain, goal: tuple[int, ...]) -> Chain:
-    """The chain with this goal: who joined for another one does not any more, who was leaving and is wanted stays."""
+    """Return the chain with this goal.
+
+    Targets that were joining for another goal stop joining; targets that were leaving but are in the new goal
+    stay.
+    """
     goal = tuple(sorted(goal, key=lambda t: chain.targets.index(t) if t in chain.targets else len(chain.targets)))
     return settled(replace(chain, goal=goal, joining=tuple(t for t in chain.joining if t in goal),
                            leaving=tuple(t for t in chain.leaving if t not in goal)))
@@ -58,10 +67,13 @@ def with_goal(chain: Chain, goal: tuple[int, ...]) -> Chain:
 
 def next_steps(pool_map: PoolMap, *, joining_max: int = JOINING_MAX, of_target_max: int = JOINING_OF_TARGET_MAX,
                serving: frozenset[int] | None = None) -> PoolMap:
-    """The map in which more chains are joined by who shall hold them, as far as the bounds go: at most `joining_max` in the
-    pool, and of each target at most `of_target_max`, not counting those that nobody who is up could fill: else they would keep
-    all others waiting. While moving is paused, only chains that want for a copy. Only targets that are up, and among `serving`
-    where that is known, join or are joined."""
+    """Return the map in which more chains are joined by their desired holders, within the bounds.
+
+    The bounds are `joining_max` in the pool and `of_target_max` for each target. They do not count chains
+    without a target that is up: nothing can fill these, and they would delay all others. While moving is
+    paused, only chains with a missing copy are filled. Only targets that are up, and in `serving` if given,
+    join or are joined.
+    """
     up = {target.id for target in pool_map.targets if target.state == "up" and (serving is None or target.id in serving)}
     joining = Counter(target for table in pool_map.tables for chain in table.chains if not up.isdisjoint(chain.targets)
                       for target in chain.joining)
@@ -91,9 +103,12 @@ def next_steps(pool_map: PoolMap, *, joining_max: int = JOINING_MAX, of_target_m
 
 
 def given_up(pool_map: PoolMap, ids: Collection[int], used_bytes: Mapping[int, int]) -> PoolMap:
-    """The map in which others make again what these targets held, which have been down for long: until they return they are to
-    hold nothing. Those of which the operator wishes something are left as they are. InvalidRequest where the others are too
-    few, or have no room (`used_bytes` of all that have ever said it)."""
+    """Return the map in which the copies of long-absent targets are recreated elsewhere.
+
+    The targets are to hold nothing until they return. Targets with another desired state are not changed.
+    InvalidRequest: the remaining targets are too few or too small. `used_bytes` has the last reported value
+    of each target.
+    """
     away = {target.id for target in pool_map.targets if target.id in ids and target.state == "down" and target.wish == "share"}
     if not away:
         return pool_map
@@ -103,28 +118,29 @@ def given_up(pool_map: PoolMap, ids: Collection[int], used_bytes: Mapping[int, i
 
 
 def taken_back(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
-    """The map in which these targets, which were given up and serve again, get their share as new ones do."""
+    """Return the map in which targets that were given up and serve again get their share, as new targets
+    do."""
     back = {target.id for target in pool_map.targets if target.id in ids and target.wish == "away"}
     return with_goals(with_targets(pool_map, back, wish="share")) if back else pool_map
 
 
 class Standing(NamedTuple):
-    """How a pool's chains are, counted over all tables that are in use or not."""
+    """Numbers of chains by state, over all tables, used or not."""
 
     chains: int
     full: int
     short: int
-    """Chains with fewer copies than they shall have."""
+    """Chains with fewer copies than desired."""
     filled: int
-    """Chains that are being filled, for a missing copy or to be moved."""
+    """Chains that are being filled, because of a missing copy or a move."""
     without: int
-    """Chains of which no target serves."""
+    """Chains without a serving target."""
     to_copy: int
-    """Copies of chains that are still to be made."""
+    """Copies of chains that still have to be made."""
 
 
 def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = None) -> Standing:
-    """Of the whole map, or of one table; `serving` are the targets that answer."""
+    """Count the chains of the whole map, or of one table; `serving` are the targets that respond."""
     counts: Counter[str] = Counter()
     for one in pool_map.tables:
         if table is not None and one.id != table:
@@ -141,7 +157,7 @@ def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = Non
 
 
 def missing_copies(pool_map: PoolMap) -> Counter[int]:
-    """Target -> chains that have fewer copies than they shall, by the map, and lack the one of this target."""
+    """Return target -> number of incomplete chains, by the map, that lack the copy of this target."""
     missing: Counter[int] = Counter()
     for table in pool_map.tables:
         for chain in table.chains:
@@ -151,10 +167,13 @@ def missing_copies(pool_map: PoolMap) -> Counter[int]:
 
 
 def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
-    """InvalidRequest when what is stored has no room on the targets that shall hold it, or these are too few. `used_bytes` of
-    the targets that answered: of a silent one it is taken that its chains hold as much as theirs on average. Each target keeps
-    a tenth of its capacity free. There is room until the first of them is full: of two nodes that have a copy of everything the
-    smaller one counts, twice."""
+    """Verify that the stored data fits on the targets that should hold it.
+
+    `used_bytes` has the values of the targets that responded; the chains of a silent target are assumed to
+    hold the average. Each target keeps a tenth of its capacity free. The capacity is exhausted when the first
+    target is full: of two nodes that both hold a copy of everything, the smaller one counts, twice.
+    InvalidRequest: the data does not fit, or there are too few targets.
+    """
     here = usable(pool_map.targets)
     most = max((table.id for table in pool_map.tables), default=1)
     if len(here) < most:
@@ -172,7 +191,7 @@ def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
 
 
 def _silent_bytes(pool_map: PoolMap, used_bytes: Mapping[int, int]) -> int:
-    """What targets are to hold that did not say it; nothing of those that are lost."""
+    """Estimate the bytes on targets that did not report, without those of lost targets."""
     chains = [chain for table in pool_map.tables for chain in table.chains]
     told = sum(target in used_bytes for chain in chains for target in chain.targets)
     silent = {target.id for target in pool_map.targets if not target.is_over} - used_bytes.keys()

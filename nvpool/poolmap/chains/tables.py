@@ -1,7 +1,7 @@
-"""Chain tables: one for each replica count that directories of the pool hand down.
+"""Chain tables: one for each replica count that directories of the pool use.
 
-A pool begins with that of its own count; another one is made when a directory is first to have it. Pure functions, as in
-`rebalance`.
+A pool starts with the table of its own replica count. Another table is created when a directory first gets
+another count. Pure functions, as in `rebalance`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ REPLICAS_MAX = 3
 
 
 def check_replicas(pool_map: PoolMap, replicas: int) -> None:
-    """InvalidRequest, with the remedy, where the pool can not keep so many copies in failure domains of their own: nodes, or
-    the drives of a pool on one node."""
+    """Verify that the pool can store this many copies in separate failure domains.
+
+    Failure domains are nodes, or the drives of a pool on one node. InvalidRequest: there are too few; the
+    text has the remedy.
+    """
     if not 1 <= replicas <= REPLICAS_MAX:
         raise InvalidRequest(f"1 to {REPLICAS_MAX} replicas can be kept of a file, not {replicas}")
     here = usable(pool_map.targets)
@@ -34,9 +37,12 @@ def check_replicas(pool_map: PoolMap, replicas: int) -> None:
 
 
 def with_table(pool_map: PoolMap, replicas: int, answering: Collection[int]) -> PoolMap:
-    """The map with a chain table for `replicas`; the same where it has one. Each chain begins with one target that answers,
-    where there is one; the others join it as any target does that is new, although there is nothing to copy: so none is read
-    before each knows that it needs a lease. InvalidRequest as check_replicas."""
+    """Return the map with a chain table for `replicas`; the same map if it has one.
+
+    Each chain starts with one responding target, if there is one. The others join as any new target does,
+    although there is nothing to copy: so a target is read only after it knows that it needs a serving lease.
+    InvalidRequest as in `check_replicas`.
+    """
     if replicas in pool_map.table_by_id:
         return pool_map
     check_replicas(pool_map, replicas)

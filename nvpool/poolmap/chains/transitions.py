@@ -1,12 +1,14 @@
-"""What happens to chains when targets die, return, catch up, come and go: functions from a pool map to the next one.
+"""Chain transitions: changes of the pool map when targets fail, return, catch up, join or leave.
 
-Guarantees, for any order of events: a chain never loses its last target; a target becomes one of `targets` only from `joining`,
-and only when it reported that it holds what the tail holds at the chain's epoch of this moment; those that stay keep their
-order, so of two of them the first has every write that the second has; epochs of chains grow with each change of who takes
-part. So no two targets ever become the only one of a chain with different contents.
+The guarantees, for any order of events: A chain never loses its last target. A target becomes one of
+`targets` only from `joining`, and only after it reported that it holds what the tail holds at the current
+epoch of the chain. Remaining targets keep their order, so of two targets the first has every write that the
+second has. The epoch of a chain grows with each change of its members. Together: two targets with different
+contents can never each become the only target of the same chain.
 
-Each function returns a map of the same epoch, with what changed (the same object where nothing did); `sealed` makes of all the
-changes of a batch one map with the next epoch. Called by cluster/manager, which says when; no I/O, no clock.
+Each function returns a map of the same epoch with the changes, or the same object if nothing changed.
+`sealed` turns all changes of a batch into one map with the next epoch. Called by cluster/manager, which
+decides when; no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from nvpool.poolmap.model import Chain, PoolMap, Target, check_map
 from nvpool.poolmap.shards.placement import beside
 
 ChainName = tuple[int, int]
-"""Table, number of the chain in it."""
+"""(table, number of the chain in the table)."""
 
 
 def sealed(now: PoolMap, new: PoolMap) -> PoolMap | None:
-    """`new` as the map that follows `now`, or None when they say the same. InvalidRequest when it contradicts itself."""
+    """Return `new` as the successor of `now`, or None if they are equal; InvalidRequest if `new` is
+    inconsistent."""
     if new is now or replace(new, epoch=now.epoch) == now:
         return None
     new = replace(new, epoch=now.epoch + 1)
@@ -35,7 +38,8 @@ def sealed(now: PoolMap, new: PoolMap) -> PoolMap | None:
 
 
 def with_chains(pool_map: PoolMap, decide: Callable[[ChainName, Chain], Chain]) -> PoolMap:
-    """Each chain replaced by what is decided of it; one whose targets, joining or leaving have changed gets the next epoch."""
+    """Replace each chain by the result of `decide`; a chain with changed targets, joining or leaving gets the
+    next epoch."""
     tables, any_changed = [], False
     for table in pool_map.tables:
         chains = []
@@ -51,7 +55,7 @@ def with_chains(pool_map: PoolMap, decide: Callable[[ChainName, Chain], Chain]) 
 
 
 def with_targets(pool_map: PoolMap, ids: Collection[int], **fields: Any) -> PoolMap:
-    """`fields` of these targets replaced; of those that are gone nothing."""
+    """Replace `fields` of these targets, except of those that are gone."""
     targets = tuple(replace(target, **fields) if target.id in ids and target.state != "gone" else target
                     for target in pool_map.targets)
     return pool_map if targets == pool_map.targets else replace(pool_map, targets=targets)
@@ -62,19 +66,21 @@ def _without(members: tuple[int, ...], who: Collection[int]) -> tuple[int, ...]:
 
 
 def shared(pool_map: PoolMap) -> frozenset[int]:
-    """Targets that hold a chain with others, or hold one that somebody joins: those that serve under a lease."""
+    """Return the targets that need a serving lease: those that share a chain, or hold one that a target
+    joins."""
     return frozenset(target for table in pool_map.tables for chain in table.chains
                      if len(chain.targets) > 1 or chain.joining for target in (*chain.targets, *chain.joining))
 
 
-# -- deaths and returns ----------------------------------------------------------------------------------------------------
+# -- failures and returns ---------------------------------------------------------------------------------
 
 
 def died(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
-    """These targets do not serve any more, all at this moment: each leaves the chains that have another target that does.
+    """Remove failed targets: each leaves the chains that have another serving target.
 
-    Where all of a chain's have died the tail stays alone, which committed all that anybody has committed; the others join it
-    when they return. A target that leaves no chain stays `up`: nobody could take its place, so nobody has to know.
+    All targets of `ids` fail at the same time. If all targets of a chain have failed, the tail stays alone,
+    because it has committed everything that any target has committed; the others join it when they return. A
+    target that leaves no chain stays `up`: no other target could replace it, so the map does not change.
     """
     left: set[int] = set()
 
@@ -94,9 +100,12 @@ def died(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
 
 
 def restarted(pool_map: PoolMap, target: int) -> PoolMap:
-    """Target's process is started anew: it has left what others hold too, and each chain that is still its own has the next
-    epoch. What it gave versions to and forgot with a loss of power is never mistaken for what it gives them to from now on. To
-    be published before it serves."""
+    """Return the map for a restarted target process.
+
+    The target has left its shared chains, and each chain that it still holds has the next epoch. So a version
+    that the target issued and forgot in a power loss is never confused with a version that it issues from now
+    on. The map must be published before the target serves.
+    """
     pool_map = died(pool_map, {target})
     return replace(pool_map, tables=tuple(replace(table, chains=tuple(
         replace(chain, epoch=chain.epoch + 1) if target in (*chain.targets, *chain.joining) else chain
@@ -104,27 +113,35 @@ def restarted(pool_map: PoolMap, target: int) -> PoolMap:
 
 
 def vouched(pool_map: PoolMap, target: int, verifier: int) -> PoolMap:
-    """Target, started anew, has this verifier. Where it had another one, the chains that it still holds may have lost what was
-    not flushed; those that others went on with have not. To be published before it answers anybody."""
+    """Record the write verifier of a restarted target.
+
+    If the verifier has changed, the chains that the target still holds may have lost unstable writes; chains
+    that other targets continued have not. The map must be published before the target answers requests.
+    """
     known = pool_map.target_by_id.get(target)
     if known is None or known.verifier == verifier:
         return pool_map
     pool_map = with_targets(pool_map, {target}, verifier=verifier)
-    if not known.verifier:  # nobody was ever answered
+    if not known.verifier:  # the target has never answered a request
         return pool_map
     return with_chains(pool_map, lambda _, chain: replace(chain, intact=chain.epoch) if target in chain.targets else chain)
 
 
 def begun(pool_map: PoolMap) -> PoolMap:
-    """All targets are started after they have ended in order, equal and with everything durable: nobody leaves, each chain has
-    the next epoch."""
+    """Return the map for a start of all targets after a clean stop with equal, durable data.
+
+    No target leaves; each chain gets the next epoch.
+    """
     return replace(pool_map, tables=tuple(replace(table, chains=tuple(replace(chain, epoch=chain.epoch + 1)
                                                                       for chain in table.chains)) for table in pool_map.tables))
 
 
 def returned(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
-    """These targets serve again: they join the chains that want for them. Chains with all their copies, which they are to take
-    over from others, are left to `rebalance.next_steps`."""
+    """Mark targets as serving again; they join the chains that lack their copy.
+
+    Chains with all copies, which these targets are to take over from others, are left to
+    `rebalance.next_steps`.
+    """
     back = {target.id for target in pool_map.targets if target.id in ids and target.state == "down"
             and target.wish != "lost"}
     if not back:
@@ -144,9 +161,12 @@ def returned(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
 
 
 def joined(pool_map: PoolMap, target: int, equal: Iterable[tuple[int, int, int]]) -> PoolMap:
-    """Target holds what the tail holds of these chains (table, number, epoch of the chain when that was so), durably. Those of
-    an older epoch say nothing: somebody came or went since. Who joins before the target in the chain would stand behind it
-    then: it leaves, and joins again as one that is new. Where all of the goal is there, who is not of it begins to leave.
+    """Make a target a full member of the chains that it reported as equal to the tail, durably.
+
+    `equal` lists (table, number, epoch of the chain at that time). A report for an older epoch is ignored:
+    the members have changed since. Members that joined before the target would then stand after it: they
+    leave, and join again as new ones. When all of the goal are targets, the targets outside of the goal begin
+    to leave.
     """
     reported = {(table, number): epoch for table, number, epoch in equal}
     up = pool_map.target_by_id.get(target)
@@ -163,7 +183,7 @@ def joined(pool_map: PoolMap, target: int, equal: Iterable[tuple[int, int, int]]
 
 
 def settled(chain: Chain) -> Chain:
-    """The chain, with those leaving that its goal does not need any more; without a goal when that is reached."""
+    """Let targets outside of a complete goal leave; clear the goal when it is reached."""
     if not chain.goal or not set(chain.goal) <= set(chain.targets):
         return chain
     leaving = _without(chain.targets, chain.goal)
@@ -171,7 +191,8 @@ def settled(chain: Chain) -> Chain:
 
 
 def departed(pool_map: PoolMap, left: Callable[[ChainName, int], bool]) -> PoolMap:
-    """Who is leaving has left: of a chain those that `left` says know that they are not read from any more."""
+    """Remove leaving targets for which `left` confirms that they know that they are not read from any
+    more."""
     def decide(name: ChainName, chain: Chain) -> Chain:
         gone = [target for target in chain.leaving if left(name, target)]
         if not gone:
@@ -181,34 +202,38 @@ def departed(pool_map: PoolMap, left: Callable[[ChainName, int], bool]) -> PoolM
     return with_chains(pool_map, decide)
 
 
-# -- the operator's wishes -------------------------------------------------------------------------------------------------
+# -- desired states ---------------------------------------------------------------------------------------
 
 
 def wished(pool_map: PoolMap, target: int, wish: str) -> PoolMap:
-    """Target with this wish. Goals are to be made anew. A lost one leaves its chains when it has died, or is silent: it gets no
-    lease any more."""
+    """Set the desired state of a target; the caller then recomputes the goals.
+
+    A lost target leaves its chains when it has failed or is silent: it gets no lease any more.
+    """
     return with_targets(pool_map, {target}, wish=wish)
 
 
 def named(pool_map: PoolMap) -> frozenset[int]:
-    """Targets that hold a chain, join one, or shall."""
+    """Return the targets that hold a chain, join one, or should hold one."""
     return frozenset(target for table in pool_map.tables for chain in table.chains
                      for target in (*chain.targets, *chain.joining, *chain.goal))
 
 
 def retired(pool_map: PoolMap) -> PoolMap:
-    """Targets that are to leave the pool and that no chain names are gone; not while metadata lies beside them that can still
-    be read, as one does of a drive that is not lost."""
+    """Retire targets that should leave the pool and that no chain refers to.
+
+    A target with metadata beside it stays until the metadata is gone, unless its drive is lost.
+    """
     wanted = {target.id for target in pool_map.targets if target.state != "gone" and (
         target.wish == "lost" or (target.wish == "remove" and not beside(pool_map, target.drive)))}
     return with_targets(pool_map, wanted - named(pool_map), state="gone") if wanted else pool_map
 
 
 def only_copies(pool_map: PoolMap, target: int, table: int = 0) -> int:
-    """Chains, of one table or of all, of which no other target than this one holds every byte."""
+    """Return the number of chains, in one table or in all, that only this target holds completely."""
     return sum(chain.targets == (target,) for one in pool_map.tables if table in (0, one.id) for chain in one.chains)
 
 
 def remaining(pool_map: PoolMap) -> list[Target]:
-    """Targets that are in the pool."""
+    """Return the targets that are in the pool."""
     return [target for target in pool_map.targets if target.state != "gone"]
