@@ -8,24 +8,20 @@ OSDI 2004; reads at each member as in Terrace and Freedman: Object Storage on CR
 member with a pending write delays the read):
 
 * The head gives a write of a chunk the next version (chain epoch, counter) and *offers* the write to its
-successor, which offers
-  it to its own successor. Until the write is decided, it is *pending* on each member, and no other write of
-  that chunk begins. The last of targets and joining commits the write, and so decides it. The reply travels
-  back, and each member commits what the last member has committed.
+  successor, which offers it to its own successor. Until the write is decided, it is *pending* on each member,
+  and no other write of that chunk begins. The last of targets and joining commits the write, and so decides
+  it. The reply travels back, and each member commits what the last member has committed.
 * A member that refuses an offer has not applied the write, and neither has any member after it; so each
-member before it
-  discards the write. If the reply is lost, the outcome is unknown, and the write stays pending until the
-  successor answers or the chain changes.
+  member before it discards the write. If the reply is lost, the outcome is unknown, and the write stays
+  pending until the successor answers or the chain changes.
 * An offer names the chain's epoch: a write involves only members of the same chain, in the same order. When
-the chain changes, a
-  member with a pending write offers the write again to its new successor, under the new epoch. The last
-  remaining member of those that were present commits the write. Each member has every pending write that a
-  later member has, because writes pass through it. So if a departed member may have committed a write, each
-  remaining member before it has the write pending or committed. Members that joined later could refuse the
-  write, and are not asked.
+  the chain changes, a member with a pending write offers the write again to its new successor, under the new
+  epoch. The last remaining member of those that were present commits the write. Each member has every pending
+  write that a later member has, because writes pass through it. So if a departed member may have committed a
+  write, each remaining member before it has the write pending or committed. Members that joined later could
+  refuse the write, and are not asked.
 * An offer names the version that it builds on. A member whose chunk has another version first synchronises
-the chunk with its
-  predecessor.
+  the chunk with its predecessor.
 
 The guarantee for each chunk: no version has two contents, and everything that was read or acknowledged is on
 every target that survives.

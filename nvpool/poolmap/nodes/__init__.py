@@ -1,1 +1,1 @@
-"""Nodes in the pool map: joining, draining, removal, membership of etcd."""
+"""Nodes in the pool map: joining, draining, removal, and membership of etcd."""

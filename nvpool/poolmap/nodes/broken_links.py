@@ -1,7 +1,7 @@
-"""Broken links between two nodes of which both reach the leader: which targets leave the chains that cross the link.
+"""Broken network links between nodes that both reach the leader: selects the targets that leave their chains.
 
-One of the two nodes has to give way, and its targets leave their chains as silent ones do, after their leases have ended. They
-join again when the link works. Decided here, called by cluster/manager; no I/O, no clock.
+One of the two nodes must give way. Its targets leave their chains as silent targets do, after their leases
+have ended, and join again when the link works. Pure functions, called by cluster/manager; no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Collection, Mapping
 from nvpool.poolmap.model import PoolMap
 
 BROKEN = "its node and another one do not reach each other"
-"""What a target that gives way is told, for the status."""
+"""Reason that is reported to a target that gives way, for its status."""
 
 
 def cut_off(pool_map: PoolMap, reports: Mapping[int, Collection[int]], before: Collection[int]) -> frozenset[int]:
-    """The targets that give way, of each broken link those of one node. `reports`: target -> those that it cannot reach;
-    `before`: what this returned last, so that the same ones stay out while the link is broken.
+    """Return the targets that give way: for each broken link, those of one node.
 
-    Of two nodes the one with more broken links gives way, which is likely to be the cause. Then the one that is reported more
-    often, then the one with the higher number.
+    `reports` maps a target to the targets that it cannot reach. `before` is the previous result, so that the
+    same targets stay excluded while the link is broken. Of two nodes, the node with more broken links gives
+    way, because it is the likely cause. Next criteria: the node that is reported more often, then the node
+    with the higher number.
     """
     node_of = {target.id: target.node for target in pool_map.targets if not target.is_over}
     broken = [(reporter, other) for reporter, others in reports.items() for other in others
@@ -43,6 +44,6 @@ def cut_off(pool_map: PoolMap, reports: Mapping[int, Collection[int]], before: C
 
 
 def is_replaceable(pool_map: PoolMap, target: int) -> bool:
-    """Whether the target takes part in a chain that has another target, so that it can leave it."""
+    """Return whether the target can leave a chain, because the chain has another target."""
     return any(target in (*chain.targets, *chain.joining) and any(other != target for other in chain.targets)
                for table in pool_map.tables for chain in table.chains)

@@ -1,9 +1,10 @@
-"""Who is a member of the pool's own etcd, and what is to be done next for those to be members who should.
+"""Membership of the pool's own etcd: the current members, and the next step towards the desired ones.
 
-Pure functions of the map, of what etcd says of its members and of who is there. Called by node/coordination/etcd_members: by
-who leads, for the steps, and by each node for its own entry. One step at a time, each of which leaves the map or etcd changed
-and may be repeated; so whoever leads next goes on where the last one was. A member comes as one that learns (it has no vote, so
-nothing is lost while it fills), and goes before another comes in its place.
+Pure functions of the map, of etcd's member list and of the available nodes. node/coordination/etcd_members
+calls them: the leader for the steps, and each node for its own entry. The leader performs one step at a time.
+Each step changes the map or etcd and may be repeated, so a new leader continues where the previous one
+stopped. A new member first joins as a learner: it has no vote, so nothing is lost while it is filled. A
+member that is replaced leaves before its replacement is added.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from msgspec.structs import replace
 from nvpool.poolmap.model import EtcdMember, PoolMap, changed
 
 MEMBERS = 3
-"""One of them may be away. With two nodes there is one: of two members none may be, and twice as many can."""
+"""Number of members; one of them may fail. With two nodes there is one member: two members tolerate no
+failure, but can fail twice as often."""
 
 
 class Found(NamedTuple):
-    """A member as etcd knows it. `peers` without their scheme."""
+    """A member as etcd knows it. `peers` are addresses without a scheme."""
 
     id: str
     peers: tuple[str, ...]
@@ -29,7 +31,7 @@ class Found(NamedTuple):
 
 
 class Add(NamedTuple):
-    """As one that learns."""
+    """Step: add a member as a learner."""
 
     peer: str
 
@@ -43,7 +45,7 @@ class Remove(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What the map is to become; the same map where that is not so any more."""
+    """Step: change the map with `decide`, which returns the same map if the change no longer applies."""
 
     decide: Callable[[PoolMap], PoolMap]
 
@@ -56,13 +58,16 @@ def of_node(pool_map: PoolMap, node: int) -> EtcdMember | None:
 
 
 def clients(pool_map: PoolMap) -> tuple[str, ...]:
-    """Where etcd is asked: of members that vote, or will again."""
+    """Return etcd's client addresses: those of members that vote, or will vote again."""
     return tuple(one.client for one in pool_map.etcd if one.client and one.state in ("up", "leaving"))
 
 
 def lets_in(pool_map: PoolMap) -> frozenset[int]:
-    """The nodes that have, or are to have, the keys of the pool's authorities: those that keep the map, or, where no node does,
-    the first ones. Where one node keeps it alone the first other one too: it can keep it when that is lost for good."""
+    """Return the nodes that should have the private keys of the pool's CAs.
+
+    These are the nodes that store the map or, if none does, the first nodes. If a single node stores the map,
+    the first other node is included too: it can take over the map when the single node is lost permanently.
+    """
     if not pool_map.etcd:
         return frozenset(sorted(pool_map.node_by_id)[:MEMBERS])
     others = sorted(node.id for node in pool_map.nodes if node.wish == "share" and node.id != pool_map.etcd[0].node)
@@ -71,18 +76,20 @@ def lets_in(pool_map: PoolMap) -> frozenset[int]:
 
 
 def last_revoked(pool_map: PoolMap) -> int:
-    """The epoch in which a node was removed last; 0 where nothing of it is left that could be shown."""
+    """Return the epoch of the last node removal; 0 if no removed node can hold a valid certificate any
+    more."""
     return max((one.epoch for one in pool_map.revoked), default=0)
 
 
 def members_wanted(pool_map: PoolMap, going: Collection[int] = ()) -> int:
-    """How many the nodes that are to stay shall have, without those whose member is `going`."""
+    """Return the desired number of members on the nodes that stay, not counting nodes whose member is
+    `going`."""
     willing = {node.id for node in pool_map.nodes if node.wish == "share"}
     return MEMBERS if len(willing.difference(going)) >= MEMBERS else 1
 
 
 def put(pool_map: PoolMap, node: int, generation: int, **fields: Any) -> PoolMap:
-    """With `fields` of that node's member; the same map where there is none, another, or all is so already."""
+    """Set `fields` of a node's member; return the same map if there is no such member or nothing changes."""
     old = of_node(pool_map, node)
     if old is None or old.generation != generation:
         return pool_map
@@ -93,12 +100,12 @@ def put(pool_map: PoolMap, node: int, generation: int, **fields: Any) -> PoolMap
 def wanted(pool_map: PoolMap, node: int) -> PoolMap:
     if of_node(pool_map, node) is not None or node not in pool_map.node_by_id:
         return pool_map
-    new = EtcdMember(node, "", "", "wanted", pool_map.epoch + 1, revoked=last_revoked(pool_map))  # nobody is connected yet
+    new = EtcdMember(node, "", "", "wanted", pool_map.epoch + 1, revoked=last_revoked(pool_map))  # no connections yet
     return changed(pool_map, etcd=(*pool_map.etcd, new))
 
 
 def leaving(pool_map: PoolMap, node: int) -> PoolMap:
-    """With that node's member on its way out; the same map where it has none."""
+    """Mark a node's member as leaving; return the same map if it has none."""
     old = of_node(pool_map, node)
     if old is None or old.state in ("leaving", "lost"):
         return pool_map
@@ -111,12 +118,15 @@ def without(pool_map: PoolMap, node: int, generation: int) -> PoolMap:
 
 
 def next_step(pool_map: PoolMap, found: Collection[Found], here: Collection[int], away: Collection[int]) -> Step | None:
-    """What is to be done next; None when all is as it should be, or nothing can be done. `found`: what etcd says, no older than
-    the map. `here`: nodes that could have a member, or have one that answers, at this moment. `away`: nodes that have been
-    away, or whose member has not answered, for longer than others wait for it."""
+    """Return the next step; None if the membership is as desired, or nothing can be done now.
+
+    `found` is etcd's member list, not older than the map. `here` are nodes that could have a member, or have
+    a responding one. `away` are nodes that have been absent, or whose member has not responded, for longer
+    than the pool waits for them.
+    """
     entries = pool_map.etcd
     if not entries:
-        return None  # the embedded coordinator, or an etcd that is not ours
+        return None  # the embedded coordinator, or an external etcd
     known = {(one.node, one.generation): _match(one, found) for one in entries}
     matched = {one.id for one in known.values() if one is not None}
     for one in found:
@@ -128,12 +138,12 @@ def next_step(pool_map: PoolMap, found: Collection[Found], here: Collection[int]
         it = known[entry.node, entry.generation]
         step = _step_of(entry, it, pool_map, here, away)
         if isinstance(step, Remove) and it is not None and not it.learns and not _may_go(entry.node, voters, here):
-            stuck = True  # others have to come before it goes
+            stuck = True  # a replacement must be added first
             continue
         if step is not None:
             return step
     if any(entry.state in ("wanted", "ready", "added") for entry in entries):
-        return None  # one after the other; it goes on when that node has done its part
+        return None  # one member at a time; the next step follows when that node has done its part
     return _who_else(pool_map, entries, here, away, stuck)
 
 
@@ -170,7 +180,7 @@ def _step_of(entry: EtcdMember, it: Found | None, pool_map: PoolMap, here: Colle
 
 
 def _may_go(node: int, voters: set[int], here: Collection[int]) -> bool:
-    """Whether the others can decide without it."""
+    """Return whether the other members have a majority without this one."""
     rest = voters - {node}
     return len(rest & set(here)) > len(rest) // 2
 
@@ -181,7 +191,8 @@ def _who_else(pool_map: PoolMap, entries: tuple[EtcdMember, ...], here: Collecti
     going = {entry.node for entry in entries} - set(staying)
     willing = {node.id for node in pool_map.nodes if node.wish == "share" and node.id not in going}
     count = members_wanted(pool_map, going)
-    # One that has lost its data may be filled anew on the same node, so it is out of the list by then.
+    # A member that has lost its data may be filled again on the same node; by then it is not in the list any
+    # more.
     others = [node for node in pool_map.nodes if node.id in here and node.id not in staying and node.id in willing]
     racks = {pool_map.node_by_id[node].rack for node in staying}
     others.sort(key=lambda node: (bool(node.rack) and node.rack in racks, node.id))

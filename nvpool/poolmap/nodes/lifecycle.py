@@ -1,8 +1,9 @@
-"""What the operator wishes of a whole node, as maps: drained, removed, given up for lost, put into a rack.
+"""Node lifecycle: draining, removing, declaring a node lost, and assigning a node to a rack.
 
-Pure functions from a map to the next, called by node/admin/nodes. What follows from a wish is done by others, each in its own
-time: chains by the manager (rebalance), members of shards by poolmap/shards/placement, members of etcd by who keeps etcd; how
-far they are is in the map.
+Pure functions from a map to the next one, called by node/admin/nodes. They record the desired state; other
+modules carry it out at their own pace: the cluster manager moves chains (rebalance), poolmap/shards/placement
+moves shard members, and node/coordination/etcd_members changes the members of etcd. The map shows the
+progress.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from nvpool.poolmap.shards.members import members, node_and_path
 from nvpool.poolmap.shards.placement import check_places
 
 S = TypeVar("S", Target, Shard, Standby)
-"""A process of the pool: what has a node and endpoints."""
+"""A process of the pool: has a node and endpoints."""
 
 
 class Left(NamedTuple):
-    """What is still on a node, and has to go before it can."""
+    """What is still on a node and must be moved before the node can be removed."""
 
     chains: int
-    """That targets of it hold, join, or shall hold."""
+    """Number of chains that targets of the node hold, join, or should hold."""
     members: tuple[int, ...]
-    """Shards that have a member on it."""
+    """Shards with a member on the node."""
     etcd: bool
 
     @property
@@ -39,7 +40,7 @@ class Left(NamedTuple):
 
 
 def node_of(pool_map: PoolMap, number: int) -> Node:
-    """InvalidRequest: there is none."""
+    """Return a node by its number; InvalidRequest if there is none."""
     node = pool_map.node_by_id.get(number)
     if node is None:
         raise InvalidRequest(f"there is no node {number}; `nvpool node ls POOL` lists them")
@@ -47,12 +48,12 @@ def node_of(pool_map: PoolMap, number: int) -> Node:
 
 
 def has_left(pool_map: PoolMap, number: int) -> bool:
-    """There was such a node, with a drive, and it was removed."""
+    """Return whether a node with this number had a drive and was removed."""
     return number not in pool_map.node_by_id and any(target.node == number for target in pool_map.targets)
 
 
 def targets_of(pool_map: PoolMap, number: int) -> list[Target]:
-    """Those that are in the pool."""
+    """Return the targets of a node that are in the pool."""
     return [target for target in transitions.remaining(pool_map) if target.node == number]
 
 
@@ -75,8 +76,10 @@ def _wished(pool_map: PoolMap, targets: list[Target], wish: str) -> PoolMap:
 
 
 def drained(pool_map: PoolMap, number: int, used_bytes: dict[int, int], *, stop: bool = False) -> PoolMap:
-    """The map in which the node is to hold nothing, and with `stop` to end its processes then. InvalidRequest, with the remedy,
-    where the others have no room for what is on it. May be repeated."""
+    """Return the map in which the node should hold nothing and, with `stop`, then stop its processes.
+
+    InvalidRequest: the other nodes have no capacity for its data; the text has the remedy. May be repeated.
+    """
     node = node_of(pool_map, number)
     if node.wish == "lost":
         raise InvalidRequest(f"node {number} is given up for lost; it is being taken out of the pool")
@@ -95,7 +98,8 @@ def drained(pool_map: PoolMap, number: int, used_bytes: dict[int, int], *, stop:
 
 
 def shares_again(pool_map: PoolMap, number: int) -> PoolMap:
-    """The map in which the node, and its drives, hold their share. InvalidRequest for one that is lost."""
+    """Return the map in which the node and its drives hold their share again; InvalidRequest for a lost
+    node."""
     node = node_of(pool_map, number)
     if node.wish == "lost":
         raise InvalidRequest(f"node {number} is given up for lost, and has no certificate any more; it may join as a new one")
@@ -106,7 +110,7 @@ def shares_again(pool_map: PoolMap, number: int) -> PoolMap:
 
 
 def check_empty(pool_map: PoolMap, number: int) -> None:
-    """InUse, with the remedy, while chunks or metadata are on the node."""
+    """Raise InUse, with the remedy, while chunks or metadata are on the node."""
     node_of(pool_map, number)
     left = left_on(pool_map, number)
     if left.chains or left.members:
@@ -116,16 +120,20 @@ def check_empty(pool_map: PoolMap, number: int) -> None:
 
 
 def removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
-    """Without the node, whose drives are empty. InvalidRequest, InUse while anything of the pool is on it."""
+    """Remove a node with empty drives; InUse or InvalidRequest while data of the pool is on it."""
     check_empty(pool_map, number)
     empty = _wished(pool_map, targets_of(pool_map, number), "remove")
     return node_removed(transitions.retired(empty), number, now_ms)
 
 
 def lost(pool_map: PoolMap, number: int, used_bytes: dict[int, int], now_ms: int, *, give_up: bool = False) -> PoolMap:
-    """The map in which the node does not come back: its certificate is worth nothing, what it held is made again from other
-    copies, and it leaves the map when nothing names it any more. InvalidRequest where it has the only copy of anything, unless
-    the loss of chunks is accepted: chains that no other target has stay with it, and what they hold can not be read."""
+    """Return the map in which the node is declared lost.
+
+    Its certificate is revoked, its data is recreated from other copies, and the node leaves the map when
+    nothing refers to it any more. With `give_up`, the loss of chunks is accepted: chains without another
+    target stay with the node, and their data is unreadable. InvalidRequest: the node has the only copy of
+    metadata, or of chunks without `give_up`.
+    """
     node_of(pool_map, number)
     here = targets_of(pool_map, number)
     for shard in pool_map.shards:
@@ -146,8 +154,11 @@ def lost(pool_map: PoolMap, number: int, used_bytes: dict[int, int], now_ms: int
 
 
 def settled(pool_map: PoolMap, now_ms: int) -> PoolMap:
-    """Without lost nodes of which all has been made again that can be; the same map where there is none. Their targets that
-    are the only ones of a chain stay named by it."""
+    """Remove a lost node whose data has been recreated as far as possible; return the same map if there is
+    none.
+
+    A chain whose only target was on the node still refers to that target.
+    """
     for node in pool_map.nodes:
         if node.wish == "lost":
             left = left_on(pool_map, node.id)
@@ -160,12 +171,14 @@ def settled(pool_map: PoolMap, now_ms: int) -> PoolMap:
 
 
 def on_host(pool_map: PoolMap, number: int, host_id: str) -> PoolMap:
-    """The map in which the node runs on that host."""
+    """Return the map in which the node runs on this host."""
     return _with(pool_map, number, host_id=host_id)
 
 
 def listening_at(pool_map: PoolMap, number: int, keep: Callable[[str], bool]) -> PoolMap:
-    """The map in which the processes of the node listen only at those endpoints that `keep` says; the same map when that is so.
+    """Return the map with only those endpoints of the node's processes that `keep` accepts.
+
+    Returns the same map if nothing changes.
     """
     def kept(one: S) -> S:
         if one.node != number or all(map(keep, one.endpoints)):
@@ -182,7 +195,10 @@ def listening_at(pool_map: PoolMap, number: int, keep: Callable[[str], bool]) ->
 
 
 def still_counted_on(pool_map: PoolMap) -> bool:
-    """Whether a lost node is a member of etcd yet, or of a chain that others hold too: seconds, while etcd has most members."""
+    """Return whether a lost node is still a member of etcd, or of a chain with other holders.
+
+    This state lasts seconds, as long as etcd has a majority.
+    """
     for node in pool_map.nodes:
         if node.wish == "lost":
             here = {target.id for target in targets_of(pool_map, node.id)}
@@ -194,7 +210,7 @@ def still_counted_on(pool_map: PoolMap) -> bool:
 
 
 def in_rack(pool_map: PoolMap, number: int, rack: str) -> PoolMap:
-    """The map in which the node stands in that rack (empty: in one of its own), and chains go where that wants them."""
+    """Return the map in which the node is in this rack (empty: in its own), with new goals for the chains."""
     if len(rack) > 64 or not rack.isprintable():
         raise InvalidRequest("the name of a rack has at most 64 printable characters")
     if node_of(pool_map, number).rack == rack:

@@ -1,6 +1,7 @@
-"""Who comes into a pool and who leaves it, as maps: tokens given, used once, ended; nodes and members added and removed.
+"""Pool membership: issuing and using join tokens, and adding and removing nodes, clients and bridges.
 
-Pure functions of a map, the time and a request; called by node/admin/join_server. What is refused makes no map.
+Pure functions of a map, the time and a request, called by node/admin/join_server. A rejected request raises
+an error and returns no map.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from nvpool.poolmap.shards.partition_moves import not_wanted
 
 TOKENS_MAX = 1000
 REVOKED_S = (MEMBER_DAYS + 2) * DAY_S
-"""By then all that was signed has ended."""
+"""Time after which every certificate signed before a removal has expired."""
 NODES_MAX = 1000
 
 
 def token_given(pool_map: PoolMap, token: JoinToken, now_ms: int) -> PoolMap:
-    """With `token`, and without those that have ended."""
+    """Add `token`, and remove the expired ones; InvalidRequest if there are TOKENS_MAX tokens."""
     tokens = tuple(one for one in pool_map.tokens if one.ends_ms > now_ms)
     if len(tokens) >= TOKENS_MAX:
         raise InvalidRequest(f"{TOKENS_MAX} tokens are out already; wait until some end")
@@ -29,7 +30,8 @@ def token_given(pool_map: PoolMap, token: JoinToken, now_ms: int) -> PoolMap:
 
 
 def token_for(pool_map: PoolMap, hash: str, kind: str, used_by: str, now_ms: int) -> JoinToken:
-    """The token that is shown. AccessDenied for one that is unknown, over, used by another key, or for something else."""
+    """Return the token with this hash; AccessDenied if it is unknown, expired, used by another key, or of
+    another kind."""
     found = next((one for one in pool_map.tokens if one.hash == hash), None)
     if found is None:
         raise AccessDenied(f"this token is not one of this pool, or has ended long ago{_again(kind)}")
@@ -37,21 +39,24 @@ def token_for(pool_map: PoolMap, hash: str, kind: str, used_by: str, now_ms: int
         raise AccessDenied(f"this token has ended{_again(kind)}")
     if found.used_by and found.used_by != used_by:
         raise AccessDenied(f"this token was used already, and works once{_again(kind)}")
-    if found.kind.partition(".")[0] != kind:  # behind the point: as whom a client may act
+    if found.kind.partition(".")[0] != kind:  # after the dot: the user as which a client may act
         raise AccessDenied(f"this token lets in a {found.kind.partition('.')[0]}, not a {kind}{_again(kind)}")
     return found
 
 
 def _again(kind: str) -> str:
-    """A token of the kind that joins: one for a node would give a client the keys of the pool."""
+    """Return the remedy for this kind of member; a node token instead would give a client the pool's keys."""
     return f"; make a new one on a node of the pool with: nvpool {kind} token POOL"
 
 
 def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, now_ms: int,
            node: Callable[[int], Node] | None = None) -> PoolMap:
-    """With `member`, in exchange for the token; for a node also the Node that `node` makes of its number, which
-    no node with a drive ever had. The same map where this key has joined with this token before: its answer was lost.
-    AccessDenied as token_for."""
+    """Add `member` in exchange for the token.
+
+    For a node, also add the Node that `node` creates from its number, which no node with a drive ever had.
+    Returns the same map if this key has already joined with this token, because then its reply was lost.
+    AccessDenied as in `token_for`.
+    """
     token = token_for(pool_map, hash, kind, used_by, now_ms)
     if token.used_by:
         return pool_map
@@ -60,13 +65,15 @@ def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, n
     if node is not None:
         if len(nodes) >= NODES_MAX:
             raise InvalidRequest(f"the pool has {NODES_MAX} nodes already")
-        taken = (*(one.id for one in nodes), *(target.node for target in pool_map.targets))  # those that are gone stay there
+        # Targets keep the numbers of removed nodes.
+        taken = (*(one.id for one in nodes), *(target.node for target in pool_map.targets))
         nodes = (*nodes, node(max(taken, default=0) + 1))
     return changed(pool_map, tokens=tokens, members=(*pool_map.members, member), nodes=nodes)
 
 
 def member_removed(pool_map: PoolMap, member: str) -> PoolMap:
-    """Without a client or a bridge, whose certificate is worth nothing from then on. InvalidRequest for a node, and nobody."""
+    """Remove a client or bridge and revoke its certificate; InvalidRequest for a node or an unknown
+    member."""
     node = next((node for node in pool_map.nodes if node.member == member), None)
     if node is not None:
         raise InvalidRequest(f"{member} is a node; it is removed with: nvpool node remove POOL {node.id}")
@@ -76,7 +83,7 @@ def member_removed(pool_map: PoolMap, member: str) -> PoolMap:
 
 
 def check_removable(pool_map: PoolMap, number: int) -> None:
-    """InvalidRequest where there is no such node, or drives or metadata of the pool are on it."""
+    """Raise InvalidRequest if the node does not exist, or has drives or metadata of the pool."""
     if number not in pool_map.node_by_id:
         raise InvalidRequest(f"there is no node {number}")
     drives = [target.drive for target in pool_map.targets if target.node == number and not target.is_over]
@@ -89,22 +96,26 @@ def check_removable(pool_map: PoolMap, number: int) -> None:
 
 
 def node_removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
-    """Without the node, whose certificate is worth nothing from then on. InvalidRequest while anything of the pool is on it, a
-    member of etcd with a vote too (node/coordination/etcd_members has it leave; one that is on its way, perhaps just again,
-    goes along). Shards that it was to begin are not wanted any more."""
+    """Remove the node and revoke its certificate.
+
+    Shards that the node should have created are cancelled. A member of etcd that is not yet voting is removed
+    too.
+    InvalidRequest: the node has data of the pool, or a voting member of etcd (node/coordination/etcd_members
+    removes it).
+    """
     check_removable(pool_map, number)
     if any(one.node == number and one.state in ("up", "leaving") for one in pool_map.etcd):
         raise InvalidRequest(f"node {number} keeps the pool map (etcd), which has to move first")
     pool_map = node_revoked(pool_map, number, now_ms)
     for wanted in pool_map.shards_wanted:
-        if wanted.node == number:  # nobody else would begin it
+        if wanted.node == number:  # no other node would create it
             pool_map = not_wanted(pool_map, wanted.id)
     return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number),
                    etcd=tuple(one for one in pool_map.etcd if one.node != number))
 
 
 def node_revoked(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
-    """With the node's certificate worth nothing, also to etcd; a map of the same epoch."""
+    """Revoke the node's certificates, also for etcd; the map keeps its epoch."""
     member = pool_map.node_by_id[number].member
     revoked = tuple(one for one in pool_map.revoked if one.at_ms + REVOKED_S * 1000 > now_ms)
     if member and all(one.member != member for one in revoked):

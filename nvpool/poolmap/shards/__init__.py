@@ -1,1 +1,1 @@
-"""Metadata shards in the pool map: members, partitions, placement."""
+"""Metadata shards in the pool map: members, partitions, migrations and placement."""

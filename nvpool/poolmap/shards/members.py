@@ -1,9 +1,10 @@
-"""How the members of a shard change in the pool map: pure functions, each from a map to the next.
+"""Members of a metadata shard: changes of primary and standbys in the pool map.
 
-Who asks: the primary of a term, that a standby which has everything be called up, and that one which is silent be so no more;
-whoever watches the leases, that another member become primary when the primary has been silent for its whole lease or its
-process has ended. Together with what kv/replication/primary does they keep two things true: of two primaries only the later can
-acknowledge a change, and every member that is called up has all that were.
+Pure functions from a map to the next one. The primary of a term requests that a complete standby becomes
+"up", and that a silent standby is not "up" any more. The supervisor of the leases requests a new primary when
+the primary has been silent for its whole lease or its process has ended. Together with kv/replication/primary
+they guarantee two things: of two primaries, only the later one can acknowledge a change; and every member
+that is "up" has all acknowledged changes.
 """
 
 from __future__ import annotations
@@ -20,30 +21,33 @@ from nvpool.poolmap.model import PartitionRange, PoolMap, Shard, Standby, change
 
 STANDBYS_MAX = 4
 SHARDS_MAX = 64
-"""Of a pool, when it is made: as many processes of one core each."""
+"""Maximum number of shards of a new pool: as many processes, which use one core each."""
 
 
 def dealt(count: int) -> tuple[PartitionRange, ...]:
-    """The partitions over `count` new shards, 1 to count: as many for each, in one range."""
+    """Divide the partitions over `count` new shards, numbered 1 to `count`: equal shares, one range each."""
     firsts = [number * PARTITION_COUNT // count for number in range(count + 1)]
     return tuple(PartitionRange(first, behind - first, number)
                  for number, (first, behind) in enumerate(itertools.pairwise(firsts), 1))
 _MEMBERS_MAX = 8
-"""With those that are on their way to another place."""
+"""Maximum number of standbys, including those that move to another place."""
 
 
 def members(shard: Shard) -> tuple[int, ...]:
-    """The primary first."""
+    """Return the members of a shard, the primary first."""
     return (shard.member, *(standby.member for standby in shard.standbys))
 
 
 def process_name(shard: int, member: int) -> str:
-    """Of the daemon of a member, its lock, log and socket."""
+    """Return the name of a member's daemon, lock, log and socket."""
     return f"meta-{shard}.{member}" if member else f"meta-{shard}"
 
 
 def node_and_path(shard: Shard, member: int) -> tuple[int, str]:
-    """Where a member's records are; an empty path: in the pool's directory. InvalidRequest: it is no member."""
+    """Return node and path of a member's records; an empty path means the pool directory.
+
+    InvalidRequest: the shard has no such member.
+    """
     found = _standby(shard, member)
     if member == shard.member:
         return shard.node, shard.path
@@ -53,13 +57,13 @@ def node_and_path(shard: Shard, member: int) -> tuple[int, str]:
 
 
 def endpoints_of(shard: Shard, member: int) -> tuple[str, ...]:
-    """Nothing where it is no member."""
+    """Return the endpoints of a member; empty if the shard has no such member."""
     found = _standby(shard, member)
     return shard.endpoints if member == shard.member else found.endpoints if found is not None else ()
 
 
 def standby_added(pool_map: PoolMap, shard_id: int, standby: Standby) -> PoolMap:
-    """A new member, which has nothing yet. InvalidRequest: it is one already, or there are too many."""
+    """Add a standby without records; InvalidRequest if it exists already, or there are too many."""
     shard = shard_of(pool_map, shard_id)
     if standby.member in members(shard) or len(shard.standbys) >= _MEMBERS_MAX:
         raise InvalidRequest(f"shard {shard_id} has member {standby.member} already, or {_MEMBERS_MAX} standbys")
@@ -68,7 +72,7 @@ def standby_added(pool_map: PoolMap, shard_id: int, standby: Standby) -> PoolMap
 
 
 def standby_removed(pool_map: PoolMap, shard_id: int, member: int) -> PoolMap:
-    """The shard without that standby. InvalidRequest: it is none."""
+    """Remove a standby; InvalidRequest if the shard has no such standby."""
     shard = shard_of(pool_map, shard_id)
     if _standby(shard, member) is None:
         raise InvalidRequest(f"shard {shard_id} has no standby {member}")
@@ -76,7 +80,8 @@ def standby_removed(pool_map: PoolMap, shard_id: int, member: int) -> PoolMap:
 
 
 def standby_made(pool_map: PoolMap, shard_id: int, member: int, path: str, endpoints: tuple[str, ...]) -> PoolMap:
-    """The standby has a place, and will listen there. InvalidRequest: it is none, or has been made already."""
+    """Record path and endpoints of a standby that its node creates; InvalidRequest if it is unknown or was
+    created before."""
     shard = shard_of(pool_map, shard_id)
     found = _standby(shard, member)
     if found is None or found.endpoints:
@@ -86,7 +91,8 @@ def standby_made(pool_map: PoolMap, shard_id: int, member: int, path: str, endpo
 
 
 def standbys_wanted(pool_map: PoolMap, shard_id: int, count: int) -> PoolMap:
-    """The shard shall have so many standbys; poolmap/shards/placement says which. InvalidRequest: that is out of bounds."""
+    """Set the desired number of standbys; poolmap/shards/placement chooses them. InvalidRequest: out of
+    bounds."""
     shard = shard_of(pool_map, shard_id)
     if not 0 <= count <= STANDBYS_MAX:
         raise InvalidRequest(f"a shard has 0 to {STANDBYS_MAX} standbys, not {count}")
@@ -94,10 +100,13 @@ def standbys_wanted(pool_map: PoolMap, shard_id: int, count: int) -> PoolMap:
 
 
 def standby_up(pool_map: PoolMap, shard_id: int, member: int, term: int, epoch: int) -> PoolMap:
-    """The primary of `term` says that the standby has everything, and waits for it with each answer. It said so when the
-    shard's epoch was `epoch`: what it has said or asked since counts more.
+    """Mark a standby as up, at the request of the primary of `term`.
 
-    StaleTerm, Unavailable: as of check_term. StaleMember: something has changed since.
+    The primary confirms that the standby has everything, and from then on waits for the standby with each
+    reply. `epoch` is the shard's epoch at the time of the request: later requests of the primary take
+    precedence.
+
+    StaleTerm, Unavailable: as in `check_term`. StaleMember: the shard has changed since.
     """
     shard = _in_term(pool_map, shard_id, term)
     if shard.epoch != epoch:
@@ -106,27 +115,34 @@ def standby_up(pool_map: PoolMap, shard_id: int, member: int, term: int, epoch: 
 
 
 def standby_out(pool_map: PoolMap, shard_id: int, member: int, term: int) -> PoolMap:
-    """The primary of `term` waits no longer for the standby: it is not up from here on. The epoch grows in any case, so that a
-    question that it be up, sent before, comes too late. StaleTerm, Unavailable: as of check_term."""
+    """Mark a standby as syncing, because the primary of `term` waits for it no longer.
+
+    The epoch grows in any case, so that an earlier request to mark the standby as up is rejected. StaleTerm,
+    Unavailable: as in `check_term`.
+    """
     return _with_state(pool_map, _in_term(pool_map, shard_id, term), member, "syncing")
 
 
 def up_standbys(shard: Shard) -> frozenset[int]:
-    """Standbys that have every acknowledged change by the map."""
+    """Return the standbys that have every acknowledged change, by the map."""
     return frozenset(standby.member for standby in shard.standbys if standby.state == "up")
 
 
 def records_lost(pool_map: PoolMap, shard_id: int, lost: Collection[int]) -> PoolMap:
-    """Demote standbys that have no records any more: they must never be promoted, and are filled like new ones."""
+    """Demote standbys that have lost their records: they must never be promoted, and are filled like new
+    ones."""
     for member in up_standbys(shard_of(pool_map, shard_id)) & set(lost):
         pool_map = _with_state(pool_map, shard_of(pool_map, shard_id), member, "syncing")
     return pool_map
 
 
 def primary_lost(pool_map: PoolMap, shard_id: int, heirs: Collection[int] | None = None) -> PoolMap | None:
-    """The primary is dead, or has been silent for its whole lease: the first standby that is up, of those on nodes that are to
-    stay where there is one, becomes primary of the next term, the old one a standby that has to catch up. None where no standby
-    is up: only the old primary has everything. `heirs`: standbys that were found to have their records; None: all."""
+    """Promote a standby, because the primary has ended or has been silent for its whole lease.
+
+    The first standby that is up becomes primary of the next term; standbys on nodes that stay are preferred.
+    The old primary becomes a standby that has to catch up. Returns None if no standby is up: only the old
+    primary has everything. `heirs` are standbys that were verified to have their records; None: all.
+    """
     shard = shard_of(pool_map, shard_id)
     up = [standby for standby in shard.standbys if standby.state == "up" and (heirs is None or standby.member in heirs)]
     heir = min(up, key=lambda standby: pool_map.node_by_id[standby.node].wish != "share", default=None)
@@ -139,13 +155,18 @@ def primary_lost(pool_map: PoolMap, shard_id: int, heirs: Collection[int] | None
 
 def primary_began(pool_map: PoolMap, shard_id: int, member: int, heirs: Collection[int] | None = None,
                   lost: Collection[int] = (), whole_term: int = 0) -> PoolMap:
-    """A new process of the primary wants to serve. Its drive may have lost what was not synced: a standby that is up has that,
-    and is promoted; where none is, the same member begins another term.
+    """Start a term for a new process of the primary.
 
-    `heirs` are standbys that were found to have their records (None: all that are up), `lost` those found without.
-    `whole_term`: the process has proof of having every change that was acknowledged up to and in this term. In that term it
-    waits for no standby that was not found: that one is up no more from here on, so it can not follow without what comes next.
-    StaleTerm: it is not the primary. Unavailable: a standby that is up may have more, and was not found.
+    The drive of the process may have lost unsynced changes. A standby that is up has these changes and is
+    promoted; if there is none, the same member begins another term.
+
+    `heirs` are standbys that were verified to have their records (None: all that are up); `lost` are standbys
+    without records. `whole_term`: the process has proof of having every change that was acknowledged up to
+    and in this term. If that term is the current one, the process does not wait for standbys that were not
+    found: they are marked as not up, so they cannot be promoted without the later changes.
+
+    StaleTerm: the member is not the primary.
+    Unavailable: a standby that is up may have more changes, and was not found.
     """
     shard = shard_of(pool_map, shard_id)
     if member != shard.member:
@@ -166,7 +187,7 @@ def primary_began(pool_map: PoolMap, shard_id: int, member: int, heirs: Collecti
 
 
 def shard_of(pool_map: PoolMap, shard_id: int) -> Shard:
-    """InvalidRequest: there is none."""
+    """Return a shard by its number; InvalidRequest if there is none."""
     shard = pool_map.shard_by_id.get(shard_id)
     if shard is None:
         raise InvalidRequest(f"the pool has no shard {shard_id}; `nvpool shard ls POOL` lists them")
@@ -184,7 +205,11 @@ def _in_term(pool_map: PoolMap, shard_id: int, term: int) -> Shard:
 
 
 def check_term(shard: Shard, term: int) -> None:
-    """StaleTerm: there is a later primary. Unavailable: this map is older than the one that began the term."""
+    """Verify the term of a request.
+
+    StaleTerm: there is a later primary.
+    Unavailable: this map is older than the map that began the term.
+    """
     if term < shard.term:
         raise StaleTerm(f"shard {shard.id} is in term {shard.term}, not {term}")
     if term > shard.term:

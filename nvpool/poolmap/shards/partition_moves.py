@@ -1,13 +1,15 @@
-"""Which partitions move between metadata shards, and how the pool map changes while they do: pure functions from a map to the
-next one.
+"""Partition migration between metadata shards: goals, and the hand-over in the pool map.
 
-The map's `partitions` alone say who holds a partition; `moves` are goals: who is to hold it. A partition with a goal is served
-by its holder until a single change of the map makes the other one its holder and takes the goal away. That change is asked for
-by the holder, in its term, when the other has everything durably: so whoever asks in an older term, or after goals have
-changed, changes nothing. Also where they have changed back since: the other may have thrown away what was no more to come.
+Pure functions from a map to the next one. Only `partitions` in the map defines the owner of a partition;
+`moves` are goals that name the destination. The owner serves a partition until a single map change makes the
+destination the owner and removes the goal. The source requests that change, in its current term, when the
+destination has all records durably. A request from an older term, or from before the goals last changed,
+changes nothing. This is true even if the goals have been restored since: the destination may have discarded
+the records in between.
 
-Each function returns a map of the same epoch with what changed; `poolmap/chains/transitions.sealed` gives it the next one.
-Called by `node/admin/shards` (wishes) and `node/coordination/shard_failover` (moves); no I/O, no clock.
+Each function returns a map of the same epoch with the changes; `poolmap/chains/transitions.sealed` assigns
+the next epoch. Used by `node/admin/shards` (admin commands) and `node/coordination/shard_failover`
+(hand-overs); no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from nvpool.poolmap.model import PartitionRange, PoolMap, Shard, ShardWanted
 from nvpool.poolmap.shards.members import check_term, members, node_and_path, shard_of
 
 BATCH_MAX = 128
-"""Partitions that are handed over by one change of the map: a pool of one shard gets a second one in sixteen changes."""
+"""Partitions handed over by one map change: a one-shard pool fills its second shard with sixteen changes."""
 
 
 def ranges_of(owners: Iterable[int]) -> tuple[PartitionRange, ...]:
-    """Runs of partitions with the same owner; those of owner 0 are left out."""
+    """Return runs of partitions with the same owner, without those of owner 0."""
     found: list[PartitionRange] = []
     for partition, owner in enumerate(owners):
         last = found[-1] if found else None
@@ -39,7 +41,7 @@ def ranges_of(owners: Iterable[int]) -> tuple[PartitionRange, ...]:
 
 
 def goals(pool_map: PoolMap) -> list[int]:
-    """Who is to hold each partition: its holder, where it does not move."""
+    """Return the desired owner of each partition: the current owner if the partition does not migrate."""
     wanted = list(pool_map.shard_of_partition)
     for part in pool_map.moves:
         wanted[part.first:part.first + part.count] = [part.shard] * part.count
@@ -47,8 +49,10 @@ def goals(pool_map: PoolMap) -> list[int]:
 
 
 def planned(pool_map: PoolMap) -> PoolMap:
-    """The map with goals by which every shard that stays holds an even share and those that leave hold nothing; the fewest
-    partitions move that make it so. Goals that fit are kept, and what moves from one shard to another is in few runs.
+    """Return the map with new goals: an even share for each staying shard, nothing for leaving ones.
+
+    The number of migrated partitions is minimal. Existing goals are kept if they fit, and the partitions that
+    migrate between two shards form few runs.
 
     InvalidRequest: no shard stays.
     """
@@ -57,21 +61,22 @@ def planned(pool_map: PoolMap) -> PoolMap:
         raise InvalidRequest("the last shard of a pool can not leave it")
     holders = pool_map.shard_of_partition
     held = Counter(holders)
-    # Who has most already keeps the partition that does not divide: so nothing moves that need not.
+    # The fullest shards get the remainder of the division, so nothing migrates without need.
     fullest = sorted(staying, key=lambda shard: (-held[shard], shard))
     each, over = divmod(PARTITION_COUNT, len(staying))
     quota = {shard: each + (place < over) for place, shard in enumerate(fullest)}
     room = {shard: max(0, quota[shard] - held[shard]) for shard in staying}
     surplus = {shard: held[shard] - quota.get(shard, 0) for shard in held if held[shard] > quota.get(shard, 0)}
     wanted = list(holders)
-    for partition, goal in enumerate(goals(pool_map)):  # what is decided already, as far as it fits
+    for partition, goal in enumerate(goals(pool_map)):  # keep existing goals that fit
         holder = holders[partition]
         if goal != holder and surplus.get(holder, 0) and room.get(goal, 0):
             wanted[partition] = goal
             surplus[holder] -= 1
             room[goal] -= 1
     takers = [shard for shard in sorted(room) if room[shard]]
-    for partition in range(PARTITION_COUNT - 1, -1, -1):  # from the end: the root's partition moves only where it must
+    # From the end, so that the root's partition migrates only if necessary.
+    for partition in range(PARTITION_COUNT - 1, -1, -1):
         holder = holders[partition]
         if wanted[partition] == holder and surplus.get(holder, 0):
             taker = takers[-1]
@@ -85,7 +90,8 @@ def planned(pool_map: PoolMap) -> PoolMap:
 
 
 def shard_added(pool_map: PoolMap, shard: Shard) -> PoolMap:
-    """A new shard, which holds nothing yet, with goals that give it its share. InvalidRequest: the number is in use."""
+    """Add a shard without partitions, and set goals that give it its share; InvalidRequest if the number is
+    in use."""
     if shard.id in pool_map.shard_by_id:
         raise InvalidRequest(f"the pool has a shard {shard.id} already")
     wanted = tuple(one for one in pool_map.shards_wanted if one.id != shard.id)
@@ -93,8 +99,11 @@ def shard_added(pool_map: PoolMap, shard: Shard) -> PoolMap:
 
 
 def node_for_shard(pool_map: PoolMap, own: int) -> int:
-    """The node where a new shard is best: it has the fewest primaries, then the fewest members of shards; of equals `own`, or
-    the first. Only nodes that stay and of which a target is up."""
+    """Return the best node for a new shard.
+
+    Candidates are nodes that stay and have a target that is up. The best one has the fewest primaries, then
+    the fewest shard members; of equals `own`, or the lowest number.
+    """
     primaries = Counter(shard.node for shard in pool_map.shards) + Counter(one.node for one in pool_map.shards_wanted)
     everyone = Counter(node_and_path(shard, member)[0] for shard in pool_map.shards for member in members(shard))
     up = {target.node for target in pool_map.targets if target.state == "up" and not target.is_over}
@@ -103,7 +112,10 @@ def node_for_shard(pool_map: PoolMap, own: int) -> int:
 
 
 def shard_wanted(pool_map: PoolMap, wanted: ShardWanted) -> PoolMap:
-    """A shard more, which its node is to make. InvalidRequest: there is no such node, or it is to hold nothing."""
+    """Add a shard that its node has to create.
+
+    InvalidRequest: the node does not exist or should hold nothing, or the shard number was used before.
+    """
     node = pool_map.node_by_id.get(wanted.node)
     if node is None or node.wish != "share":
         raise InvalidRequest(f"node {wanted.node} {'is not in the pool' if node is None else 'is to hold nothing'}; "
@@ -114,14 +126,14 @@ def shard_wanted(pool_map: PoolMap, wanted: ShardWanted) -> PoolMap:
 
 
 def not_wanted(pool_map: PoolMap, shard_id: int) -> PoolMap:
-    """Without the shard that was still to be made; its number is not given again."""
+    """Cancel a shard that was not created yet; its number is not reused."""
     wanted = tuple(one for one in pool_map.shards_wanted if one.id != shard_id)
     return replace(pool_map, shards_wanted=wanted, shards_given=shards_given(pool_map))
 
 
 def wished(pool_map: PoolMap, shard_id: int, wish: str) -> PoolMap:
-    """The shard is to leave the pool, or to stay after all, with goals for that. InvalidRequest: there is none, or it is the
-    last."""
+    """Set whether the shard leaves the pool, and set the goals; InvalidRequest if it is unknown or the last
+    one."""
     shard = shard_of(pool_map, shard_id)
     if shard.wish == wish:
         return pool_map
@@ -130,7 +142,10 @@ def wished(pool_map: PoolMap, shard_id: int, wish: str) -> PoolMap:
 
 
 def shard_removed(pool_map: PoolMap, shard_id: int) -> PoolMap:
-    """The map without the shard; the same where it is gone already. InUse: it holds partitions, or was not to leave."""
+    """Remove a shard; return the same map if it is gone already.
+
+    InUse: the shard owns partitions, or should not leave.
+    """
     shard = pool_map.shard_by_id.get(shard_id)
     if shard is None:
         return pool_map
@@ -141,19 +156,22 @@ def shard_removed(pool_map: PoolMap, shard_id: int) -> PoolMap:
 
 
 def shards_given(pool_map: PoolMap) -> int:
-    """The highest number that a shard of the pool ever had: session numbers carry it, so none is given twice."""
+    """Return the highest shard number ever used: session numbers contain it, so shard numbers are not
+    reused."""
     return max(pool_map.shards_given, *(shard.id for shard in (*pool_map.shards, *pool_map.shards_wanted)))
 
 
 def is_empty(pool_map: PoolMap, shard_id: int) -> bool:
-    """Whether it holds no partition and is to get none."""
+    """Return whether the shard owns no partition and will get none."""
     return not any(part.shard == shard_id for part in (*pool_map.partitions, *pool_map.moves))
 
 
 def next_batch(pool_map: PoolMap, giver: int, not_yet: Collection[int] = (),
                count_max: int = BATCH_MAX) -> tuple[int, tuple[int, ...]]:
-    """(taker, partitions) that the shard is to hand over next, all to one taker; (0, ()) when there are none. `not_yet`:
-    partitions that have to wait."""
+    """Return (destination, partitions) that the source hands over next, all to one destination.
+
+    Returns (0, ()) if there are none. Partitions in `not_yet` have to wait.
+    """
     holders = pool_map.shard_of_partition
     for part in pool_map.moves:
         found = [partition for partition in range(part.first, part.first + part.count)
@@ -164,20 +182,21 @@ def next_batch(pool_map: PoolMap, giver: int, not_yet: Collection[int] = (),
 
 
 def left(pool_map: PoolMap, shard_id: int = 0) -> int:
-    """Partitions that are to move: all, or those from and to one shard."""
+    """Return the number of partitions still to migrate: all, or those from and to one shard."""
     holders = pool_map.shard_of_partition
     return sum(shard_id in (0, part.shard, holders[partition])
                for part in pool_map.moves for partition in range(part.first, part.first + part.count))
 
 
 def moved(pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Collection[int], epoch: int = 0) -> PoolMap:
-    """These partitions are the taker's from here on: it has all that is in them, durably. The same map where they are already
-    and are not to move on. `epoch`: of the map by which the hand-over was begun; 0 where the giver is of a version that does
-    not tell.
+    """Make the destination the owner of these partitions, of which it has all records durably.
 
-    StaleTerm   the giver's primary is another by now: what it changed since nobody has copied
-    Unavailable this map does not know its term yet
-    StaleEpoch  they are not the giver's to give, or not the taker's to get, or were not for a while: fetch the map
+    Returns the same map if the destination owns them already and they have no other goal. `epoch` is the
+    epoch of the map under which the hand-over began; 0 if the source runs a version that does not report it.
+
+    StaleTerm   the source has another primary, whose changes have not been copied Unavailable this map does
+    not know the term yet StaleEpoch  the source is not the owner, the destination is not the goal, or the
+    goals have changed: fetch the map
     """
     holders, wanted = list(pool_map.shard_of_partition), goals(pool_map)
     if taker in pool_map.shard_by_id and all(holders[p] == wanted[p] == taker for p in partitions):

@@ -1,16 +1,21 @@
-"""Which of the 4,096 partitions a name and an inode belong to, and the numbers by which directories are listed.
+"""Partitions of names and inodes, and the cursors of directory listings.
 
-Pure and part of the format (golden values in tests/golden/partition.json). Used by the metadata service for its keys and
-by clients to choose the shard that holds a name.
+Pure functions, part of the format (golden values in tests/golden/partition.json). The metadata service uses
+them for its keys, clients use them to choose the shard of a name. There are 4,096 partitions.
 
-    name hash   56 bits, never 0: keyed BLAKE2b (RFC 7693) of directory u64 big-endian and name, 7 bytes, with the pool's
-                name key, so that nobody outside can make names that collide
-    partition   of a name in a wide directory: the top 12 bits of its hash, so that the order of hashes is the order of
-                partitions and a listing needs no merging; in any other directory: that of the directory's inode number
-    of an inode a directory's: the low 12 bits of the hash of its first name (directories spread over the pool); any
-                other's: that of its first name (a file lies beside its name)
-    cursor      63 bits: name hash (56) above the count of entries with that hash already delivered (7 bits). 127 means
-                all of them. The smallest is 128, so small numbers stay free for '.' and '..'.
+    name hash   56 bits, never 0: keyed BLAKE2b (RFC 7693) of directory u64 big-endian and name, 7 bytes, with
+    the pool's
+                name key, so that outsiders cannot create names that collide
+    partition   of a name in a striped (wide) directory: the top 12 bits of its hash, so the order of hashes
+    is the order of
+                partitions and a listing needs no merging; in any other directory: that of the directory's
+                inode number
+    of an inode of a directory: the low 12 bits of the hash of its first name (directories spread over the
+    pool);
+                of any other inode: the partition of its first name (a file is stored beside its name)
+    cursor      63 bits: name hash (56) above the number of entries with that hash already delivered (7 bits);
+    127 means
+                all of them. The smallest cursor is 128, so small numbers stay free for '.' and '..'.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ _ONE = b"\0" * (HASH_BYTES - 1) + b"\1"
 
 
 def name_hasher(name_key: bytes) -> Callable[[int, bytes], bytes]:
-    """A function (directory, name) -> the name's hash as 7 bytes, big-endian, for a pool with this name key."""
+    """Return a function (directory, name) -> name hash (7 bytes, big-endian) for a pool with this name
+    key."""
     if len(name_key) != NAME_KEY_BYTES:
         raise ValueError(f"a name key has {NAME_KEY_BYTES} bytes, not {len(name_key)}")
     keyed = hashlib.blake2b(key=name_key, digest_size=HASH_BYTES).copy
@@ -53,22 +59,25 @@ def partition_of_name(directory: int, wide: bool, name_hash: bytes) -> int:
 
 
 def partition_of_directory(name_hash: bytes) -> int:
-    """Where the inode of a directory that is born under a name with this hash goes."""
+    """Return the partition of the inode of a new directory whose name has this hash."""
     return (name_hash[5] << 8 | name_hash[6]) & (1 << PARTITION_BITS) - 1
 
 
 def cursor_behind(name_hash: bytes, equal: int) -> int:
-    """The cursor behind the `equal`-th (from 1) entry with this hash."""
+    """Return the cursor after the `equal`-th (from 1) entry with this hash."""
     return int.from_bytes(name_hash, "big") << EQUAL_BITS | min(equal, EQUAL_MAX)
 
 
 def cursor_at(name_hash: int) -> int:
-    """The cursor before all entries with this hash, as a number above 0."""
+    """Return the cursor before all entries with this hash, as a number above 0."""
     return cursor_behind((name_hash - 1).to_bytes(HASH_BYTES, "big"), EQUAL_MAX)
 
 
 def cursor_parts(cursor: int) -> tuple[bytes, int]:
-    """(hash to go on at, entries with that hash to leave out). Cursor 0 begins; StaleCursor for what is no cursor."""
+    """Split a cursor into (hash to continue at, number of entries with that hash to skip).
+
+    Cursor 0 starts a listing. StaleCursor: the number is no cursor.
+    """
     if cursor == 0:
         return _ZERO, 0
     if not EQUAL_MAX < cursor < 1 << 63:

@@ -1,9 +1,10 @@
-"""Where the members of a shard shall lie: another node first, another rack first, another drive.
+"""Placement of shard members: on another node first, in another rack first, on another drive.
 
-Pure functions from a map to the next. `next_step` brings each shard one step nearer to what is wanted of it: so many standbys
-in good places. A place is good while nothing is wished of its node and drive but their share. A new standby is added before an
-old one goes, and an old one goes only when all that stay are up; so what is protected stays so on the way, and whatever
-interrupts it, the next look at the map goes on. Who asks: node/coordination/shard_members, for who leads the pool.
+Pure functions from a map to the next one. `next_step` brings each shard one step closer to the desired number
+of standbys in good places. A place is good while node and drive should hold their share (desired state
+"share"). A new standby is added before an old one is removed, and an old one is removed only when all
+remaining ones are up. So redundancy is never reduced on the way, and after an interruption the next call
+continues. Called by node/coordination/shard_members on the pool's leader.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from nvpool.poolmap.shards.members import members, node_and_path, shard_of, stan
 
 
 class Place(NamedTuple):
-    """A drive of a node; 0: the pool's directory there."""
+    """A drive of a node; drive 0 is the pool directory of the node."""
 
     node: int
     drive: int
 
 
 def place_of(pool_map: PoolMap, shard: Shard, member: int) -> Place:
-    """Where a member lies. Beside the store of a drive, or in the pool's directory of its node."""
+    """Return the place of a member: beside the store of a drive, or in the pool directory of its node."""
     node, path = node_and_path(shard, member)
-    for drive in reversed(pool_map.drives):  # of several at a path the last is the one that may be there still
+    for drive in reversed(pool_map.drives):  # of several drives with one path, only the last may still be present
         if path and drive.node == node and (path == drive.path or os.path.dirname(path) == os.path.dirname(drive.path)):
             return Place(node, drive.id)
     return Place(node, 0)
 
 
 def store_beside(pool_map: PoolMap, shard: Shard, member: int) -> str:
-    """Path of the store beside which a member's records lie; empty: they are in the pool's directory."""
+    """Return the path of the store beside which a member's records are; empty if they are in the pool
+    directory."""
     drive = place_of(pool_map, shard, member).drive
     path = node_and_path(shard, member)[1]
     found = _drive(pool_map, drive).path if drive else ""
@@ -46,20 +48,23 @@ def store_beside(pool_map: PoolMap, shard: Shard, member: int) -> str:
 
 
 def beside(pool_map: PoolMap, drive: int) -> list[int]:
-    """Shards of which a member lies on the drive."""
+    """Return the shards with a member on the drive."""
     return [shard.id for shard in pool_map.shards
             if any(place_of(pool_map, shard, member).drive == drive for member in members(shard))]
 
 
 def only_beside(pool_map: PoolMap, drive: int) -> list[int]:
-    """Shards of which no member that has everything lies anywhere else."""
+    """Return the shards whose complete members are all on the drive."""
     return [shard.id for shard in pool_map.shards if all(
         place_of(pool_map, shard, member).drive == drive
         for member in (shard.member, *(standby.member for standby in shard.standbys if standby.state == "up")))]
 
 
 def good_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> list[Place]:
-    """Drives beside which a standby may be made: of nodes that stay, their target up and, where that is known, serving."""
+    """Return the drives beside which a standby may be created.
+
+    Their nodes stay, and their targets are up and, if `serving` is given, serving.
+    """
     stays = {node.id for node in pool_map.nodes if node.wish == "share"}
     return [Place(target.node, target.drive) for target in pool_map.targets
             if target.node in stays and target.wish == "share" and target.state == "up"
@@ -67,7 +72,7 @@ def good_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> li
 
 
 def misplaced(pool_map: PoolMap, shard: Shard) -> list[int]:
-    """Members whose node or drive is to be given up, or is given up for lost."""
+    """Return the members on a node or drive that should be emptied, or is lost."""
     return [member for member in members(shard) if not _stays(pool_map, place_of(pool_map, shard, member))]
 
 
@@ -85,8 +90,11 @@ def wanted(shard: Shard) -> int:
 
 
 def hands_over(pool_map: PoolMap, shard: Shard) -> bool:
-    """Whether the primary shall end so that a standby follows it: it is where it shall not stay, and one is up where it may; or
-    its node has two primaries more than that of who follows."""
+    """Return whether the primary should stop so that a standby takes over.
+
+    This is the case if the primary has to leave its place and a well-placed standby is up, or if the
+    primary's node has at least two primaries more than the node of the next primary.
+    """
     bad = misplaced(pool_map, shard)
     if shard.member in bad:
         return any(standby.state == "up" and standby.member not in bad for standby in shard.standbys)
@@ -94,8 +102,11 @@ def hands_over(pool_map: PoolMap, shard: Shard) -> bool:
 
 
 def _to_spread(pool_map: PoolMap) -> int:
-    """The shard whose primary hands over next so that nodes have as many primaries as one another; 0: none, or not while
-    anything else is under way. One after the other, and each makes it more even: it ends."""
+    """Return the shard whose primary should move next to even out primaries over nodes; 0 for none.
+
+    Nothing moves while another change is in progress. One primary moves at a time, and each move makes the
+    distribution more even, so the process ends.
+    """
     if pool_map.moves or any(misplaced(pool_map, shard) or any(standby.state != "up" for standby in shard.standbys)
                              for shard in pool_map.shards):
         return 0
@@ -110,15 +121,19 @@ def _to_spread(pool_map: PoolMap) -> int:
 
 def next_step(pool_map: PoolMap, serving: Collection[int] | None = None,
               stuck: Collection[tuple[int, int]] = ()) -> PoolMap:
-    """The map in which one shard is a step nearer to what it shall have; the same where all are, or have to wait. `serving`:
-    targets that are known to. `stuck`: (shard, member) of standbys that can not be filled where they are; each is replaced like
-    one on a drive that is lost, as long as there is another place."""
+    """Return the map in which one shard is a step closer to its desired state; the same map if nothing can be
+    done.
+
+    `serving` are targets that are known to serve. `stuck` are (shard, member) of standbys that cannot be
+    filled at their place; each is replaced like a standby on a lost drive, as long as there is another place.
+    """
     places = good_places(pool_map, serving)
     for shard in pool_map.shards:
         new = _step(pool_map, shard, places, {standby.member for standby in shard.standbys if standby.state == "syncing"
                                               and (shard.id, standby.member) in stuck})
         if new is not pool_map:
-            return shard_members.standbys_wanted(new, shard.id, wanted(shard))  # before the first step: as many as there were
+            # The first step fixes the desired number at the current one.
+            return shard_members.standbys_wanted(new, shard.id, wanted(shard))
     return pool_map
 
 
@@ -134,7 +149,7 @@ def _step(pool_map: PoolMap, shard: Shard, places: list[Place], stuck: Collectio
             return _lessened(pool_map, shard, staying)
         return pool_map
     if shard.member in bad:
-        return pool_map  # it hands over next
+        return pool_map  # the primary hands over next
     if leaving:
         return standby_removed(pool_map, shard.id, leaving[0].member)
     if len(staying) > need:
@@ -152,7 +167,7 @@ def _rack(pool_map: PoolMap, node: int) -> str:
 
 
 def _chosen(pool_map: PoolMap, shard: Shard, places: list[Place]) -> Place | None:
-    """The best place for one more member: where it spreads them most, then where there are fewest of any shard."""
+    """Return the best place for one more member: the widest spread, then the fewest members of any shard."""
     taken = [place_of(pool_map, shard, member) for member in members(shard)]
     everywhere = Counter(place_of(pool_map, one, member) for one in pool_map.shards for member in members(one))
     on_node = Counter()
@@ -181,7 +196,8 @@ def _drive(pool_map: PoolMap, number: int) -> Drive:
 
 
 def _lessened(pool_map: PoolMap, shard: Shard, staying: list[Standby]) -> PoolMap:
-    """Without the standby that adds least to the spread. Where it is needed until another is up, not yet."""
+    """Remove the standby that adds least to the spread; not while it is still needed because another is not
+    up."""
     def left(without: Standby) -> list[Standby]:
         return [standby for standby in staying if standby is not without]
 
@@ -196,7 +212,8 @@ def _lessened(pool_map: PoolMap, shard: Shard, staying: list[Standby]) -> PoolMa
 
 
 def _improved(pool_map: PoolMap, shard: Shard, places: list[Place]) -> PoolMap:
-    """With a standby more where the members could be on more racks or nodes than they are: another goes when it is up."""
+    """Add a standby if this lets the members spread over more racks or nodes; another is removed when it is
+    up."""
     place = _chosen(pool_map, shard, places)
     if place is None or not shard.standbys:
         return pool_map
@@ -205,18 +222,19 @@ def _improved(pool_map: PoolMap, shard: Shard, places: list[Place]) -> PoolMap:
     return _added(pool_map, shard, places) if best > _spread(pool_map, now) else pool_map
 
 
-# -- wishes ----------------------------------------------------------------------------------------------------------------
+# -- admin commands --------------------------------------------------------------------------------------
 
 
 def check_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> None:
-    """InvalidRequest, with the remedy, where a shard can not have what is wanted of it because some of its places are to go."""
+    """Raise InvalidRequest, with the remedy, if a shard cannot reach its desired state because places go
+    away."""
     for shard in pool_map.shards:
         if misplaced(pool_map, shard):
             check_room_for(pool_map, shard, wanted(shard), serving)
 
 
 def check_room_for(pool_map: PoolMap, shard: Shard, count: int, serving: Collection[int] | None = None) -> None:
-    """InvalidRequest, with the remedy, where there is no place for so many standbys: one member lies on a drive."""
+    """Raise InvalidRequest, with the remedy, if there are too few places: each member needs its own drive."""
     bad = misplaced(pool_map, shard)
     here = {place_of(pool_map, shard, member) for member in members(shard) if member not in bad}
     most = len(here | set(good_places(pool_map, serving))) - 1
@@ -227,12 +245,12 @@ def check_room_for(pool_map: PoolMap, shard: Shard, count: int, serving: Collect
 
 
 def moved_off(pool_map: PoolMap, node: int) -> bool:
-    """Whether no member of any shard is on the node."""
+    """Return whether no member of any shard is on the node."""
     return not any(node_and_path(shard, member)[0] == node for shard in pool_map.shards for member in members(shard))
 
 
 def without_member(pool_map: PoolMap, shard_id: int, node: int) -> PoolMap:
-    """Without the standbys of the shard on a node that is lost."""
+    """Remove the standbys of the shard on a lost node."""
     for standby in shard_of(pool_map, shard_id).standbys:
         if standby.node == node:
             pool_map = standby_removed(pool_map, shard_id, standby.member)
@@ -240,7 +258,7 @@ def without_member(pool_map: PoolMap, shard_id: int, node: int) -> PoolMap:
 
 
 def with_node(pool_map: PoolMap, number: int, **fields) -> PoolMap:
-    """`fields` of the node replaced. InvalidRequest: there is none."""
+    """Return the map with `fields` of the node replaced; InvalidRequest if there is no such node."""
     if number not in pool_map.node_by_id:
         raise InvalidRequest(f"there is no node {number}; `nvpool node ls POOL` lists them")
     return changed(pool_map, nodes=tuple(replace(node, **fields) if node.id == number else node for node in pool_map.nodes))
