@@ -1,10 +1,11 @@
 """Error classes of nvpool, in five families by what the caller does next.
 
-    Refused      report to the user: repeating the same request gives the same answer Stale        refresh the
-    pool map, lease or grant, then repeat what still applies Unavailable  try elsewhere or later, within the
-    deadline; `may_be_applied` says whether the request may have been executed Damaged      use another
-    replica; the damaged one is quarantined and repaired Bug          an invariant does not hold: the process
-    fences itself and stops
+    Refused      report to the user: repeating the same request gives the same answer
+    Stale        refresh the pool map, lease or grant, then repeat what still applies
+    Unavailable  try elsewhere or later, within the deadline; `may_be_applied` says whether the request may have
+                 been executed
+    Damaged      use another replica; the damaged one is quarantined and repaired
+    Bug          an invariant does not hold: the process fences itself and stops
 
 Each class states its errno (for applications), its wire code (sent in messages; never changed, never reused)
 and its remedy. Errors are translated at the borders only: `rpc/error_codec`, `fuse/ops/operations`,

@@ -3,10 +3,10 @@
 The metadata service issues grants, and every store verifies them. A grant has 60 bytes, packed little-endian,
 and its encoding is part of the format:
 
-    version u8 = 1 · rights u8 · key u16 · session u64 · inode u64 · cut u64 · ends u64 (wall clock, ms since
-    1970) · chain table of the inode u8 (0: table 1) · epoch u24 (its upper 8 bits first, then the lower 16) ·
-    volume tag u16 · member tag u16 · mac 16 (BLAKE2b of all before it, keyed with the pool's grant key, RFC
-    7693; a fifth of the time of HMAC)
+    version u8 = 1 · rights u8 · key u16 · session u64 · inode u64 · cut u64
+    · ends u64 (wall clock, ms since 1970) · chain table of the inode u8 (0: table 1)
+    · epoch u24 (its upper 8 bits first, then the lower 16) · volume tag u16 · member tag u16
+    · mac 16 (BLAKE2b of all before it, keyed with the pool's grant key, RFC 7693; a fifth of the time of HMAC)
 
 `cut` is the truncate epoch of the file. Inode 0 with the right SERVICE gives a metadata service access to all
 inodes of a store. The epoch and the two tags serve revocation (`poolmap/grant_revocation`): the lower 24 bits

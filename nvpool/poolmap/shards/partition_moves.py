@@ -194,9 +194,10 @@ def moved(pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Coll
     Returns the same map if the destination owns them already and they have no other goal. `epoch` is the
     epoch of the map under which the hand-over began; 0 if the source runs a version that does not report it.
 
-    StaleTerm   the source has another primary, whose changes have not been copied Unavailable this map does
-    not know the term yet StaleEpoch  the source is not the owner, the destination is not the goal, or the
-    goals have changed: fetch the map
+    StaleTerm: the source has another primary, whose changes have not been copied.
+    Unavailable: this map does not know the term yet.
+    StaleEpoch: the source is not the owner, the destination is not the goal, or the goals have changed; fetch
+    the map.
     """
     holders, wanted = list(pool_map.shard_of_partition), goals(pool_map)
     if taker in pool_map.shard_by_id and all(holders[p] == wanted[p] == taker for p in partitions):
