@@ -1,1 +1,1 @@
-"""Reads of blocks through a file descriptor: preadv2 and io_uring."""
+"""Block reads through a file descriptor, with preadv2 and io_uring."""

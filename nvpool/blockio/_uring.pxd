@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""What other compiled modules call of the ring. See _uring.pyx."""
+"""Interface of the ring for other compiled modules; see _uring.pyx."""
 
 from libc.stdint cimport uint64_t
 

@@ -1,6 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""An io_uring for reads, and a loop of preadv2 for what is in memory. See uring.py and reader.py, which use it and no one
-else."""
+"""io_uring for reads, and a loop of preadv2 for cached data; only uring.py and reader.py use this module."""
 
 from libc.errno cimport EAGAIN, EBUSY, EINTR, ENOMEM
 from libc.stdint cimport uint64_t, int64_t
@@ -38,8 +37,11 @@ cdef extern from "liburing.h" nogil:
 
 
 cdef class Ring:
-    """Holds at most `entries` reads; the caller counts them and keeps their buffers until they are reaped. `fileno` can be read
-    from (poll) when some have ended."""
+    """A ring for at most `entries` reads. The caller counts the reads and keeps their buffers until they are
+    reaped.
+
+    `fileno` becomes readable (poll) when reads have completed.
+    """
 
     def __cinit__(self, unsigned entries):
         self.is_open = False
@@ -60,7 +62,7 @@ cdef class Ring:
             io_uring_queue_exit(&self.ring)
 
     def probe(self, int fd):
-        """Read 4 KiB at 0 and wait for it. OSError where a part of that is not allowed."""
+        """Read 4 KiB at offset 0 and wait for the result; OSError if the system forbids any part of this."""
         cdef void *buffer = NULL
         cdef io_uring_sqe *sqe
         cdef io_uring_cqe *cqe = NULL
@@ -76,7 +78,7 @@ cdef class Ring:
                 raise OSError(-code, os.strerror(-code))
             with nogil:
                 code = io_uring_wait_cqe(&self.ring, &cqe)
-                while code == -EINTR:  # a signal; and the kernel still writes into the buffer
+                while code == -EINTR:  # a signal; the kernel may still write into the buffer, so keep waiting
                     code = io_uring_wait_cqe(&self.ring, &cqe)
             if code < 0:
                 raise OSError(-code, os.strerror(-code))
@@ -88,7 +90,7 @@ cdef class Ring:
             free(raw)
 
     cdef int put(self, int fd, void *into, unsigned length, uint64_t offset, uint64_t token) except -1:
-        """A read to be told of by `send`. The ring has room for it."""
+        """Queue a read, to be submitted by `send`. The ring has space for it."""
         cdef io_uring_sqe *sqe = io_uring_get_sqe(&self.ring)
         if sqe == NULL:
             io_uring_submit(&self.ring)
@@ -100,7 +102,8 @@ cdef class Ring:
         return 0
 
     cdef int send(self) except -1:
-        """Tell the kernel of all that was put. How many it has not taken, for it has no memory for them now: `send` again soon."""
+        """Submit the queued reads; return how many the kernel has not accepted for lack of memory: `send`
+        again soon."""
         cdef int code
         with nogil:
             code = io_uring_submit(&self.ring)
@@ -109,7 +112,7 @@ cdef class Ring:
         return io_uring_sq_ready(&self.ring)
 
     cdef bint take(self, uint64_t *token, int *result):
-        """Whether a read had ended: which one, and with what."""
+        """Return whether a read has completed, with its token and result."""
         cdef io_uring_cqe *cqe = NULL
         if io_uring_peek_cqe(&self.ring, &cqe):
             return False
@@ -123,11 +126,12 @@ cdef class Ring:
         self.put(fd, &into[position], length, offset, token)
 
     def submit(self):
-        """As `send`."""
+        """Do the same as `send`."""
         return self.send()
 
     def reap(self):
-        """(token, result) of all that is done: bytes read, or a negative errno."""
+        """Return (token, result) of all completed reads; the result is the bytes read, or a negative
+        errno."""
         cdef uint64_t token
         cdef int result
         cdef list found = []
@@ -137,7 +141,7 @@ cdef class Ring:
 
 
 def cached_pages(int fd, uint64_t offset, uint64_t length):
-    """As reading.cached_pages_plain. cachestat has the same number on all processors."""
+    """Do the same as `reader.cached_pages_plain`. cachestat has the same number on all processors."""
     cdef uint64_t[2] asked
     cdef uint64_t[5] found
     asked[0], asked[1] = offset, length
@@ -145,7 +149,7 @@ def cached_pages(int fd, uint64_t offset, uint64_t length):
 
 
 def read_now(int fd, list offsets, list lengths, list positions, unsigned char[::1] into):
-    """As reading.read_now_plain in Python: indexes of the reads that are not, or not wholly, in memory."""
+    """Do the same as `reader.read_now_plain`: return the indexes of reads that are not completely cached."""
     cdef Py_ssize_t at
     cdef list missed = []
     cdef iovec vector

@@ -1,4 +1,4 @@
-"""What reads that wait look like, however they are made: see blockio/reader."""
+"""Interface of asynchronous block readers; blockio/reader has the implementations."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from collections.abc import Callable
 from nvpool.core.errors import NvpoolError
 
 Outcome = list[NvpoolError | None]
-"""Of each read of a batch: what is wrong with it."""
+"""For each read of a batch its error, or None."""
 
 
 class WaitingReader:
-    """Reads of any descriptors. `close` waits for what is under way."""
+    """Asynchronous reads of any descriptors. `close` waits for the running reads."""
 
     name = ""
 
     def begin(self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
-        """Read each (offset, length) to its position in `into`, which must not be used before `on_done` is called: in a later
-        turn of the loop, once."""
+        """Start reading each (offset, length) to its position in `into`.
+
+        `on_done` is called once, in a later iteration of the event loop. Do not use `into` before that.
+        """
         raise NotImplementedError
 
     async def read(self, fd: int, offsets, lengths, positions, into: memoryview) -> Outcome:
-        """As `begin`. Who is cancelled meanwhile must not use `into` either."""
+        """Read as `begin` does. A cancelled caller must not use `into` either, because reads may still be
+        running."""
         done = asyncio.get_running_loop().create_future()
         self.begin(fd, offsets, lengths, positions, into, lambda outcome: done.done() or done.set_result(outcome))
         return await done

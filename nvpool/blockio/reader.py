@@ -1,10 +1,11 @@
-"""Reads of whole blocks through a descriptor of a data file or device: by the store that owns it, and by clients of its host
-that it was passed to.
+"""Block readers for a data file or device: cached data immediately, other data through io_uring or threads.
 
-What the kernel has in memory is read at once (preadv with RWF_NOWAIT, Linux 4.14); what it has not, waits: through io_uring
-where the compiled module and the kernel allow it (one submission a batch, one wake-up for what has ended), else through a few
-threads that get a share of the batch each. Who keeps what he reads by himself may read past the kernel's cache (`open_direct`).
-Knows no chunks and checks no checksums. Used from one event loop.
+The store that owns the descriptor uses this module, and so do clients on its host to which the descriptor was
+passed. Data in the page cache is read immediately (preadv with RWF_NOWAIT, Linux 4.14). Other data is read
+asynchronously: through io_uring if the compiled module and the kernel allow it (one submission per batch, one
+wake-up for several completions), otherwise by a few threads that each get a share of the batch. A caller with
+its own cache may bypass the page cache (`open_direct`). This module does not know chunks and verifies no
+checksums. Used from one event loop.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from nvpool.core.units import BLOCK_BYTES, KIB
 
 _compiled_read_now = getattr(_ring._uring, "read_now", None)
 READ_THREADS = 8
-"""Shares of a batch that wait at once where io_uring is not to be had."""
+"""Number of threads, and so of simultaneous shares of a batch, without io_uring."""
 
 DIRECT_READ_BYTES = 64 * KIB
-"""From here on a read past the cache costs less than one through it: 1 MiB from the drive 60 to 130 µs of processor time
-instead of 180 to 2,000 (finding and filling pages; the most where a virtual machine has to ask its host for each)."""
+"""Minimum size of a read for which bypassing the page cache is cheaper: 1 MiB from the drive costs 60 to 130
+µs of processor time instead of 180 to 2,000 (finding and filling pages; most in a virtual machine that must
+request each page from its host)."""
 _CACHESTAT = 451
 _libc = ctypes.CDLL(None)
 
 
 def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> list[int]:
-    """Read each (offset, length) to its position in `into`; returns the indexes of those that would have to wait."""
+    """Read each (offset, length) to its position in `into`; return the indexes of those that would have to
+    wait."""
     missed = []
     preadv, nowait = os.preadv, os.RWF_NOWAIT
     for at, offset in enumerate(offsets):
@@ -42,7 +45,7 @@ def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> li
         try:
             if preadv(fd, (into[position:position + length],), offset, nowait) != length:
                 missed.append(at)
-        except OSError:  # EAGAIN: not in memory. Anything else shows again, and is told, when we wait for it.
+        except OSError:  # EAGAIN: not cached. Other errors occur again in the waiting read, which reports them.
             missed.append(at)
     return missed
 
@@ -51,15 +54,22 @@ read_now = _compiled_read_now or read_now_plain
 
 
 def open_direct(fd: int) -> int:
-    """A descriptor of the same file that reads past the page cache, whole blocks into memory at borders of them; the caller's
-    to close. -1 where there is none: a file system without O_DIRECT, a file of somebody else, a kernel that does not tell what
-    is in memory (cachestat, Linux 6.5): it may be there, and a look by reading brings it there."""
+    """Return a descriptor of the same file that bypasses the page cache; the caller closes it.
+
+    Reads must be whole blocks into memory at block borders. Returns -1 if there is none: a file system
+    without O_DIRECT, another user's file, or a kernel that does not report cached pages (cachestat, Linux
+    6.5). In the last case data may be cached, and a test by reading would fill the cache.
+    """
     return _open_again(fd, os.O_DIRECT) if cached_pages(fd, 0, BLOCK_BYTES) >= 0 else -1
 
 
 def open_exact(fd: int) -> int:
-    """A descriptor of the same file that reads through the page cache what it is asked for, and nothing in advance: else one
-    such read brings what comes behind it, which is then read from there, and brings more. The caller's to close; -1: none."""
+    """Return a descriptor of the same file that reads through the page cache without kernel read-ahead; the
+    caller closes it.
+
+    With read-ahead, one such read would cache the data after it, which is then read from the cache and
+    triggers more read-ahead. Returns -1 if the file cannot be opened again.
+    """
     exact = _open_again(fd, 0)
     if exact >= 0:
         os.posix_fadvise(exact, 0, 0, os.POSIX_FADV_RANDOM)
@@ -74,7 +84,7 @@ def _open_again(fd: int, flags: int) -> int:
 
 
 def cached_pages_plain(fd: int, offset: int, length: int) -> int:
-    """How many pages of that range the kernel has in memory; -1 where it does not say."""
+    """Return how many pages of a range are in the page cache; -1 if the kernel does not report this."""
     found = (ctypes.c_uint64 * 5)()  # cached, dirty, under writeback, evicted, recently evicted
     failed = _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), (ctypes.c_uint64 * 2)(offset, length), found,
                            ctypes.c_uint(0))
@@ -85,12 +95,13 @@ cached_pages = getattr(_ring._uring, "cached_pages", None) or cached_pages_plain
 
 
 def reader_for(fd: int, *, uring: bool = True) -> WaitingReader:
-    """What waits for reads best here."""
+    """Return the best asynchronous reader of this system."""
     return (UringReader.probe(fd) if uring else None) or ThreadReader()
 
 
 class ThreadReader(WaitingReader):
-    """Reads that wait, in a bounded set of threads: a batch is cut into shares, so that a task costs many reads."""
+    """Asynchronous reads in a bounded set of threads; a batch is divided into shares, so one task does many
+    reads."""
 
     name = "executor"
 

@@ -1,10 +1,12 @@
-"""Reads that wait, through io_uring: a batch is one call in, its completions one wake-up out.
+"""Asynchronous reads through io_uring: one system call per batch, one wake-up for several completions.
 
-The ring itself is the compiled module `_uring` (Cython over Debian's liburing); where it is not there (no compiler when
-nvpool was installed) or the kernel forbids io_uring (containers, sysctl kernel.io_uring_disabled), `probe` says None and
-the device uses threads. The ring is bounded: what does not fit waits here, in order.
+The ring itself is the compiled module `_uring` (Cython over Debian's liburing). `probe` returns None if the
+module is missing (no compiler when nvpool was installed) or the kernel forbids io_uring (containers, sysctl
+kernel.io_uring_disabled); then the device uses threads. The ring is bounded: reads that do not fit wait here,
+in order.
 
-Called by blockio/reader's users on one event loop. A buffer is kept until its reads are done, also when the asker has gone.
+The users of blockio/reader call this module on one event loop. A buffer is kept until its reads complete,
+even if the caller was cancelled.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _uring = load_compiled("nvpool.blockio._uring")
 
 RING_ENTRIES = 512
 AGAIN_S = 0.01
-"""After so long the kernel is told anew what it had no memory for."""
+"""Delay before reads that the kernel rejected for lack of memory are submitted again."""
 
 
 class _Batch:
@@ -60,7 +62,7 @@ class UringReader(WaitingReader):
 
     @classmethod
     def probe(cls, fd: int) -> UringReader | None:
-        """A reader that has just read a block through the ring, or None where that does not work here."""
+        """Return a reader that has successfully read a block through the ring, or None if this fails here."""
         if _uring is None:
             return None
         try:
@@ -85,7 +87,7 @@ class UringReader(WaitingReader):
             waiting.append((batch, at, fd, offset, lengths[at], positions[at]))
         if not self._inside:
             self._submit()
-        elif not self._gathering:  # with others under way more come in this turn of the loop: one call for all of them
+        elif not self._gathering:  # more reads may follow in this loop iteration: submit all with one call
             self._gathering = True
             loop.call_soon(self._gathered)
 
@@ -117,13 +119,13 @@ class UringReader(WaitingReader):
             batch, at, _, offset, length, _ = inside.pop(token)
             try:
                 batch.ended(at, None if result == length else _failure(result, offset, length))
-            except Exception as error:  # a bug of who asked: the others' reads have ended too, and nobody tells of them again
+            except Exception as error:  # bug of the caller: still report the other completed reads
                 self._loop.call_exception_handler({"message": "what was read was not taken", "exception": error})
         if self._outside:
             self._submit()
 
     async def close(self) -> None:
-        """Wait for what is in the ring: the kernel writes into those buffers."""
+        """Wait for the reads in the ring, because the kernel writes into their buffers."""
         outside, self._outside = self._outside, deque()
         for batch, at, *_ in outside:
             batch.ended(at, Cancelled("the reader was closed"))
