@@ -1,1 +1,1 @@
-"""Key-value engine of the metadata service: journal, memory tables and LMDB."""
+"""Key-value engine of the metadata service and the chunk index: journal, memtables, LMDB and replication."""

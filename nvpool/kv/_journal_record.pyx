@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Effects checked, and encoded as a record of the journal, without Python in between. See api.py and journal.py, which have
-the twins and use no one else's."""
+"""Verification of effects, and their encoding as a journal record, without calls into Python.
+
+api.py and journal.py have equivalent Python versions; only these two modules use this one.
+"""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
@@ -18,14 +20,14 @@ crc_begin(0)
 cdef enum:
     HEAD_BYTES = 40
     EFFECT_BYTES = 6
-    KEY_BYTES_MAX = 511         # as contract has them
+    KEY_BYTES_MAX = 511         # as in api.py
     VALUE_BYTES_MAX = 1 << 20
 
 cdef bytes KEY_END = b"\xff" * KEY_BYTES_MAX
 
 
 def checked_effects(list pairs):
-    """As contract.checked_effects_plain, but None for what that raises an error about."""
+    """Do the work of `api.checked_effects_plain`, but return None if that function would raise an error."""
     cdef dict changed = {}
     cdef object key, value
     cdef Py_ssize_t count
@@ -45,7 +47,7 @@ def checked_effects(list pairs):
 
 
 def encode(uint64_t term, uint64_t generation, uint64_t sequence, dict effects):
-    """As journal.encode_plain."""
+    """Return the same as `journal.encode_plain`."""
     cdef Py_ssize_t total = HEAD_BYTES, count
     cdef object key, value
     for key, value in effects.items():
@@ -77,7 +79,7 @@ def encode(uint64_t term, uint64_t generation, uint64_t sequence, dict effects):
 
 
 def crc32c(bytes some, bint by_table):
-    """For tests: of either way of `_crc.h`."""
+    """Compute the CRC with either method of `_crc.h`, for tests."""
     crc_begin(by_table)
     found = crc_of(<const uint8_t *>PyBytes_AS_STRING(some), len(some))
     crc_begin(0)

@@ -1,10 +1,10 @@
-"""What nvpool keeps its records in: ordered keys with durable, all-or-nothing changes.
+"""Key-value store interface: ordered keys with durable, atomic changes.
 
-Used by the metadata service, the chunk index of a store and the embedded coordinator. Implementations: `kv/engine`
-(journal, memory layer, checkpoints into LMDB) and `kv/memory` (the honest twin, which can forget what was not synced).
-Both pass `testing/contracts/kv`.
+Used by the metadata service, the chunk index of a store and the embedded coordinator. Implementations:
+`kv/engine` (journal, memtables, checkpoints into LMDB) and `kv/memory` (a fake for tests, which can lose
+unsynced changes). Both pass `testing/contracts/kv`.
 
-One thread (the event loop's) calls everything here; nothing but `sync`, `room` and `checkpoint` ever waits.
+All calls come from one thread, the one of the event loop. Only `sync`, `room` and `checkpoint` wait.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import InvalidRequest, TooBig
 
 Effect = tuple[bytes, bytes | None]
-"""A key and its new value, or None to delete it. Deleting what is not there is no error."""
+"""A key and its new value, or None to delete the key. Deleting an absent key is no error."""
 
 KEY_BYTES_MAX = 511
-"""LMDB's limit."""
+"""Maximum length of a key, as in LMDB."""
 
 KEY_END = b"\xff" * KEY_BYTES_MAX
-"""Every key lies below this one, the greatest that LMDB takes: the engine keeps its own record there."""
+"""Upper bound of all keys, the greatest key that LMDB accepts: the engine stores its own record there."""
 
 VALUE_BYTES_MAX = 1 << 20
-"""Far above any record of ours; a bound for what one change may weigh in the journal."""
+"""Maximum length of a value, far above any record of nvpool; bounds the size of one change in the journal."""
 
 
 def checked_effects_plain(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
-    """The effects of one change by key.
+    """Return the effects of one change by key.
 
-    InvalidRequest  a key is empty, too long, not below KEY_END, or occurs twice; a key or value is not bytes
-    TooBig          a value is longer than VALUE_BYTES_MAX
+    InvalidRequest: a key is empty, too long, not below KEY_END, or occurs twice; or a key or value is not
+    bytes.
+    TooBig: a value is longer than VALUE_BYTES_MAX.
     """
     pairs = effects if type(effects) is list else list(effects)
     changed = dict(pairs)
@@ -52,7 +53,8 @@ def checked_effects_plain(effects: Iterable[Effect]) -> dict[bytes, bytes | None
 def _checked_compiled(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
     pairs = effects if type(effects) is list else list(effects)
     changed = _journal_record.checked_effects(pairs)
-    return changed if changed is not None else checked_effects_plain(pairs)  # which says what is wrong
+    # On an error, the Python version raises it with the reason.
+    return changed if changed is not None else checked_effects_plain(pairs)
 
 
 _journal_record = load_compiled("nvpool.kv._journal_record")
@@ -60,69 +62,75 @@ checked_effects = checked_effects_plain if _journal_record is None else _checked
 
 
 class Snapshot(Protocol):
-    """One moment of a Kv, read in bounded steps while changes go on; see `kv/snapshot`.
+    """A consistent view of a Kv at one change, read in bounded steps while changes continue; see
+    `kv/snapshot`.
 
-    `async for pairs in snapshot` gives all of it in lists of up to a thousand pairs; `step` is the same by hand.
+    `async for pairs in snapshot` yields everything in lists of up to a thousand pairs; `step` does the same
+    manually.
     """
 
     sequence: int
-    """The last change that it shows."""
+    """Number of the last change in the view."""
 
     done: bool
 
     def step(self, limit: int) -> list[tuple[bytes, bytes]]:
-        """The next pairs in order, `limit` at most, perhaps none; `done` says when the walk is over.
+        """Return the next pairs in order, at most `limit`, perhaps none; `done` becomes true at the end.
 
-        Busy when too much changed in front of the walk, or the Kv was closed: begin again with a new snapshot.
+        Busy: too much changed ahead of the reader, or the Kv was closed; start again with a new snapshot.
         """
 
     def __aiter__(self) -> AsyncIterator[list[tuple[bytes, bytes]]]: ...
 
     def close(self) -> None:
-        """Needed only when it is not read to its end. May be called twice."""
+        """Release the snapshot; needed only if it is not read to its end. May be called twice."""
 
 
 class Kv(Protocol):
     on_apply: Callable[[dict[bytes, bytes | None]], None] | None
-    """Told of the effects of each change when it is made, before `apply` returns; must not fail. One at a time has it."""
+    """Callback with the effects of each change, called before `apply` returns; must not fail. There is only
+    one callback."""
 
     def get(self, key: bytes) -> bytes | None:
-        """The newest acknowledged value. CorruptRecord when the engine meets a page that makes no sense."""
+        """Return the newest value of a key, or None; CorruptRecord if a stored page or record is damaged."""
 
     def get_many(self, keys: list[bytes]) -> list[bytes | None]:
-        """As so many `get`s, for less."""
+        """Return the values of several keys; faster than as many calls of `get`."""
 
     def scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        """Up to `limit` pairs with first <= key < end, in order, as of now.
+        """Return up to `limit` current pairs with first <= key < end, in order.
 
-        A longer range is read in steps: begin the next one behind the last key. No snapshot is held between steps.
+        To read a longer range, call again from after the last key. The calls do not share a snapshot.
         """
 
     def scan_back(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        """Up to `limit` pairs with first <= key < end, in falling order."""
+        """Return up to `limit` pairs with first <= key < end, in descending order."""
 
     def apply(self, effects: Iterable[Effect], *, reclaims: bool = False) -> int:
-        """Make all effects true at once; return the change's sequence number (1, 2, 3, … without a gap).
+        """Apply all effects atomically; return the change's sequence number (1, 2, 3, … without a gap).
 
-        On return they survive the death of this process (kill -9), and after `sync` the loss of power. If this raises,
-        nothing has changed. A key may occur once.
+        On return the change survives the death of this process (kill -9), and after `sync` also a power loss.
+        If this raises, nothing has changed. Each key may occur once.
 
-        NoSpace    the store is at its configured maximum, and `reclaims` (this change frees more than it adds) is not
-                   set; or the drive is full: tell the user
-        Fenced     an earlier write or sync of the journal failed; nothing more is taken until the engine is opened anew
-        Busy       the layer is full: await room(), then repeat
-        InvalidRequest, TooBig   the effects are not what `checked_effects` takes: a fault of the caller
+        NoSpace: the store is at its configured maximum and `reclaims` (this change frees more than it adds)
+        is not set, or the drive is full; report to the user.
+        Fenced: an earlier write or sync of the journal failed; the engine accepts no changes until it is
+        reopened.
+        Busy: the memtable is full; await room(), then repeat.
+        InvalidRequest, TooBig: `checked_effects` rejects the effects; a bug of the caller.
         """
 
     async def sync(self, sequence: int | None = None) -> None:
-        """Return when the change `sequence` (default: all so far) survives the loss of power.
+        """Return when the change `sequence` (default: the last one) survives a power loss.
 
-        All who wait share one fdatasync. Fenced when it failed: it is never repeated, since the kernel has forgotten
-        the pages; open the engine anew.
+        All concurrent callers share one fdatasync.
+        Fenced: the sync failed. A failed sync is never repeated, because the kernel has dropped the pages;
+        reopen the engine.
         """
 
     async def room(self) -> None:
-        """Return when the layer can take changes again. Called by services before a change when `full` is true."""
+        """Return when the memtable accepts changes again. Services call this before a change when `full` is
+        true."""
 
     @property
     def full(self) -> bool:
@@ -130,27 +138,30 @@ class Kv(Protocol):
 
     @property
     def sequence(self) -> int:
-        """Of the last change applied."""
+        """Number of the last applied change."""
 
     @property
     def synced_sequence(self) -> int:
-        """Of the last change that survives the loss of power."""
+        """Number of the last change that survives a power loss."""
 
     async def checkpoint(self) -> None:
-        """Move everything applied before the call into the long-term store and drop its journal."""
+        """Move all changes applied so far into the long-term store and discard their journal."""
 
     @property
     def sync_before_answer(self) -> bool:
-        """Whether the operator wants `await sync(sequence)` before a change is acknowledged (durability "always")."""
+        """Whether a change must be acknowledged only after `await sync(sequence)` (durability "always")."""
 
     def snapshot(self, first: bytes = b"", end: bytes | None = None) -> Snapshot:
-        """All pairs with first <= key < end (default: all) as they are now, to be read while changes go on.
+        """Return a snapshot of all current pairs with first <= key < end (default: all), read while changes
+        continue.
 
-        Busy when too many are being read already. No reader of the long-term store lives between its steps.
+        No read transaction of the long-term store stays open between its steps. Busy: too many snapshots are
+        open.
         """
 
     def statistics(self) -> dict[str, float]:
-        """entries, used_bytes, map_bytes, map_bytes_max, journal_bytes, layer_entries, checkpoints, syncs, …"""
+        """Return entries, used_bytes, map_bytes, map_bytes_max, journal_bytes, layer_entries, checkpoints,
+        syncs, …"""
 
     async def close(self) -> None:
-        """Sync, checkpoint and release. May be called twice."""
+        """Sync, checkpoint and release the store. May be called twice."""

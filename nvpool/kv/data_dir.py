@@ -1,12 +1,13 @@
-"""The directory of an engine: one owner at a time, one version, made completely or not at all.
+"""Data directory of an engine: one owner at a time, one format version, and atomic creation.
 
-    lock        flock of the owner; the kernel gives it up when the owner dies
-    FORMAT      text, "nvpool kv 1\\n": the directory is whole, and of this version
-    FORMAT.new  the same text while the directory is being made; what else is in it then is thrown away at the next try
+    lock        flock of the owner; the kernel releases it when the owner dies
+    FORMAT      text, "nvpool kv 1\\n": the directory is complete and has this version
+    FORMAT.new  the same text while the directory is being created; the next attempt deletes the rest
     journal-0, journal-1, data.mdb, lock.mdb   see kv/journal and kv/lmdb_env
-    snapshot-*  old values for a snapshot that is being read (kv/snapshot_spill); thrown away when the directory is opened
+    snapshot-*  old values for an open snapshot (kv/snapshot_spill); deleted when the directory is opened
 
-Called by the LMDB engine when it opens. Syncs what it makes, so it waits for the drive for some milliseconds.
+The LMDB engine calls this module when it opens. The module syncs what it creates, so a call waits some
+milliseconds for the drive.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ FORMAT = "nvpool kv 1\n"
 
 class EngineDirectory:
     def __init__(self, path: Path) -> None:
-        """Make the directory if need be, its parent being there, and become its owner. InUse: it has one."""
+        """Create the directory if it is missing (its parent must exist) and lock it; InUse if it has an
+        owner."""
         self.path = path
         self._lock = -1
         try:
@@ -40,11 +42,12 @@ class EngineDirectory:
             raise from_os_error(error, f"open {path}") from error
 
     def prepare(self) -> bool:
-        """Whether the directory was made completely before. If not, it is ready to be made: FORMAT.new says durably
-        that what is in it is not whole yet, until `finish`.
+        """Return whether the directory is complete; if not, prepare its creation.
 
-        WrongFormat    another version, or another program, made what is there
-        CorruptRecord  it was whole, and is not any more
+        During the creation, FORMAT.new records durably that the content is incomplete, until `finish`.
+
+        WrongFormat: another version or another program created the content.
+        CorruptRecord: the directory was complete, but files are missing.
         """
         path = self.path
         try:
@@ -75,16 +78,16 @@ class EngineDirectory:
         return False
 
     def finish(self) -> None:
-        """Say durably that the directory is whole. Everything in it has been synced by those who wrote it."""
+        """Record durably that the directory is complete. The callers have synced all of its files before."""
         try:
-            _sync_directory(self.path)  # the names of data.mdb and the journals before that of FORMAT
+            _sync_directory(self.path)  # the names of data.mdb and the journals must be durable before FORMAT
             os.rename(self.path / "FORMAT.new", self.path / "FORMAT")
             _sync_directory(self.path)
         except OSError as error:
             raise from_os_error(error, f"make {self.path}") from error
 
     def unfinish(self) -> None:
-        """Say durably that what is here is not whole: the next `prepare` throws it away."""
+        """Record durably that the content is incomplete: the next `prepare` deletes it."""
         try:
             if (self.path / "FORMAT").exists():
                 os.rename(self.path / "FORMAT", self.path / "FORMAT.new")
@@ -93,7 +96,7 @@ class EngineDirectory:
             raise from_os_error(error, f"empty {self.path}") from error
 
     def release(self) -> None:
-        """May be called twice."""
+        """Release the lock. May be called twice."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -1,16 +1,18 @@
-"""The engine: a journal, ordered layers of newer values in memory, and LMDB below.
+"""Key-value engine: a journal, sorted memtables (layers) of newer values, and LMDB below.
 
-A change is appended to the journal by one write, put into the layer and so acknowledged. Every second, or when it is
-large, the layer is frozen, a new one and the other journal file begin, and a thread writes the frozen one in one LMDB
-transaction together with its last sequence number. What is read is the layer, else the frozen layer, else LMDB; every
-reader of LMDB ends within the call that began it. Opening replays the journal and checkpoints at once under a new
-generation, so nothing that a torn write left behind can become valid later.
+A change is appended to the journal with one write and put into the layer; then it is acknowledged. Every
+second, or when the layer is large, the engine freezes it and starts a new layer and the other journal file. A
+thread then writes the frozen layer in one LMDB transaction, together with its last sequence number. A read
+consults the layer, then the frozen layer, then LMDB; every LMDB read transaction ends within the call that
+began it. Opening replays the journal and immediately checkpoints under a new generation, so the remains of a
+torn write cannot become valid later.
 
-Files: `FORMAT` and `lock` (see kv/data_dir), `journal-0` and `journal-1` (kv/journal), `data.mdb` and `lock.mdb`
-(kv/lmdb_env).
+Files: `FORMAT` and `lock` (see kv/data_dir), `journal-0` and `journal-1` (kv/journal), `data.mdb` and
+`lock.mdb` (kv/lmdb_env).
 
-One event loop owns an engine; two threads work for it, one for fdatasync, one for checkpoints, so that a sync never
-waits for a checkpoint. LMDB is never run without its syncs. Used by meta, store and cluster; it knows nothing of them.
+One event loop owns an engine. Two threads work for it, one for fdatasync and one for checkpoints, so a sync
+never waits for a checkpoint. LMDB always runs with its syncs. Used by meta, store and cluster; it does not
+depend on them.
 """
 
 from __future__ import annotations
@@ -59,26 +61,29 @@ def _no_step(_name: str) -> None:
 
 
 class LmdbKv:
-    """See kv/api for the promises. Made by `open` only."""
+    """The LMDB engine; `kv/api` has its contract. Created by `open` only."""
 
     @classmethod
     async def open(cls, path: str | os.PathLike[str], options: LmdbOptions | None = None, *,
                    before_checkpoint: BeforeCheckpoint | None = None, on_replay: OnReplay | None = None,
                    on_fence: Callable[[str], None] | None = None, step: Step = _no_step) -> LmdbKv:
-        """Open the engine in the directory `path`, making it where there is none, and replay its journal.
+        """Open the engine in the directory `path`, create it if it is missing, and replay its journal.
 
-        On return everything that was acknowledged before is there and durable. Interrupted, it may be repeated.
+        On return everything that was acknowledged before is present and durable. May be repeated after an
+        interruption.
 
-        before_checkpoint  awaited each time before a frozen layer is written to LMDB: make durable what its records name
-        on_replay          given the effects of all replayed changes, in order, and a function that gets what LMDB holds under
-                           a key; answers with the effects that stand, change by change. Called before anything is written.
-        on_fence           told the reason, once, when the engine fences itself: end the process, or open anew
-        step               told the name of each step of a checkpoint; for tests that stop between two of them
+        before_checkpoint  awaited each time before a frozen layer is written to LMDB: make the data
+                           durable to which its records refer
+        on_replay          called with the effects of all replayed changes, in order, and a function that
+                           returns LMDB's value of a key; returns the effects to apply, change by change.
+                           Called before any write.
+        on_fence           called once with the reason when the engine fences itself: end the process or reopen
+        step               called with the name of each step of a checkpoint; for tests
 
-        InUse          another process, or another part of this one, has it open
-        WrongFormat    made by another version, or not by nvpool
-        CorruptRecord  LMDB can not make sense of its file
-        NoSpace, DriveFailed, AccessDenied, TooManyOpen   as the drive says
+        InUse: another process, or another part of this one, has the directory open.
+        WrongFormat: another version created the directory, or it is not of nvpool.
+        CorruptRecord: LMDB's file is damaged.
+        NoSpace, DriveFailed, AccessDenied, TooManyOpen: as the system reports.
         """
         engine = cls(Path(path), options or LmdbOptions(), before_checkpoint, on_replay, on_fence, step)
         try:
@@ -94,11 +99,12 @@ class LmdbKv:
         self.options = options
         self.sync_before_answer = options.durability == "always"
         self.term = options.term
-        """Of the changes that are made from here on."""
+        """Term of the changes from now on."""
         self.history: History | None = None
-        """Where there are standbys: what was changed last, and how far all have it. Nothing else is written to LMDB."""
+        """On a shard with standbys: the last changes, and which are committed. Only committed ones are
+        written to LMDB."""
         self.sync_others: Callable[[int], Awaitable[None]] | None = None
-        """Where there are standbys: returns when all of them have the change durably."""
+        """On a shard with standbys: returns when all of them have the change durably."""
         self._before_checkpoint = before_checkpoint
         self._on_replay = on_replay
         self._on_fence = on_fence
@@ -136,8 +142,9 @@ class LmdbKv:
         self._tree = self.options.floor.tree(self.path, self.options.map_bytes)
         sequence, generation, term = self._stored_mark(formatted)
         self._journal = self.options.floor.journal(self.path, self.options.journal_bytes)
-        # A crash leaves records in the generation after the stored one, and in the one after that when it came
-        # between a freeze and its commit. Beginning above both makes every record that is left in the files invalid.
+        # A crash leaves records in the generation after the stored one and, if it happened between a freeze
+        # and its commit, in the next one too. Starting above both makes all remaining records in the files
+        # invalid.
         records: list[Record] = []
         for replayed in (generation + 1, generation + 2):
             for record in self._journal.replay(replayed, sequence):
@@ -157,7 +164,7 @@ class LmdbKv:
             log.info("%s: %d changes replayed from the journal, up to %d", self.path, self._replayed_count, sequence)
         await self._checkpoint_once()
         if self._replayed_count:
-            self._tree.renew()  # more than a layer was written
+            self._tree.renew()  # the checkpoint may have been larger than usual
         if not formatted:
             self._finish_directory()
 
@@ -165,11 +172,12 @@ class LmdbKv:
         self._directory.finish()
 
     def _chosen(self, records: list[Record], last: Mark) -> tuple[list[Record], int, int]:
-        """Which of the journal's changes stand, and sequence and term of the last that does: all."""
+        """Return the changes of the journal that remain valid (here all), and sequence and term of the last
+        one."""
         return records, last.sequence, last.term
 
     def _stored_mark(self, formatted: bool) -> Mark:
-        """Of what LMDB holds."""
+        """Return the mark of LMDB's content."""
         mark = self._tree.mark()
         if mark is None:
             if formatted:
@@ -222,7 +230,7 @@ class LmdbKv:
                                 return found
                         newer = next(overlay, None)
                     if newer is not None and newer[0] == key:
-                        continue  # taken when the next key, or the end, shows that its turn has come
+                        continue  # appended when the next key, or the end, has passed it
                 found.append(item)
                 if len(found) == limit:
                     return found
@@ -233,7 +241,7 @@ class LmdbKv:
         return found
 
     def _overlay(self, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes | None]]:
-        """What is newer than LMDB, in order; None where a key was deleted."""
+        """Yield the pairs that are newer than LMDB, in order; None for a deleted key."""
         values = self._layer.values
         keys = self._layer.ascend(first, end) if forward else self._layer.descend(first, end)
         if self._frozen is None:
@@ -266,7 +274,7 @@ class LmdbKv:
         except NvpoolError as error:
             self._fence(str(error))
             raise
-        # From here on the change is made; nothing below may fail.
+        # From here on the change is applied; nothing below may fail.
         if self._snapshots:
             self._snapshots.note(changed)
         if self.on_apply is not None:
@@ -285,14 +293,14 @@ class LmdbKv:
         return sequence
 
     def _refuse(self, record_bytes: int, reclaims: bool) -> None:
-        """Say why a record does not fit, by the first reason that holds."""
+        """Raise the first applicable reason why a record does not fit."""
         if self._closed:
             raise Fenced("the engine is closed")
         if self._fenced:
             raise Fenced(self._fenced)
         if not reclaims:
             if self._drive_full:
-                # Who is refused changes nothing, so nothing but this would ever look whether there is room again.
+                # Rejected callers change nothing, so only this timer checks whether there is space again.
                 if self._checkpoint_timer is None and self._checkpoint_task is None:
                     self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
                 raise NoSpace(self._drive_full)
@@ -302,18 +310,20 @@ class LmdbKv:
         raise Busy("changes must wait for a checkpoint")
 
     def _set_limits(self) -> None:
-        """How far the journal may be written by changes that reclaim space, and by those that add."""
+        """Set the journal limits for changes that reclaim space and for changes that add data."""
         if self._fenced or self._closed:
             self._limit_reclaiming = self._limit_adding = 0
             return
-        # By the pages that LMDB copies too: scattered over a large tree, keys take more of them. Half: layers reach twice this.
+        # Also limited by the pages that LMDB copies: keys scattered over a large tree need more pages.
+        # Halved, because layers reach twice this size.
         self._entries_max = min(self.options.layer_entries_max, max(1, self._tree.write_keys_max // 2))
         layer_is_full = len(self._layer.values) >= 2 * self._entries_max
         self._limit_reclaiming = 0 if layer_is_full else self.options.journal_bytes
         if self._drive_full:
             self._limit_adding = 0
             return
-        # A record split over half-full pages takes twice its bytes. What is frozen counts until LMDB says what it took.
+        # A record divided over half-full pages takes twice its bytes. Frozen bytes count until LMDB reports
+        # its usage.
         left = (self.options.map_bytes_max - self._tree.used_bytes) // 2 - self._frozen_bytes
         self._limit_adding = min(self._limit_reclaiming, left)
 
@@ -321,9 +331,10 @@ class LmdbKv:
         return len(self._layer.values) >= self._entries_max or self._journal.offset > self.options.journal_bytes // 2
 
     def _relieve(self) -> None:
-        """Begin a checkpoint for a large layer, or stop taking changes when it has twice its size."""
+        """Start a checkpoint for a large layer, or stop accepting changes if the layer has twice its size."""
         if self._frozen is None:
-            self._freeze()  # at once: a caller that does not let the loop run must not fill the new layer's room too
+            # Immediately: a caller that does not return to the event loop must not fill the new layer too.
+            self._freeze()
             self._start_checkpoint()
         elif len(self._layer.values) >= 2 * self._entries_max:
             self._set_limits()
@@ -343,7 +354,7 @@ class LmdbKv:
 
     @property
     def last(self) -> Position:
-        """Of the last change applied."""
+        """Position of the last applied change."""
         return Position(self._sequence, self.term if self._sequence > self._term_began else self._term_before)
 
     @property
@@ -352,7 +363,7 @@ class LmdbKv:
 
     @property
     def fenced(self) -> str:
-        """Why nothing more is taken, or nothing."""
+        """The reason why the engine accepts no more changes, or ""."""
         return self._fenced
 
     def _fence(self, reason: str) -> None:
@@ -393,7 +404,8 @@ class LmdbKv:
 
     async def _sync_here(self, wanted: int) -> None:
         while self._synced_sequence < wanted:
-            # One that is under way may have begun before our change; then a second one follows, for all who wait.
+            # A running sync may have begun before this change; then a second one follows, shared by all
+            # waiters.
             if not self._syncing:
                 self._begin_sync()
             waiter = self._loop.create_future()
@@ -402,14 +414,14 @@ class LmdbKv:
             self._raise_if_fenced()
 
     def _begin_sync(self) -> None:
-        # Not to be divided: the number and the files that hold all up to it. Both files, since a record of the new
-        # generation is worth nothing without those of the one before it.
+        # Must stay together: the number, and the files with all changes up to it. Both files, since records
+        # of the new generation are useless without those of the previous one.
         sequence, files = self._sequence, self._journal.take_unsynced()
         self._syncing = True
         self._sync_thread.submit(self._sync_files, sequence, files)
 
     def _sync_files(self, sequence: int, files: list[int]) -> None:
-        """In the thread. Tells the loop the outcome, whatever it is."""
+        """Sync in the thread, and report the outcome to the event loop in any case."""
         failure = ""
         try:
             for descriptor in files:
@@ -432,7 +444,7 @@ class LmdbKv:
 
     def _sync_due(self) -> None:
         self._sync_timer = None
-        if self._syncing:  # it may have begun before the last change
+        if self._syncing:  # the running sync may have begun before the last change
             self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
         elif self._synced_sequence < self._sequence:
             self._begin_sync()
@@ -446,7 +458,7 @@ class LmdbKv:
             await self._checkpoint_more()
 
     async def _checkpoint_more(self) -> None:
-        """Wait for the checkpoint that is under way, or for one more."""
+        """Wait for the running checkpoint, or run one more."""
         task = self._start_checkpoint()
         await asyncio.wait((task,))
         self._raise_if_fenced()
@@ -464,7 +476,8 @@ class LmdbKv:
         return self._checkpoint_task
 
     def _checkpoint_ended(self, task: asyncio.Task[None]) -> None:
-        if self._checkpoint_task is task:  # a change between its end and this call may have begun the next one
+        # A change between its end and this call may have started the next one.
+        if self._checkpoint_task is task:
             self._checkpoint_task = None
         if task.cancelled():
             return
@@ -475,7 +488,7 @@ class LmdbKv:
             if self._frozen is not None:
                 self._start_checkpoint()
             elif self._is_large():
-                self._relieve()  # before those wake who wait for room
+                self._relieve()  # before the callers that wait for room continue
         elif isinstance(error, NoSpace):
             log.warning("%s: %s; trying again", self.path, error)
             if self._checkpoint_timer is None:
@@ -484,10 +497,10 @@ class LmdbKv:
             self._fence(f"a checkpoint failed: {error}")
 
     async def _checkpoint_once(self) -> None:
-        """Freeze the layer, unless one is frozen still, and write the frozen one to LMDB.
+        """Freeze the layer, unless a frozen one exists, and write the frozen layer to LMDB.
 
-        NoSpace: the drive is full, the frozen layer stays and the next call tries again. After anything else the
-        engine must be fenced.
+        NoSpace: the drive is full; the frozen layer stays, and the next call tries again. After any other
+        error the engine must be fenced.
         """
         self._raise_if_fenced()
         if self._frozen is None:
@@ -506,7 +519,8 @@ class LmdbKv:
                 full = str(error)
             while not await self._loop.run_in_executor(self._checkpoint_thread, self._tree.write, self._frozen.values,
                                                        mark, self._step):
-                self._tree.double_map()  # the transaction died with all that was in it; the frozen layer did not
+                # The transaction was discarded; the frozen layer still has everything.
+                self._tree.double_map()
         except NoSpace as error:
             self._drive_full = str(error)
             self._set_limits()
@@ -517,8 +531,8 @@ class LmdbKv:
         self._step("dropped")
 
     def _freeze(self) -> None:
-        # Not to be divided: layer, journal file and numbers change together. The other file is free, since nothing
-        # is frozen, so what it held is in LMDB.
+        # Must stay together: layer, journal file and numbers change in one step. The other journal file is
+        # free, because there is no frozen layer, so its content is in LMDB.
         self._frozen, self._layer = self._layer, Layer()
         self._frozen_sequence, self._frozen_generation = self._sequence, self._journal.generation
         self._frozen_term = self.last.term
@@ -531,7 +545,7 @@ class LmdbKv:
         self._step("frozen")
 
     def _drop_frozen(self) -> None:
-        # LMDB syncs what it commits, so the frozen changes are durable even if the journal was not synced yet.
+        # LMDB syncs its commits, so the frozen changes are durable even if the journal is not synced yet.
         self._synced_sequence = max(self._synced_sequence, self._frozen_sequence)
         self._stored_sequence, self._stored_term = self._frozen_sequence, self._frozen_term
         self._frozen = None
@@ -558,8 +572,11 @@ class LmdbKv:
                 "fenced": float(bool(self._fenced))}
 
     async def close(self) -> None:
-        """Sync, checkpoint and release. A full drive, a fence, or changes that a standby has not leave the work to the next
-        opening's replay, silently: everything acknowledged is in the journal. May be called twice."""
+        """Sync, checkpoint and release the engine. May be called twice.
+
+        A full drive, a fence, or changes that are not committed on a standby leave the checkpoint to the next
+        replay, without an error: the journal has everything acknowledged.
+        """
         if self._closed:
             return
         try:
@@ -572,7 +589,7 @@ class LmdbKv:
             await self.abandon()
 
     async def abandon(self) -> None:
-        """Release everything as the death of this process would: nothing is synced or checkpointed any more."""
+        """Release everything as the death of this process would: without sync or checkpoint."""
         if self._closed:
             return
         self._closed = True
@@ -583,7 +600,7 @@ class LmdbKv:
             self.history.end()
         if self._checkpoint_task is not None:
             self._checkpoint_task.cancel()
-        # What the threads have begun ends by itself: an LMDB transaction can not be abandoned from outside.
+        # The threads finish their running work: an LMDB transaction cannot be aborted from outside.
         for thread in (self._sync_thread, self._checkpoint_thread):
             await self._loop.run_in_executor(None, thread.shutdown)
         if self._tree is not None:

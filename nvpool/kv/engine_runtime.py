@@ -1,4 +1,7 @@
-"""What an engine stands on: its threads, journal and tree. Simulations put another floor under it (`LmdbOptions.floor`)."""
+"""Runtime of an engine: its threads, journal and LMDB tree.
+
+Simulations replace the runtime (`LmdbOptions.floor`).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from nvpool.kv.lmdb_env import LmdbTree
 
 
 class Floor:
-    """The machine's own."""
+    """Runtime on the real machine."""
 
     def thread(self, name: str) -> Executor:
-        """One thread: what it is given is done in that order."""
+        """Return an executor with one thread, which executes its tasks in order."""
         return ThreadPoolExecutor(1, name)
 
     def journal(self, directory: Path, capacity_bytes: int) -> Journal:

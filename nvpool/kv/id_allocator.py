@@ -1,9 +1,10 @@
-"""Numbers that are never given twice: inode, session and version numbers come from here.
+"""Allocator of unique numbers for inodes, sessions and versions; no number is issued twice.
 
-A number is handed out only when it lies below a bound that is already synced. A restart begins at the bound, so what
-was handed out before it, used or not, never returns, whatever the loss of power took. The record is the bound, u64
-little-endian, under a key that the owner chooses; bounds move up by 65,536 at a time, so this costs a sync for that
-many numbers, begun when half of them are left. Used by meta and cluster, on the thread that owns the Kv.
+A number is issued only if it lies below a bound that is already synced. After a restart the allocator
+continues at the bound, so a number issued before, used or not, never returns, even after a power loss. The
+record stores the bound, u64 little-endian, under a key that the owner chooses. The bound grows by 65,536 at a
+time, so that many numbers cost one sync, which begins when half of them are left. Used by meta and cluster,
+on the thread that owns the Kv.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NUMBERS_AT_ONCE = 65_536
 
 
 class NumberBounds:
-    """One sequence of numbers: `open` it, then `take`."""
+    """One sequence of numbers: call `open`, then `take`."""
 
     def __init__(self, kv: Kv, key: bytes, first: int = 1, at_once: int = NUMBERS_AT_ONCE) -> None:
         if at_once < 2:
@@ -30,7 +31,7 @@ class NumberBounds:
         self._reserving: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Begin at the stored bound and reserve the first numbers. As `more`; may be repeated."""
+        """Start at the stored bound and reserve the first numbers. Errors as in `more`; may be repeated."""
         raw = self._kv.get(self._key)
         if raw is not None and len(raw) != 8:
             raise CorruptRecord(f"the bound of numbers {self._key.hex()} is {len(raw)} bytes long")
@@ -39,11 +40,11 @@ class NumberBounds:
 
     @property
     def bound(self) -> int:
-        """Every number that was ever handed out, here or before a restart, lies below it."""
+        """Exclusive upper bound of all numbers ever issued, here or before a restart."""
         return self._bound
 
     def take(self) -> int:
-        """A number that was never given before. Busy: none is left below the bound, await `more`, then repeat."""
+        """Return a number that was never issued before; Busy if none is left: await `more`, then repeat."""
         number = self._next
         if number >= self._bound:
             raise Busy("the next numbers are being reserved")
@@ -53,7 +54,8 @@ class NumberBounds:
         return number
 
     async def more(self) -> None:
-        """Return when at least half of a reservation is left. NoSpace, Fenced, Busy: as the Kv says; repeat later."""
+        """Return when at least half of a reservation is left; NoSpace, Fenced, Busy as from the Kv: repeat
+        later."""
         while self._bound - self._next < self._at_once // 2:
             task = self._reserving or self._begin()
             await asyncio.wait((task,))
@@ -68,7 +70,8 @@ class NumberBounds:
     async def _reserve(self) -> None:
         bound = self._bound + self._at_once
         await self._kv.room()
-        # It reclaims nothing, but without numbers nothing could be removed either: removals are changes with sessions.
+        # The change reclaims no space. But without numbers nothing could be removed: removals need sessions
+        # too.
         sequence = self._kv.apply([(self._key, bound.to_bytes(8, "little"))], reclaims=True)
         await self._kv.sync(sequence)
         self._bound = bound
@@ -76,9 +79,11 @@ class NumberBounds:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._reserving = None
         if not task.cancelled():
-            task.exception()  # seen, so that asyncio does not report it: who finds no numbers left asks again and is told
+            # Retrieved, so that asyncio does not log it; a caller without numbers tries again and gets the
+            # error.
+            task.exception()
 
     async def close(self) -> None:
-        """Wait for a reservation that is under way. May be called twice."""
+        """Wait for a running reservation. May be called twice."""
         if self._reserving is not None:
             await asyncio.wait((self._reserving,))

@@ -1,10 +1,11 @@
-"""The journal: what makes an acknowledged change survive the death of the process, and after a sync the loss of power.
+"""Journal of an engine: acknowledged changes survive the death of the process and, after a sync, a power
+loss.
 
-Two preallocated files, `journal-0` and `journal-1`, take turns: generation g is written from the start of file g mod 2.
-A file is nothing but records, one behind the other; what lies behind the last one is older or zero and fits in neither
-generation nor number. A record, little-endian:
+Two preallocated files, `journal-0` and `journal-1`, alternate: generation g is written from the start of file
+g mod 2. A file consists of records only, one after the other. The bytes after the last record are older or
+zero, and their generation and number do not match. A record, little-endian:
 
-    0   crc         u32   CRC32C of everything behind it, bytes 4 to length
+    0   crc         u32   CRC32C of everything after it, bytes 4 to length
     4   length      u32   of the whole record, 40 at least
     8   term        u64   of the primary that made the change
     16  generation  u64
@@ -13,11 +14,12 @@ generation nor number. A record, little-endian:
     36  reserved    u32   0
     40  effects, each:  key length u16 · value length u32, 0xFFFFFFFF for a deletion · key · value
 
-The effects fill the record exactly. Replay ends at the first record that does not fit in length, CRC, generation or
-number. A generation is never begun twice, so what a torn write left behind can not become valid later.
+The effects fill the record exactly. Replay ends at the first record whose length, CRC, generation or number
+does not match. A generation is never started twice, so the remains of a torn write cannot become valid later.
 
-Used by the LMDB engine alone. All file I/O goes through `os` calls, one pwrite a change, so that a preloaded library
-can record and fail it. Nothing here waits but `sync_file`, which is called in a thread.
+Only the LMDB engine uses this module. All file I/O goes through `os` calls, one pwrite for each change, so
+that a preloaded library can record the calls and let them fail. Only `sync_file` waits; it is called in a
+thread.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Record(NamedTuple):
 
 
 def encode_plain(term: int, generation: int, sequence: int, effects: dict[bytes, bytes | None]) -> bytes:
-    """A record of effects that `contract.checked_effects` has passed."""
+    """Encode a record of effects that `api.checked_effects` has accepted."""
     pack = _EFFECT.pack
     body = b"".join([pack(len(key), _DELETED) + key if value is None else pack(len(key), len(value)) + key + value
                      for key, value in effects.items()])
@@ -66,7 +68,8 @@ encode = encode_plain if _journal_record is None else _journal_record.encode
 
 
 def decode(buffer: memoryview, offset: int) -> Record | None:
-    """The record that begins at `offset`, or None where no whole and sound one does. Never raises on bad bytes."""
+    """Decode the record at `offset`; None if there is no complete and valid record. Never raises on invalid
+    bytes."""
     if len(buffer) - offset < _HEAD_BYTES:
         return None
     length, term, generation, sequence, count, reserved = _HEAD.unpack_from(buffer, offset + 4)
@@ -96,16 +99,16 @@ def decode(buffer: memoryview, offset: int) -> Record | None:
 
 
 class Journal:
-    """The two files of one engine, in `directory`. One thread owns it, `sync_file` apart."""
+    """The two journal files of an engine, in `directory`. One thread owns it, except for `sync_file`."""
 
     def __init__(self, directory: Path, capacity_bytes: int) -> None:
-        """Open the files, making and preallocating what is missing. On return they exist durably.
+        """Open the files; create and preallocate missing ones. On return they exist durably.
 
-        NoSpace when the drive has no room for them, DriveFailed, AccessDenied: as the drive says.
+        NoSpace: the drive has no space for them. DriveFailed, AccessDenied: as the system reports.
         """
         self.capacity_bytes = capacity_bytes
         self.offset = 0
-        """Where the next record goes, which is also how much the present generation holds."""
+        """Position of the next record, and so also the size of the current generation."""
         self._generation = 0
         self._files: list[int] = []
         self._unsynced = [False, False]
@@ -125,16 +128,19 @@ class Journal:
         return self._generation
 
     def begin(self, generation: int) -> None:
-        """Write from here on as `generation`, over the file that held the one before the last, which is in the
-        long-term store. Higher than any that was ever written."""
+        """Start `generation`, which must be higher than any written before.
+
+        It overwrites the file of the generation before the last, which is in the long-term store.
+        """
         self._generation = generation
         self.offset = 0
 
     def append(self, record: bytes) -> None:
-        """Make `record` the next one. On return it survives kill -9.
+        """Append `record`. On return it survives kill -9.
 
-        NoSpace: replay will not find the record, and another append may follow. DriveFailed: it will not find it
-        either, but the drive is not to be trusted, fence. Fenced: that the record is gone can not be vouched for.
+        NoSpace: replay will not find the record, and another append may follow.
+        DriveFailed: replay will not find the record either, but the drive is not reliable; fence the engine.
+        Fenced: the journal may still contain part of the record.
         """
         half = self._generation & 1
         descriptor = self._files[half]
@@ -143,12 +149,12 @@ class Journal:
         filling = -end % _PAGE_BYTES
         try:
             if (end - 1) // _PAGE_BYTES > (offset - 1) // _PAGE_BYTES and end + filling <= self.capacity_bytes:
-                # A page that is begun is written to its end: the kernel would read it from the drive first, and we would wait
-                # for that, where it is not in memory any more and only a part of it is new.
+                # Fill the last page that this record begins. Otherwise, if the page is not in the page cache,
+                # a partial write would first read it from the drive, and this call would wait.
                 written = os.pwrite(descriptor, record + _ZEROS[:filling], offset)
             else:
                 written = os.pwrite(descriptor, record, offset)
-            while written < len(record):  # POSIX allows a short write; the next one gives the reason
+            while written < len(record):  # POSIX allows a short write; the next call reports the reason
                 more = os.pwrite(descriptor, record[written:], offset + written)
                 if not more:
                     raise OSError(errno.EIO, "nothing was written")
@@ -162,8 +168,10 @@ class Journal:
 
     @staticmethod
     def _wiped(descriptor: int, offset: int, record: bytes) -> bool:
-        """See to it that replay can not find a record whose write failed. A drive that is full may refuse the wiping
-        too, so look first whether there is anything to wipe."""
+        """Ensure that replay cannot find a record whose write failed; return whether this is certain.
+
+        A full drive may refuse this write too, so first check whether there is anything to overwrite.
+        """
         try:
             return (os.pread(descriptor, 4, offset) != record[:4]
                     or os.pwrite(descriptor, bytes(_HEAD_BYTES), offset) == _HEAD_BYTES)
@@ -171,19 +179,21 @@ class Journal:
             return False
 
     def take_unsynced(self) -> list[int]:
-        """The descriptors that must be synced for all that was appended so far to be durable. They count as synced
-        from here on, so a failure of `sync_file` must fence the engine."""
+        """Return the descriptors to sync so that all appended records become durable.
+
+        They count as synced from now on, so a failure of `sync_file` must fence the engine.
+        """
         files = [self._files[half] for half in (0, 1) if self._unsynced[half]]
         self._unsynced = [False, False]
         return files
 
     @staticmethod
     def sync_file(descriptor: int) -> None:
-        """Waits for the drive. OSError is never followed by another try: the kernel has forgotten the pages."""
+        """Sync a file; waits for the drive. Never repeat after OSError: the kernel has dropped the pages."""
         os.fdatasync(descriptor)
 
     def replay(self, generation: int, sequence: int) -> Iterator[Record]:
-        """The sound records of `generation`, in order, of which the first must have the number `sequence` + 1."""
+        """Yield the valid records of `generation` in order; the first must have the number `sequence` + 1."""
         buffer = self._read(self._files[generation & 1], generation)
         offset = 0
         while (record := decode(buffer, offset)) is not None:
@@ -198,10 +208,10 @@ class Journal:
         try:
             head = os.pread(descriptor, _HEAD_BYTES, 0)
             if len(head) < _HEAD_BYTES or _HEAD.unpack_from(head, 4)[2] != generation:
-                return memoryview(b"")  # the usual case after a clean stop: spares reading the whole file
+                return memoryview(b"")  # usual after a clean stop: avoids reading the whole file
             size, offset = os.fstat(descriptor).st_size, 0
-            # Pages of its own, filled in small pieces: once bytes of this size were given back to malloc, it would keep as much
-            # of everything that is freed later for itself.
+            # An own mapping, filled in small pieces: after freeing bytes of this size, malloc would later
+            # retain as much freed memory.
             whole = mmap.mmap(-1, size)
             while offset < size and (piece := os.pread(descriptor, min(_PIECE_BYTES, size - offset), offset)):
                 whole[offset:offset + len(piece)] = piece
@@ -211,7 +221,7 @@ class Journal:
         return memoryview(whole)[:offset]
 
     def close(self) -> None:
-        """May be called twice. Syncs nothing."""
+        """Close the files without syncing. May be called twice."""
         while self._files:
             os.close(self._files.pop())
 

@@ -1,15 +1,15 @@
-"""LMDB behind our own door: checked records, whole transactions, a map that grows in time, errors of ours.
+"""LMDB adapter: checksummed records, whole transactions, a growing map, and nvpool's errors.
 
-`data.mdb` and `lock.mdb` in the engine's directory, main database only. A stored value is followed by the CRC32C of key
-and value (u32, little-endian), since LMDB itself would return a flipped bit. The engine's own record, the `Mark`, has
-the key KEY_END and the value
+Uses `data.mdb` and `lock.mdb` in the engine's directory, main database only. A stored value is followed by
+the CRC32C of key and value (u32, little-endian), since LMDB itself would return a flipped bit. The engine's
+own record, the `Mark`, has the key KEY_END and the value
 
     version u16 = 1 · reserved u16, u32 = 0 · sequence u64 · generation u64 · term u64
 
-Readers end within the call that began them: while one lives, no page that is replaced behind it can be used again, and
-the map can not grow. LMDB is opened with its syncs on and without writemap, so that a loss of power leaves the last
-commit or the one before it. Called by the LMDB engine alone: everything on the thread of its event loop but `write`,
-which belongs to one thread of its own.
+Read transactions end within the call that began them: while one is open, LMDB cannot reuse replaced pages,
+and the map cannot grow. LMDB runs with its syncs and without writemap, so after a power loss the file has the
+last commit or the one before. Only the LMDB engine uses this module: `write` on a thread of its own,
+everything else on the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -35,33 +35,36 @@ _MARK = struct.Struct("<HHIQQQ")
 _MARK_VERSION = 1
 _CRC_BYTES = 4
 _CRC_RESIDUE = crc32c(bytes(_CRC_BYTES))
-"""CRC32C of anything that is followed by its own CRC32C, little-endian."""
+"""CRC32C of any bytes followed by their own CRC32C, little-endian."""
 
 _SLICE_KEYS = 1000
-"""Handled by a checkpoint before it lets the event loop run: about a millisecond."""
+"""Number of keys that a checkpoint handles before the event loop may run: about a millisecond."""
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""glibc alone keeps what was freed, and has this."""
+"""Exists in glibc only, which is also the only one that retains freed memory."""
 
 _READ_FIRST = 16
-"""Pairs taken from LMDB before it is looked whether the range has ended; four times as many each time after."""
+"""Pairs read from LMDB before the first check for the end of the range; four times as many before each next
+check."""
 
 _RESERVE_BYTES = MIB
-"""Room in the file for a checkpoint of any small layer, so that what was taken can be stored on a full drive too."""
+"""Space in the file for a checkpoint of any small layer, so that acknowledged changes can be stored on a full
+drive too."""
 
 _COPY_FACTOR = 4
-"""A change of n bytes in the journal is taken to need n times this of new pages, of which it fills the smaller part."""
+"""Assumed ratio of new pages to the bytes of a change in the journal; usually far fewer pages are needed."""
 
 WRITE_PAGES_MAX = 32_768
-"""Pages that a write should change at most: 128 MiB. LMDB has a copy of each in memory until the commit, and keeps that memory
-for the next write as long as the environment is open."""
+"""Pages that a write should change at most: 128 MiB. LMDB holds a copy of each page in memory until the
+commit, and retains that memory for the next write as long as the environment is open."""
 
 _KEYS_A_NEW_PAGE = 16
-"""Of a write, so that pages which are divided are counted too: a page of small records holds some 40 of them when it is."""
+"""Keys of a write for each page added by splits: a page of small records holds about 40 keys when it is
+split."""
 
 
 class Mark(NamedTuple):
-    """The last change that the tree holds, and the journal's generation that ended with it."""
+    """The last change that the tree has, and the generation of the journal that ended with it."""
 
     sequence: int
     generation: int
@@ -70,18 +73,21 @@ class Mark(NamedTuple):
 
 class LmdbTree:
     def __init__(self, directory: Path, map_bytes: int) -> None:
-        """Open the file in `directory`, making it where there is none. CorruptRecord, WrongFormat: LMDB can make
-        nothing of it; NoSpace, DriveFailed and the like: as the drive says."""
+        """Open the file in `directory`; create it if it is missing.
+
+        CorruptRecord, WrongFormat: the file is no valid LMDB file. NoSpace, DriveFailed and similar: as the
+        system reports.
+        """
         self.path = directory / "data.mdb"
         self.entries = self.used_bytes = self.file_bytes = self.map_bytes = 0
-        """What the last checkpoint left: records, bytes of the pages that they are in, bytes of the file up to the last
-        page that was ever used (behind it is a reserve), bytes of the map."""
+        """State after the last checkpoint: number of records, bytes of their pages, bytes of the file up to
+        the last used page (a reserve follows), bytes of the map."""
         self.write_keys_max = 0
-        """So many keys, wherever they lie, change WRITE_PAGES_MAX pages at most."""
+        """A write of this many keys, in any position, changes at most WRITE_PAGES_MAX pages."""
         self._file = -1
         self._env: lmdb.Environment | None = None
         try:
-            # With room for growth at once: the first map of an existing file must hold it.
+            # Larger than the file, so that it can grow: the first map of an existing file must contain it.
             file_bytes = self.path.stat().st_size if self.path.exists() else 0
             self._open(max(map_bytes, (file_bytes * 5 // 4 // MIB + 1) * MIB))
             self._env.reader_check()
@@ -100,8 +106,11 @@ class LmdbTree:
                               max_spare_txns=1, create=False)
 
     def renew(self) -> None:
-        """Close LMDB's file and open it again: nothing else gives back the memory of a large `write`, first to malloc, then to
-        the system. What is mapped has to be faulted in anew, so not while others wait. Errors as of opening it."""
+        """Reopen LMDB's file, to return the memory of a large `write` to malloc and to the system.
+
+        Nothing else returns this memory. The mapped pages must be faulted in again, so do not call this while
+        requests wait. Errors as when opening.
+        """
         try:
             self._env.close()
             self._open(self.map_bytes)
@@ -113,15 +122,15 @@ class LmdbTree:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get(self, key: bytes) -> bytes | None:
-        """CorruptRecord when the record, or one that may hide it, is damaged."""
+        """Return a value; CorruptRecord if the record, or a neighbour that may hide it, is damaged."""
         try:
             transaction = self._env.begin()
             try:
                 stored = transaction.get(key)
                 if stored is not None:
                     return self._checked((key, stored))[1]
-                # A flipped bit in a stored key would hide its record. Such a record stands where the search for it
-                # ends: look at the two neighbours before it is believed that there is nothing.
+                # A flipped bit in a stored key would hide its record. Such a record is where the search for
+                # it ends: verify both neighbours before concluding that the key is absent.
                 cursor = transaction.cursor()
                 if cursor.set_range(key):
                     self._checked(cursor.item())
@@ -137,7 +146,7 @@ class LmdbTree:
             raise from_lmdb_error(error, f"read {self.path}") from error
 
     def get_many(self, keys: list[bytes]) -> dict[bytes, bytes | None]:
-        """As so many `get`s."""
+        """Return the values of several keys, as `get` does."""
         if not keys:
             return {}
         try:
@@ -162,7 +171,7 @@ class LmdbTree:
         return key, stored[:-_CRC_BYTES]
 
     def read(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        """Up to `limit` pairs with first <= key < end, rising."""
+        """Return up to `limit` pairs with first <= key < end, ascending."""
         found: list[tuple[bytes, bytes]] = []
         try:
             transaction = self._env.begin()
@@ -185,12 +194,13 @@ class LmdbTree:
         return found
 
     def walk(self, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs with first <= key < end, rising or falling. To be closed, or read to its end, in the caller's call."""
+        """Yield pairs with first <= key < end, ascending or descending; close or exhaust it within the
+        caller's call."""
         try:
             transaction = self._env.begin()
             try:
                 cursor = transaction.cursor()
-                # A bound that is longer than a key can be lies directly behind its own beginning.
+                # A bound longer than the longest key sorts directly after its own prefix.
                 if forward:
                     if cursor.set_range(first[:KEY_BYTES_MAX] or b"\0"):
                         for item in cursor.iternext():
@@ -214,7 +224,7 @@ class LmdbTree:
             raise from_lmdb_error(error, f"read {self.path}") from error
 
     def mark(self) -> Mark | None:
-        """None where nothing was ever written. WrongFormat when another program, or another version, wrote it."""
+        """Return the mark; None for a new file. WrongFormat: another program or version wrote the file."""
         try:
             with self._env.begin() as transaction:
                 stored = transaction.get(KEY_END)
@@ -233,13 +243,13 @@ class LmdbTree:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def prepare(self, change_bytes: int) -> None:
-        """Make room in the map and on the drive for a `write` of changes that weigh `change_bytes` in the journal.
+        """Reserve space in the map and on the drive for a `write` of `change_bytes` in the journal.
 
-        NoSpace: the drive gives no more. `write` may work nevertheless, with pages that are free inside the file.
+        NoSpace: the drive has no more space. `write` may still succeed, with free pages inside the file.
 
-        The map grows when less than a tenth of it, or than the changes may need, is free. No transaction is open
-        then, as LMDB demands: readers end in the call that began them, and the only writer comes after this. Pages
-        that can be used again are not counted as free; a map that is too large costs address space only.
+        The map grows when less than a tenth of it, or than the changes may need, is free. LMDB requires that
+        no transaction is open then: read transactions end in the call that began them, and the only writer
+        follows later. Reusable pages do not count as free; a map that is too large costs address space only.
         """
         size, used = self.map_bytes, self.file_bytes
         need = _COPY_FACTOR * change_bytes + _RESERVE_BYTES
@@ -257,7 +267,7 @@ class LmdbTree:
             raise NoSpace(f"grow {self.path}: {error.strerror}") from error
 
     def double_map(self) -> None:
-        """After MapFullError, before the changes are written again."""
+        """Double the map after MapFullError, before the changes are written again."""
         self._set_map_bytes(2 * self.map_bytes)
 
     def _set_map_bytes(self, map_bytes: int) -> None:
@@ -268,20 +278,23 @@ class LmdbTree:
         self.map_bytes = map_bytes
 
     def write(self, values: dict[bytes, bytes | None], mark: Mark, step: Callable[[str], None]) -> bool:
-        """Make `values` and `mark` true in one transaction, durably. False: the map was too small, nothing changed.
+        """Store `values` and `mark` in one transaction, durably; return False if the map is too small, with
+        no change.
 
-        Begun and committed by the thread that calls: LMDB's next writer would wait for ever for a lock that another
-        thread than its owner has tried to give back. NoSpace: nothing has changed, may be repeated. Anything else:
-        nothing has changed as far as is known, and the drive is not to be trusted.
+        The calling thread begins and commits the transaction: LMDB's next writer would wait for ever for a
+        lock that a thread other than its owner tried to release.
+        NoSpace: nothing has changed; may be repeated.
+        Any other error: nothing has changed as far as is known, and the drive is not reliable.
         """
         try:
             transaction = self._env.begin(write=True)
             try:
                 step("begun")
                 cursor = transaction.cursor()
-                # In the order of the changes. Sorted, the names of a directory that is being filled would come in rising order
-                # in front of other keys, where each page that LMDB divides leaves a half behind that gets no more: 159 bytes
-                # of LMDB a file instead of 151 with 1,000 files a directory, 187 instead of 160 with 100.
+                # In the order of the changes. In sorted order, the names of a directory that is being filled
+                # would arrive in ascending order before other keys; then each page that LMDB splits leaves a
+                # half that gets no more keys: 159 bytes of LMDB per file instead of 151 with 1,000 files per
+                # directory, 187 instead of 160 with 100.
                 for slice_ in _slices(values):
                     puts = []
                     for key in slice_:
@@ -304,7 +317,7 @@ class LmdbTree:
         return True
 
     def measure(self) -> None:
-        """Bring the figures up to date, after a `write`."""
+        """Update the statistics after a `write`."""
         try:
             self._measure()
         except lmdb.Error as error:
@@ -327,9 +340,12 @@ class LmdbTree:
 
 
 def keys_within(pages_max: int, leaves: int, branches: int) -> int:
-    """Of how many keys a write changes `pages_max` pages at most in a tree of so many pages, wherever the keys lie: at each
-    level one for each key, and no more than there are; and what is divided. A level is the whole tree's share of the one
-    below it."""
+    """Return the number of keys, in any position, whose write changes at most `pages_max` pages of such a
+    tree.
+
+    At each level of the tree, a write changes one page for each key, but not more than the level has; splits
+    add more. The size of a level follows from the size of the level below it and the ratio of the whole tree.
+    """
     levels = [leaves]
     while branches > 0 and levels[-1] > 1:
         levels.append(max(1, levels[-1] * branches // (leaves + branches)))
@@ -351,7 +367,7 @@ def _with_crc(key: bytes, value: bytes) -> bytes:
 
 
 def from_lmdb_error(error: lmdb.Error, doing: str) -> NvpoolError:
-    """LMDB's errors as ours: by type and, where LMDB only passes on what the system said, by errno."""
+    """Translate an LMDB error by type or, if LMDB only passes on a system error, by errno."""
     if isinstance(error, lmdb.MapFullError):
         return NoSpace(f"{doing}: the map is full")
     if isinstance(error, lmdb.BadValsizeError):

@@ -1,8 +1,8 @@
-"""The twin of the LMDB engine that lives in memory and can forget what was not synced.
+"""In-memory fake of the LMDB engine, which can simulate a power loss.
 
-Keeps every promise of `kv/api` but durability over a restart of the process. `crash` is a loss of power: the
-changes that were not synced are gone, from the last one backwards. Used by tests and by simulations of a whole pool;
-never waits, has no thread and no clock.
+Fulfils the contract of `kv/api`, except durability over a restart of the process. `crash` simulates a power
+loss: unsynced changes are lost, from the last one backwards. Used by tests and by simulations of a whole
+pool; it never waits, and has no thread and no clock.
 """
 
 from __future__ import annotations
@@ -97,8 +97,11 @@ class MemoryKv:
         del self._unsynced[:kept]
 
     def crash(self, keep: int | None = None) -> None:
-        """Lose power and start again: what was synced stands, and of the rest what the change numbers up to `keep`
-        did (default: nothing), since a drive may have stored more than it was asked for."""
+        """Simulate a power loss and a restart; synced changes survive.
+
+        Changes with numbers up to `keep` also survive (default: none), since a drive may have stored more
+        than was synced.
+        """
         self._make_stable(self._synced_sequence if keep is None else keep)
         self._unsynced.clear()
         self._sequence = self._synced_sequence
@@ -107,7 +110,7 @@ class MemoryKv:
         self._load()
 
     def fail_next_sync(self) -> None:
-        """Let the drive refuse the next sync: it and all later changes and syncs raise Fenced, until `crash`."""
+        """Let the next sync fail: the sync and all later changes and syncs raise Fenced, until `crash`."""
         self._sync_fails = True
 
     async def room(self) -> None:

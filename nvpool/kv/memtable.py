@@ -1,9 +1,9 @@
-"""Keys in order, and a layer of newer values above a store.
+"""Memtable: sorted keys, and a layer of newer values above a store.
 
-`OrderedKeys` is a two-level sorted list: adding costs a bisection and a short move, so a scan after every change stays
-cheap with tens of thousands of keys. `Layer` puts one over a dict and orders only what was added since the last scan,
-because most changes are never scanned before they are checkpointed. Used by the engines of kv/, one thread at a time;
-neither ever waits.
+`OrderedKeys` is a two-level sorted list: an insertion costs a binary search and a short memory move, so a
+scan after every change stays cheap with tens of thousands of keys. `Layer` combines such a list with a dict,
+and sorts only the keys added since the last scan, because most changes are checkpointed before any scan. Used
+by the engines of kv/, by one thread at a time; neither class ever waits.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 _BUCKET_KEYS = 512
-"""A list of this many pointers moves in about 0.1 µs; twice as many is the point where it is divided."""
+"""Target size of a bucket: moving this many pointers takes about 0.1 µs. A bucket of twice the size is
+split."""
 
 
 class OrderedKeys:
-    """A sorted set of byte strings."""
+    """Sorted set of byte strings."""
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
         self.rebuild(keys)
 
     def rebuild(self, keys: Iterable[bytes]) -> None:
-        """Hold exactly `keys`, which may come in any order but only once each."""
+        """Replace the content by `keys`, which are unique and in any order."""
         ordered = sorted(keys)
         self._buckets = [ordered[at:at + _BUCKET_KEYS] for at in range(0, len(ordered), _BUCKET_KEYS)]
         self._lasts = [bucket[-1] for bucket in self._buckets]
 
     def add(self, key: bytes) -> None:
-        """`key` is not in the set yet."""
+        """Add a key that is not in the set."""
         at = bisect_left(self._lasts, key)
         if at == len(self._lasts):
             if not at:
@@ -46,7 +47,7 @@ class OrderedKeys:
             self._lasts[at] = bucket[-1]
 
     def remove(self, key: bytes) -> None:
-        """`key` is in the set."""
+        """Remove a key that is in the set."""
         at = bisect_left(self._lasts, key)
         bucket = self._buckets[at]
         del bucket[bisect_left(bucket, key)]
@@ -56,7 +57,7 @@ class OrderedKeys:
             del self._buckets[at], self._lasts[at]
 
     def ascend(self, first: bytes, end: bytes) -> Iterator[bytes]:
-        """Keys with first <= key < end. The set must not change while the iterator is used."""
+        """Yield the keys with first <= key < end. The set must not change during the iteration."""
         at = bisect_left(self._lasts, first)
         if at == len(self._lasts):
             return
@@ -70,7 +71,7 @@ class OrderedKeys:
             start = 0
 
     def descend(self, first: bytes, end: bytes) -> Iterator[bytes]:
-        """The keys of `ascend`, from the last to the first."""
+        """Yield the keys of `ascend` in descending order."""
         for index in range(min(bisect_left(self._lasts, end), len(self._lasts) - 1), -1, -1):
             bucket = self._buckets[index]
             low, high = bisect_left(bucket, first), bisect_left(bucket, end)
@@ -80,10 +81,10 @@ class OrderedKeys:
 
 
 class Layer:
-    """What is newer than the store below: `values` maps a key to its value, or to None where it was deleted.
+    """Newer values than the store below: `values` maps a key to its value, or to None if the key was deleted.
 
-    Owners change it with `values.update(...)` only. A key never leaves, so the dict's own order tells which keys the
-    index has not seen.
+    Owners change a layer with `values.update(...)` only. Keys are never removed, so the order of the dict
+    shows which keys are not sorted yet.
     """
 
     __slots__ = ("values", "_keys", "_indexed_count")

@@ -1,4 +1,4 @@
-"""What an engine tells Prometheus, from its statistics. Called by meta and store."""
+"""Prometheus metrics of an engine, from its statistics. Called by meta and store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from nvpool.metrics.exposition import Page
 
 
 def measure_engine(statistics: Mapping[str, float], page: Page) -> None:
-    """Nothing for an engine that keeps no such figures, as the one in memory."""
+    """Add the metrics of an engine to `page`; do nothing for an engine without such statistics
+    (`MemoryKv`)."""
     if "journal_bytes" not in statistics:
         return
     for metric, name in ((metrics.KV_ENTRIES, "entries"), (metrics.KV_USED, "used_bytes"),

@@ -1,4 +1,4 @@
-"""What can be set of an engine. Read by kv/engine; the daemons fill it from their configuration."""
+"""Options of an engine; the daemons set them from their configuration."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from nvpool.kv.engine_runtime import FLOOR, Floor
 class LmdbOptions:
     term: int = 1
     map_bytes: int = 64 * MIB
-    """Address space to begin with; it grows by doubling."""
+    """Initial address space; it grows by doubling."""
     map_bytes_max: int = 1 << 40
-    """What the records may occupy. LMDB's file can be larger by what two checkpoints rewrite."""
+    """Maximum size of the records. LMDB's file can be larger by the pages that two checkpoints rewrite."""
     sync_interval_s: float = 0.1
     durability: str = "interval"
     layer_entries_max: int = 20_000
     checkpoint_interval_s: float = 1.0
     journal_bytes: int = 32 * MIB
-    """Of each of the two files. A checkpoint begins when half of one is used, a single change takes an eighth."""
+    """Size of each of the two files. A checkpoint begins when half of a file is used; one change has at most
+    an eighth."""
     floor: Floor = FLOOR
 
     def __post_init__(self) -> None:

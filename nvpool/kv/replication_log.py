@@ -1,12 +1,13 @@
-"""The last changes of an engine, kept for its standbys, and how far they are *committed*: on every member that counts.
+"""Replication log: the last changes of an engine for its standbys, and how far changes are committed.
 
-A change has a position, (sequence, term): the term is the primary's that made it. There is one primary in a term, and it
-writes its changes one behind the other onto what it began with; so two members that have the same position have the same
-changes up to it, and where their histories part is found by comparing positions.
+A change is *committed* when every member that counts has it. A change has a position, (sequence, term); the
+term is that of the primary that made the change. A term has one primary, and it appends its changes to the
+log with which it started. So two members with the same position have the same changes up to it. Comparing
+positions shows where two logs diverge.
 
-The engine notes each change here. On a primary `kv/replication/primary` says what is committed, on a standby the primary does;
-the engine writes nothing to LMDB that is not, since that could not be dropped any more. One thread owns it; nothing here waits
-but `until`.
+The engine notes each change here. On a primary, `kv/replication/primary` determines what is committed; a
+standby learns it from the primary. The engine writes only committed changes to LMDB, because it cannot undo
+changes there. One thread owns the log; only `until` waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nvpool.core.units import MIB
 from nvpool.kv.replication.commit_mark import CommitMark
 
 RETAIN_BYTES = 32 * MIB
-"""About 90,000 changes of usual size: a standby that was away for some seconds of full load is caught up from them."""
+"""About 90,000 changes of usual size: enough for a standby that was absent for some seconds of full load."""
 
 
 class Position(NamedTuple):
@@ -29,7 +30,7 @@ class Position(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Changes of one term that follow one another."""
+    """Consecutive changes of one term."""
 
     term: int
     first: int
@@ -37,7 +38,7 @@ class Run(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """What a member has: all up to `stored`, which it can not drop, and behind it `runs`, which it can."""
+    """The changes of a member: all up to `stored`, which it cannot undo, then `runs`, which it can."""
 
     stored: Position
     runs: tuple[Run, ...] = ()
@@ -48,7 +49,7 @@ class Tail(NamedTuple):
 
 
 def runs_of(positions: Iterable[Position]) -> tuple[Run, ...]:
-    """Positions that follow one another without a gap, as runs."""
+    """Group consecutive positions into runs."""
     runs: list[Run] = []
     for sequence, term in positions:
         if runs and runs[-1].term == term:
@@ -59,15 +60,16 @@ def runs_of(positions: Iterable[Position]) -> tuple[Run, ...]:
 
 
 class History:
-    """Of one engine. `base` is the position before the first change that is kept, `last` that of the last one."""
+    """Replication log of one engine. `base` is the position before the first retained change, `last` that of
+    the last."""
 
     def __init__(self, base: Position, retain_bytes: int = RETAIN_BYTES) -> None:
         self.base = self.last = base
         self.committed = base.sequence
         self.alone = True
-        """No other member counts: what is made is committed."""
+        """No other member counts: changes are committed immediately."""
         self.on_change: Callable[[], None] | None = None
-        """Called after each change; must be cheap."""
+        """Callback after each change; must be cheap."""
         self._retain_bytes = retain_bytes
         self._bytes = 0
         self._kept: dict[int, tuple[int, bytes]] = {}
@@ -76,11 +78,12 @@ class History:
         self._mark: CommitMark | None = None
 
     def mark_commits(self, mark: CommitMark | None) -> None:
-        """Raise this mark from here on before a change counts as committed."""
+        """Raise this mark from now on, before a change counts as committed."""
         self._mark = mark
 
     def note(self, sequence: int, term: int, record: bytes) -> None:
-        """The engine has made the change `sequence`; `record` is what its journal has of it. Never fails."""
+        """Note that the engine has applied the change `sequence`; `record` is its journal record. Never
+        raises."""
         self._kept[sequence] = term, record
         self.last = Position(sequence, term)
         self._bytes += len(record)
@@ -97,14 +100,16 @@ class History:
             self.on_change()
 
     def term_at(self, sequence: int) -> int | None:
-        """Of the change `sequence`; None where it is not known any more, or not yet."""
+        """Return the term of the change `sequence`; None if the change is no longer retained or does not
+        exist yet."""
         kept = self._kept.get(sequence)
         if kept is not None:
             return kept[0]
         return self.base.term if sequence == self.base.sequence else None
 
     def records(self, after: int, bytes_max: int) -> list[bytes]:
-        """The changes behind `after`, in order: at least one where there is one, and no more than bytes_max otherwise."""
+        """Return the changes after `after` in order: at least one if there is one, otherwise at most
+        `bytes_max` bytes."""
         found: list[bytes] = []
         size = 0
         sequence = after + 1
@@ -117,10 +122,13 @@ class History:
         return found
 
     def common(self, tail: Tail) -> int | None:
-        """The last change that we and a member with `tail` have both, with all before it; None where that can not be told from
-        what is kept, or where the member would have to drop what it can not."""
+        """Return the last common change of this log and of a member with `tail`, including all earlier ones.
+
+        None if the retained changes do not show it, or if the member would have to undo changes that it
+        cannot undo.
+        """
         if not tail.stored.sequence and not self.base.sequence:
-            tail = tail._replace(stored=self.base)  # both began with nothing
+            tail = tail._replace(stored=self.base)  # both started empty
         for run in reversed((Run(tail.stored.term, tail.stored.sequence, tail.stored.sequence), *tail.runs)):
             sequence = min(run.last, self.last.sequence)
             while sequence >= max(run.first, self.base.sequence):
@@ -138,7 +146,7 @@ class History:
     # -- committed ---------------------------------------------------------------------------------------------------
 
     def advance(self, committed: int) -> None:
-        """All up to `committed` is on every member that counts. Never goes back."""
+        """Mark changes up to `committed` as present on every member that counts. Never goes back."""
         committed = min(committed, self.last.sequence)
         if committed > self.committed:
             if self._mark is not None:
@@ -149,8 +157,11 @@ class History:
             waiting.popleft()[1](True)
 
     def when(self, sequence: int, then: Callable[[bool], None]) -> None:
-        """Call `then(True)` when the change `sequence` is committed, or `then(False)` when that will not be known. At once
-        where it is so already. Sequences are asked for in rising order."""
+        """Call `then(True)` when the change `sequence` is committed, or `then(False)` if that will never be
+        known.
+
+        The call is immediate if the outcome is already known. Callers must pass sequences in ascending order.
+        """
         if self._ended or sequence <= self.committed:
             then(not self._ended)
         else:
@@ -158,27 +169,29 @@ class History:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Number of waiting callbacks."""
         return len(self._waiting)
 
     async def until(self, sequence: int) -> None:
-        """Return when the change `sequence` is committed; for ever where it never is."""
+        """Return when the change `sequence` is committed; wait for ever if it never is."""
         while self.committed < sequence:
             done = asyncio.get_running_loop().create_future()
-            # Not in order with those of `when`: behind the last of them, which is as high or higher.
+            # The queue must stay ordered: wait after the last callback of `when`, whose number is as high or
+            # higher.
             self._waiting.append((max(sequence, self._waiting[-1][0] if self._waiting else 0),
                                   lambda _known, done=done: done.done() or done.set_result(None)))
             await done
             if self._ended:
-                await asyncio.get_running_loop().create_future()  # until whoever waits is cancelled
+                # Nothing will be committed: wait until the caller is cancelled.
+                await asyncio.get_running_loop().create_future()
 
     def end(self) -> None:
-        """Nothing will be committed any more: all who wait are told so."""
+        """End the log: nothing will be committed any more, and all waiting callbacks get False."""
         self._ended = True
         while self._waiting:
             self._waiting.popleft()[1](False)
 
 
 def tail_of(stored: Position, history: History) -> Tail:
-    """What a member with this history has, of which LMDB holds all up to `stored`."""
+    """Return the tail of a member with this log, of which LMDB has all changes up to `stored`."""
     return Tail(stored, runs_of(at for at in history.positions() if at.sequence > stored.sequence))

@@ -1,11 +1,11 @@
-"""A walk over one moment of a Kv, in bounded steps, while changes go on.
+"""Snapshots: a consistent view of a Kv, read in bounded steps while changes continue.
 
-A snapshot holds no reader of the store below, which could not reuse a page while one lives. Instead each change, before
-it is made, leaves the old values of the keys that the walk has not reached with the snapshot, and the walk prefers
-those to what it reads. Old values are kept in memory and, where they are many, those that are needed last in a file
-(kv/snapshot_spill); a snapshot that would need more than either may hold ends with Busy rather than holding changes up. Used by
-dump, fsck and the copying of partitions, through `Kv.snapshot`. One thread owns all of it; nothing here waits but the
-pause between two steps.
+A snapshot does not hold a read transaction of the store below, because the store could not reuse pages while
+one is open. Instead, before a change is applied, the snapshot saves the old values of the changed keys that
+it has not read yet, and prefers these to the current values. Old values are in memory; if there are many,
+those needed last are moved to a file (kv/snapshot_spill). A snapshot that exceeds both limits ends with Busy
+and does not delay changes. Used by dump, fsck and partition migration, through `Kv.snapshot`. One thread owns
+the snapshots; nothing here waits, except for the pause between two steps.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from nvpool.kv.memtable import OrderedKeys
 from nvpool.kv.snapshot_spill import Scratch
 
 OLD_VALUES_MAX = 100_000
-"""In memory: about 30 MB with records of usual size."""
+"""Old values in memory: about 30 MB with records of usual size."""
 
 SPILLED_MAX = 20_000_000
-"""In a file, about 4 GB: a quarter of an hour of 20,000 changed keys a second, all in front of the walk."""
+"""Old values in a file, about 4 GB: a quarter of an hour of 20,000 changed keys a second, all ahead of the
+reader."""
 
 SPILL_AT_ONCE = 2000
-"""A few milliseconds of the loop."""
+"""Old values moved to the file at once: blocks the event loop for a few milliseconds."""
 
 SNAPSHOTS_MAX = 4
-"""Each makes every change read the old values of its keys once more."""
+"""Open snapshots: with each of them, every change reads the old values of its keys once more."""
 
 STEP_PAIRS = 1000
-"""A step of the asynchronous walk takes about a millisecond of the loop."""
+"""Pairs of one step of the asynchronous iteration: about a millisecond of the event loop."""
 
 
 class _Readable(Protocol):
@@ -64,10 +65,11 @@ class Snapshot:
         self._failed = ""
 
     def step(self, limit: int) -> list[tuple[bytes, bytes]]:
-        """The next pairs, `limit` at most, perhaps none; `done` says when the walk is over.
+        """Return the next pairs, at most `limit`, perhaps none; `done` becomes true at the end.
 
-        Busy when too much changed in front of the walk, or the store was closed: begin again with a new snapshot.
-        CorruptRecord when the next record is damaged: all before it were answered, and `skip` goes on behind it.
+        Busy: too much changed ahead of the reader, or the store was closed; start again with a new snapshot.
+        CorruptRecord: the next record is damaged; all records before it were returned, and `skip` continues
+        after it.
         """
         if self._failed:
             raise Busy(self._failed)
@@ -102,12 +104,15 @@ class Snapshot:
         return pairs
 
     def skip(self, key: bytes) -> None:
-        """Go on behind the damaged record `key`. A flipped bit in the key itself makes that further on, or no further than
-        to the next byte string; what lies between is not seen."""
+        """Continue after the damaged record `key`.
+
+        If a bit of the key itself was flipped, the position is too far, or advances only to the next byte
+        string; the records in between are not returned.
+        """
         self._position = max(self._position, key) + b"\0"
 
     def _changed(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes | None]]:
-        """The first keys in the range that have changed since the moment, with their values then."""
+        """Return the first keys in the range that have changed since the snapshot, with their old values."""
         old = self._old
         found: Iterator[tuple[bytes, bytes | None]] = ((key, old[key]) for key in self._old_keys.ascend(first, end))
         if self._scratch is None:
@@ -116,14 +121,15 @@ class Snapshot:
             return list(islice(heapq.merge(found, spilled, key=itemgetter(0)), limit))
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
-        """The pairs in lists of up to a thousand, with a turn of the event loop before each."""
+        """Yield the pairs in lists of up to a thousand; the event loop runs before each list."""
         while not self.done:
             await asyncio.sleep(0)
             if pairs := self.step(STEP_PAIRS):
                 yield pairs
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """Called before `keys` change. Never fails: what goes wrong ends the snapshot."""
+        """Save the old values of `keys`; called before they change. Never raises: a failure ends the
+        snapshot."""
         try:
             for key in keys:
                 if self._position <= key < self._end and key not in self._old and not (self._scratch and key in self._scratch):
@@ -135,7 +141,7 @@ class Snapshot:
             self.end(f"the snapshot had to be given up: {error}")
 
     def _spill(self) -> None:
-        """Move the old values that are needed last from memory into the file."""
+        """Move the old values that are needed last from memory to the file."""
         if self._owner.directory is None or self._spilled_count >= SPILLED_MAX:
             raise Busy("too much changed while it was read; begin again at a quieter time")
         if self._scratch is None:
@@ -148,13 +154,13 @@ class Snapshot:
         self._spilled_count += len(last)
 
     def end(self, reason: str) -> None:
-        """Give up the memory; a later step raises Busy with the reason."""
+        """Release the memory; later steps raise Busy with the reason."""
         if not self.done:
             self.close()
             self.done, self._failed = False, reason
 
     def close(self) -> None:
-        """Give up the memory. May be called twice; needed only when the walk is not read to its end."""
+        """Release the memory. May be called twice; needed only if the snapshot is not read to its end."""
         self.done = True
         self._old.clear()
         self._old_keys.rebuild(())
@@ -165,10 +171,11 @@ class Snapshot:
 
 
 class SnapshotSet:
-    """The snapshots that are being read from one Kv. False when there are none."""
+    """The open snapshots of one Kv. False if there are none."""
 
     def __init__(self, kv: _Readable, directory: Path | None = None) -> None:
-        """`directory` is where old values may be spilled; without one a snapshot ends when memory is not enough."""
+        """Create the set; old values may be moved to `directory`. Without one, a snapshot ends when memory is
+        full."""
         self.kv = kv
         self.directory = directory
         self.live: set[Snapshot] = set()

@@ -1,8 +1,8 @@
-"""Where a snapshot keeps old values that memory should not hold: an LMDB environment that nobody will miss.
+"""Spill file of a snapshot: an expendable LMDB environment for old values that exceed the memory limit.
 
-It is never synced, and thrown away by `close`, or with the rest of a dead engine's `snapshot-*` directories when that is
-opened again. Called by kv/snapshot on the thread of the event loop; `put` writes some thousand pairs to the page cache,
-which takes milliseconds.
+The environment is never synced. `close` deletes it; the `snapshot-*` directories of a dead engine are deleted
+when the engine is reopened. kv/snapshot calls this module on the thread of the event loop; `put` writes some
+thousand pairs to the page cache, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from nvpool.kv.lmdb_env import from_lmdb_error
 
 _NAME = "snapshot-"
 _MAP_BYTES = 1 << 40
-"""Address space: what is used is bounded by the caller, and by the drive."""
+"""Reserved address space: the caller and the drive bound the real usage."""
 
 
 class Scratch:
     def __init__(self, directory: Path) -> None:
-        """An empty one below `directory`. NoSpace, DriveFailed and the like: as the drive says."""
+        """Create an empty environment below `directory`; NoSpace, DriveFailed and similar: as the system
+        reports."""
         try:
             self._path = Path(tempfile.mkdtemp(prefix=_NAME, dir=directory))
         except OSError as error:
@@ -39,7 +40,7 @@ class Scratch:
             raise from_lmdb_error(error, f"open {self._path}") from error
 
     def put(self, pairs: list[tuple[bytes, bytes | None]]) -> None:
-        """Keep `pairs`, whose keys are new here. NoSpace: nothing was kept."""
+        """Store `pairs` with new keys; NoSpace: nothing was stored."""
         stored = sorted((key, b"" if value is None else b"=" + value) for key, value in pairs)
         try:
             with self._env.begin(write=True) as transaction:
@@ -55,7 +56,7 @@ class Scratch:
             raise from_lmdb_error(error, f"read {self._path}") from error
 
     def ascend(self, first: bytes, end: bytes) -> Iterator[tuple[bytes, bytes | None]]:
-        """Pairs with first <= key < end; to be used up, or closed, before the next `put`."""
+        """Yield pairs with first <= key < end; exhaust or close the iterator before the next `put`."""
         try:
             with self._env.begin() as transaction:
                 cursor = transaction.cursor()
@@ -74,6 +75,6 @@ class Scratch:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Throw away what a dead owner of `directory` left."""
+    """Delete what a dead owner of `directory` left."""
     for left in directory.glob(_NAME + "*"):
         shutil.rmtree(left, ignore_errors=True)

@@ -1,15 +1,18 @@
-"""The commit mark: which change was committed last, in memory that outlives the process but not the machine.
+"""Commit mark: the number of the last committed change, in memory that survives the process but not the
+machine.
 
-A primary that was killed has every change that it acknowledged, since its journal is at least in the kernel's memory. After a
-loss of power, or of the drive, it may lack some. A new process can not see the difference in its records alone; the mark shows
-it. The primary raises the mark before a change counts as committed. A process that finds all changes up to the mark in its
-records has everything that was acknowledged in the term of the mark, and needs no standby to be sure of it.
+After a kill, the primary still has every change that it acknowledged, since its journal is at least in the
+kernel's memory. After a loss of power or of the drive, changes may be missing. A new process cannot
+distinguish these cases by its records; the mark makes the difference. The primary raises the mark before a
+change counts as committed. If a new process finds all changes up to the mark in its records, it has
+everything that was acknowledged in the term of the mark, and needs no standby as a proof.
 
-The mark lies on a tmpfs, of which nothing is left after a loss of power. It is never behind what was acknowledged; it may be
-ahead of it. Where there is none, or any doubt about it, nothing is proven. Used by kv/replication_log and meta/server/member.
+The mark is on a tmpfs, which is empty after a power loss. The mark is never below the last acknowledged
+change; it may be above it. A missing or doubtful mark proves nothing. Used by kv/replication_log and
+meta/server/member.
 
-The file, in the byte order of the machine: magic u64 · device and inode of the directory of records u64 each · term u64 ·
-sequence u64.
+The file, in the byte order of the machine: magic u64 · device and inode of the directory of records u64 each
+· term u64 · sequence u64.
 """
 
 from __future__ import annotations
@@ -31,30 +34,32 @@ log = logging.getLogger(__name__)
 
 
 class Marked(NamedTuple):
-    """Every change that was acknowledged up to and in `term` has at most the number `sequence`."""
+    """Every change that was acknowledged up to and in `term` has a number of at most `sequence`."""
 
     term: int
     sequence: int
 
 
 class CommitMark:
-    """The mark of one primary in one term; only its process writes it."""
+    """The mark of one primary in one term; only the primary's process writes it."""
 
     def __init__(self, numbers: memoryview) -> None:
         self._numbers = numbers
 
     @classmethod
     def begin(cls, path: Path, records: Path, term: int, sequence: int) -> CommitMark | None:
-        """The mark of a primary that begins `term` with all changes up to `sequence`. It replaces an earlier one as a whole.
+        """Create the mark of a primary that begins `term` with all changes up to `sequence`; replace an
+        earlier mark atomically.
 
-        None where none can be made: there is no memory left, or the file is another user's.
+        None if it cannot be created: the memory is full, or the file belongs to another user.
         """
         new, descriptor = path.with_name(f"{path.name}.new"), -1
         try:
             place = os.stat(records)
             new.unlink(missing_ok=True)
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.posix_fallocate(descriptor, 0, _LAYOUT.size)  # a full tmpfs says so here, and not with a SIGBUS later
+            # A full tmpfs fails here, instead of with SIGBUS later.
+            os.posix_fallocate(descriptor, 0, _LAYOUT.size)
             os.pwrite(descriptor, _LAYOUT.pack(_MAGIC, place.st_dev, place.st_ino, term, sequence), 0)
             numbers = memoryview(mmap.mmap(descriptor, _LAYOUT.size)).cast("Q")
             new.rename(path)
@@ -67,15 +72,15 @@ class CommitMark:
         return cls(numbers)
 
     def raise_to(self, sequence: int) -> None:
-        """Say that changes up to this one may be acknowledged from now on."""
+        """Allow changes up to `sequence` to be acknowledged from now on."""
         if sequence > self._numbers[_SEQUENCE]:
             self._numbers[_SEQUENCE] = sequence
 
 
 def read_mark(path: Path, records: Path) -> Marked | None:
-    """The mark that a primary with these records has left; None where there is none that can be relied on.
+    """Return the mark that a former primary with these records left; None if there is no reliable one.
 
-    Its process has ended: the caller holds what only one process of the member has.
+    The former process has ended: the caller holds the lock that only one process of the member can hold.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -98,12 +103,15 @@ def read_mark(path: Path, records: Path) -> Marked | None:
 
 
 def remove_mark(path: Path) -> None:
-    """Leave nothing behind, and prove nothing to the next process. A file of another user's stays, and is never believed."""
+    """Delete the mark, so that it proves nothing to the next process.
+
+    Another user's file stays, but is never trusted.
+    """
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _is_ours(descriptor: int) -> bool:
-    """Whether nobody else can have written it: the directory may be open to all users."""
+    """Return whether only this user can have written the file: the directory may be open to all users."""
     found = os.fstat(descriptor)
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077 and found.st_nlink == 1

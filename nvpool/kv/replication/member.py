@@ -1,8 +1,8 @@
-"""The engine of a shard that has, or may get, standbys: one member's records, whether it is the primary or not.
+"""Engine of a shard member that has, or may get, standbys: the records of a primary or of a standby.
 
-An LmdbKv that remembers its last changes (kv/replication_log), can take changes from another engine's journal under their
-numbers, can be opened without the end of its own, and can be filled from nothing. Used by kv/replication/standby and
-kv/replication/primary; made by `open_member`.
+Extends LmdbKv: it retains its last changes (kv/replication_log), can apply changes from another engine's
+journal under their own numbers, can be opened without its last changes, and can be filled from scratch. Used
+by kv/replication/standby and kv/replication/primary; created by `open_member`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTHING = Tail(Position(0, 0))
 
 
 class MemberKv(LmdbKv):
-    """See kv/api and kv/engine; what is added is for the shipping of changes."""
+    """An LmdbKv with log shipping; kv/api and kv/engine have the rest of the contract."""
 
     history: History | None
 
@@ -34,10 +34,12 @@ class MemberKv(LmdbKv):
     async def open_member(cls, path: str | os.PathLike[str], options: LmdbOptions, *, keep: int | None = None,
                           begin: Position | None = None, on_fence: Callable[[str], None] | None = None,
                           retain_bytes: int = RETAIN_BYTES) -> MemberKv:
-        """As `open`. With `keep` nothing behind that change stands, and it is forgotten for good; with `begin` the directory is
-        emptied and filled by `install`, `finish` ends that: until then its changes come behind that position.
+        """Open a member as `open` does.
 
-        InvalidRequest  LMDB has changes behind `keep` already: only a copy of the whole helps
+        With `keep`, the changes after that number are discarded permanently. With `begin`, the directory is
+        emptied, and then filled by `install` until `finish`; until then, its changes follow that position.
+
+        InvalidRequest: LMDB already has changes after `keep`; only a full copy helps.
         """
         directory = Path(path)
         if begin is not None:
@@ -49,7 +51,8 @@ class MemberKv(LmdbKv):
         except BaseException:
             await engine.abandon()
             raise
-        engine.history, engine._remembered = engine._remembered, None  # only now: what stands is written to LMDB at once
+        # Set only now, because the remaining changes were checkpointed during the start.
+        engine.history, engine._remembered = engine._remembered, None
         return engine
 
     _keep: int | None = None
@@ -75,29 +78,32 @@ class MemberKv(LmdbKv):
             return Mark(self._begin.sequence, 0, self._begin.term)
         return super()._stored_mark(formatted)
 
-    # -- what is remembered ------------------------------------------------------------------------------------------
+    # -- retained changes ------------------------------------------------------------------------------------
 
     def remember(self, on: bool) -> None:
-        """Keep the last changes from here on, or forget them: without standbys nobody asks, and it costs."""
+        """Retain the last changes from now on, or drop them: without standbys they are useless and cost
+        time."""
         if not on:
             self.history = None
         elif self.history is None:
             self.history = History(self.last, self._retain_bytes)
 
-    # -- taking changes of another engine ----------------------------------------------------------------------------
+    # -- changes of another engine ---------------------------------------------------------------------------
 
     def begin_term(self, term: int) -> None:
-        """Changes from here on are of this term. StaleTerm: there were changes of a later one."""
+        """Use this term for changes from now on; StaleTerm if there are changes of a later term."""
         if term < self.last.term:
             raise StaleTerm(f"{self.path} has changes of term {self.last.term}, {term} is over")
         if term != self.term:
             self._term_before, self._term_began, self.term = self.last.term, self._sequence, term
 
     def append(self, record: Record) -> None:
-        """Make the next change of another engine's journal ours. On return it survives kill -9; else nothing has changed.
+        """Apply the next change of another engine's journal. On return it survives kill -9; on error nothing
+        has changed.
 
-        InvalidRequest  it is not the next one: begin anew with `keep`
-        Busy            await room(), then repeat; NoSpace, Fenced and what the drive says: as `apply`
+        InvalidRequest: the change is not the next one; begin again with `keep`.
+        Busy: await room(), then repeat.
+        NoSpace, Fenced and errors of the drive: as for `apply`.
         """
         sequence = self._sequence + 1
         if record.sequence != sequence:
@@ -119,7 +125,8 @@ class MemberKv(LmdbKv):
         self._take(changed)
 
     def _take(self, changed: dict[bytes, bytes | None]) -> None:
-        """Into the layer; as the end of `apply`, where it is written out since it is called for every change of a primary."""
+        """Put a change into the layer, as the end of `apply` does. (There it is inlined, for the speed of a
+        primary.)"""
         if self._snapshots:
             self._snapshots.note(changed)
         values = self._layer.values
@@ -132,27 +139,29 @@ class MemberKv(LmdbKv):
             self._relieve()
 
     async def more_room(self) -> None:
-        """After Busy of `append`: wait until a checkpoint has ended. NoSpace: the drive is full."""
+        """Wait after Busy of `append` until a checkpoint has ended; NoSpace if the drive is full."""
         await self._checkpoint_more()
 
     @property
     def stored(self) -> Position:
-        """Of the last change that is in LMDB, or may be before long."""
+        """Position of the last change that is in LMDB, or that a running checkpoint may write."""
         if self._frozen is not None and self.history.committed >= self._frozen_sequence:
             return Position(self._frozen_sequence, self._frozen_term)
         return Position(self._stored_sequence, self._stored_term)
 
-    # -- being filled --------------------------------------------------------------------------------------------------
+    # -- filling ---------------------------------------------------------------------------------------------
 
     def install(self, pairs: list[Effect]) -> None:
-        """Put records of another engine as they were after our last change. They are durable with `finish`, not before."""
+        """Store records of another engine, as of our last change. They become durable with `finish`, not
+        before."""
         if self._begin is None:
             raise InvalidRequest("only an engine that was opened to be filled takes records as they are")
         self._raise_if_fenced()
         self._take(dict(pairs))
 
     async def finish(self) -> None:
-        """All is installed: on return it is durable, and the directory is whole. NoSpace, Fenced."""
+        """Complete the filling: on return the records are durable and the directory is complete. NoSpace,
+        Fenced."""
         wanted = self._checkpoint_count + (1 if self._frozen is None else 2)
         while self._checkpoint_count < wanted:
             await self._checkpoint_more()
@@ -165,14 +174,15 @@ class MemberKv(LmdbKv):
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the directory holds records that were made completely."""
+    """Return whether the directory holds completely created records."""
     return (path / "FORMAT").exists() and (path / "data.mdb").exists()
 
 
 def peek(path: Path) -> Tail:
-    """What the member in this directory has, without changing anything; nothing where there is none, or not a whole one.
+    """Return the tail of the member in this directory, without changing anything; NOTHING if there are no
+    complete records.
 
-    InUse while it is open; CorruptRecord, WrongFormat and what the drive says, as opening it would.
+    InUse: the directory is open. CorruptRecord, WrongFormat and errors of the drive: as when opening it.
     """
     if not is_whole(path):
         return NOTHING
@@ -199,8 +209,11 @@ def peek(path: Path) -> Tail:
 
 
 def whole_term(mark: Path | None, path: Path) -> int:
-    """The term of which the commit mark proves that the records in `path` have every change acknowledged up to and in it; 0
-    without proof. Errors as of `peek`."""
+    """Return the term up to which the commit mark proves that `path` has every acknowledged change; 0 without
+    proof.
+
+    Errors as in `peek`.
+    """
     marked = read_mark(mark, path) if mark is not None else None
     return marked.term if marked is not None and peek(path).last.sequence >= marked.sequence else 0
 
@@ -215,7 +228,7 @@ def _empty(path: Path) -> None:
 
 
 def records_of(payload: bytes | memoryview) -> list[Record]:
-    """The records of a shipped group, one behind the other. CorruptRecord where one is not sound."""
+    """Return the records of a shipped group; CorruptRecord if a record is invalid."""
     view, offset, found = memoryview(payload), 0, []
     while offset < len(view):
         record = decode(view, offset)
@@ -227,7 +240,7 @@ def records_of(payload: bytes | memoryview) -> list[Record]:
 
 
 def as_one_record(pairs: list[tuple[bytes, bytes]]) -> bytes:
-    """Pairs in the form in which changes are shipped."""
+    """Encode pairs in the form in which changes are shipped."""
     return encode(0, 0, 0, dict(pairs))
 
 

@@ -1,16 +1,18 @@
-"""The primary's side of a shard with standbys: each change goes to all, and is committed when all that *count* have it.
+"""Primary side of replication: ships each change to all standbys, and commits it when all that *count* have
+it.
 
-A standby counts from the moment when it has nearly caught up, and the map is asked to call it "up" once it has all that was
-ever committed. One that may be up in the map stops to count only when the map says that it is not: so whoever is promoted out
-of those that are up has every change that was acknowledged. Changes that are made meanwhile travel in groups, several in flight
-to each standby, and nobody's decision waits for another's group.
+A standby starts to count when it has nearly caught up. When it has everything that was ever committed, the
+pool map is requested to mark the standby as "up". A standby that may be "up" in the map stops counting only
+after the map says that it is not. So any standby that is promoted, because it is "up", has every acknowledged
+change. Changes are shipped in groups, with several groups in flight to each standby, and the commit of one
+change does not wait for another change's group.
 
-A standby that is far behind is filled anew: the records are walked in steps, each read and sent behind all changes that were
-made before it, so no moment has to be held for the walk.
+A standby that is far behind is filled from scratch: the records are read in steps, and each step is sent
+after all changes that were made before it was read, so filling needs no snapshot.
 
-`Shipping` is given the engine of the primary (kv/replication/member), one `Standby` for each other member, and `ask`, which
-changes the map. Used by meta/primary. One event loop owns it; it ends when told to, or reports through `on_deposed` that a
-later term has begun.
+`Shipping` gets the engine of the primary (kv/replication/member), one `Standby` for each other member, and
+`ask`, which changes the map. Used by meta/primary. One event loop owns a `Shipping`. It ends with `close`, or
+reports through `on_deposed` that a later term has begun.
 """
 
 from __future__ import annotations
@@ -44,23 +46,28 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ShippingOptions:
     silent_s: float = 1.5
-    """A standby that counts and does not answer for so long is taken out of the map; until it is, changes wait."""
+    """A standby that counts and is silent for this time is removed from the map; until then, changes wait for
+    it."""
     heartbeat_s: float = 0.25
     retry_s: float = 0.1
     call_up_s: float = 1.0
-    """Before a standby counts again that could not be called up: until then changes do not wait for it."""
+    """Delay before a standby counts again after its call-up failed: until then, changes do not wait for
+    it."""
     lag_max: int = 2000
-    """Changes by which a standby may be behind when it begins to count: what the changes of that moment wait for."""
+    """Maximum lag, in changes, of a standby that starts to count: the changes that are pending then wait for
+    the lag."""
     in_flight_max: int = 8
     group_bytes: int = 256 << 10
     step_pairs: int = 1000
     begin_s: float = 30.0
-    """For opening, replaying or emptying a standby's records."""
+    """Time limit for opening, replaying or emptying a standby's records."""
 
 
 class Standby(Protocol):
-    """One member, as the primary reaches it; the meanings are those of kv/replication/standby. `connect` raises what the way
-    says."""
+    """A remote standby, as the primary calls it; kv/replication/standby describes the methods.
+
+    A failed connection raises the errors of its transport.
+    """
 
     async def begin(self, term: int) -> Tail: ...
 
@@ -71,15 +78,17 @@ class Standby(Protocol):
     async def installed(self, term: int) -> None: ...
 
     def ship(self, group: Group, done: Done) -> None:
-        """In the order of the calls; `done` is called in any case, before long, and may be called at once."""
+        """Send a group, in the order of the calls; `done` is always called before long, perhaps
+        immediately."""
 
     async def sync(self, term: int) -> int: ...
 
 
 Ask = Callable[[int, bool], Awaitable[None]]
-"""ask(member, up): returns when the map says so. Raises when it does not, or when that is not known. NotLeader
-without `may_be_applied` says for certain that nobody was asked who could have changed the map. Other errors do not: supervisors
-of version 0.1.0 pass Unreachable on after they have asked a former leader."""
+"""ask(member, up): returns when the map has this state. Raises if it does not, or if the result is unknown.
+NotLeader without `may_be_applied` proves that no process that could change the map received the request.
+Other errors prove nothing: supervisors of version 0.1.0 forward Unreachable after they have asked a former
+leader."""
 
 
 class _Peer:
@@ -125,9 +134,12 @@ class Shipping:
         return self._kv.term
 
     def use(self, members: dict[int, tuple[Callable[[], Standby], bool]]) -> None:
-        """The other members: for each how it is reached, and whether the map calls it up. Members that are new to us are
-        followed from now on, those that are gone are forgotten. Of the others the map says what we asked for, unless another
-        has demoted one, whose records are gone: it is taken out here too, and called up when it has everything again."""
+        """Set the other members: for each, how to reach it, and whether the map marks it as up.
+
+        New members are followed from now on; removed members are dropped. For known members, the map has the
+        state that we requested, with one exception: another node may demote a standby that has lost its
+        records. Then the standby stops counting here too, and is called up when it has everything again.
+        """
         for number in [number for number in self._peers if number not in members]:
             self._forget(self._peers.pop(number))
         for number, (reach, up) in members.items():
@@ -142,16 +154,17 @@ class Shipping:
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether the map may call a member up, so that it could be promoted without our knowing."""
+        """Whether the map may mark a member as up, so that it could be promoted without our knowledge."""
         return any(peer.may_be_up for peer in self._peers.values())
 
     def states(self) -> dict[int, dict]:
-        """For status: of each member whether it counts, how far behind it is, and why it is not reached."""
+        """Return the status of each member: whether it counts, its lag, and why it is not reachable."""
         return {number: {"counts": peer.counts, "behind": max(0, self._history.last.sequence - peer.acked),
                          "filling": peer.filling, "reason": peer.reason} for number, peer in self._peers.items()}
 
     async def close(self) -> None:
-        """Ship no more; who waits for standbys is told that it will not be known. The engine stays open."""
+        """Stop shipping; callers that wait for standbys learn that the outcome is unknown. The engine stays
+        open."""
         self._closed = True
         self._history.on_change = None
         tasks = [task for peer in self._peers.values() for task in self._forget(peer)]
@@ -186,10 +199,10 @@ class Shipping:
         if not self._closed:
             self._on_deposed()
 
-    # -- what is committed -------------------------------------------------------------------------------------------
+    # -- commits ---------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Say anew who counts, and what is committed."""
+        """Recompute which members count, and what is committed."""
         counting = [peer.acked for peer in self._peers.values() if peer.counts]
         history = self._history
         history.alone = not counting and not self._closed
@@ -197,7 +210,7 @@ class Shipping:
         self._wake_syncs()
 
     def _changed(self) -> None:
-        """After each change of the primary: send it with those that are made in the same turn of the loop."""
+        """Schedule sending after a change, together with other changes of the same event-loop iteration."""
         if not self._woken:
             self._woken = True
             self._loop.call_soon(self._send)
@@ -232,12 +245,13 @@ class Shipping:
         peer.in_flight = 0
 
     async def _follow(self, peer: _Peer) -> None:
-        """Have the standby go on where we have the same, or fill it; then stream until something breaks, which is raised."""
+        """Resume the standby at the last common change or fill it, then stream until an error, which is
+        raised."""
         standby, history = peer.standby, self._history
         tail = await self._timed(standby.begin(self.term))
         keep = history.common(tail)
         if peer.counts and (keep is None or keep < history.committed):
-            await self._take_out(peer)  # it has lost what it had
+            await self._take_out(peer)  # the standby has lost changes that it had
         if keep is not None:
             await self._timed(standby.keep(self.term, keep))
             self._start(peer, keep)
@@ -312,10 +326,11 @@ class Shipping:
         peer.streaming = False
         if not peer.broken.done():
             peer.broken.set_exception(error if isinstance(error, NvpoolError) else Unavailable(str(error)))
-            peer.broken.exception()  # seen, also where nobody waits for it any more
+            peer.broken.exception()  # mark as retrieved, in case nothing awaits the future any more
 
     async def _fill(self, peer: _Peer, stream: int) -> None:
-        """Walk all records. A step is read and handed over without a wait in between, behind all changes made before."""
+        """Send all records. A step is read and sent without an await in between, after all earlier
+        changes."""
         first, options, history = b"", self._options, self._history
         self.filled += 1
         try:
@@ -347,10 +362,10 @@ class Shipping:
             peer.filling = False
             self._consider(peer)
 
-    # -- who counts --------------------------------------------------------------------------------------------------
+    # -- members that count ----------------------------------------------------------------------------------
 
     def _consider(self, peer: _Peer) -> None:
-        """Let a standby that has caught up count; have one that has everything called up."""
+        """Let a standby count if it has caught up; request its call-up if it has everything."""
         if not peer.streaming or peer.filling or peer.asking is not None:
             return
         history = self._history
@@ -368,7 +383,7 @@ class Shipping:
             async with peer.one_question:
                 if not peer.counts or peer.may_be_up:
                     return
-                peer.may_be_up = True  # from before the question: its answer may be lost
+                peer.may_be_up = True  # set before the request, because its reply may be lost
                 try:
                     await self._timed(self._ask(peer.number, True))
                 except NotLeader as error:
@@ -382,15 +397,16 @@ class Shipping:
             self._depose()
         except NvpoolError as error:
             log.info("member %d is not called up: %s", peer.number, error)
-            await self._take_out(peer)  # so that it is known again what the map says
+            await self._take_out(peer)  # to know the state in the map again
         finally:
             peer.asking = None
 
     def _count_later(self, peer: _Peer, error: NvpoolError) -> None:
-        """Have a standby count no more whose call-up was asked of nobody who could have changed the map.
+        """Stop counting a standby whose call-up request reached no process that could change the map.
 
-        The map has not called it up, so nothing has to be asked before changes go on without it: while no node leads, the
-        question whether it may be taken out would not be answered either. It is streamed to as before.
+        The map has not marked the standby as up, so changes may continue without it, without another request:
+        while no node leads, a request to remove the standby would not be answered either. Streaming to the
+        standby continues.
         """
         if str(error) != peer.reason:
             log.info("member %d is not called up: %s", peer.number, error)
@@ -400,7 +416,7 @@ class Shipping:
         self._settle()
 
     async def _watch(self, peer: _Peer) -> None:
-        """Take a standby that counts and does not answer out of the map."""
+        """Remove a standby from the map if it counts but does not respond."""
         while True:
             await asyncio.sleep(self._options.silent_s / 10)
             if not peer.counts:
@@ -409,7 +425,7 @@ class Shipping:
                 await self._take_out(peer)
 
     async def _take_out(self, peer: _Peer) -> None:
-        """On return the map does not call it up, and it does not count."""
+        """Take a standby out: on return the map does not mark it as up, and it does not count."""
         async with peer.one_question:
             while peer.may_be_up:
                 try:
@@ -432,17 +448,18 @@ class Shipping:
                 self._break(peer, Unavailable("the member was taken out; it is begun anew"))
             self._settle()
 
-    # -- durable everywhere ------------------------------------------------------------------------------------------
+    # -- durability on all members ---------------------------------------------------------------------------
 
     async def _sync_others(self, sequence: int) -> None:
-        """Return when every standby that counts has the change durably. Several may call at once; they share the questions."""
+        """Return when every standby that counts has the change durably; concurrent callers share the
+        requests."""
         while True:
             if self._closed:
                 raise Unavailable("this member is not the primary any more", may_be_applied=True)
             behind = [peer for peer in self._peers.values() if peer.counts and peer.synced < sequence]
             if not behind:
                 return
-            self._send()  # what is to be synced goes first
+            self._send()  # send the changes before the sync requests
             for peer in behind:
                 if peer.streaming and not peer.syncing:
                     peer.syncing = True
@@ -472,7 +489,7 @@ class Shipping:
 
 
 def _bounded(pairs: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """As many of the first as fit into a message: one at least."""
+    """Return the first pairs that fit into one message, at least one."""
     size = 0
     for count, (key, value) in enumerate(pairs):
         size += len(key) + len(value)

@@ -1,12 +1,14 @@
-"""A member of a shard while another one is its primary: it takes the primary's changes, in order, until it is promoted.
+"""Standby side of replication: applies the primary's changes in order, until the standby is promoted.
 
-What the primary says to it: `begin` (what have you?), then `keep` (go on behind this change, forget what is behind) or
-`install` (be emptied and filled anew), then `ship` after `ship`, and `sync`. Each names the primary's term. Who speaks for an
-older term than the last one heard of, or than that of the last change here, gets StaleTerm and changes nothing.
+The primary's calls: `begin` (report your changes), then `keep` (continue after this change, discard later
+ones) or `install` (be emptied and filled from scratch), then repeated `ship`, and `sync`. Each names the
+primary's term. A call for an older term than the last one seen, or than that of the last change here, gets
+StaleTerm and changes nothing.
 
-What was answered with its number survives kill -9; what `sync` answered, the loss of power. Nothing is written to LMDB that
-the primary has not said to be on all members that count. Called by meta/standby (from the wire) and by tests; one event loop
-owns it. It never asks anybody.
+A change whose number was returned survives kill -9; a change whose number `sync` returned survives a power
+loss. Only changes that the primary has reported as committed, on all members that count, are written to LMDB.
+Called by meta/standby (from the wire) and by tests; one event loop owns a standby. The standby never sends
+requests.
 """
 
 from __future__ import annotations
@@ -26,25 +28,25 @@ from nvpool.kv.replication_log import Position, Tail, tail_of
 log = logging.getLogger(__name__)
 
 WAITING_MAX = 64
-"""Groups that wait for room in the engine; a primary has fewer in flight."""
+"""Maximum number of groups that wait for space in the engine; a primary has fewer in flight."""
 
 
 class Group(NamedTuple):
-    """Changes that travel together: `records` as in a journal, one behind the other, perhaps none."""
+    """Changes that are sent together: `records` as in a journal, one after the other, perhaps none."""
 
     term: int
     records: bytes
     committed: int
     pairs: bool = False
-    """They are no changes but records as they were after the last change before them: see `install`."""
+    """The records are not changes, but current records as of the preceding change: see `install`."""
 
 
 Done = Callable[[int | None, BaseException | None], None]
-"""Given the number of the last change here, or why there is none."""
+"""Callback with the number of the last change here, or with the error."""
 
 
 class StandbyKv:
-    """`kv` is the engine, while there is one."""
+    """A standby. `kv` is its engine while the engine is open."""
 
     def __init__(self, path: Path, options: LmdbOptions, *, term: int = 0, on_fence: Callable[[str], None] | None = None,
                  retain_bytes: int | None = None) -> None:
@@ -52,25 +54,25 @@ class StandbyKv:
         self.term = term
         self.kv: MemberKv | None = None
         self.filling = False
-        """It is being filled from nothing, so it can not be promoted."""
+        """The standby is being filled from scratch, so it cannot be promoted."""
         self._options = options
         self._on_fence = on_fence
         self._more = {} if retain_bytes is None else {"retain_bytes": retain_bytes}
         self._one = asyncio.Lock()
         self._waiting: deque[tuple[Group, Done]] = deque()
         self._working: asyncio.Task[None] | None = None
-        self._ready = False  # between begin and keep or install nothing is taken
+        self._ready = False  # no changes are accepted between begin and keep or install
         self._closed = False
         self._damage = ""
         self._looked_at = False
 
     @property
     def last(self) -> Position | None:
-        """Of the last change here; None while the engine is not open."""
+        """Position of the last change here; None while the engine is not open."""
         return self.kv.last if self.kv is not None else None
 
     def hear(self, term: int) -> None:
-        """A primary of `term` exists. StaleTerm: there is a later one."""
+        """Note that a primary of `term` exists; StaleTerm if there is a later one."""
         if self._closed:
             raise Unavailable("this member is closed")
         if term < self.term:
@@ -80,7 +82,10 @@ class StandbyKv:
             self._ready = False
 
     async def begin(self, term: int) -> Tail:
-        """What is here. From now on nothing of an older term is taken, and nothing at all before `keep` or `install`."""
+        """Return the tail of this member.
+
+        From now on, changes of older terms are rejected, and all changes before `keep` or `install`.
+        """
         self.hear(term)
         async with self._one:
             self.hear(term)
@@ -94,7 +99,7 @@ class StandbyKv:
             return found
 
     def _peek(self) -> Tail:
-        """What is in the directory; nothing where it is damaged, since the primary that asks has everything."""
+        """Return the tail of the directory; NOTHING if it is damaged, since the primary has everything."""
         try:
             return peek(self.path)
         except CorruptRecord as error:
@@ -104,8 +109,11 @@ class StandbyKv:
             return NOTHING
 
     def state(self) -> tuple[str, str]:
-        """`standby`, `filling`, `empty`, `lost` (damaged) or `away` (can not be read), and the reason of the last two. Only a
-        `standby` may be promoted."""
+        """Return `standby`, `filling`, `empty`, `lost` (damaged) or `away` (unreadable), and the reason of
+        the last two.
+
+        Only a `standby` may be promoted.
+        """
         if self.filling:
             return "filling", ""
         if self.kv is not None or self._one.locked():
@@ -121,7 +129,10 @@ class StandbyKv:
         return ("lost", f"its records are damaged: {self._damage}") if self._damage else ("standby", "")
 
     async def keep(self, term: int, sequence: int) -> None:
-        """Forget what is behind the change `sequence`; go on there. InvalidRequest: it is not here, or LMDB has more."""
+        """Discard the changes after `sequence`, and continue there.
+
+        InvalidRequest: this change is not here, or LMDB has later ones.
+        """
         self.hear(term)
         async with self._one:
             self.hear(term)
@@ -134,8 +145,11 @@ class StandbyKv:
             self._ready = True
 
     async def install(self, term: int, position: Position) -> None:
-        """Be emptied, and wait to be filled with all that the primary had after the change at `position` or has later: groups
-        of pairs among those of changes, and at last `installed`."""
+        """Empty this member, and wait to be filled.
+
+        The primary sends everything that it had after the change at `position` or has later: groups of pairs
+        between groups of changes, and finally `installed`.
+        """
         self.hear(term)
         async with self._one:
             self.hear(term)
@@ -147,7 +161,7 @@ class StandbyKv:
             self._ready = True
 
     async def installed(self, term: int) -> None:
-        """All has been sent: make it durable. On return this is a member like others."""
+        """Make the filled records durable, after everything was sent. On return this is a normal standby."""
         self.hear(term)
         async with self._one:
             self._check(term)
@@ -159,8 +173,12 @@ class StandbyKv:
             self.filling = False
 
     def ship(self, group: Group, done: Done) -> None:
-        """Take changes, those that are here already apart; `done` is told in the order of the calls. Where it is told an error,
-        nothing of the group that is not counted in the next `begin` has been taken, and nothing more is until then."""
+        """Apply the changes of a group, except those that are already here; `done` is called in the order of
+        the calls.
+
+        If `done` gets an error, the next `begin` reports what was applied; until then, no further changes are
+        accepted.
+        """
         try:
             self._check(group.term)
             if not self.filling:
@@ -180,17 +198,19 @@ class StandbyKv:
             self._working = asyncio.ensure_future(self._work())
 
     async def sync(self, term: int) -> int:
-        """Make all that is here durable; the last change that is."""
+        """Make all changes durable; return the number of the last one."""
         self._check(term)
         sequence = self.kv.sequence
         await self.kv.sync(sequence)
         return sequence
 
     async def promote(self, term: int) -> MemberKv:
-        """Become the primary of `term`: the engine, which is not ours any more. What was not taken yet never will be.
+        """Become the primary of `term`; return the engine, which now belongs to the caller. Pending groups
+        are discarded.
 
-        Unavailable: this member is being filled, and does not know what was acknowledged. CorruptRecord: it has no whole
-        records; nothing is made in their place. StaleTerm.
+        Unavailable: this member is being filled, and does not have every acknowledged change.
+        CorruptRecord: this member has no complete records; no empty ones are created instead.
+        StaleTerm: there is a later term.
         """
         self.hear(term)
         async with self._one:
@@ -210,11 +230,11 @@ class StandbyKv:
             return kv
 
     async def close(self) -> None:
-        """What is here is made durable. May be called twice."""
+        """Make all changes durable and close. May be called twice."""
         await self._end(abandon=self.filling)
 
     async def abandon(self) -> None:
-        """As the death of this process."""
+        """Close as the death of this process would."""
         await self._end(abandon=True)
 
     async def _end(self, abandon: bool) -> None:
@@ -232,7 +252,7 @@ class StandbyKv:
             raise Unavailable("begin anew: this member has not been told where to go on")
 
     def _take(self, group: Group) -> bool:
-        """Whether all of the group is in the engine now; what is left waits for room."""
+        """Apply a group; return False if the rest of the group has to wait for space."""
         records = records_of(group.records)
         if group.pairs:
             if self.kv.full:
@@ -249,7 +269,7 @@ class StandbyKv:
         return True
 
     async def _work(self) -> None:
-        """Take what waits, as the engine has room."""
+        """Apply waiting groups as the engine has space."""
         try:
             while self._waiting:
                 group, done = self._waiting[0]
@@ -271,7 +291,7 @@ class StandbyKv:
                 self._waiting.popleft()[1](None, Unavailable("this member began anew"))
 
     async def _quiet(self) -> None:
-        """Nothing waits any more."""
+        """Cancel the waiting groups, and return when none is left."""
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait([self._working])
