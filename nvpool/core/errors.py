@@ -2,8 +2,8 @@
 
     Refused      report to the user: repeating the same request gives the same answer
     Stale        refresh the pool map, lease or grant, then repeat what still applies
-    Unavailable  try elsewhere or later, within the deadline; `may_be_applied` says whether the request may have
-                 been executed
+    Unavailable  try elsewhere or later, within the deadline; `may_be_applied` says whether the request may
+                 have been executed
     Damaged      use another replica; the damaged one is quarantined and repaired
     Bug          an invariant does not hold: the process fences itself and stops
 

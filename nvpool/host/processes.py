@@ -61,7 +61,7 @@ def identity_of(pid: int) -> Identity | None:
     """Return the identity of a running process; None if it does not run or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # proc(5): field 2 may contain spaces and parentheses
+            fields = file.read().rpartition(b")")[2].split()  # proc(5): field 2 may contain spaces and ")"
     except OSError:
         return None
     if fields[0] in (b"Z", b"X"):

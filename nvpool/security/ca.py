@@ -157,7 +157,7 @@ class Authority:
         """
         now = datetime.datetime.fromtimestamp(clock.wall_ns() // 1_000_000_000, datetime.UTC)
         made = (x509.CertificateRevocationListBuilder().issuer_name(self._certificate.subject).last_update(now)
-                .next_update(now + datetime.timedelta(seconds=AUTHORITY_S)))  # its readers use only the serials
+                .next_update(now + datetime.timedelta(seconds=AUTHORITY_S)))  # readers use only the serials
         for member, at_s in left:
             last = int(at_s + SKEW_S) // DAY_S
             for day in range(last - MEMBER_DAYS - 1, last + 1):

@@ -5,7 +5,7 @@ authenticated with AES-256-GCM by the pool key, which is stored nowhere in the p
 wrapped keys and store them in the volume's record; clients and stores receive a wrapped key with the requests
 that need it. A daemon reads the pool key from the source in `[encryption]` of node.toml:
 
-    key_file      one key to a line, 64 hexadecimal digits; # begins a comment; only the owner may read the file
+    key_file      one key to a line, 64 hexadecimal digits; # begins a comment; readable by its owner only
     key_command   a program that prints the same: of a key management service, or tpm2_unseal
 
 The first key wraps; the other keys only unwrap what they wrapped before. To replace a pool key, insert a new

@@ -34,7 +34,8 @@ class Spares:
         self._kept: dict[int, list[mmap]] = {}
         self._bytes = 0
         memory = mmap(-1, 1)
-        self._unshared = getrefcount(memory)  # the count for an object with only one local variable as reference
+        # The count for an object with only one local variable as reference.
+        self._unshared = getrefcount(memory)
 
     def take(self, payload_bytes: int) -> memoryview:
         """Return writable memory of this length with arbitrary content.
@@ -53,7 +54,8 @@ class Spares:
             if view is not None:
                 return view
         memory = mmap(-1, capacity, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-        if self._bytes + capacity > self.BYTES_MAX:  # drop all, so that sizes no longer used do not block others
+        # Drop all, so that sizes no longer used do not block others.
+        if self._bytes + capacity > self.BYTES_MAX:
             self._kept, self._bytes = {capacity: (kept := [])}, 0
         if len(kept) < self.COUNT_MAX:
             kept.append(memory)

@@ -231,7 +231,8 @@ class Placing:
         short = [number for number, chain in enumerate(self.wanted) if len(chain) < self._replicas]
         choice = {number: sum(self._over(t) < 0 and self._spread.fits(t, self.wanted[number]) for t in self._ids)
                   for number in short}
-        for number in sorted(short, key=lambda n: choice[n]):  # the chain with the fewest options chooses first
+        # The chain with the fewest options chooses first.
+        for number in sorted(short, key=lambda n: choice[n]):
             chain = self.wanted[number]
             while len(chain) < self._replicas:
                 can = [t for t in self._ids if self._spread.fits(t, chain)]

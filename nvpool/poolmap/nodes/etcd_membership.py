@@ -100,7 +100,8 @@ def put(pool_map: PoolMap, node: int, generation: int, **fields: Any) -> PoolMap
 def wanted(pool_map: PoolMap, node: int) -> PoolMap:
     if of_node(pool_map, node) is not None or node not in pool_map.node_by_id:
         return pool_map
-    new = EtcdMember(node, "", "", "wanted", pool_map.epoch + 1, revoked=last_revoked(pool_map))  # no connections yet
+    # No removed node has a connection to the new member yet.
+    new = EtcdMember(node, "", "", "wanted", pool_map.epoch + 1, revoked=last_revoked(pool_map))
     return changed(pool_map, etcd=(*pool_map.etcd, new))
 
 

@@ -3,15 +3,15 @@
 Pure functions, part of the format (golden values in tests/golden/partition.json). The metadata service uses
 them for its keys, clients use them to choose the shard of a name. There are 4,096 partitions.
 
-    name hash   56 bits, never 0: keyed BLAKE2b (RFC 7693) of directory u64 big-endian and name, 7 bytes, with the
-                pool's name key, so that outsiders cannot create names that collide
-    partition   of a name in a striped (wide) directory: the top 12 bits of its hash, so the order of hashes is
-                the order of partitions and a listing needs no merging; in any other directory: that of the
+    name hash   56 bits, never 0: keyed BLAKE2b (RFC 7693) of directory u64 big-endian and name, 7 bytes, with
+                the pool's name key, so that outsiders cannot create names that collide
+    partition   of a name in a striped (wide) directory: the top 12 bits of its hash, so the order of hashes
+                is the order of partitions and a listing needs no merging; in any other directory: that of the
                 directory's inode number
     of an inode of a directory: the low 12 bits of the hash of its first name (directories spread over the
                 pool); of any other inode: the partition of its first name (a file is stored beside its name)
     cursor      63 bits: name hash (56) above the number of entries with that hash already delivered (7 bits);
-                127 means all of them. The smallest cursor is 128, so small numbers stay free for '.' and '..'.
+                127 means all. The smallest cursor is 128, so small numbers stay free for '.' and '..'.
 """
 
 from __future__ import annotations

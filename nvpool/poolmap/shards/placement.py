@@ -32,7 +32,8 @@ class Place(NamedTuple):
 def place_of(pool_map: PoolMap, shard: Shard, member: int) -> Place:
     """Return the place of a member: beside the store of a drive, or in the pool directory of its node."""
     node, path = node_and_path(shard, member)
-    for drive in reversed(pool_map.drives):  # of several drives with one path, only the last may still be present
+    # Of several drives with one path, only the last may still be present.
+    for drive in reversed(pool_map.drives):
         if path and drive.node == node and (path == drive.path or os.path.dirname(path) == os.path.dirname(drive.path)):
             return Place(node, drive.id)
     return Place(node, 0)
