@@ -45,7 +45,7 @@ def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> li
         try:
             if preadv(fd, (into[position:position + length],), offset, nowait) != length:
                 missed.append(at)
-        except OSError:  # EAGAIN: not cached. Other errors occur again in the waiting read, which reports them.
+        except OSError:  # EAGAIN: not cached. The waiting read meets any other error again and reports it.
             missed.append(at)
     return missed
 

@@ -1,4 +1,4 @@
 """Vocabulary of nvpool: errors, identifiers, units, clock and configuration.
 
-The lowest layer: imports no other package of nvpool, and every other package imports this one.
+The lowest layer: imports no other package of nvpool.
 """

@@ -40,7 +40,7 @@ class SystemClock:
         return self._random
 
     def begin_anew(self) -> None:
-        """Seed the random numbers again, so that a forked child does not repeat the numbers of its parent."""
+        """Seed the random numbers again; a forked child must not repeat the numbers of its parent."""
         self._random.seed(os.urandom(16))
 
     @staticmethod

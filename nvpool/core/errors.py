@@ -12,7 +12,7 @@ and its remedy. Errors are translated at the borders only: `rpc/error_codec`, `f
 `cli/output`. The adapter of a third-party library translates the exceptions of the library into ours, by type
 and never by message text. Only the client's metaclient and chunkclient retry.
 
-The first line of a class docstring is the default text of the error.
+The first line of a class docstring is the default message of the error, so it is a runtime text.
 """
 
 from __future__ import annotations

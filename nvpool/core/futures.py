@@ -83,8 +83,7 @@ class Coming(Later):
 
 
 def abandon(future: asyncio.Future[Any]) -> None:
-    """Cancel `future` and retrieve its outcome when it completes, so that asyncio does not log the
-    outcome."""
+    """Cancel `future` and retrieve its outcome on completion, which keeps asyncio from logging it."""
     future.cancel()
     if future.done():
         _look_at(future)

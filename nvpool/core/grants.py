@@ -78,7 +78,9 @@ def sign(grant: Grant, secret: bytes) -> bytes:
 
 
 def read(raw: bytes) -> Grant:
-    """Return the fields of a grant without verifying it, for a client that needs the expiry of its own grant.
+    """Return the fields of a grant without verifying it.
+
+    For a client that needs the expiry of its own grant.
 
     StaleGrant: `raw` is not a grant of a known version.
     """

@@ -111,6 +111,5 @@ _INODE_KEY = struct.Struct(">Q")
 
 
 def inode_key(inode: int) -> bytes:
-    """Return the inode number as eight big-endian bytes, so that keys sort by partition and then by
-    counter."""
+    """Return the inode number as eight big-endian bytes; keys sort by partition and then by counter."""
     return _INODE_KEY.pack(inode)

@@ -1,4 +1,4 @@
-"""Names of volumes and of volume holders, with the only check of each.
+"""Validation of the names of volumes and of volume holders.
 
 A volume name is valid in every interface to a volume: as a path, a Docker name, a CSI handle and a metric
 label. Pure functions; the metadata service, the SDK, the CLI and the bridges call them.

@@ -1,8 +1,8 @@
 """Pool names in the commands that messages suggest: replaces the placeholder POOL.
 
 The code that creates a message often does not know the pool's directory or address: a decision, or a daemon
-of another node. The program that displays the message inserts it: the CLI and the pool status. A house test
-checks that the commands are complete.
+of another node. The program that displays the message inserts the name: the CLI or the pool status. A house
+test checks that the commands are complete.
 """
 
 from __future__ import annotations

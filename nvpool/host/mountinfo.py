@@ -66,7 +66,7 @@ def _plain(field: bytes) -> str:
 
 
 def options_in(text: str) -> list[str]:
-    """Split the argument of -o at commas, except those in double quotes, which belong to SELinux contexts."""
+    """Split the argument of -o at commas outside double quotes; quoted ones belong to SELinux contexts."""
     return re.findall(r'(?:[^,"]|"[^"]*")+', text)
 
 
@@ -84,8 +84,8 @@ def mount_over(path: str | os.PathLike[str]) -> Mount | None:
 
 
 def pool_of(mount: Mount) -> tuple[str, str] | None:
-    """Return the mounted pool (its directory or address) and the mounted directory of the pool, "/" for all
-    of it.
+    """Return the mounted pool (directory or address) and its mounted directory; "/" stands for the whole
+    pool.
 
     The source is the command line of the process that serves the mount. None if no such process is visible,
     as in a container.

@@ -187,7 +187,9 @@ class Flock:
 
 
 def make_passed_through(path: Path) -> None:
-    """Make a directory and its parents, in which other users reach a socket by its name, whatever the umask.
+    """Make a directory, and its parents, in which other users can reach a socket by its name.
+
+    The mode does not depend on the umask.
 
     An existing directory stays unchanged.
     """
@@ -415,8 +417,7 @@ class PoolDirectory:
         return running
 
     def dead_mounts(self) -> dict[str, ProcessState]:
-        """Return the last announced state of each mount point that is still mounted but has no process (kill
-        -9).
+        """Return the last announced state of each dead mount: still mounted, but without a process (kill -9).
 
         Every access there fails with ENOTCONN until the mount point is unmounted. Changes nothing.
         """
@@ -451,6 +452,6 @@ def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[st
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidRequest if `name` is not valid as a label, a file name and a part of a URL."""
+    """Raise InvalidRequest for a pool name that is no valid label, file name and part of a URL."""
     if not (0 < len(name) <= 63 and name.replace("-", "").replace("_", "").isalnum() and name.isascii()):
         raise InvalidRequest(f"{name!r} is no name for a pool: use up to 63 letters, digits, - and _")

@@ -11,8 +11,8 @@ Files: `FORMAT` and `lock` (see kv/data_dir), `journal-0` and `journal-1` (kv/jo
 `lock.mdb` (kv/lmdb_env).
 
 One event loop owns an engine. Two threads work for it, one for fdatasync and one for checkpoints, so a sync
-never waits for a checkpoint. LMDB always runs with its syncs. Used by meta, store and cluster; it does not
-depend on them.
+never waits for a checkpoint. LMDB always runs with its own syncs enabled. Used by meta, store and cluster;
+the engine does not depend on them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class LmdbKv:
         on_replay          called with the effects of all replayed changes, in order, and a function that
                            returns LMDB's value of a key; returns the effects to apply, change by change.
                            Called before any write.
-        on_fence           called once with the reason when the engine fences itself: end the process or reopen
+        on_fence           called once with the reason when the engine fences itself: end the process, or
+                           reopen the engine
         step               called with the name of each step of a checkpoint; for tests
 
         InUse: another process, or another part of this one, has the directory open.
@@ -172,8 +173,7 @@ class LmdbKv:
         self._directory.finish()
 
     def _chosen(self, records: list[Record], last: Mark) -> tuple[list[Record], int, int]:
-        """Return the changes of the journal that remain valid (here all), and sequence and term of the last
-        one."""
+        """Return the journal's valid changes (here all), and sequence and term of the last one."""
         return records, last.sequence, last.term
 
     def _stored_mark(self, formatted: bool) -> Mark:
@@ -331,7 +331,7 @@ class LmdbKv:
         return len(self._layer.values) >= self._entries_max or self._journal.offset > self.options.journal_bytes // 2
 
     def _relieve(self) -> None:
-        """Start a checkpoint for a large layer, or stop accepting changes if the layer has twice its size."""
+        """Start a checkpoint for a large layer; at twice its size, stop accepting changes."""
         if self._frozen is None:
             # Immediately: a caller that does not return to the event loop must not fill the new layer too.
             self._freeze()

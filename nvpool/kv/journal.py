@@ -1,5 +1,6 @@
-"""Journal of an engine: acknowledged changes survive the death of the process and, after a sync, a power
-loss.
+"""Journal of an engine: the log from which changes are replayed after a crash.
+
+An appended change survives the death of the process and, after a sync, a power loss.
 
 Two preallocated files, `journal-0` and `journal-1`, alternate: generation g is written from the start of file
 g mod 2. A file consists of records only, one after the other. The bytes after the last record are older or

@@ -340,8 +340,7 @@ class LmdbTree:
 
 
 def keys_within(pages_max: int, leaves: int, branches: int) -> int:
-    """Return the number of keys, in any position, whose write changes at most `pages_max` pages of such a
-    tree.
+    """Return how many keys, in any position, a write may have to change at most `pages_max` pages.
 
     At each level of the tree, a write changes one page for each key, but not more than the level has; splits
     add more. The size of a level follows from the size of the level below it and the ratio of the whole tree.

@@ -122,7 +122,7 @@ class History:
         return found
 
     def common(self, tail: Tail) -> int | None:
-        """Return the last common change of this log and of a member with `tail`, including all earlier ones.
+        """Return the last change that this log and a member with `tail` share, with all earlier ones.
 
         None if the retained changes do not show it, or if the member would have to undo changes that it
         cannot undo.
@@ -193,5 +193,5 @@ class History:
 
 
 def tail_of(stored: Position, history: History) -> Tail:
-    """Return the tail of a member with this log, of which LMDB has all changes up to `stored`."""
+    """Return the tail of a member with this log; its LMDB has all changes up to `stored`."""
     return Tail(stored, runs_of(at for at in history.positions() if at.sequence > stored.sequence))

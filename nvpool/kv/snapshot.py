@@ -32,7 +32,7 @@ SPILLED_MAX = 20_000_000
 reader."""
 
 SPILL_AT_ONCE = 2000
-"""Old values moved to the file at once: blocks the event loop for a few milliseconds."""
+"""Old values moved to the file in one batch: blocks the event loop for a few milliseconds."""
 
 SNAPSHOTS_MAX = 4
 """Open snapshots: with each of them, every change reads the old values of its keys once more."""

@@ -1,8 +1,9 @@
 """Health checks of certificates that expire soon, for `nvpool status` and `nvpool doctor`.
 
-Certificates of members are renewed automatically when a third of their life is left. This is also the notice
-time of the other kinds, which are not renewed automatically. If a member's certificate is below a third for
-more than a day, its renewal failed, and the problem says why. Used by node/status and the CLI.
+Certificates of members live 90 days and are renewed automatically when 30 days are left. Other certificates
+are not renewed automatically; their notice appears at the same time before their end. If a member's
+certificate has had less than 30 days left for a day, its renewal failed, and the problem says why. Used by
+node/status and the CLI.
 """
 
 from __future__ import annotations

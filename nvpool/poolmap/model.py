@@ -1,5 +1,6 @@
-"""The pool map: nodes, drives, targets, chains, shards and their states, as one immutable value with an
-epoch.
+"""The pool map: nodes, drives, targets, chains, shards and their states.
+
+The map is one immutable value with an ever-growing epoch.
 
 A change creates a new value with the next epoch (functions here and in the other modules of poolmap); values
 are never edited in place. The map is sent and stored as JSON, so that an operator can read it.

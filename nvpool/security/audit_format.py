@@ -27,8 +27,10 @@ def older(path: Path, number: int) -> Path:
 
 
 def line_of(record: dict[str, Any]) -> bytes:
-    """Encode a record as ASCII, so that names chosen by unauthenticated peers cannot send control codes to a
-    terminal."""
+    """Encode a record as ASCII.
+
+    Names chosen by unauthenticated peers must not send control codes to a terminal.
+    """
     line = json.dumps(record).encode()
     return line if len(line) <= LINE_MAX else json.dumps(record | {"what": {"left_out": "too long"}}).encode()
 

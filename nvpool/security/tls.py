@@ -3,9 +3,9 @@
 A greeting carries an Identity to the transports. Traffic between hosts uses TLS 1.3, and both sides present
 certificates signed by the pool's own CA (security/ca); so does TCP on loopback. Unix sockets need no TLS.
 After the handshake, each side checks that the other is a member of the pool in the newest pool map it knows,
-and repeats the check whenever the members change. It closes the connection of a peer that is no longer a
-member. The adapter of `ssl`. This module never reads the pool map: the owner of the Identity calls
-`update_members`.
+and repeats the check whenever the members change. The side closes the connection of a peer that is no longer
+a member. This module is the adapter of `ssl`. This module never reads the pool map: the owner of the Identity
+calls `update_members`.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ async def member_at(identity: Identity, host: str, port: int, protocols: tuple[s
 
 
 def authority_unseen() -> ssl.SSLContext:
-    """Return a context for a machine that has only the CA's fingerprint so far and sends no secrets."""
+    """Return a context for a machine that has only the CA's fingerprint; it must not send secrets."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -89,7 +89,7 @@ class Arena:
         self._fresh += empty
 
     def trim(self) -> bool:
-        """Return whether the arena is empty after use, so that its pages can be returned to the system."""
+        """Return whether the arena is empty after use; then its pages can be returned to the system."""
         if self._taken or all(kind < 0 for kind in self._kinds):
             return False
         self._gather()

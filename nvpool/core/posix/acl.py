@@ -89,8 +89,7 @@ def changed_by_mode(acl: Acl, mode: int) -> Acl:
 
 
 def inherited(default: Acl, mode: int) -> tuple[int, Acl]:
-    """Return the mode and access list of a new inode in a directory with this default list
-    (`posix_acl_create`).
+    """Return mode and access list of a new inode, from the directory's default list (`posix_acl_create`).
 
     `mode` is the requested mode; the umask is not applied. The list is empty if the mode alone expresses it.
     """

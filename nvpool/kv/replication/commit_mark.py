@@ -1,5 +1,4 @@
-"""Commit mark: the number of the last committed change, in memory that survives the process but not the
-machine.
+"""Commit mark: number of the last committed change, in memory that survives the process.
 
 After a kill, the primary still has every change that it acknowledged, since its journal is at least in the
 kernel's memory. After a loss of power or of the drive, changes may be missing. A new process cannot

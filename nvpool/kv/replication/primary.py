@@ -1,18 +1,18 @@
-"""Primary side of replication: ships each change to all standbys, and commits it when all that *count* have
-it.
+"""Primary side of replication: ships changes to all standbys and commits them.
 
-A standby starts to count when it has nearly caught up. When it has everything that was ever committed, the
-pool map is requested to mark the standby as "up". A standby that may be "up" in the map stops counting only
-after the map says that it is not. So any standby that is promoted, because it is "up", has every acknowledged
-change. Changes are shipped in groups, with several groups in flight to each standby, and the commit of one
-change does not wait for another change's group.
+A change is committed when all standbys that *count* have it. A standby starts to count when it has nearly
+caught up. When the standby has everything that was ever committed, the primary requests that the pool map
+marks the standby as "up". A standby that may be "up" in the map stops counting only after the map says that
+it is not. Only standbys that are "up" can be promoted, so a promoted standby has every acknowledged change.
+Changes are shipped in groups, with several groups in flight to each standby, and the commit of one change
+does not wait for another change's group.
 
 A standby that is far behind is filled from scratch: the records are read in steps, and each step is sent
 after all changes that were made before it was read, so filling needs no snapshot.
 
 `Shipping` gets the engine of the primary (kv/replication/member), one `Standby` for each other member, and
-`ask`, which changes the map. Used by meta/primary. One event loop owns a `Shipping`. It ends with `close`, or
-reports through `on_deposed` that a later term has begun.
+`ask`, which changes the map. Used by meta/primary. One event loop owns a `Shipping`. A `Shipping` ends with
+`close`, or reports through `on_deposed` that a later term has begun.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Shipping:
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether the map may mark a member as up, so that it could be promoted without our knowledge."""
+        """Whether the map may mark a member as up; such a member could be promoted without our knowledge."""
         return any(peer.may_be_up for peer in self._peers.values())
 
     def states(self) -> dict[int, dict]:
@@ -245,8 +245,10 @@ class Shipping:
         peer.in_flight = 0
 
     async def _follow(self, peer: _Peer) -> None:
-        """Resume the standby at the last common change or fill it, then stream until an error, which is
-        raised."""
+        """Resume the standby at the last common change, or fill it; then stream until an error.
+
+        The error is raised.
+        """
         standby, history = peer.standby, self._history
         tail = await self._timed(standby.begin(self.term))
         keep = history.common(tail)

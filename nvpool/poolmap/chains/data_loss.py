@@ -1,11 +1,11 @@
 """Reset of lost chains: gives up the data of a chain without holders, and starts the chain empty.
 
-A chain is lost when the operator has given up all of its targets. It gets a new member under a new epoch, and
-records which inodes existed at that time. For such an inode, a block that the chain does not have may have
-been lost, so a read returns an error and never zeros. Blocks written after the reset are readable, and inodes
-created later have holes as usual. A version with an epoch before `begun` is a leftover on a target that has
-become a member again, and also counts as lost. Therefore `begun` is above every epoch that any chain of the
-pool has had.
+A chain is lost when the operator has given up all of its targets. The chain gets a new member under a new
+epoch, and records which inodes existed at that time. For such an inode, a block that the chain does not have
+may have been lost, so a read returns an error and never zeros. Blocks written after the reset are readable,
+and inodes created later have holes as usual. A version with an epoch before `begun` is a leftover on a target
+that has become a member again, and also counts as lost. Therefore `begun` is above every epoch that any chain
+of the pool has had.
 
 Pure functions from a map to a map of the same epoch, as in `transitions`. Called by
 node/coordination/chain_reset. The caller first ensures that former members can serve nobody, and only then
@@ -24,7 +24,7 @@ from nvpool.poolmap.model import Births, Chain, Loss, PoolMap
 
 
 def ownerless(pool_map: PoolMap) -> dict[ChainName, frozenset[int]]:
-    """Return the chains of which no target is in the pool any more, each with its former holders."""
+    """Return the chains without any target in the pool, each with its former holders."""
     over = {target.id for target in pool_map.targets if target.is_over}
     return {(table.id, number): frozenset(chain.targets) for table in pool_map.tables if over
             for number, chain in enumerate(table.chains) if over.issuperset(chain.targets)}

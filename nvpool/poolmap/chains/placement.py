@@ -285,10 +285,10 @@ class Placing:
                     return
 
     def _give_by_way_of_another(self, giver: int) -> None:
-        """Move excess through a third target, if no chain of the source may move directly to a target below
-        quota.
+        """Move excess through a third target.
 
-        The third target takes a chain of the source and moves one of its own chains on.
+        Used if no chain of the source may move directly to a target below quota. The third target takes a
+        chain of the source and moves one of its own chains on.
         """
         if not self._too_many(giver):
             return

@@ -170,11 +170,10 @@ def is_above(version: int, floor: int) -> bool:
 
 
 def of_old_floor(highest: int) -> int:
-    """Return the floor for a record or message of an older build, which holds the highest version as one
-    number.
+    """Return the floor for a record or message of an older build.
 
-    That number hides the counters of chains with lower epochs. The counter of the result is above any that
-    they can have issued.
+    Such a record holds the highest version as one number. That number hides the counters of chains with lower
+    epochs. The counter of the result is above any that they can have issued.
     """
     epoch, counter = version_parts(highest)
     return make_version(epoch, max(_OLD_FLOOR_COUNTER, counter if counter <= COUNTER_MAX else 0)) if highest else 0

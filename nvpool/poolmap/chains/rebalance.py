@@ -1,11 +1,11 @@
-"""Rebalancing: the desired holders of each chain when targets change, and the order in which chains are
-filled.
+"""Rebalancing: desired holders of each chain when targets change, and the order of filling.
 
 Pure functions from a pool map to a map of the same epoch, as in `transitions`. `with_goals` computes the
-goals of all chains together. It is called only when the operator adds, drains, removes or replaces targets,
-or when a target was absent for so long that it is given up; so nothing else moves without a request.
-`next_steps` starts a bounded number of copies at a time: chains with the fewest copies first, a missing copy
-before a mere move. The map records what is done and what is left, so any leader can continue at any time.
+goals of all chains together. Callers use `with_goals` only when the operator adds, drains, removes or
+replaces targets, or when a target was absent for so long that it is given up; so nothing else moves without a
+request. `next_steps` starts a bounded number of copies at a time: chains with the fewest copies first, a
+missing copy before a mere move. The map records what is done and what is left, so any leader can continue at
+any time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ JOINING_OF_TARGET_MAX = 128
 
 
 def with_goals(pool_map: PoolMap) -> PoolMap:
-    """Return the map with the best goal for every chain on the usable targets, with the fewest chunks to
-    move.
+    """Return the map with the best goals on the usable targets and the fewest chunks to move.
 
     A chain that already has its desired holders has no goal, nor has a chain whose holders are all lost.
     InvalidRequest: there are fewer usable targets than replicas.
@@ -118,8 +117,7 @@ def given_up(pool_map: PoolMap, ids: Collection[int], used_bytes: Mapping[int, i
 
 
 def taken_back(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
-    """Return the map in which targets that were given up and serve again get their share, as new targets
-    do."""
+    """Give a share, as for new targets, to targets that were given up and serve again."""
     back = {target.id for target in pool_map.targets if target.id in ids and target.wish == "away"}
     return with_goals(with_targets(pool_map, back, wish="share")) if back else pool_map
 

@@ -161,7 +161,7 @@ def returned(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
 
 
 def joined(pool_map: PoolMap, target: int, equal: Iterable[tuple[int, int, int]]) -> PoolMap:
-    """Make a target a full member of the chains that it reported as equal to the tail, durably.
+    """Make a target a full member of the chains of which it durably holds what the tail holds.
 
     `equal` lists (table, number, epoch of the chain at that time). A report for an older epoch is ignored:
     the members have changed since. Members that joined before the target would then stand after it: they
@@ -191,8 +191,7 @@ def settled(chain: Chain) -> Chain:
 
 
 def departed(pool_map: PoolMap, left: Callable[[ChainName, int], bool]) -> PoolMap:
-    """Remove leaving targets for which `left` confirms that they know that they are not read from any
-    more."""
+    """Remove leaving targets that know that they are not read from any more, as `left` confirms."""
     def decide(name: ChainName, chain: Chain) -> Chain:
         gone = [target for target in chain.leaving if left(name, target)]
         if not gone:

@@ -4,7 +4,8 @@ Pure functions of the map, of etcd's member list and of the available nodes. nod
 calls them: the leader for the steps, and each node for its own entry. The leader performs one step at a time.
 Each step changes the map or etcd and may be repeated, so a new leader continues where the previous one
 stopped. A new member first joins as a learner: it has no vote, so nothing is lost while it is filled. A
-member that is replaced leaves before its replacement is added.
+member that is replaced leaves before its replacement is added, unless the remaining members could not decide
+without it.
 """
 
 from __future__ import annotations
@@ -82,8 +83,7 @@ def last_revoked(pool_map: PoolMap) -> int:
 
 
 def members_wanted(pool_map: PoolMap, going: Collection[int] = ()) -> int:
-    """Return the desired number of members on the nodes that stay, not counting nodes whose member is
-    `going`."""
+    """Return the desired number of members on staying nodes, without nodes whose member is `going`."""
     willing = {node.id for node in pool_map.nodes if node.wish == "share"}
     return MEMBERS if len(willing.difference(going)) >= MEMBERS else 1
 

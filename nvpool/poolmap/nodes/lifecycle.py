@@ -26,7 +26,7 @@ S = TypeVar("S", Target, Shard, Standby)
 
 
 class Left(NamedTuple):
-    """What is still on a node and must be moved before the node can be removed."""
+    """Data on a node that must be moved before the node can be removed."""
 
     chains: int
     """Number of chains that targets of the node hold, join, or should hold."""
@@ -195,7 +195,7 @@ def listening_at(pool_map: PoolMap, number: int, keep: Callable[[str], bool]) ->
 
 
 def still_counted_on(pool_map: PoolMap) -> bool:
-    """Return whether a lost node is still a member of etcd, or of a chain with other holders.
+    """Return whether a lost node is still a member of etcd or of a shared chain.
 
     This state lasts seconds, as long as etcd has a majority.
     """

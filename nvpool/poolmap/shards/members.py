@@ -1,10 +1,10 @@
 """Members of a metadata shard: changes of primary and standbys in the pool map.
 
 Pure functions from a map to the next one. The primary of a term requests that a complete standby becomes
-"up", and that a silent standby is not "up" any more. The supervisor of the leases requests a new primary when
-the primary has been silent for its whole lease or its process has ended. Together with kv/replication/primary
-they guarantee two things: of two primaries, only the later one can acknowledge a change; and every member
-that is "up" has all acknowledged changes.
+"up", and that a silent standby is not "up" any more. node/coordination/shard_failover watches the leases and
+requests a new primary when the primary has been silent for its whole lease or its process has ended. Together
+with kv/replication/primary they guarantee two things: of two primaries, only the later one can acknowledge a
+change; and every member that is "up" has all acknowledged changes.
 """
 
 from __future__ import annotations

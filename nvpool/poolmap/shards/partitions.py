@@ -33,8 +33,7 @@ _ONE = b"\0" * (HASH_BYTES - 1) + b"\1"
 
 
 def name_hasher(name_key: bytes) -> Callable[[int, bytes], bytes]:
-    """Return a function (directory, name) -> name hash (7 bytes, big-endian) for a pool with this name
-    key."""
+    """Return the hash function of a pool: (directory, name) -> name hash, 7 bytes, big-endian."""
     if len(name_key) != NAME_KEY_BYTES:
         raise ValueError(f"a name key has {NAME_KEY_BYTES} bytes, not {len(name_key)}")
     keyed = hashlib.blake2b(key=name_key, digest_size=HASH_BYTES).copy

@@ -227,8 +227,7 @@ def _improved(pool_map: PoolMap, shard: Shard, places: list[Place]) -> PoolMap:
 
 
 def check_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> None:
-    """Raise InvalidRequest, with the remedy, if a shard cannot reach its desired state because places go
-    away."""
+    """Raise InvalidRequest, with the remedy, if a shard loses places that it needs."""
     for shard in pool_map.shards:
         if misplaced(pool_map, shard):
             check_room_for(pool_map, shard, wanted(shard), serving)
