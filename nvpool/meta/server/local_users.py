@@ -3,8 +3,8 @@
 The process of such a user connects through a unix socket of its host, and the kernel says who it is
 (rpc/peer_roles). It acts with its own uid and groups, whatever a request claims. Before each decision the
 shard makes the checks that the kernel would make for the same system call on a mount
-(`meta/operations/permissions`); check and decision are one step. A method that is not in the table `_GUARDS`
-is refused.
+(`meta/operations/permissions`); check and decision are one step. Methods that such a user may not call are
+refused before, in rpc/access_control.
 
 An inode number alone gives no access: the inode must be reachable by a path that the user may search. A
 directory knows its parent directory. For a file the shard remembers in which directory the user has met it,
