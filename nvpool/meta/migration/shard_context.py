@@ -1,4 +1,5 @@
-"""What giver and taker reach into of the shard that they work for. Made by `meta/server/service`."""
+"""Shard context: the parts of a shard that migration source and destination use. Made by
+`meta/server/service`."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Inside(NamedTuple):
     watches: Watches
     clock: Clock
     use_map: Callable[[PoolMap], None]
-    """Make a newer map known to the whole shard, these modules too."""
+    """Make a newer map known to the whole shard, including the migration modules."""
     take_volumes: Callable[[Iterable[int], bool], None]
     forget_volumes: Callable[[frozenset[int]], None]
     quiet: Callable[[Collection[int]], Awaitable[None]]
-    """Returns when nothing is under way in these partitions, which are closed, that outlives a request."""
+    """Returns when no work that outlives a request is in progress in these closed partitions."""
