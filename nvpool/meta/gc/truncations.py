@@ -1,9 +1,9 @@
 """Truncations and holes: make every target cut the removed bytes, then drop the intent.
 
-Each target that may have such bytes is notified again and again until it has cut them. The truncation is durable before the first target is notified. So no target removes bytes that a power loss
-would bring back into the file. The client is answered, and new grants are given, when all targets have done
-it. After a restart the intents in the records are finished. Owned by `meta/server/service`, which spawns the
-tasks.
+Each target that may have such bytes is notified again and again until it has cut them. The truncation is
+durable before the first target is notified. So no target removes bytes that a power loss would bring back
+into the file. The client is answered, and new grants are given, when all targets have done it. After a
+restart the intents in the records are finished. Owned by `meta/server/service`, which spawns the tasks.
 """
 
 from __future__ import annotations
