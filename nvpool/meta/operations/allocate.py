@@ -9,7 +9,7 @@ from nvpool.rpc.v1 import meta_pb2
 
 
 def allocate(view: View, request: meta_pb2.AllocateRequest, now_ns: int) -> Draft:
-    """Make a hole of a range, or grow the file to the range's end, or both in one change.
+    """Make a hole of a range, grow the file to its end, or both in one change.
 
     The range is [offset, offset + length); `punch` makes the hole, `grow` grows the file. Growing adds no
     block. It waits for a truncation, whose bytes must be removed before they could become visible again.

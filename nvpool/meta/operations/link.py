@@ -46,7 +46,7 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
 def _is_linkable(view: View, inode: Inode) -> bool:
     """Whether the inode was created without a name and some session still has it open.
 
-    In a volume its orphan record says for as long as that that it is counted.
+    In a volume its orphan record is ORPHAN_COUNTED for that time.
     """
     if not inode.flags & records.LINKABLE:
         return False
