@@ -21,6 +21,8 @@ WAITING_MAX = 4096
 
 
 class Waits:
+    """All requests of a service that wait, each in a task of its own."""
+
     def __init__(self, clock: Clock, who: str, on_fenced: Callable[[Fenced], None]) -> None:
         self._clock = clock
         self._who = who
@@ -41,12 +43,11 @@ class Waits:
 
     def add(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False,
             undecided: bool = False) -> None:
-        """Call `then` after `wait()` returns; if `then` meets a locked record, wait for the record and call
-        `then` again.
+        """Call `then` after `wait()` returns.
 
-        If `wait` or `then` fails, or the deadline passes first, the call fails with that error.
-        `may_be_applied`: the change is already made. `undecided`: nothing of the request is decided, and the
-        wait itself changes nothing.
+        If `then` meets a locked record, wait for the record and call `then` again. If `wait` or `then` fails,
+        or the deadline passes first, the call fails with that error. `may_be_applied`: the change is already
+        made. `undecided`: nothing of the request is decided, and the wait itself changes nothing.
 
         Busy: too many requests wait already, and this change is not made. Draining: the service is stopping,
         and the request is undecided.

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 
 class MetaOptions(NamedTuple):
+    """Options of the metadata service; names ending in _s are seconds."""
+
     session_lease_s: float = 60.0
     grant_s: float = 120.0
     linger_s: float = 5.0

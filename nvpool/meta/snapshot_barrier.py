@@ -38,6 +38,8 @@ _NO_NUMBER = "a moment has a number, which is not 0: whoever begins one draws it
 
 
 class Moment:
+    """Snapshot barrier of one shard; at most one is in progress at a time."""
+
     def __init__(self, told: Callable[[], Awaitable[None]]) -> None:
         """`told` returns when no committed transaction is left of which another shard must still be
         notified."""

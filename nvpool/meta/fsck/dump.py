@@ -308,8 +308,10 @@ class Dump:
 
 
 def parse(payload: bytes, first: bool) -> Iterator[tuple[bytes, bytes]]:
-    """Records of complete lines. With `first` a head line must come first. WrongFormat: it has another
-    format."""
+    """Records of complete lines.
+
+    With `first` a head line must come first. WrongFormat: it has another format.
+    """
     for text in bytes(payload).splitlines():
         if not text.strip():
             continue

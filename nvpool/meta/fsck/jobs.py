@@ -42,11 +42,15 @@ _CURSOR = struct.Struct("<QI")
 
 
 class Answer(NamedTuple):
+    """Reply message and payload."""
+
     message: Any
     payload: bytes = b""
 
 
 class _Run:
+    """State of one check or dump between two requests."""
+
     def __init__(self, work: Fsck | dump.Dump) -> None:
         self.work = work
         self.steps = 0
@@ -68,8 +72,10 @@ class Runs:
         return number, run
 
     def make_room(self) -> None:
-        """Drop idle runs; to be called before the work of a new run is created. InUse: too many runs are in
-        progress."""
+        """Drop idle runs; to be called before the work of a new run is created.
+
+        InUse: too many runs are in progress.
+        """
         now_s = self._clock.boottime_s()
         for number in [n for n, run in self._runs.items() if now_s - run.used_s > IDLE_S]:
             self._end(number)

@@ -16,6 +16,8 @@ from nvpool.meta.state.transaction_records import decode_decision, decode_held, 
 
 
 class OtherRecords:
+    """Part of `Fsck` for records other than names."""
+
     def _xattr(self, key: bytes, raw: bytes) -> None:
         number = records.inode_of_key(key)
         try:

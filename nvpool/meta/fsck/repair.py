@@ -90,8 +90,10 @@ def _count_less(draft: Draft, key: bytes, subdirectory: bool) -> None:
 
 
 def loosened(view: View, number: int, key: bytes, now_ns: int) -> Draft:
-    """Move the directory's entry `key` to /lost+found, because it lies in a directory below it. As
-    `to_lost`."""
+    """Move the directory's entry `key` to /lost+found, because it lies in a directory below it.
+
+    As `to_lost`.
+    """
     draft = to_lost(view, number, key, now_ns)
     _count_less(draft, key, True)
     return draft

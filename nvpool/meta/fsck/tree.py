@@ -33,6 +33,8 @@ NAMES_A_STEP = 1000
 
 
 class Tree:
+    """Climbs of one check, with a cache of their results."""
+
     def __init__(self, current: Callable[[int], Inode | None], is_here: Callable[[int], bool]) -> None:
         """`current(inode)`: the inode's present record, None if it is not here."""
         self._current = current

@@ -31,6 +31,8 @@ NAMES, PARENTS = 0, 3
 
 
 class VolumeChecks:
+    """Part of `Fsck` for volume records."""
+
     def _tally_volume(self, inode: Inode) -> None:
         """Count an inode of the walk's snapshot."""
         if inode.volume == inode.number or not self._tallies:

@@ -54,6 +54,8 @@ Mend = Callable[..., Draft]  # (view, now_ns=)
 
 
 class Problem(NamedTuple):
+    """A problem that a check has found."""
+
     kind: str
     text: str
     repaired: bool
@@ -164,8 +166,10 @@ class Fsck(OtherRecords, VolumeChecks):
             self._spanning)}
 
     def step(self, limit: int) -> list[Problem]:
-        """Check the next records. There is no wait inside, so records that are read stay valid to the end of
-        the step."""
+        """Check the next records.
+
+        There is no wait inside, so records that are read stay valid to the end of the step.
+        """
         limit = min(limit or STEP_LIMIT, STEP_LIMIT_MAX)
         self._begin_step()
         if self._left is None:
@@ -276,8 +280,10 @@ class Fsck(OtherRecords, VolumeChecks):
         self._problems.append(Problem(kind, text, repaired))
 
     def _unreadable(self, error: CorruptRecord) -> None:
-        """Report that the walk's next record is damaged. A repair deletes it: nobody can read it, and its
-        data is lost."""
+        """Report that the walk's next record is damaged.
+
+        A repair deletes it: nobody can read it, and its data is lost.
+        """
         self._unread += 1
         self._walk.skip(error.key)  # before the repair: a snapshot reads a record before it is changed
         partition = records.partition_of_key(error.key) if len(error.key) > 1 and not error.key[0] & 0x80 else None

@@ -68,6 +68,8 @@ async def partitions_with_remains(kv: Kv) -> list[int]:
 
 
 class Collector:
+    """Garbage collector of one shard."""
+
     def __init__(self, kv: Kv, view: View, targets: Targets, clock: Clock, linger_s: float,
                  is_open: Callable[[int], bool]) -> None:
         self._kv = kv
@@ -272,8 +274,10 @@ class Collector:
         return removed, left
 
     async def _remove(self, batch: list[tuple[bytes, bytes]], away: set[int]) -> int:
-        """Remove the chunks of these queue entries; return how many are done. Tables in `away` do not answer
-        now."""
+        """Remove the chunks of these queue entries; return how many are done.
+
+        Tables in `away` do not answer now.
+        """
         await self._kv.sync()
         by_table: dict[int, list[bytes]] = {}
         for key, raw in batch:

@@ -38,8 +38,10 @@ class Cuts:
         self._spawn = spawn
 
     def begin(self, inode: int, intent: Intent) -> asyncio.Future:
-        """Carry out an intent that is applied. The future never fails; it is cancelled when the service
-        closes."""
+        """Carry out an intent that is applied.
+
+        The future never fails; it is cancelled when the service closes.
+        """
         done = self._view.cutting[inode] = asyncio.get_running_loop().create_future()
         self._spawn(self._finish(inode, intent, done))
         return done

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class Leaving:
+    """Partitions that have left this shard and are not removed yet."""
+
     def __init__(self, inside: Inside) -> None:
         self._inside = inside
         self._unmarked: set[int] = set()
@@ -72,8 +74,10 @@ class Leaving:
         self._inside.ranges.set_strange(self._gone | self._unmarked, True)
 
     def forget(self, pool_map: PoolMap, partitions: Collection[int]) -> None:
-        """Forget partitions that this map gives to another shard. On return no state in memory refers to
-        them."""
+        """Forget partitions that this map gives to another shard.
+
+        On return no state in memory refers to them.
+        """
         inside = self._inside
         inside.ranges.set_strange(partitions, True)
         self._unmarked.update(partitions)

@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 
 class Taker:
+    """Destination side of migrations; there may be one from each source."""
+
     def __init__(self, inside: Inside, leaving: Leaving) -> None:
         self._inside = inside
         self._leaving = leaving

@@ -30,6 +30,8 @@ ASK_S = 5.0
 
 
 class Moving:
+    """Migrations from and to this shard."""
+
     METHODS = (wire.META_MOVE,)
 
     def __init__(self, inside: Inside, dialer: Dialer | None, clock: Clock, secret: bytes, authority: ServiceRight,
@@ -50,8 +52,10 @@ class Moving:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def begin(self, pool_map: PoolMap | None) -> None:
-        """Load the migration state at a start, before other records are loaded. StaleEpoch: see
-        Leaving.begin."""
+        """Load the migration state at a start, before other records are loaded.
+
+        StaleEpoch: see Leaving.begin.
+        """
         coming = self.taker.begin()
         if pool_map is not None and pool_map.partitions:
             self._leaving.begin(pool_map, coming)

@@ -20,6 +20,8 @@ from nvpool.poolmap.model import PoolMap
 
 
 class Inside(NamedTuple):
+    """Parts of a shard, by name."""
+
     shard: int
     kv: Kv
     view: View

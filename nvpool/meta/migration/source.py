@@ -61,6 +61,8 @@ AskMoved = Callable[[int, Sequence[int], int], Awaitable[PoolMap]]
 
 
 class Giver:
+    """Source side of migrations; one runs at a time."""
+
     def __init__(self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved, term: int) -> None:
         """`send(taker, request, payload)` returns the destination's reply.
 

@@ -131,10 +131,10 @@ def _steps(directories: Iterable[meta_pb2.NamesIn]) -> Iterator[list[Piece]]:
 
 def _look_up_together(view: View, session: int, some: list[Piece], rights: int, now_ns: int,
                       reply: meta_pb2.LookupManyReply) -> bool:
-    """As `lookup` of each name, with one read for all entries and one for all inodes: 14 µs per name instead
-    of 20.
+    """As `lookup` of each name, with one read for all entries and one for all inodes.
 
-    False, with nothing added, if one of the names needs more than its records.
+    A name takes 14 µs instead of 20. Returns False, with nothing added, if one of the names needs more than
+    its records.
     """
     if view.owners or view.access.restricted or sum([len(names) for _, names in some]) < 2:
         return False

@@ -95,10 +95,9 @@ def check_owner(inode: Inode, credentials: Credentials) -> None:
 
 
 def check_sticky(directory: Inode, victim: Inode, credentials: Credentials) -> None:
-    """NotPermitted: the directory is sticky, and neither the directory nor the victim belongs to the user
-    (unlink(2)).
+    """NotPermitted: the directory is sticky, and neither it nor the victim belongs to the user.
 
-    The victim is the inode whose name is to be removed or changed.
+    See unlink(2). The victim is the inode whose name is to be removed or changed.
     """
     if directory.mode & stat.S_ISVTX and credentials.uid not in (victim.uid, directory.uid):
         raise NotPermitted(f"directory {directory.number} is sticky: inode {victim.number} is not user "

@@ -63,8 +63,10 @@ def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
 
 
 def _check_volume(inode: Inode, parent: Inode, name: bytes, new_parent: Inode) -> None:
-    """CrossesVolumes: a name would leave its volume. InUse: a volume, or the directory of all volumes, keeps
-    its name."""
+    """CrossesVolumes: a name would leave its volume.
+
+    InUse: a volume, or the directory of all volumes, keeps its name.
+    """
     if inode.volume == inode.number:
         raise InUse("it is a volume, which keeps its name")
     if name == VOLUMES and parent.number == ROOT_INODE and inode.is_directory:

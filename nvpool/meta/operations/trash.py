@@ -43,8 +43,10 @@ def inode_of_trash_key(key: bytes) -> int:
 
 
 def purged(view: View, volume: int, inodes: Iterable[int], now_ns: int) -> Draft:
-    """Remove entries from the trash for good, as if they lost their names now. Inodes not in the trash are
-    skipped."""
+    """Remove entries from the trash for good, as if they lost their names now.
+
+    Inodes not in the trash are skipped.
+    """
     draft = Draft(view, now_ns)
     for number in inodes:
         key = trash_key(volume, number)
@@ -62,8 +64,9 @@ def purged(view: View, volume: int, inodes: Iterable[int], now_ns: int) -> Draft
 
 
 def restored(view: View, request: pb.TrashRequest, now_ns: int) -> Draft:
-    """Give the entry its name back, or the requested one; its directory is restored first if it is in the
-    trash.
+    """Give the entry its old name, or the requested one.
+
+    If the entry's directory is in the trash too, the directory is restored first.
 
     NotFound       it is not in the trash, or its directory is gone for good: name another directory
     AlreadyExists  the name stands for another inode

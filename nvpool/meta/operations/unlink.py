@@ -45,11 +45,10 @@ def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode, name: bytes)
 
 
 def check_empty(draft: Draft, directory: Inode) -> None:
-    """DirectoryNotEmpty: there is a name in it; searched, because a count could be wrong. InUse: it is a
-    volume.
+    """DirectoryNotEmpty: there is a name in the directory. InUse: it is a volume.
 
-    A wide directory is searched in all partitions (12 ms) only if its count says that it is empty; after that
-    it is not divided any more.
+    The names are searched, because a count could be wrong. A wide directory is searched in all partitions (12
+    ms) only if its count says that it is empty; after that it is not divided any more.
     """
     if directory.volume == directory.number:
         raise InUse("it is a volume: nvpool volume rm POOL NAME removes it")

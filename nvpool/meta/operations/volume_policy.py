@@ -82,8 +82,10 @@ def check_limits(bytes_max: int, files_max: int) -> None:
 
 
 def read_volume(view: View, number: int) -> tuple[VolumeRecord, Use]:
-    """Record and usage of a volume. NotFound: it is no volume. WrongShard: another shard owns its
-    partition."""
+    """Record and usage of a volume.
+
+    NotFound: it is no volume. WrongShard: another shard owns its partition.
+    """
     raw = view.record(volume_key(VOLUME, number)) if 0 < number < 1 << 63 else None
     if raw is None:
         raise NotFound(f"inode {number} is no volume")
@@ -116,8 +118,10 @@ def state_of(view: View, number: int, record: VolumeRecord, use: Use) -> pb.Volu
 
 
 def limited(record: VolumeRecord, use: Use, promised: int, request: pb.VolumeRequest) -> VolumeRecord:
-    """Record after SET. InvalidRequest: the quota would be below the usage. ReadOnly: the volume is
-    sealed."""
+    """Record after SET.
+
+    InvalidRequest: the quota would be below the usage. ReadOnly: the volume is sealed.
+    """
     if record.flags & SEALED and (request.HasField("bytes_max") or request.HasField("files_max")):
         raise ReadOnly(f"volume {record.name} is sealed, and nothing more comes into it")
     if request.HasField("bytes_max"):

@@ -75,8 +75,10 @@ def setxattr(view: View, request: meta_pb2.SetXattrRequest, now_ns: int) -> Draf
 
 
 def _use_acl(draft: Draft, inode: Inode, request: meta_pb2.SetXattrRequest) -> acl.Acl:
-    """The list to store; empty if the mode says the same. An access list sets the mode
-    (`posix_acl_update_mode`)."""
+    """The list to store; empty if the mode says the same.
+
+    An access list sets the mode (`posix_acl_update_mode`).
+    """
     if inode.is_symlink:
         raise NotSupported("a symbolic link has no access control list")
     found = acl.decode_acl(request.value)

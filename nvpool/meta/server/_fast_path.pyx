@@ -753,7 +753,7 @@ cdef class AtOnce:
         put_head(at, REPLY, 0, number, 0, <uint32_t>message_bytes, 0, crc_of(at + HEADER_BYTES, message_bytes))
         return PyBytes_FromStringAndSize(<const char *>at, end - at)
 
-    # -- what is read
+    # -- reads
 
     cdef bint _inode(self, uint64_t number, Inode *i) except -1:
         """Read an inode. False: it does not exist, or needs the slow path.
@@ -863,7 +863,7 @@ cdef class AtOnce:
         memcpy(begin + GRANT_BODY, PyBytes_AS_STRING(<bytes>state.digest()), MAC_BYTES)
         return begin + GRANT_BYTES
 
-    # -- what is changed
+    # -- changes
 
     cdef bytes _commit(self, Request *r, session, slot, list effects, bytes answer, bint adds, uint32_t number):
         """Apply the change with its slot record. Return None on success, else the error frame."""

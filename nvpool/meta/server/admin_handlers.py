@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 class Answers:
+    """Part of `MetaService` for listings, status, checks, dumps and loads."""
+
     reason = ""
     """Reason why an operator must look at this service although it serves; part of its status."""
 

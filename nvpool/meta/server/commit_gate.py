@@ -21,6 +21,8 @@ HELD_MAX = 16_384
 
 
 class Gate:
+    """The commit gate of one primary."""
+
     def __init__(self, history: History, clock: Clock, needs_lease: Callable[[], bool]) -> None:
         self._history = history
         self._clock = clock
@@ -42,8 +44,10 @@ class Gate:
             handle(_HeldCall(self, call))
 
     def answer(self, call: Call, give: Callable[[], None]) -> None:
-        """Call `give` now, or when all changes made so far are committed; fail the call if they will not
-        be."""
+        """Call `give` when all changes made so far are committed, perhaps now.
+
+        If they will not be committed, the call fails.
+        """
         history = self._history
 
         def when(known: bool) -> None:

@@ -222,8 +222,10 @@ class User:
         raise DirectoryGone(f"directory {number} was removed")
 
     def reach(self, number: int) -> Inode:
-        """The inode, after a check that a path leads to it which the user may search. AccessDenied,
-        NotFound."""
+        """The inode, after a check that a path leads to it which the user may search.
+
+        AccessDenied, NotFound.
+        """
         inode = self.view.inode(number)
         if number == ROOT_INODE:
             return inode
@@ -242,8 +244,8 @@ class User:
     def _look_for(self, number: int, links: int) -> None:
         """Search the file's partition for a name that the user can reach, and remember it.
 
-        AccessDenied: the user can reach none of the file's names. NotFound: the file may have names elsewhere;
-        a caller that knows one looks that name up.
+        AccessDenied: the user can reach none of the file's names. NotFound: the file may have names
+        elsewhere; a caller that knows one looks that name up.
         """
         partition, found = partition_of(number), 0
         first, end = records.prefix(partition, records.DENTRY), records.prefix(partition, records.DENTRY + 1)

@@ -79,6 +79,8 @@ LEAVE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
+    """Options of one shard member."""
+
     node: int
     shard: int
     member: int
@@ -458,8 +460,10 @@ class ShardMember:
                 return
 
     def _whole_term(self) -> int:
-        """Term up to which the records are complete; see `whole_term` in kv/replication/member. 0 if
-        unknown."""
+        """Term up to which the records are complete; see `whole_term` in kv/replication/member.
+
+        0 if unknown.
+        """
         try:
             return whole_term(self._options.mark, self._options.path)
         except NvpoolError as error:

@@ -40,6 +40,8 @@ STEP = pb.FollowRequest
 
 
 class WireStandby:
+    """Client of one standby, for the primary."""
+
     def __init__(self, dialer: Dialer, endpoints: Callable[[], tuple[str, ...]], *, shard: int, member: int, clock: Clock,
                  authority: Callable[[], bytes]) -> None:
         self._dialer = dialer

@@ -78,6 +78,8 @@ from nvpool.security.volume_keys import PoolKeys
 _log = logging.getLogger(__name__)
 
 class MetaService(Answers, SessionAnswers, VolumeAnswers):
+    """The metadata service of one shard; its other parts are in the base classes."""
+
     def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: Dialer | None = None,
                  pool_keys: PoolKeys | None = None, clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
                  take_right: TakeRight | None = None, callers: Callers | None = None) -> None:
@@ -377,10 +379,10 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         return answer
 
     def _change_route(self, request_class: Any, decide: Decision, home: Callable[[Any], int] | None) -> Callable[[Call], None]:
-        """Route of a change. `home(request)` is the inode whose shard coordinates a change that may need
-        other shards.
+        """Route of a change.
 
-        Without `home` the change concerns one inode alone.
+        `home(request)` is the inode whose shard coordinates a change that may need other shards. Without
+        `home` the change concerns one inode alone.
         """
         parse = request_class.FromString
 
@@ -440,8 +442,10 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
 
     def _span(self, call: Call, decide: Decision, request: Any, session: Session, slot: Slot, index: int,
               sequence: int, mark: int) -> None:
-        """Carry out a cross-shard transaction. Each slot has at most one: a replay waits for the first to
-        end."""
+        """Carry out a cross-shard transaction.
+
+        Each slot has at most one: a replay waits for the first to end.
+        """
         under_way = self._spanning.under_way.get((session.number, index))
         if under_way is not None:
             self._later(call, lambda: asyncio.wait([under_way]))
@@ -489,7 +493,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 effects: dict[bytes, bytes | None] | None = None, committed: Callable[[], None] | None = None) -> None:
         """Apply the draft with its slot record, update memory, and answer now or when allowed.
 
-        `effects`: this shard's effects if other shards have some too; `committed` is called when they are applied.
+        `effects`: this shard's effects if other shards have some too; `committed` is called when they are
+        applied.
         """
         answer = draft.reply.SerializeToString()
         waits_for = draft.intent[0] if draft.intent is not None else 0
@@ -570,8 +575,10 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._waits.add(call, wait, lambda: call.cancelled or self.handle(call), undecided=True)
 
     def _answer_later(self, call: Call, wait: Callable[[], Awaitable], answer: bytes) -> None:
-        """Answer a change that is already made after the wait. A client that times out before may send it
-        again."""
+        """Answer a change that is already made after the wait.
+
+        A client that times out before may send it again.
+        """
         self._waits.add(call, wait, lambda: call.reply(answer), may_be_applied=True)
 
 

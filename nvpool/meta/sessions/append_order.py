@@ -32,8 +32,10 @@ _FILES_MAX = 4096
 
 
 class AppendInProgress(Exception):
-    """The decision needs another client's append to be reported first. Only the service sees it, waits, and
-    decides again."""
+    """The decision needs another client's append to be reported first.
+
+    Only the service sees it, waits, and decides again.
+    """
 
     def __init__(self, inode: int) -> None:
         self.inode = inode
@@ -56,6 +58,8 @@ class _Open:
 
 
 class Appends:
+    """Open append reservations of a shard's files."""
+
     def __init__(self, clock: Clock, append_s: float = APPEND_S) -> None:
         self._clock = clock
         self._append_s = append_s

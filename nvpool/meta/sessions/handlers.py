@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 class SessionAnswers:
+    """Session part of `MetaService`."""
+
     def _owner(self, call: Call) -> str:
         """Owner name whose sessions the caller may use; "" for a node, which may use all sessions."""
         return self._callers.of(call.peer).owner
@@ -117,10 +119,10 @@ class SessionAnswers:
         self._locks.end_session(session.number, said_so=not grants_live_s)
 
     async def end_leases(self) -> None:
-        """End expired sessions and those of removed clients, release locks, and reserve more numbers if few
-        are left.
+        """End expired sessions and those of removed clients.
 
-        Waits for the engine, and for the pool map's coordinator if locks of removed clients depend on it.
+        This also releases locks, and reserves more numbers if few are left. Waits for the engine, and for the
+        pool map's coordinator if locks of removed clients depend on it.
         """
         now_s = self._clock.boottime_s()
         self._locks.give_on(await self._revocations.cut_off())
@@ -168,8 +170,10 @@ class SessionAnswers:
             for session in found if session is not None]).SerializeToString())
 
     def begin_drain(self) -> None:
-        """Answer requests that wait for other requests; those are no longer accepted, so the wait would last
-        all the drain."""
+        """Answer all requests that wait for other requests.
+
+        Other requests are no longer accepted, so the wait would last all the drain.
+        """
         self._waits.begin_drain()
         if self._incarnation:
             self._watches.close()

@@ -121,6 +121,8 @@ class _Table:
 
 
 class Watches:
+    """Leases and watches of all sessions of a shard."""
+
     def __init__(self, clock: Clock, first_number: int, watch_s: float, lease_s: float) -> None:
         self._clock = clock
         self._watch_s = watch_s
@@ -231,10 +233,9 @@ class Watches:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def conflict(self, session: int, draft: Draft) -> Callable[[], Awaitable] | None:
-        """What the session's change must wait for because other sessions have leases on its inodes; None:
-        nothing.
+        """Recall the leases of other sessions on the inodes of a change; return the wait.
 
-        After the wait the change must be decided again.
+        None: there is nothing to wait for. After the wait the change must be decided again.
         """
         if not self._unheard and len(self._watches) <= (session in self._watches):
             return None
@@ -351,8 +352,10 @@ class Watches:
         self._withheld.difference_update(partitions)
 
     def end_all(self) -> None:
-        """End all leases because a repair has changed inodes. Clients are notified; nothing waits for
-        them."""
+        """End all leases because a repair has changed inodes.
+
+        Clients are notified; nothing waits for them.
+        """
         for watch in self._watches.values():
             self._begin_anew(watch)
             self._answer_soon(watch)

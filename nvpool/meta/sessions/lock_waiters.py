@@ -1,5 +1,4 @@
-"""Lock service of a shard: loads locks at start, notifies waiting clients, and releases locks of ended
-sessions.
+"""Lock service of a shard: loading, notification of waiting clients, locks of ended sessions.
 
 A session that has ended keeps its locks until its last grant has expired, because a client that lost its
 session may still write with a grant. After a restart the time of the end is unknown, so the period starts
@@ -38,6 +37,8 @@ behind, and the store itself allows for a clock that is."""
 
 
 class _Question:
+    """Pending request of a client that waits for the turn of its tickets."""
+
     __slots__ = ("call", "waiters", "timer")
 
     def __init__(self, call: Call, waiters: dict[int, Waiter], timer: asyncio.TimerHandle) -> None:
@@ -47,6 +48,8 @@ class _Question:
 
 
 class LockWaits:
+    """Clients that wait for locks, and locks of ended sessions."""
+
     def __init__(self, kv: Kv, table: LockTable, clock: Clock) -> None:
         self._kv = kv
         self._table = table
@@ -113,10 +116,9 @@ class LockWaits:
             self._table.end_session(session, 0.0)
 
     async def run_once(self, sessions: Sessions) -> None:
-        """Release locks of ended sessions whose time has come, advance the queues, and update the limits of
-        peers.
+        """Release locks of ended sessions whose time has come.
 
-        Waits for the engine only.
+        This also advances the queues and updates the limits of peers. Waits for the engine only.
         """
         sessions.weigh(self._table)
         self._table.tick()

@@ -46,7 +46,9 @@ _CHANGE_TAG, _ONE_BYTE = 1 << 3 | 2, 0x80
 
 
 def mark_of(method: int, request, message: bytes | memoryview) -> int:
-    """32-bit fingerprint of a change, which tells a replay from another request with the same sequence.
+    """32-bit fingerprint of a change, to distinguish a replay from another request.
+
+    A client that sends another request with a used sequence is thereby detected.
 
     It covers the method, the caller's uid and gid, and all fields but `change` (its epoch may be newer) and
     those in `_VARIES`. `message` is the request as received, its fields in order as protobuf writes them;
@@ -93,6 +95,8 @@ class Slot:
 
 
 class Session:
+    """One client session in memory."""
+
     __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity", "brought",
                  "member", "peer", "opens_max", "owner")
 
@@ -222,8 +226,10 @@ class Sessions:
         return slot
 
     def opening(self, number: int, record: SessionRecord, now_s: float, peer: str = "") -> tuple[Session, list]:
-        """A new session, which counts after `add`, and the effects that store it. `peer`: see Session.
-        TooManyOpen."""
+        """A new session, which counts after `add`, and the effects that store it.
+
+        `peer`: see Session. TooManyOpen.
+        """
         most, mine = self._options.sessions, self._of_peers.get(peer, 0)
         if peer and mine >= self._options.sessions_per_peer:
             TALLY.limit_met("sessions_per_peer")

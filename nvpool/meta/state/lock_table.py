@@ -42,6 +42,8 @@ FAIR_S = 1.0
 
 
 class Owner(NamedTuple):
+    """Owner of file locks: the lock's kind, the client's session, and the owner within the client."""
+
     kind: int
     session: int
     owner: int
@@ -71,8 +73,10 @@ class Waiter:
 
 
 class Step(NamedTuple):
-    """A decided request. `waiter`: leaves the queue if the lock is granted, else is in the queue from now
-    on."""
+    """A decided request.
+
+    `waiter`: leaves the queue if the lock is granted, else is in the queue from now on.
+    """
 
     inode: int
     owner: Owner
@@ -83,12 +87,16 @@ class Step(NamedTuple):
 
 
 class InTheWay(NamedTuple):
+    """A conflicting range and its owner. `waits`: the owner waits for it and does not have it yet."""
+
     owner: Owner
     span: Span
     waits: bool = False
 
 
 class _File:
+    """Locked ranges and queue of one file."""
+
     __slots__ = ("spans", "queue")
 
     def __init__(self) -> None:
@@ -97,6 +105,8 @@ class _File:
 
 
 class LockTable:
+    """File locks and waiters of one shard."""
+
     def __init__(self, clock: Clock, hold_s: float) -> None:
         """hold_s: seconds for which locks of a session are kept that has ended without being closed by its
         client."""
@@ -325,8 +335,10 @@ class LockTable:
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def load(self, inode: int, owner: Owner, span: Span) -> None:
-        """Load a range from the records, in their order. A range that contradicts earlier ones is left to
-        fsck."""
+        """Load a range from the records, in their order.
+
+        A range that contradicts earlier ones is left to fsck.
+        """
         spans = self.spans_of(inode, owner)
         if span.start <= span.end and (not spans or spans[-1].end < span.start):
             self._change(inode, owner, Change(len(spans), len(spans), [span]))
@@ -368,8 +380,10 @@ class LockTable:
         return effects
 
     def rename_session(self, old: int, new: int) -> None:
-        """Move all locks of session `old` to session `new` of the same client. The records are changed
-        already."""
+        """Move all locks of session `old` to session `new` of the same client.
+
+        The records are changed already.
+        """
         for inode, owner in list(self._of_session.get(old, ())):
             spans = list(self.files[inode].spans[owner])
             self._change(inode, owner, Change(0, len(spans), []))

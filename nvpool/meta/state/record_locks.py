@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 
 class Hold:
+    """Lock of one cross-shard transaction on a set of records."""
+
     __slots__ = ("span", "order", "keys", "done", "since_s", "durable")
 
     def __init__(self, span: SpanId, order: int, since_s: float) -> None:
@@ -85,9 +87,13 @@ class Reads(Protocol):
 
 
 class Holds:
+    """All record locks of a shard."""
+
     def __init__(self, kv: Reads, view: View, clock: Callable[[], float]) -> None:
-        """`kv` serves reads of records that are not locked. After a change of its `get`, `get_many` or `scan`
-        call `look_through`."""
+        """`kv` serves reads of records that are not locked.
+
+        After a change of its `get`, `get_many` or `scan` call `look_through`.
+        """
         self._kv = kv
         self._view = view
         self._now_s = clock

@@ -27,6 +27,8 @@ _MARK = struct.Struct("<5sI")
 
 
 class SessionRecord(NamedTuple):
+    """Stored part of a session."""
+
     secret: bytes
     opened_ns: int
     client: str
@@ -40,8 +42,10 @@ class SessionRecord(NamedTuple):
 
 
 class SlotRecord(NamedTuple):
-    """Last change of a slot. The answer must wait while the inode `waits_for` (0: none) is being
-    truncated."""
+    """Last change of a slot.
+
+    The answer must wait while the inode `waits_for` (0: none) is being truncated.
+    """
 
     sequence: int
     waits_for: int

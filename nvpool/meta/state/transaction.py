@@ -50,8 +50,10 @@ _FLAGS = Inode.__slots__.index("flags")
 
 
 class CutInProgress(Exception):
-    """The decision needs the inode's truncation to end first. Only the service sees it, waits, and decides
-    again."""
+    """The decision needs the inode's truncation to end first.
+
+    Only the service sees it, waits, and decides again.
+    """
 
     def __init__(self, inode: int) -> None:
         self.inode = inode
@@ -153,14 +155,18 @@ class View:
             raise WrongShard(f"partition {partition} belongs to shard {self.owners[partition]}")
 
     def record(self, key: bytes) -> bytes | None:
-        """Record under a key of any partition; None if there is none. WrongShard: another shard owns the
-        partition."""
+        """Record under a key of any partition; None if there is none.
+
+        WrongShard: another shard owns the partition.
+        """
         self._check_owner(records.partition_of_key(key))
         return self.get(key)
 
     def xattr(self, number: int, name: bytes) -> bytes | None:
-        """Value of an extended attribute; None if there is none. WrongShard: another shard owns the
-        partition."""
+        """Value of an extended attribute; None if there is none.
+
+        WrongShard: another shard owns the partition.
+        """
         raw = self.record(records.xattr_key(number, name))
         return records.decode_xattr(raw) if raw is not None else None
 
@@ -188,8 +194,7 @@ class View:
         return _directory(self.inode, number)
 
     def holder(self, number: int) -> Inode:
-        """Record in which changes of names in the directory are counted: its inode, or this shard's stripe of
-        it.
+        """Record that counts changes of names in the directory: its inode, or this shard's stripe.
 
         Errors as of `directory`.
         """
@@ -240,11 +245,10 @@ class View:
         return any(self.scan(*records.dentry_range(partition, number), 1) for partition in partitions)
 
     def searched(self, number: int, name: bytes, spread: bool) -> Inode:
-        """The directory in which a caller looks up a name; if it is `spread`, only the fields needed for
-        that.
+        """The directory in which a caller looks up a name.
 
-        SpreadDirectory: the caller did not know that it is spread, and another shard owns the name's
-        partition.
+        If it is `spread`, it has only the fields needed for that. SpreadDirectory: the caller did not know
+        that it is spread, and another shard owns the name's partition.
         """
         if spread:
             return _spread_directory(number)
@@ -265,8 +269,10 @@ class View:
         return found
 
     def place(self, directory: Inode, name: bytes) -> tuple[int, bytes, bytes]:
-        """(partition, hash, key) of a name, whether it exists or not. InvalidRequest, NameTooLong: it can be
-        no name."""
+        """(partition, hash, key) of a name, whether it exists or not.
+
+        InvalidRequest, NameTooLong: it can be no name.
+        """
         if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
             raise InvalidRequest(f"{name!r} can not be a name")
         if len(name) > NAME_BYTES_MAX:
@@ -435,8 +441,10 @@ class Draft:
         return (self.effects.get(key) or self.view.get(key)) == records.ORPHAN_COUNTED
 
     def stamp(self, inode: Inode, content: bool = False) -> None:
-        """Set ctime to now (and mtime, if the content changes) and raise the change counter. Times never go
-        back."""
+        """Set ctime to now (and mtime, if the content changes) and raise the change counter.
+
+        Times never go back.
+        """
         now = self.now_ns if self.now_ns > inode.ctime_ns else inode.ctime_ns
         inode.ctime_ns = now
         if content:

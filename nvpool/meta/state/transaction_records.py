@@ -52,8 +52,10 @@ class Decision(NamedTuple):
 
 
 def partition_of_held(key: bytes) -> int:
-    """Partition with which the locked record migrates. The turn has no partition: it moves with the
-    root's."""
+    """Partition with which the locked record migrates.
+
+    The turn has no partition: it moves with the root's.
+    """
     return 0 if key == TURN_KEY else (key[0] << 8 | key[1]) >> 3
 
 

@@ -1,6 +1,6 @@
-"""Access rights in volumes, checked only for volumes that restrict something, so that all others cost
-nothing.
+"""Access rights in volumes.
 
+They are checked only for volumes that restrict something, so that all other volumes cost nothing.
 `restricted` holds the volumes of this shard that are sealed, listed or being removed; `encrypted` those that
 are encrypted. Requests about everything that a shard has are for nodes anyway (rpc/access_control). The
 service says on whose behalf it decides (`asker`). Its own work (fsck, the collector, removal) has no asker
@@ -55,6 +55,8 @@ def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
 
 
 class Access:
+    """Access checks of one shard, for the asker on whose behalf the shard decides now."""
+
     def __init__(self) -> None:
         self.restricted: dict[int, VolumeRecord] = {}
         self.encrypted: dict[int, bytes] = {}

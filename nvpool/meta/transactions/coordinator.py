@@ -78,6 +78,8 @@ class _Asked:
 
 
 class Coordinator:
+    """Coordinator of the cross-shard transactions that this shard decides."""
+
     def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, reads: Reads, holds: Holds, peers: Peers,
                  clock: Clock, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
         self._shard = shard
@@ -157,8 +159,10 @@ class Coordinator:
         raise Unavailable("a change over several shards needs more of them than can be")
 
     async def _gather(self, span: Span, need: Need, until_s: float) -> None:
-        """Lock and fetch what the decision needs. On Busy and other passing errors it starts again, up to a
-        limit."""
+        """Lock and fetch what the decision needs.
+
+        On Busy and other passing errors it starts again, up to a limit.
+        """
         if need.turn and await self._turn_here(span, until_s):
             return
         asked = self._by_shard(need)
@@ -276,11 +280,10 @@ class Coordinator:
     # -- from the decision on --------------------------------------------------------------------------------------------
 
     def split(self, span: Span, draft: Draft) -> tuple[dict[bytes, bytes | None], Decision | None]:
-        """Our effects of the draft, with the decision among them; the decision is None if no other shard has
-        effects.
+        """Split the draft: our effects, with the decision among them, and the decision.
 
-        A caller that can not apply them calls `not_written` if it is certain that nothing was written. An
-        engine that fails may have written them.
+        The decision is None if no other shard has effects. A caller that can not apply them calls
+        `not_written` if it is certain that nothing was written. An engine that fails may have written them.
         """
         ours: dict[bytes, bytes | None] = {}
         others: dict[int, list[Effect]] = {}

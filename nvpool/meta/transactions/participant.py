@@ -59,6 +59,8 @@ async def durable(kv: Kv, sequence: int | None = None) -> None:
 
 
 class Participant:
+    """This shard's part in transactions that other shards coordinate."""
+
     def __init__(self, kv: Kv, view: View, reads: Reads, holds: Holds, numbers: Numbers, peers: Peers, clock: Clock,
                  recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
                  orphaned: Callable[[int], None]) -> None:
@@ -183,11 +185,11 @@ class Participant:
                      if (closed := self._reads.closed(partition)) is not None), None)
 
     def _is_waited_for(self, span: SpanId) -> bool:
-        """Whether the migration waits for this transaction, because it has a lock in the partitions
-        (`Holds.quiet`).
+        """Whether the migration waits for this transaction.
 
-        A transaction with locks only elsewhere is not waited for: a lock that it takes now would be left
-        behind, and its effects would be lost.
+        It does if the transaction has a lock in the partitions (`Holds.quiet`). A transaction with locks only
+        elsewhere is not waited for: a lock that it takes now would be left behind, and its effects would be
+        lost.
         """
         known = self._holds.by_span.get(span)
         return known is not None and any(self._reads.closed(partition_of_held(key)) is not None for key in known.keys)

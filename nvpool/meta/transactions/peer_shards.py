@@ -25,6 +25,8 @@ SHARD_MAX = 0xFFFF
 
 
 class Peers:
+    """Client of all other shards."""
+
     def __init__(self, dialer: Dialer | None, clock: Clock, right: ServiceRight) -> None:
         self._dialer = dialer
         self._clock = clock
@@ -43,8 +45,10 @@ class Peers:
         return self._map is not None and shard not in self._map.shard_by_id and shard <= shards_given(self._map)
 
     async def ask(self, shard: int, method: int, request: Any, reply_type: Any, wait_s: float) -> Any:
-        """Reply of the shard's primary; any NvpoolError. Unreachable also if our map does not know the shard
-        yet."""
+        """Reply of the shard's primary; any NvpoolError.
+
+        Unreachable also if our map does not know the shard yet.
+        """
         known = self._map.shard_by_id.get(shard) if self._map is not None else None
         if known is None:
             raise WrongShard(f"shard {shard} has left the pool") if self.has_left(shard) else \

@@ -29,6 +29,8 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 
 
 class Spanning:
+    """Cross-shard transactions of one shard, as coordinator and as participant."""
+
     METHODS = (wire.META_HOLD, wire.META_SETTLE, wire.META_OUTCOME)
 
     def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, numbers: Numbers, targets: Targets, clock: Clock,

@@ -64,6 +64,8 @@ _Wish = pb.VolumeRequest
 
 
 class VolumeAnswers:
+    """Volume part of `MetaService`."""
+
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def take_volumes(self, partitions: Iterable[int], promises_lost: bool) -> None:
@@ -393,8 +395,7 @@ class VolumeAnswers:
                 reply.next = 1
 
     async def _purge(self, volume: int, inodes: list[int], session: int) -> int:
-        """Remove these inodes from the trash after a recall of all leases on them; return how many were
-        removed.
+        """Remove these inodes from the trash after a recall of all leases on them; return the count.
 
         Held, WrongShard, Unavailable: this shard can not purge them now.
         """
@@ -442,8 +443,10 @@ class VolumeAnswers:
                 await self.purge_more()
 
     async def remove_more(self) -> int:
-        """Remove some contents of volumes that are being removed; return how many inodes. Takes steps of a
-        few ms."""
+        """Remove some contents of volumes that are being removed; return how many inodes.
+
+        Takes steps of a few ms.
+        """
         gone = 0
         for number, record in list(self._view.access.restricted.items()):
             if not record.flags & REMOVING:

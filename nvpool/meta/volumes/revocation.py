@@ -47,9 +47,10 @@ def lost_rights(before: VolumeRecord, after: VolumeRecord) -> dict[str, int]:
 
 
 class Revocations:
+    """Revocations that the pool map must still list, and removed clients whose locks are still kept."""
+
     def __init__(self, clock: Clock, options: MetaOptions, take_right: TakeRight | None, epoch: Callable[[], int]) -> None:
-        """`take_right(request)` asks the pool map's coordinator, and returns the targets that do not know the
-        map yet.
+        """`take_right(request)` asks the pool map's coordinator, and returns the targets unaware of it.
 
         None: there is no map (tests, tools), and nothing is done. `epoch()`: epoch of the map that this shard
         knows.
