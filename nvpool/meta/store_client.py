@@ -1,6 +1,7 @@
 """Client of the chunk stores: finds the targets of a placement table and sends requests to them.
 
-Used by `meta/gc/truncations` and `meta/gc/collector`. Without a dialer (unit tests, offline tools) there are no targets.
+Used by `meta/gc/truncations` and `meta/gc/collector`. Without a dialer (unit tests, offline tools) there are
+no targets.
 """
 
 from __future__ import annotations

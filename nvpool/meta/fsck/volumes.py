@@ -2,7 +2,8 @@
 
 A part of `meta/fsck/walker`, which does the walk and owns all state used here. The usage is summed up over
 the same snapshot from which its record is read: in the volume's partition all other records of the volume
-come before it. A repair applies the difference, which is right whatever has changed since. """
+come before it. A repair applies the difference, which is right whatever has changed since.
+"""
 
 from __future__ import annotations
 

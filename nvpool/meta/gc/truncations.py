@@ -1,4 +1,4 @@
-"""Truncations and holes: make every target cut the removed bytes, then drop the intent.
+"""Truncations and holes: make every target remove the bytes, then delete the intent.
 
 Each target that may have such bytes is notified again and again until it has cut them. The truncation is
 durable before the first target is notified. So no target removes bytes that a power loss would bring back

@@ -1,5 +1,4 @@
-"""Shard context: the parts of a shard that migration source and destination use. Made by
-`meta/server/service`."""
+"""Shard context: the parts of a shard that a migration uses. Made by `meta/server/service`."""
 
 from __future__ import annotations
 

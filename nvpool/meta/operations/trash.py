@@ -1,11 +1,11 @@
 """Trash of a volume: removed files are kept for a while, counted by the quota, and restored on request.
 
 An inode that loses its last name in a volume with a trash does not become an orphan, but an entry of the
-trash, which stands for that name. Its links stay (clients are shown one less, so none). Its flag TRASHED says
-that no path leads to it. Meanwhile it gets no other names, and a directory in the trash takes no names. A
-directory is empty when it enters the trash: its contents have entered before, with that directory as their
-place. So a restore begins with the directory. Decisions are pure; the service purges expired entries in the
-background. Part of the volume feature (`meta/volumes`).
+trash, which stands for that name. Its link count stays, but clients are shown one link less, so none. Its
+flag TRASHED says that no path leads to it. Meanwhile it gets no other names, and a directory in the trash
+takes no names. A directory is empty when it enters the trash: its former contents have entered before it, and
+their entries name it as their directory. So a restore begins with the directory. Decisions are pure; the
+service purges expired entries in the background. Part of the volume feature (`meta/volumes`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Extended attributes: set and remove. Name spaces user, trusted and security, and POSIX access control
-lists."""
+"""Extended attributes: set and remove.
+
+The name spaces are user, trusted and security, and the names of POSIX access control lists.
+"""
 
 from __future__ import annotations
 

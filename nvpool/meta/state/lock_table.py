@@ -6,8 +6,8 @@ effects durable, and `commit` updates this table. So no lock exists that the rec
 
 Waiters are in memory only: each has a place in a queue, named by a ticket. When the lock becomes free, the
 first waiters get their *turn*: the lock counts as theirs, and they ask for it by an ordinary change that may
-be repeated. A waiter that does not come within `TURN_S` loses its turn. So a lock is never taken by an answer
-that no client received.
+be repeated. A waiter that does not come within `TURN_S` loses its turn. So a lock is never granted in an
+answer that no client received.
 
 Places are in order of arrival. An earlier waiter for a conflicting lock stops only other waiters, and for no
 longer than `FAIR_S`. After that, and for an owner that has a lock on the file already, a free range is free,

@@ -1,12 +1,13 @@
 """Striped directories: one shard's stripe (part) of a wide directory that is spread over several shards.
 
-A wide directory becomes *divided* (its flag says so) when a shard other than its own changes one of its names
-by itself. From then on each shard that changes names has a stripe, the directory's own shard too. A stripe
-counts how many entries and subdirectories were added and removed by its shard, and holds the time of the last
-change and a copy of the attributes that the creation of a file needs. The counts are signed, because one
-shard may create a name and another may remove it after its partition has migrated. The directory's own record
-does not change meanwhile. The attributes of the directory are its record and all stripes together: the sums,
-and the latest of the times. So stripes need not migrate with partitions.
+The names of a wide directory are spread over all partitions. It becomes *divided* (its flag says so) when a
+shard other than its own changes one of its names by itself. From then on each shard that changes names has a
+stripe, the directory's own shard too. A stripe counts how many entries and subdirectories were added and
+removed by its shard, and holds the time of the last change and a copy of the attributes that the creation of
+a file needs. The counts are signed, because one shard may create a name and another may remove it after its
+partition has migrated. The directory's own record does not change meanwhile. The attributes of the directory
+are its record and all stripes together: the sums, and the latest of the times. So stripes need not migrate
+with partitions.
 
 A transaction that creates a stripe locks the directory's record. A transaction that changes this record in
 another way (attributes, removal) locks the stripes of all shards and merges them into the record; then the

@@ -6,9 +6,9 @@ Part of the format (golden values in tests/golden). Keys begin like all of a sha
     held      key    kind u16 · coordinator u16 · incarnation u64 · number u64
               value  version u8 = 1 · order u64 · then each locked key: length u16, key
     decided   key    kind u16 · coordinator u16 · incarnation u64 · number u64
-              value  version u8 = 1 · turn u8 · then each shard to be notified, in order: shard u16 · effects
-              u32, each:
-                     length of the key u16 · key · length of the value u32 (all bits set: deleted) · value
+              value  version u8 = 1 · turn u8 · then each shard to be notified, in order: shard u16 ·
+                     number of effects u32, each: length of the key u16 · key · length of the value u32 (all
+                     bits set: deleted) · value
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ They are checked only for volumes that restrict something, so that all other vol
 `restricted` holds the volumes of this shard that are sealed, listed or being removed; `encrypted` those that
 are encrypted. Requests about everything that a shard has are for nodes anyway (rpc/access_control). The
 service says on whose behalf it decides (`asker`). Its own work (fsck, the collector, removal) has no asker
-and may do everything. Used by `meta/state/transaction`; part of `View`. """
+and may do everything. Used by `meta/state/transaction`; part of `View`.
+"""
 
 from __future__ import annotations
 
