@@ -17,7 +17,7 @@ from nvpool.meta.state.record_locks import Held
 from nvpool.rpc.api import Call
 
 WAITING_MAX = 4096
-"""Highest number of requests that wait at the same time; a request beyond it fails with Busy."""
+"""Highest number of requests that wait at the same time. A request beyond it fails with Busy."""
 
 
 class Waits:

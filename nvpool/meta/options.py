@@ -11,11 +11,11 @@ class MetaOptions(NamedTuple):
     session_lease_s: float = 60.0
     grant_s: float = 120.0
     linger_s: float = 5.0
-    """Seconds that an unlinked inode stays for clients that opened it without a request; they report such an
+    """Seconds that an unlinked inode stays for clients that opened it without a request. They report such an
     open sooner."""
     watch_s: float = 3.0
-    """Longest delay that a dead or stopped lease holder causes to the first change of a file. A client sends a
-    message every third of this time; see `meta/sessions/lease_table`."""
+    """Longest delay that a dead or stopped lease holder causes to the first change of a file. A client sends
+    a message every third of this time; see `meta/sessions/lease_table`."""
     lease_s: float = 60.0
     """Lifetime of a lease on an inode unless another request about the inode renews it."""
     tick_s: float = 1.0

@@ -1,7 +1,7 @@
 """Authentication between the services of a pool: an access token (grant) signed with the pool's key.
 
-The grant covers everything. `meta/store_client` and `meta/server/replication_rpc` send it; the pool map's
-coordinator checks it.
+The grant covers everything. `meta/store_client`, `meta/server/replication_rpc` and the clients of other
+shards send it; the receiving services and the pool map's coordinator check it.
 """
 
 from __future__ import annotations

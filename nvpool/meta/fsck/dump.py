@@ -253,7 +253,10 @@ _RECORDS: dict[str, Callable[[dict], tuple[bytes, bytes]]] = {
 
 
 def line_of(key: bytes, raw: bytes) -> dict:
-    """JSON line of a record; type raw for a record that can not be read, or would not be restored exactly."""
+    """JSON line of a record.
+
+    Its type is raw if the record can not be read, or would not be restored exactly.
+    """
     describe = _LINES.get(records.kind_of(key)) if len(key) > 1 else None
     try:
         if describe is not None:

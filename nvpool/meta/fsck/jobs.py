@@ -281,8 +281,10 @@ class Load:
         await self._kv.sync()
 
     async def _take_parts(self, number: int, parts: list[Counts]) -> None:
-        """Merge the stripes of a directory into its record; it starts undivided, however many shards the pool
-        has now."""
+        """Merge the stripes of a directory into its record.
+
+        The directory starts undivided, however many shards the pool has now.
+        """
         key = records.inode_key(number)
         raw = self._kv.get(key)
         if raw is None:

@@ -112,7 +112,7 @@ def recounted(view: View, number: int, subdirs: int, entries: int, now_ns: int) 
 
 
 def undivided(view: View, number: int, now_ns: int) -> Draft:
-    """Merge all stripes of a wide directory into its record; our stripe is deleted in any case."""
+    """Merge all stripes of a wide directory into its record. Our stripe is deleted in any case."""
     draft = Draft(view, now_ns)
     draft.effects[records.part_key(number, view.shard)] = None
     try:

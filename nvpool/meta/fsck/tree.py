@@ -49,8 +49,10 @@ class Tree:
         self._rooted.pop(number, None)
 
     def take_above(self) -> list[int]:
-        """Directories of other shards that climbs have reached since the last call; each is returned once,
-        rarely again."""
+        """Directories of other shards that climbs have reached since the last call.
+
+        Each is returned once, rarely again.
+        """
         above = sorted(self._above)
         self._above.clear()
         return above

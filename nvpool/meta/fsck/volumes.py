@@ -1,4 +1,4 @@
-"""Checks of volume records: each volume has a root, its inodes have a volume, and its usage is correct.
+"""Checks of volume records: root directory, inodes in the volume, usage, trash and attachments.
 
 A part of `meta/fsck/walker`, which does the walk and owns all state used here. The usage is summed up over
 the same snapshot from which its record is read: in the volume's partition all other records of the volume

@@ -129,7 +129,7 @@ class Fsck(OtherRecords, VolumeChecks):
         self._clock_ns = clock_ns
         self._repair = repair
         self.passed: set[int] = set()
-        """Partitions that were not ours, or closed, at this step; their records must be checked again
+        """Partitions that were not ours, or closed, at this step. Their records must be checked again
         elsewhere."""
         self.copies: list[Copy] = []
         """Copies of attributes found in this step."""
@@ -328,8 +328,10 @@ class Fsck(OtherRecords, VolumeChecks):
             self._sum(number, which, amount)
 
     def _tally_only(self, kind: int, key: bytes, raw: bytes) -> None:
-        """Count a record of the walk's snapshot whose partition is not here; the new owner makes the other
-        checks."""
+        """Count a record of the walk's snapshot whose partition is not here.
+
+        The new owner makes the other checks.
+        """
         try:
             if not self._tallies or (kind in _NUMBERED and not records.is_numbered(kind, key)):
                 return
@@ -472,8 +474,10 @@ class Fsck(OtherRecords, VolumeChecks):
             self._sums.setdefault(number, [0, 0, 0, 0])
 
     def _is_going(self, directory: Inode) -> bool:
-        """Whether this is the root of a volume that is being removed: it has no name, and its contents are
-        deleted soon."""
+        """Whether this is the root of a volume that is being removed.
+
+        It has no name, and its contents are deleted soon.
+        """
         record = self._view.access.restricted.get(directory.number)
         return directory.number == directory.volume and record is not None and bool(record.flags & REMOVING)
 

@@ -159,8 +159,10 @@ class Taker:
             return MoveReply(inodes=self._coming[request.giver].inodes)
 
     async def _begin_numbers_at(self, bound: int) -> None:
-        """Skip the inode numbers below `bound`, which the source may have given; this process and the next
-        give none of them."""
+        """Skip the inode numbers below `bound`, which the source may have given.
+
+        This process and the next give none of them.
+        """
         numbers, view = self._inside.numbers, self._inside.view
         if view.next_number < bound:
             if numbers.bounds.inode < bound:
@@ -270,8 +272,10 @@ class Taker:
             self._woken.set()
 
     async def _remove(self, giver: int) -> None:
-        """Remove arrived records that are not to stay; the migration's own record goes last, so a crash does
-        not stop this."""
+        """Remove arrived records that are not to stay.
+
+        The migration's own record goes last, so a crash does not stop this.
+        """
         coming = self._coming.get(giver)
         if coming is None:
             return

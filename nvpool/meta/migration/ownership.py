@@ -25,7 +25,7 @@ REPEAT_S = 0.02
 
 
 class _Closed(Hold):
-    """Lock of whole partitions for a migration; a transaction that meets it releases its locks and waits."""
+    """Lock of whole partitions for a migration. A transaction that meets it releases its locks and waits."""
 
     def __init__(self, shard: int) -> None:
         super().__init__(SpanId(shard, 0, 0), 0, 0.0)
@@ -35,8 +35,10 @@ class _Closed(Hold):
 
 
 class Ranges:
-    """`get`, `get_many` and `scan` are the engine's reads for requests; they may be replaced at each
-    `changed`."""
+    """`get`, `get_many` and `scan` are the engine's reads for requests.
+
+    They may be replaced at each `changed`.
+    """
 
     def __init__(self, kv: Kv, view: View) -> None:
         self._kv = kv

@@ -41,11 +41,11 @@ MESSAGE_KEYS, MESSAGE_BYTES = 500, 256 * 1024
 CLOSE_KEYS = 500
 """Changes that may be left when the partitions are closed: they fit into one message."""
 DIRTY_MAX = 200_000
-"""Limit of changes not copied yet: beyond it the copying is given up, and started again when fewer records
+"""Limit of changes not copied yet. Beyond it the copying is given up, and started again when fewer records
 change."""
 ROUNDS_MAX = 400
 QUIET_S = 0.25
-"""Limit for truncations and cross-shard transactions in closed partitions to end; after it the partitions are
+"""Limit for truncations and cross-shard transactions in closed partitions to end. After it the partitions are
 reopened."""
 CLOSED_S = 0.75
 """Limit for the last messages and the destination's sync; after it the partitions are reopened."""

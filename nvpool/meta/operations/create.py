@@ -130,8 +130,10 @@ def _create_unnamed(draft: Draft, request: meta_pb2.CreateRequest) -> Draft:
 
 
 def _open_existing(draft: Draft, request: meta_pb2.CreateRequest, number: int, kind: int) -> Draft:
-    """Open an existing file; if its inode is another shard's, the reply says so, and the client opens it
-    there."""
+    """Open an existing file.
+
+    If its inode is another shard's, the reply says so, and the client opens it there.
+    """
     if request.exclusive or request.mode & 0o170000 != stat.S_IFREG:
         raise AlreadyExists(f"{request.name!r} exists already")
     if kind == stat.S_IFDIR >> 12:

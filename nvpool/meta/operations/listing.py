@@ -32,12 +32,13 @@ WIDE_STEP = 64
 
 def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], *, names_alone: bool = False
             ) -> Iterator[meta_pb2.ListDirReply | None]:
-    """Entries behind the cursor, or from a name on: one reply at the end, and None at each point to yield.
+    """Entries behind the cursor, or from a name on.
 
-    A name that exists from the first request to the last comes exactly once. Names come in the order of their
-    hashes, which in a wide directory is also the order of their partitions. A name whose inode is missing is
-    left out (fsck handles it). If more entries follow, the reply has at least one entry, after which the
-    client continues. `names_alone`: the reply has no attributes, as for inodes of another shard.
+    Yields one reply at the end, and None wherever other requests should get their turn. A name that exists
+    from the first request to the last comes exactly once. Names come in the order of their hashes, which in a
+    wide directory is also the order of their partitions. A name whose inode is missing is left out (fsck
+    handles it). If more entries follow, the reply has at least one entry, after which the client continues.
+    `names_alone`: the reply has no attributes, as for inodes of another shard.
     """
     while True:
         reply, behind = yield from _part(view, request, now_ns, names_alone)

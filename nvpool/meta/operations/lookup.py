@@ -83,7 +83,10 @@ def _elsewhere(view: View, number: int, kind: int, now_ns: int) -> Draft:
 
 def lookup_many(view: View, request: meta_pb2.LookupManyRequest, now_ns: Callable[[], int]
                 ) -> Iterator[meta_pb2.LookupManyReply | None]:
-    """Many look-ups, with their errors, as one reply at the end; None at each point to yield."""
+    """Many look-ups, with their errors.
+
+    Yields one reply at the end, and None wherever other requests should get their turn.
+    """
     if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
         raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up at once")
     reply = meta_pb2.LookupManyReply()
@@ -247,8 +250,10 @@ def listxattr(view: View, request: meta_pb2.ListXattrRequest, now_ns: int) -> Dr
 
 
 def locks(view: View, request: meta_pb2.LocksRequest, now_ns: int) -> Draft:
-    """Locks that conflict with a lock, only the first by byte; without a mode all locks, a thousand at
-    most."""
+    """The first lock, by byte, that conflicts with the requested one.
+
+    A request without a mode gets all locks, a thousand at most.
+    """
     draft = Draft(view, now_ns)
     draft.inode(request.inode)
     if request.mode:

@@ -14,7 +14,7 @@ from nvpool.rpc.v1 import meta_pb2
 
 
 def open_inode(view: View, request: meta_pb2.OpenRequest, now_ns: int) -> Draft:
-    """Add one handle for the session; the handle keeps the inode when its last name is removed.
+    """Add one handle for the session. The handle keeps the inode when its last name is removed.
 
     An orphan can be opened as long as it exists. Directories and device nodes are opened likewise; only a
     file has a grant.

@@ -1,5 +1,6 @@
-"""Trash of a volume: removed files are kept for a while, counted by the quota, and restored on request.
+"""Trash of a volume: keeps removed files for a while and restores them on request.
 
+They count in the volume's quota meanwhile.
 An inode that loses its last name in a volume with a trash does not become an orphan, but an entry of the
 trash, which stands for that name. Its link count stays, but clients are shown one link less, so none. Its
 flag TRASHED says that no path leads to it. Meanwhile it gets no other names, and a directory in the trash

@@ -145,7 +145,7 @@ def limited(record: VolumeRecord, use: Use, promised: int, request: pb.VolumeReq
 
 
 def granted(record: VolumeRecord, grant: pb.VolumeGrant) -> VolumeRecord:
-    """Record with a right for the client; from then on the volume restricts access to its list of grants."""
+    """Record with a right for the client. From then on the volume restricts access to its list of grants."""
     check_member(grant.client)
     grants = {**dict(record.grants), grant.client: grant.write}
     if len(grants) > GRANTS_MAX:

@@ -105,7 +105,7 @@ class LocalUsers:
         return decide_for_user
 
     def listed(self, view: View, credentials: Credentials, request: pb.ListDirRequest) -> bool:
-        """Check that the user may list the directory; return whether more than names and kinds may be shown.
+        """Check that the user may list the directory. Return whether more than names and kinds may be shown.
 
         AccessDenied: the user may not list it.
         """

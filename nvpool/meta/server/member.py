@@ -1,4 +1,4 @@
-"""A member of a shard: standby or primary as the pool map says, and the promotion from standby to primary.
+"""Shard member: primary or standby as the pool map says, and the promotion to primary.
 
 A primary without standbys is only the service and its engine. A primary with standbys ships its log to them
 (kv/replication/primary), answers through a commit gate (meta/server/commit_gate), and holds a lease: every
@@ -69,7 +69,7 @@ ASK_S = 1.0
 """Timeout of one renewal, and so the longest delay of the next. A reply later than half a lease is
 discarded."""
 LEASE_SHARE = 0.95
-"""Share of the lease that we use by our own clock; the rest allows for clocks of different speed."""
+"""Share of the lease that we use by our own clock. The rest allows for clocks of different speed."""
 BEGIN_S = 60.0
 _LOOK_S = 1.0
 _LOOKS = 3
@@ -150,7 +150,7 @@ class ShardMember:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start as the primary, or as a standby that waits for its primary; on return requests are accepted.
+        """Start as the primary, or as a standby that waits for its primary. On return requests are accepted.
 
         A standby without records waits until its directory exists again, and says so in its status.
 

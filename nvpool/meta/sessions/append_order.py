@@ -1,4 +1,4 @@
-"""Order of appends to one file: only one client at a time has a reservation that is not reported yet.
+"""Order of appends to one file: one client at a time has an unreported reservation.
 
 A reservation gives a client the bytes behind the file's end, but does not move the end: the file grows when
 the client reports that the stores have the bytes. Until then other clients that append wait, so no reader
@@ -28,7 +28,7 @@ client's request."""
 SHARED_S = 1.0
 """Time during which all clients that append to a file report immediately, after one had to wait."""
 _FILES_MAX = 4096
-"""Files with a remembered open reservation; if one is dropped, its time counts from the beginning again."""
+"""Files with a remembered open reservation. If one is dropped, its time counts from the beginning again."""
 
 
 class AppendInProgress(Exception):

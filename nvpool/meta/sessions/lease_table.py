@@ -38,7 +38,7 @@ from nvpool.rpc.messages import data_codec
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 SLOT_BITS = 20
-"""Size of the table: a million slots of 4 bytes, twice (for this `lease_s` and for the last one); unused
+"""Size of the table: a million slots of 4 bytes, twice (for this `lease_s` and for the last one). Unused
 pages cost nothing. With 100,000 leases one change in 200 notifies a session without need."""
 SEVERAL = 0xFFFF
 _SLOT_MASK = (1 << SLOT_BITS) - 1
@@ -50,7 +50,7 @@ COOL_S = 5.0
 recalls."""
 COOL_MAX = 65536
 PENDING_MAX = 4096
-"""Highest number of inodes of pending recalls per session; beyond it the session is notified that all its
+"""Highest number of inodes of pending recalls per session. Beyond it the session is notified that all its
 leases ended."""
 
 
@@ -206,7 +206,7 @@ class Watches:
     # -- giving leases ---------------------------------------------------------------------------------------
 
     def lend(self, session: int, numbers: Iterable[int]) -> Collection[int]:
-        """Give leases to a session; return the inodes on which it may rely for `lease_ms` from now.
+        """Give leases to a session. Return the inodes on which it may rely for `lease_ms` from now.
 
         All `numbers` must be inodes that have names.
         """
@@ -279,7 +279,7 @@ class Watches:
             self._unheard.clear()
 
     def _recall(self, number: int, session: int, now_s: float) -> asyncio.Future | None:
-        """End all leases on the inode except those of `session`; return the future to wait for, if any."""
+        """End all leases on the inode except those of `session`. Return the future to wait for, if any."""
         recall = self._recalls.get(number)
         if recall is not None:
             return recall.done
@@ -438,7 +438,7 @@ class Watches:
             asyncio.get_running_loop().call_later(self._watch_s / 3, self._answer, watch, call)
 
     def _leave(self, watch: _Watch) -> None:
-        """End all leases of a session at its own request; no change waits for it until it watches again."""
+        """End all leases of a session at its own request. No change waits for it until it watches again."""
         self._begin_anew(watch)
         watch.until_s = 0.0
         self._has_come(watch.session)

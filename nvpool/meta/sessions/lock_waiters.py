@@ -32,8 +32,8 @@ QUESTION_S = 20.0
 RELEASE_BATCH = 1000
 SCAN_BATCH = 1000
 HOLD_BEYOND_GRANTS_S = 2 * CLOCK_SKEW_S
-"""Time after a grant's end by our clock in which a store may still accept it: the store's clock may be
-behind, and the store itself allows for a clock that is."""
+"""Time after a grant's end, by our clock, in which a store may still accept it. The store's clock may be
+behind, and the store itself allows for clocks that are behind."""
 
 
 class _Question:

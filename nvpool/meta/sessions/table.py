@@ -35,8 +35,8 @@ OPEN_INODES_MAX = 1_000_000
 RESERVED_SHARE = 10
 """One tenth of all sessions is reserved for trusted peers."""
 HELD_ALL_MAX, HELD_MAX = 256, 1024
-"""Limits for the open inodes that a renewal lists: all of them if the session has at most HELD_ALL_MAX, else
-up to HELD_MAX that have no name."""
+"""Limits for the open inodes that a renewal lists. It lists all of them if the session has at most
+HELD_ALL_MAX, else up to HELD_MAX that have no name."""
 _HELD = struct.Struct("<QI")
 _VARIES = {**dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), ("spread",)),
            **dict.fromkeys((wire.META_SETATTR, wire.META_ALLOCATE), ("rights",)), wire.META_RESERVE: ("cut", "own")}
@@ -194,7 +194,7 @@ class Sessions:
         return session
 
     def identify(self, session: Session, identity: int) -> list:
-        """Set the client's identity of the session; return the effects that store it if it has changed."""
+        """Set the client's identity of the session. Return the effects that store it if it has changed."""
         if identity in (0, session.identity):
             return []
         self._forget_identity(session)
@@ -312,8 +312,10 @@ class Sessions:
             session.opens[inode] = count
 
     def give_up(self, session: Session, slot: Slot) -> None:
-        """Note that the slot's last change is not replayed; close the inode that was kept open for a
-        replay."""
+        """Note that the slot's last change is not replayed.
+
+        Close the inode that was kept open for a replay.
+        """
         inode = slot.take_awaited()
         if inode:
             self.close(session, inode)
@@ -399,7 +401,7 @@ class Sessions:
                 self._let_go(inode)
 
     def arrive(self, number: int, record: SessionRecord, opened: Iterable[int], now_s: float) -> Session:
-        """Add a session that came with migrated partitions; it has these inodes of them open, once each.
+        """Add a session that came with migrated partitions. It has these inodes of them open, once each.
 
         It lives here for one lease time, in which its client must come.
         """
@@ -475,8 +477,10 @@ class Sessions:
 
 
 def _are_of_one(one: Session, other: Session) -> bool:
-    """Whether the same caller opened both sessions, as far as known; an identity alone is only the client's
-    claim."""
+    """Whether the same caller opened both sessions, as far as known.
+
+    An identity alone is only the client's claim.
+    """
     return one.owner == other.owner or one.owner is None or other.owner is None
 
 

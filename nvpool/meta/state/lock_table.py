@@ -35,7 +35,7 @@ LOCKS_PER_SESSION_MAX = 65_536
 WAITERS_PER_SESSION_MAX = 4096
 WAITERS_MAX = 65_536
 TURN_S = 5.0
-"""Time for which a lock is reserved for the waiter whose turn it is; a client comes within a round trip."""
+"""Time for which a lock is reserved for the waiter whose turn it is. A client comes within a round trip."""
 SILENT_S = 10.0
 """Time after which a waiter loses its place if its client does not ask for it."""
 FAIR_S = 1.0
@@ -213,8 +213,10 @@ class LockTable:
             self.files.pop(inode, None)
 
     def in_the_way(self, inode: int, owner: Owner, start: int, end: int, mode: int) -> Iterator[InTheWay]:
-        """Locks of other owners that conflict with such a lock; a lock that is reserved for a turn counts as
-        held."""
+        """Locks of other owners that conflict with such a lock.
+
+        A lock that is reserved for a turn counts as held.
+        """
         file = self.files.get(inode)
         if file is not None:
             yield from self._conflicts(file, owner, start, end, mode)
@@ -391,8 +393,10 @@ class LockTable:
                 self.load(inode, owner._replace(session=new), span)
 
     def end_session(self, session: int, hold_s: float | None = None) -> int:
-        """End a session: remove its waiters, release its locks after `hold_s` (see `ended`); return its lock
-        count."""
+        """End a session: remove its waiters, release its locks after `hold_s` (see `ended`).
+
+        Return its lock count.
+        """
         for waiter in [waiter for waiter in self._waiters.values() if waiter.owner.session == session]:
             self.give_up(waiter)
         if session in self._of_session:

@@ -17,7 +17,7 @@ from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import SpanId, partition_of_held
 
 HELD_S = 5.0
-"""Limit for a request that waits for a locked record: a lock takes milliseconds, or a shard is away; the
+"""Limit for a request that waits for a locked record: a lock takes milliseconds, or a shard is away. The
 client retries."""
 
 T = TypeVar("T")

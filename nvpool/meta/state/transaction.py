@@ -43,7 +43,7 @@ GRANT_RIGHTS = 3
 """Read and write: the rights that a client may request. The right over all inodes is for services only."""
 
 SEALED_LEASE_MS = 3_600_000
-"""Lease time in a sealed volume, whose contents do not change; a change of its rights, and its removal, end
+"""Lease time in a sealed volume, whose contents do not change. A change of its rights, and its removal, end
 all leases."""
 
 _FLAGS = Inode.__slots__.index("flags")
@@ -116,8 +116,10 @@ class View:
         return self.lease_ms
 
     def lend_all(self, session: int, inodes: list[tuple]) -> Collection[int]:
-        """As `lend`, for many inodes given by their `inode_fields`; return the inodes with a lease of
-        `lease_ms`."""
+        """As `lend`, for many inodes given by their `inode_fields`.
+
+        Return the inodes with a lease of `lease_ms`.
+        """
         cutting = self.cutting
         return self.promise(session, [fields[0] for fields in inodes if fields[2] and fields[0] not in cutting
                                       and not fields[_FLAGS] & DIVIDED])
@@ -481,8 +483,10 @@ class Draft:
         self.effects[records.xattr_key(inode.number, name)] = records.XATTR_HEAD + encode_acl(acl)
 
     def discard(self, inode: Inode, directory: int, name: bytes) -> None:
-        """As `drop_name`, for this name; the last name puts the inode into its volume's trash, if there is
-        one."""
+        """As `drop_name`, for this name.
+
+        The last name puts the inode into its volume's trash, if there is one.
+        """
         if inode.volume and (inode.is_directory or inode.links == 1) and inode.number != inode.volume:
             found = self.account(inode.volume)
             record = found.record if found is not None else None

@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 HOLD_S = 5.0
 """Timeout of one HOLD; a participant waits at most three seconds for a dead client."""
 SPAN_S = 10.0
-"""Limit for the phases before the commit; then the client gets Unavailable and retries, and other
+"""Limit for the phases before the commit. After it the client gets Unavailable and retries, and other
 transactions get a turn."""
 SETTLE_S = 5.0
 PAUSE_S, PAUSE_S_MAX = 0.005, 0.5

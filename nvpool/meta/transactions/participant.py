@@ -40,7 +40,7 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 _log = logging.getLogger(__name__)
 
 ASK_AFTER_S = 2.0
-"""Age of a lock after which the participant asks for the outcome; a live coordinator reports it sooner."""
+"""Age of a lock after which the participant asks for the outcome. A live coordinator reports it sooner."""
 ASK_S = 2.0
 ASKED_MAX = 64
 """Highest number of concurrent requests to one coordinator."""
@@ -49,8 +49,10 @@ KEY_BYTES_MIN = 2
 
 
 async def durable(kv: Kv, sequence: int | None = None) -> None:
-    """Return when the change (default: the last) survives a power loss here, and a loss of this member if it
-    has standbys."""
+    """Return when the change (default: the last) is durable here, and on the standbys if there are any.
+
+    It then survives a power loss, and with standbys the loss of this member.
+    """
     sequence = kv.sequence if sequence is None else sequence
     await kv.sync(sequence)
     history = getattr(kv, "history", None)
@@ -64,8 +66,10 @@ class Participant:
     def __init__(self, kv: Kv, view: View, reads: Reads, holds: Holds, numbers: Numbers, peers: Peers, clock: Clock,
                  recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
                  orphaned: Callable[[int], None]) -> None:
-        """`recall(identity, inodes)` recalls the leases of all other clients; it returns a wait for that, if
-        needed."""
+        """`recall(identity, inodes)` recalls the leases of all other clients.
+
+        It returns a wait for that, if needed.
+        """
         self._kv = kv
         self._view = view
         self._reads = reads
@@ -203,8 +207,10 @@ class Participant:
         return pb.SettleReply()
 
     def end(self, span: SpanId, effects: list[Effect]) -> None:
-        """Apply the effects and release the locks in one change; nothing if the locks are gone, because it
-        was done before."""
+        """Apply the effects and release the locks in one change.
+
+        If the locks are gone, this was done before, and nothing happens.
+        """
         hold = self._holds.by_span.get(span)
         if hold is None or not hold.durable:
             return

@@ -105,8 +105,10 @@ class SpanView(View):
         return records.decode_xattr(raw) if raw is not None else None
 
     def ancestor(self, number: int) -> Inode:
-        """Read without a lock: under the turn no directory gets another parent, and one with entries is not
-        removed."""
+        """Read without a lock.
+
+        Under the turn no other directory gets another parent, and a directory with entries is not removed.
+        """
         key = records.inode_key(number)
         if not self._is_others(key) or key in self._span.records:
             return self.inode(number)

@@ -53,8 +53,7 @@ LIST_STEP = 128
 UNLIMITED_S = 10.0
 """Seconds after which a writer checks again whether a volume without a quota has one now."""
 AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
-"""Quota that is reserved for a writer beyond what it needs: this many bytes, or this share of the free quota
-if less."""
+"""Quota reserved for a writer beyond its need: this many bytes, or this share of the free quota if less."""
 CLOSES_S, CLOSES_LOOK_S = 1.0, 0.05
 """A client reports closes some tenths of a second late. A volume counts as in use only if files are still
 open after CLOSES_S; they are checked every CLOSES_LOOK_S."""
@@ -395,7 +394,7 @@ class VolumeAnswers:
                 reply.next = 1
 
     async def _purge(self, volume: int, inodes: list[int], session: int) -> int:
-        """Remove these inodes from the trash after a recall of all leases on them; return the count.
+        """Remove these inodes from the trash after a recall of all leases on them. Return the count.
 
         Held, WrongShard, Unavailable: this shard can not purge them now.
         """
@@ -410,8 +409,10 @@ class VolumeAnswers:
         return len(draft.orphans)
 
     async def purge_more(self) -> int:
-        """Remove expired entries from the trashes, some entries of each volume at a time; return how many
-        inodes."""
+        """Remove expired entries from the trashes, some entries of each volume at a time.
+
+        Return how many inodes.
+        """
         gone, now_ns = 0, self._clock.wall_ns()
         for volume in list(self._view.trashes):
             if not self._view.serves(partition_of(volume)):

@@ -138,8 +138,10 @@ class Removal:
         return gone
 
     def _leave(self, draft: Draft, top: int, own_key: bytes) -> int:
-        """Remove the current directory, which is empty, and continue in its parent; the root ends the
-        volume."""
+        """Remove the current directory, which is empty, and continue in its parent.
+
+        The root ends the volume.
+        """
         if len(self._way) == 1:
             draft.effects.update(ended(self._view, self._number))
             self._apply(draft)

@@ -25,7 +25,7 @@ from nvpool.rpc.v1.meta_pb2 import TakeRightRequest
 TakeRight = Callable[[TakeRightRequest], Awaitable[list[int]]]
 ALL = READ | WRITE
 WAIT_S = 4.0
-"""Limit for the map to change and for the stores to receive it; an operator's answer comes within the time in
+"""Limit for the map to change and for the stores to receive it. An operator's answer comes within the time in
 which the revocation should take effect."""
 _PAUSE_S = 0.1
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Revocations:
         return any(number == volume for number, _ in self._owed)
 
     async def settle(self, volume: int) -> float:
-        """Make the stores refuse earlier grants; return for how many seconds some store may still accept one.
+        """Make the stores refuse earlier grants. Return for how many seconds some store may still accept one.
 
         0: all stores know the revocation. Unavailable: the map can not be changed now, so all stores may
         accept them.
