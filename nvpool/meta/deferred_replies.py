@@ -1,5 +1,9 @@
-"""Requests that wait: for room in the engine, a truncation at the targets, a sync, the word of who has a lease. Bounded, each
-until its deadline. Used by `meta/server/service`."""
+"""Deferred replies: requests that wait before they can be answered.
+
+A request waits for free space in the engine, for a truncation on the storage targets, for a sync, or for the
+acknowledgement of a lease holder. The number of waiting requests is bounded, and each one waits at most until
+its deadline. Used by `meta/server/service`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,12 @@ from nvpool.meta.state.record_locks import Held
 from nvpool.rpc.api import Call
 
 WAITING_MAX = 4096
-"""Requests that wait for something at once; more are told Busy."""
+"""Highest number of requests that wait at the same time. A request beyond it fails with Busy."""
 
 
 class Waits:
+    """All requests of a service that wait, each in a task of its own."""
+
     def __init__(self, clock: Clock, who: str, on_fenced: Callable[[Fenced], None]) -> None:
         self._clock = clock
         self._who = who
@@ -27,17 +33,25 @@ class Waits:
         self.waited = 0
 
     def begin_drain(self) -> None:
-        """End the waits of requests of which nothing is decided. Many wait for other requests, and none are taken any more."""
+        """Cancel the waits of requests for which nothing is decided yet, and refuse new ones.
+
+        Many of these requests wait for other requests, which are no longer accepted.
+        """
         self._draining = True
         for task in self._undecided:
             task.cancel()
 
     def add(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False,
             undecided: bool = False) -> None:
-        """Call `then` when `wait()` is over, and again where it meets a record that is held; where one of them fails or the
-        deadline comes first, that is the answer.
-        `may_be_applied`: the change is made. `undecided`: nothing of it is, and the wait itself changes nothing. Busy where too
-        many wait for changes that are not."""
+        """Call `then` after `wait()` returns.
+
+        If `then` meets a locked record, wait for the record and call `then` again. If `wait` or `then` fails,
+        or the deadline passes first, the call fails with that error. `may_be_applied`: the change is already
+        made. `undecided`: nothing of the request is decided, and the wait itself changes nothing.
+
+        Busy: too many requests wait already, and this change is not made. Draining: the service is stopping,
+        and the request is undecided.
+        """
         if undecided and self._draining:
             raise Draining(f"{self._who} is stopping")
         if len(self.tasks) >= WAITING_MAX and not may_be_applied:

@@ -1,5 +1,8 @@
-"""The right by which the services of a pool speak to one another: a grant over everything, signed with the pool's key. Used by
-`meta/store_client` and `meta/server/replication_rpc`, and checked by who keeps the map."""
+"""Authentication between the services of a pool: an access token (grant) signed with the pool's key.
+
+The grant covers everything. `meta/store_client`, `meta/server/replication_rpc` and the clients of other
+shards send it; the receiving services and the pool map's coordinator check it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ AUTHORITY_S = 600.0
 
 
 class ServiceRight:
-    """What `number` (a shard) signs for itself, renewed at half of its life."""
+    """Grant that shard `number` signs for itself; it is renewed at half of its lifetime."""
 
     def __init__(self, clock: Clock, secret: bytes, number: int) -> None:
         self._clock = clock
@@ -29,7 +32,10 @@ class ServiceRight:
 
 
 class AuthorityCheck:
-    """Of what others sign. The last that was good is remembered: it comes with every message."""
+    """Verification of the grants that other services sign.
+
+    Every message carries a grant, so the last valid grant is cached.
+    """
 
     def __init__(self, clock: Clock, secret: bytes) -> None:
         self._clock = clock
@@ -38,7 +44,7 @@ class AuthorityCheck:
         self._ends_ms = 0
 
     def __call__(self, raw: bytes) -> None:
-        """StaleGrant when it is not the right of a service."""
+        """Check the grant `raw`. StaleGrant: it is not a valid grant of a service."""
         now_ms = self._clock.wall_ns() // 1_000_000
         if raw == self._good and now_ms < self._ends_ms:
             return

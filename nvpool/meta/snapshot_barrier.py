@@ -1,15 +1,26 @@
-"""One moment of the whole pool, as a shard has part in it: so that the checks or dumps of all shards show the same one.
+"""Snapshot barrier: one shard's part in a snapshot that is consistent over all shards of the pool.
 
-    quiet   no change over several shards is decided here any more; answered when those that are decided have been told
-    take    when all are quiet: this shard's snapshot. From here on no change is made at all
-    end     when all have theirs: changes go on. It says whether none was made meanwhile
+Checks (fsck) and dumps use the barrier, so that the snapshots of all shards show the same state. It has three
+stages:
 
-So from the last `take` to the first `end` the pool stood still, and what it was then is what the snapshots show: no change
-over several shards is there by half, and none without another that somebody had seen before it. What was decided by then
-waits, and is decided anew; nothing is refused. A shard waits for MOMENT_S and goes on by itself; then it has not `stood`,
-and whoever asked begins again. Whose a partition is that is handed over at that moment the shards say themselves: each its
-own, all together each of them once, or it is begun again. Owned by `meta/server/service`; asked by
-`sdk/admin/snapshot_barrier`."""
+    quiet   this shard commits no further cross-shard transaction; the reply comes when all other shards have
+            been notified of the transactions that are committed already
+    take    sent when all shards are quiet: the shard takes its snapshot, and makes no change from here on
+    end     sent when all shards have their snapshot: changes continue; the reply says whether no change was
+            made meanwhile
+
+From the last `take` to the first `end` the pool does not change, and the snapshots show exactly this state. A
+cross-shard transaction is in them completely or not at all. If a client saw change A before it made change B,
+the snapshots never show B without A. A request that was decided before the barrier waits and is decided
+again; no request is refused.
+
+A shard waits at most MOMENT_S and then continues on its own. In that case `end` reports that the state has
+not `stood`, and the caller starts again. If a partition is being migrated at that time, the shards themselves
+say who owns it: each reports its own partitions, and together they must name each partition exactly once, or
+the caller starts again.
+
+Owned by `meta/server/service`; driven by `sdk/admin/snapshot_barrier`.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +30,36 @@ from collections.abc import Awaitable, Callable
 from nvpool.core.errors import Busy, InvalidRequest
 
 QUIET_S = 1.0
-"""To tell all that is decided: milliseconds, or a shard is away."""
+"""Limit for notifying other shards of all committed transactions: this takes milliseconds unless a shard is
+unreachable."""
 MOMENT_S = 2.0
-"""For all of it, counted from the first question: several round trips."""
+"""Limit for the whole barrier, counted from the first request: several round trips."""
 _NO_NUMBER = "a moment has a number, which is not 0: whoever begins one draws it"
 
 
 class Moment:
+    """Snapshot barrier of one shard; at most one is in progress at a time."""
+
     def __init__(self, told: Callable[[], Awaitable[None]]) -> None:
-        """`told` returns when nothing is decided that another shard has still to hear of."""
+        """`told` returns when no committed transaction is left of which another shard must still be
+        notified."""
         self._told = told
         self._id = 0
         self._over: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.spans_wait = False
-        """Whether no change over several shards may be decided."""
+        """Whether cross-shard transactions must wait before they are committed."""
         self.changes_wait = False
-        """Whether no change may be made."""
+        """Whether all changes must wait."""
 
     async def quiet(self, number: int) -> None:
-        """Busy: another one is being taken, or what is decided can not be told now. InvalidRequest: it has no number."""
+        """Stage quiet: stop committing cross-shard transactions.
+
+        On return the other shards have been notified of all committed transactions.
+
+        Busy: another barrier is in progress, or the other shards can not be notified now. InvalidRequest:
+        `number` is 0.
+        """
         if not number:
             raise InvalidRequest(_NO_NUMBER)
         if self._id not in (0, number):
@@ -57,18 +78,22 @@ class Moment:
         self._check(number)
 
     def take(self, number: int) -> None:
-        """Busy: it was not begun, or took too long, and changes have been made. InvalidRequest: it has no number."""
-        if not number:  # what no moment has: it would pass for the one that is taken, and nothing would end it
+        """Stage take: stop all changes.
+
+        Busy: the barrier was not started, or timed out, and changes may have been made since. InvalidRequest:
+        `number` is 0.
+        """
+        if not number:  # 0 means "no barrier": it would match an idle shard, and nothing would end the stage
             raise InvalidRequest(_NO_NUMBER)
         self._check(number)
-        self.changes_wait = True  # until the timer of its beginning ends it, at the latest
+        self.changes_wait = True  # ends at the latest when the timer that `quiet` started fires
 
     def _check(self, number: int) -> None:
         if self._id != number:
             raise Busy("the moment has passed", retry_after_s=0.05)
 
     def end(self, number: int) -> bool:
-        """Go on; whether it stood until now."""
+        """Stage end: let changes continue. Return whether this shard made no change from `take` until now."""
         if not number or self._id != number:
             return False
         stood = self.changes_wait
@@ -78,6 +103,6 @@ class Moment:
         return stood
 
     async def over(self) -> None:
-        """Return when what waits may go on."""
+        """Return when the requests that wait for the barrier may continue."""
         if self._id:
             await asyncio.shield(self._over)

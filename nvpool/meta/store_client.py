@@ -1,6 +1,7 @@
-"""The chunk stores as the metadata service sees them: which hold the chunks of a table, and telling them something.
+"""Client of the chunk stores: finds the targets of a placement table and sends requests to them.
 
-Used by `meta/gc/truncations` and `meta/gc/collector`. Without a dialer (unit tests, offline tools) there are no targets.
+Used by `meta/gc/truncations` and `meta/gc/collector`. Without a dialer (unit tests, offline tools) there are
+no targets.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.target_calls import Dialer, TargetCalls
 
 CALL_S = 5.0
-"""An answer that takes longer is asked for again: cutting and removing may be repeated."""
+"""Timeout of one call. After it the request is sent again; truncation and removal may be repeated safely."""
 
 
 class Targets:
-    """Waits for a pool map where there is none yet."""
+    """The storage targets in the newest pool map. `of_table` and `of_chunks` wait until there is a map."""
 
     def __init__(self, dialer: Dialer | None, clock: Clock, grant_secret: bytes, shard: int) -> None:
         self._dialer = self.dialer = dialer
@@ -35,11 +36,11 @@ class Targets:
 
     @property
     def epoch(self) -> int:
-        """Of the map at hand."""
+        """Epoch of the current pool map; 0 without one."""
         return self._map.epoch if self._map is not None else 0
 
     def changed_at(self, target: int) -> int:
-        """Since which map the chains that the target has, or joins, are as they are."""
+        """Map epoch since which the chains that `target` belongs to, or joins, are unchanged."""
         return self._changed_at.get(target, 0)
 
     def use_map(self, pool_map: PoolMap) -> None:
@@ -55,20 +56,21 @@ class Targets:
         self._has_map.set()
 
     def all(self) -> frozenset[int]:
-        """Those that are in the pool; none without a map or a dialer."""
+        """Targets that are in the pool and not decommissioned; none without a map or a dialer."""
         if self._map is None or self._dialer is None:
             return frozenset()
         return frozenset(target.id for target in self._map.targets if not target.is_over)
 
     async def of_table(self, table: int) -> frozenset[int]:
-        """Targets that can hold chunks of files with this table, or catch up with those; none where it is gone from the map."""
+        """Targets that hold, or are catching up with, chunks of files of this table; none if the map has no
+        such table."""
         if self._dialer is None:
             return frozenset()
         await self._has_map.wait()
         return self._of_table.get(table, frozenset())
 
     async def of_chunks(self, table: int, inode: int, chunks: range) -> frozenset[int]:
-        """Of those the ones that can hold these chunks of an inode."""
+        """Targets among those of the table that can hold these chunks of an inode."""
         found = await self.of_table(table)
         if not found or len(chunks) >= CHAINS_PER_TABLE:
             return found
@@ -77,12 +79,12 @@ class Targets:
         return frozenset(target for chain in touched for target in (*chain.targets, *chain.joining))
 
     def joining(self, table: int) -> frozenset[int]:
-        """Those that catch up with chains of this table."""
+        """Targets that are catching up with chains of this table."""
         known = self._map.table_by_id.get(table) if self._map is not None else None
         return frozenset(target for chain in known.chains for target in chain.joining) if known is not None else frozenset()
 
     async def ask(self, target: int, method: int, request: Any) -> Any:
-        """The Reply of one target; any NvpoolError."""
+        """Send a request to one target and return its reply. Raises any NvpoolError."""
         request.target = target
         if hasattr(request, "map_epoch"):
             request.map_epoch = self.epoch
@@ -93,8 +95,11 @@ class Targets:
 
     async def tell(self, targets: frozenset[int] | set[int], method: int, request: Any,
                    answers: dict[int, bytes] | None = None) -> dict[int, NvpoolError]:
-        """Send one request to all; those that have not carried it out, with the reason. What the others answered goes into
-        `answers`."""
+        """Send one request to all `targets`.
+
+        Return the targets that have not carried it out, each with its error. The replies of the others are
+        put into `answers`.
+        """
         failed: dict[int, NvpoolError] = {}
 
         async def one(target: int) -> None:

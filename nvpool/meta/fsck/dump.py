@@ -1,16 +1,18 @@
-"""All metadata of a shard as JSON lines, and back: for backup, for moving to another format, for people with grep.
+"""Dump and load: all metadata of a shard as JSON lines, and back.
 
-The first line is {"nvpool_dump": 1, "shard": …}; each further one a record with "type": inode, dentry, xattr, orphan,
-collect, intent, identity, bounds, counts, damaged, part, volume, use, attached,
-trash; or raw, with key and value in hex, for what
-can not be read. Numbers are integers, times ns since 1970. Bytes (names, targets, values) are text where they are UTF-8, else
-the field ends in _hex. Lines come in the order of keys. Sessions, slots and locks are left out: they belong to clients, who
-begin anew after a load. So is what shards hold for changes over several of them: where `meta/snapshot_barrier` took the
-snapshots none is half made. The identity holds the pool's name key, without which nobody can make names that collide: keep
-dumps as private as the pool.
+Dumps serve for backup, for migration to another format, and for people with grep. The first line is
+{"nvpool_dump": 1, "shard": …}. Each further line is a record with "type": inode, dentry, xattr, orphan,
+collect, intent, identity, bounds, counts, damaged, part, volume, use, attached, trash; or raw, with key and
+value in hex, for a record that can not be read. Numbers are integers, times ns since 1970. Bytes (names,
+targets, values) are text if they are UTF-8, else the field ends in _hex. Lines come in the order of keys.
 
-A dump shows one moment (a snapshot of the engine; of all shards together, see `moment`), read in steps while the shard
-serves. A load wants an empty shard.
+Sessions, slots and locks are left out: they belong to clients, which start again after a load. Records of
+cross-shard transactions are left out too: if `meta/snapshot_barrier` took the snapshots, no transaction is
+half done in them. The identity contains the pool's name key, without which nobody can make names that
+collide: keep dumps as private as the pool.
+
+A dump shows one point in time (a snapshot of the engine; for all shards together see
+`meta/snapshot_barrier`), read in steps while the shard serves. A load needs an empty shard.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ DUMP_FORMAT = 1
 LEFT_OUT = frozenset((records.SESSION, records.SLOT, records.LOCK, records.HELD, records.DECIDED))
 STEP_LIMIT, STEP_LIMIT_MAX = 1000, 10_000
 STEP_BYTES = 4 << 20
-"""A step ends when its lines have so many bytes: attributes may have 64 KiB each, a payload 32 MiB."""
+"""Size at which a step ends: attributes may have 64 KiB each, a payload 32 MiB."""
 _PAIRS = 100
 
 _INODE_FIELDS = tuple(f for f in records.Inode.__slots__ if f not in ("number", "target", "reserved"))
@@ -251,7 +253,10 @@ _RECORDS: dict[str, Callable[[dict], tuple[bytes, bytes]]] = {
 
 
 def line_of(key: bytes, raw: bytes) -> dict:
-    """A record as a line; what can not be read, or would not come back as it is, as raw."""
+    """JSON line of a record.
+
+    Its type is raw if the record can not be read, or would not be restored exactly.
+    """
     describe = _LINES.get(records.kind_of(key)) if len(key) > 1 else None
     try:
         if describe is not None:
@@ -264,11 +269,11 @@ def line_of(key: bytes, raw: bytes) -> dict:
 
 
 def record_of(line: dict) -> tuple[bytes, bytes]:
-    """The key and value of a line. InvalidRequest when it makes no sense."""
+    """Key and value of a line. InvalidRequest: the line is invalid."""
     try:
         key, raw = _RECORDS[line["type"]](line)
     except Exception as error:
-        # Whatever a hand-made line breaks on the way (a missing field, a number out of range) is its author's to mend.
+        # Any failure on a hand-made line (a missing field, a number out of range) is reported to its author.
         raise InvalidRequest(f"a line of the dump can not be read ({type(error).__name__}: {error}): {line!r:.200}") from None
     if not 1 < len(key) <= KEY_BYTES_MAX:
         raise InvalidRequest(f"a line of the dump gives a key of {len(key)} bytes")
@@ -276,7 +281,7 @@ def record_of(line: dict) -> tuple[bytes, bytes]:
 
 
 class Dump:
-    """One dump under way."""
+    """A dump in progress."""
 
     def __init__(self, view: View, shard: int) -> None:
         self._snapshot = view.snapshot()
@@ -284,7 +289,7 @@ class Dump:
         self.done = False
 
     def step(self, limit: int) -> tuple[bytes, int]:
-        """(lines, number of records in them): about `limit` records."""
+        """(lines, number of records in them), for about `limit` records."""
         encode = msgspec.json.encode
         lines = []
         if self._head is not None:
@@ -306,7 +311,10 @@ class Dump:
 
 
 def parse(payload: bytes, first: bool) -> Iterator[tuple[bytes, bytes]]:
-    """The records of whole lines. With `first` the head line is expected; WrongFormat when it is of another format."""
+    """Records of complete lines.
+
+    With `first` a head line must come first. WrongFormat: it has another format.
+    """
     for text in bytes(payload).splitlines():
         if not text.strip():
             continue
@@ -314,7 +322,7 @@ def parse(payload: bytes, first: bool) -> Iterator[tuple[bytes, bytes]]:
             line = msgspec.json.decode(text, type=dict)
         except msgspec.DecodeError as error:
             raise InvalidRequest(f"a line of the dump is no JSON object: {error}: {text[:200]!r}") from None
-        if first or "nvpool_dump" in line:  # once for each shard of the pool that was dumped
+        if first or "nvpool_dump" in line:  # a head line for each dumped shard of the pool
             if line.get("nvpool_dump") != DUMP_FORMAT:
                 raise WrongFormat(f"a dump begins with nvpool_dump {DUMP_FORMAT}, not with {text[:100]!r}")
             first = False

@@ -1,7 +1,8 @@
-"""Fsck, dump and load as requests: runs under way, found by their cursors, one bounded step for each request.
+"""Jobs of fsck, dump and load: runs in progress, identified by cursors, with one bounded step per request.
 
-A cursor is a run's number and the count of its steps; a step whose answer was lost may be asked for again. Runs live in
-memory: after a restart of the shard they begin anew (StaleCursor). Owned by `meta/server/service`.
+A cursor contains a run's number and its count of steps; a step whose reply was lost may be requested again.
+Runs are in memory only: after a restart of the shard they must be started again (StaleCursor). Owned by
+`meta/server/service`.
 """
 
 from __future__ import annotations
@@ -33,19 +34,23 @@ from nvpool.rpc.messages.fsck_sums import (
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 RUNS_MAX = 3
-"""The engine reads four snapshots at once at most."""
+"""Limit of concurrent runs: the engine reads at most four snapshots at once."""
 IDLE_S = 120.0
-"""A run that nobody has asked for that long makes place for another."""
+"""Time without a request after which a run may be replaced by another."""
 LOAD_BATCH = 500
 _CURSOR = struct.Struct("<QI")
 
 
 class Answer(NamedTuple):
+    """Reply message and payload."""
+
     message: Any
     payload: bytes = b""
 
 
 class _Run:
+    """State of one check or dump between two requests."""
+
     def __init__(self, work: Fsck | dump.Dump) -> None:
         self.work = work
         self.steps = 0
@@ -54,7 +59,7 @@ class _Run:
 
 
 class Runs:
-    """Fscks and dumps under way."""
+    """Checks and dumps in progress."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -67,7 +72,10 @@ class Runs:
         return number, run
 
     def make_room(self) -> None:
-        """InUse when there are too many; called before the work of a new one is made."""
+        """Drop idle runs; to be called before the work of a new run is created.
+
+        InUse: too many runs are in progress.
+        """
         now_s = self._clock.boottime_s()
         for number in [n for n, run in self._runs.items() if now_s - run.used_s > IDLE_S]:
             self._end(number)
@@ -75,21 +83,21 @@ class Runs:
             raise InUse(f"{RUNS_MAX} checks or dumps are under way; wait for one to end")
 
     def cursor(self, work: Fsck | dump.Dump) -> bytes:
-        """Begin it; where its first step is asked for."""
+        """Start a run; return the cursor of its first step."""
         return _CURSOR.pack(self.begin(work)[0], 0)
 
     def under_way(self) -> int:
-        """How many somebody is at."""
+        """Number of runs that are not idle."""
         since_s = self._clock.boottime_s() - IDLE_S
         return sum(run.used_s > since_s for run in self._runs.values())
 
     def drop(self, cursor: bytes) -> None:
-        """What was begun there is not wanted any more."""
+        """End the run of this cursor, which the client no longer needs."""
         if len(cursor) == _CURSOR.size and (number := _CURSOR.unpack(cursor)[0]) in self._runs:
             self._end(number)
 
     def find(self, cursor: bytes, kind: type) -> tuple[int, _Run, bool]:
-        """(number, run, whether its last step is asked for again)."""
+        """(number, run, whether the run's last step is requested again)."""
         if len(cursor) != _CURSOR.size:
             raise StaleCursor("this is no cursor of a check or dump")
         number, steps = _CURSOR.unpack(cursor)
@@ -105,7 +113,7 @@ class Runs:
         answer.message.done = done
         run.last = answer
         if done:
-            # The last answer is kept until the place is needed: it may be asked for again.
+            # The last reply is kept until its place is needed, because it may be requested again.
             run.work.close()
             run.used_s -= IDLE_S
         return answer
@@ -119,7 +127,7 @@ class Runs:
 
 
 Carry = Callable[[Mend], Awaitable[None]]
-"""Carries out what a check mends over several shards; any NvpoolError."""
+"""Carries out a repair that needs other shards; any NvpoolError."""
 
 
 async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, numbers: Numbers, make: Any,
@@ -148,7 +156,7 @@ async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, num
 
 
 async def settle_sums(request: pb.FsckSumsRequest, kv: Kv, work: Fsck, carry: Carry) -> Answer:
-    """What is wrong by the sums that all shards have of inodes of this one."""
+    """Check inodes of this shard by the sums that all shards together have of them."""
     sums = unpack_sums(request.sums)
     while kv.full:
         await kv.room()
@@ -160,7 +168,7 @@ async def settle_sums(request: pb.FsckSumsRequest, kv: Kv, work: Fsck, carry: Ca
 
 
 def _partitions(raw: bytes) -> tuple[int, ...] | None:
-    """None: all."""
+    """Partitions to check; None: all."""
     if not raw:
         return None
     partitions = unpack_partitions(raw)
@@ -195,8 +203,11 @@ def dump_step(runs: Runs, request: pb.DumpRequest, view: View, shard: int) -> An
 
 
 class Load:
-    """A load under way: the shard holds nothing that can be relied on until it ends. Of several shards each is given what a
-    dump of any division has, or its own part of one that was divided alike, and keeps what is its own."""
+    """A load in progress; until it ends, the shard has no valid contents.
+
+    Each shard of a pool is given a complete dump, of any number of shards, or its own part of a dump with the
+    same partitions. It keeps the records of its own partitions.
+    """
 
     def __init__(self, kv: Kv, identity: records.Identity, view: View, has_root: bool) -> None:
         self._kv = kv
@@ -210,7 +221,7 @@ class Load:
         self.records = 0
 
     async def begin(self) -> None:
-        """Mark the shard as loading, and empty it of what it began with, or of a load that did not end."""
+        """Mark the shard as loading, and delete its first records, or those of an unfinished load."""
         raw = self._kv.get(records.BOUNDS_KEY)
         self._bounds = records.decode_bounds(raw) if raw is not None else self._bounds
         await self._apply([(records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=True)))])
@@ -241,7 +252,7 @@ class Load:
             else:
                 if key == records.COUNTS_KEY:
                     self._counted = (self._counted or 0) + records.decode_counts(raw)
-                    continue  # one of each shard that was dumped
+                    continue  # summed up: there is one for each dumped shard
                 if (kind := records.kind_of(key)) >= records.SHARD and kind != records.DAMAGED:
                     raise InvalidRequest(f"a dump has no record with the key {key.hex()}")
                 batch.append((key, raw))
@@ -251,8 +262,11 @@ class Load:
         await self._apply(batch)
 
     async def end(self) -> None:
-        """The shard is what the dump was, durably. Numbers go on above those of both. What the records say of one another is
-        fsck's to check, which whoever loads runs next: it needs the whole, and more time than a request has."""
+        """Complete the load, durably. Numbers continue above those of the dump and of this shard.
+
+        The consistency of the records is left to fsck, which the caller of a load runs next: it needs all
+        records, and more time than a request has.
+        """
         raw = self._kv.get(records.inode_key(ROOT_INODE))
         root = records.decode_inode(ROOT_INODE, raw) if raw is not None else None
         if self._has_root and (root is None or not root.is_directory or root.links < 2):
@@ -267,7 +281,10 @@ class Load:
         await self._kv.sync()
 
     async def _take_parts(self, number: int, parts: list[Counts]) -> None:
-        """The directory begins undivided, however many shards the pool has now."""
+        """Merge the stripes of a directory into its record.
+
+        The directory starts undivided, however many shards the pool has now.
+        """
         key = records.inode_key(number)
         raw = self._kv.get(key)
         if raw is None:

@@ -1,6 +1,6 @@
-"""The check of a shard's records but those of names: attributes, orphans, cuts, locks, sessions, changes over several shards.
+"""Checks of all records except names: attributes, orphans, truncations, locks, sessions, transactions.
 
-The other half of `meta/fsck/walker`, which walks, and owns all that is used here.
+A part of `meta/fsck/walker`, which does the walk and owns all state used here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from nvpool.meta.state.transaction_records import decode_decision, decode_held, 
 
 
 class OtherRecords:
+    """Part of `Fsck` for records other than names."""
+
     def _xattr(self, key: bytes, raw: bytes) -> None:
         number = records.inode_of_key(key)
         try:
@@ -37,7 +39,11 @@ class OtherRecords:
             self._acl(key, records.decode_xattr(raw), inode)
 
     def _acl(self, key: bytes, value: bytes, inode: Inode) -> None:
-        """A list that the kernel would refuse keeps everybody out; one beside the mode lets in whom `ls` does not show."""
+        """Check an access control list.
+
+        A list that the kernel would refuse locks everybody out; one that contradicts the mode gives rights
+        that `ls` does not show.
+        """
         try:
             found = acl.decode_acl(value)
             if not found or (key[9:] == acl.DEFAULT and not inode.is_directory):
@@ -115,8 +121,8 @@ class OtherRecords:
             intent = records.decode_intent(raw)
         except CorruptRecord as error:
             def rebuild() -> list:
-                # Nothing grows before a cut is done, so the inode itself says where it was to end. Where a hole was to be,
-                # nobody knows; who asked for it was not answered.
+                # No file grows before its truncation is done, so the inode itself has the intended size. For
+                # a hole the range is lost; its client has received no answer.
                 if inode.punches:
                     return [(key, None)]
                 again = records.Intent(inode.cut, inode.size, inode.table, inode.chunk_bits)
@@ -135,7 +141,7 @@ class OtherRecords:
             self._found("intent", f"inode {number} is to be cut, and nobody does it", begin)
 
     def _lock(self, key: bytes, raw: bytes) -> None:
-        """A lock that nobody holds by our memory hinders nobody, until a restart takes it up."""
+        """Check a stored lock. One that is not in memory blocks nobody now, but a restart would load it."""
         number = records.inode_of_key(key)
         try:
             kind, session, owner, start = records.lock_of_key(key)
@@ -185,7 +191,10 @@ class OtherRecords:
             self._found("undecodable", f"{error} (session {records.session_of_key(key):#x})", lambda: [(key, None)])
 
     def _spanning(self, key: bytes, raw: bytes) -> None:
-        """A hold or a decision. One that lives ends by itself, as soon as the shards concerned can be asked."""
+        """Check a lock or a decision of a transaction.
+
+        A valid one ends by itself as soon as the shards concerned can be reached.
+        """
         try:
             id_of_key(key)
             (decode_held if records.kind_of(key) == records.HELD else decode_decision)(raw)
@@ -194,7 +203,8 @@ class OtherRecords:
 
     def _bounds(self, key: bytes, raw: bytes) -> None:
         try:
-            bound = records.decode_bounds(self._kv.get(key) or raw).inode  # as it is now: numbers were given meanwhile
+            # present value: numbers were given meanwhile
+            bound = records.decode_bounds(self._kv.get(key) or raw).inode
         except CorruptRecord:
             bound = 0
         if bound < self._view.next_number:

@@ -1,6 +1,7 @@
-"""What a check mends by changing several records at once: over one shard or several, as any other change.
+"""Repairs that change several records at once, in one shard or several, like any other change.
 
-Each looks again at what was found, and changes nothing where it is not so any more. Called for `meta/fsck/walker`.
+Each repair checks the problem again, and changes nothing if it no longer exists. Called for
+`meta/fsck/walker`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ NAMES_MAX = 100
 
 
 def to_lost(view: View, number: int, key: bytes | None, now_ns: int) -> Draft:
-    """The inode's entry `key` (None: it has none) moves to /lost+found. Its links stay as they are, one at least. NotFound: it
-    is gone, or the entry names something else by now."""
+    """Move the inode's entry `key` (None: it has none) to /lost+found.
+
+    Its link count stays, at least one. NotFound: the inode is gone, or the entry names another inode now.
+    """
     draft = Draft(view, now_ns)
     inode = draft.inode(number)
     if key is not None and _named_by(view, key) != number:
@@ -62,8 +65,10 @@ def _lost_and_found(draft: Draft) -> Inode:
 
 
 def without_dangling(view: View, number: int, key: bytes, now_ns: int) -> Draft:
-    """The entry `key` goes, whose inode is not there. NotFound: it names something else by now; InvalidRequest: that is there
-    after all."""
+    """Remove the entry `key`, whose inode does not exist.
+
+    NotFound: the entry names another inode now. InvalidRequest: the inode does exist.
+    """
     draft = Draft(view, now_ns)
     raw = view.record(key)
     if raw is None or _named_by(view, key) != number:
@@ -76,7 +81,7 @@ def without_dangling(view: View, number: int, key: bytes, now_ns: int) -> Draft:
 
 
 def _count_less(draft: Draft, key: bytes, subdirectory: bool) -> None:
-    """The directory in which the entry `key` was has one less."""
+    """Reduce the counts of the directory in which the entry `key` was."""
     directory = draft.holder(records.directory_of_key(key))
     directory.size = directory.size - 1 if isinstance(directory, Part) else max(0, directory.size - 1)
     if subdirectory:
@@ -85,14 +90,17 @@ def _count_less(draft: Draft, key: bytes, subdirectory: bool) -> None:
 
 
 def loosened(view: View, number: int, key: bytes, now_ns: int) -> Draft:
-    """The directory's entry `key` moves to /lost+found out of one that is below it. As `to_lost`."""
+    """Move the directory's entry `key` to /lost+found, because it lies in a directory below it.
+
+    As `to_lost`.
+    """
     draft = to_lost(view, number, key, now_ns)
     _count_less(draft, key, True)
     return draft
 
 
 def recounted(view: View, number: int, subdirs: int, entries: int, now_ns: int) -> Draft:
-    """A directory has so many subdirectories and entries more than it counts."""
+    """Correct a directory's counts by the number of subdirectories and entries that it has beyond them."""
     draft = Draft(view, now_ns)
     directory = draft.directory(number)
     draft.take_parts(directory, at_least=False)
@@ -104,7 +112,7 @@ def recounted(view: View, number: int, subdirs: int, entries: int, now_ns: int) 
 
 
 def undivided(view: View, number: int, now_ns: int) -> Draft:
-    """What shards keep of a wide directory goes into its record; our part is gone after it in any case."""
+    """Merge all stripes of a wide directory into its record. Our stripe is deleted in any case."""
     draft = Draft(view, now_ns)
     draft.effects[records.part_key(number, view.shard)] = None
     try:
@@ -115,6 +123,6 @@ def undivided(view: View, number: int, now_ns: int) -> Draft:
 
 
 def _named_by(view: View, key: bytes) -> int:
-    """0 where there is no such entry."""
+    """Inode number that the entry names; 0 if there is no such entry."""
     raw = view.record(key)
     return records.decode_dentry(records.partition_of_key(key), raw)[0] if raw is not None else 0

@@ -1,8 +1,9 @@
-"""Whether every directory is below the root: climbs from each, until one comes to what is known to be.
+"""Directory tree check: climbs from each directory to see whether it is below the root.
 
-A loop of one shard's directories is seen by its climb. A climb that comes to a directory of another shard is gone on with by
-whoever asks all shards (`sdk/fsck/tree`), from shard to shard. All is read as it is now: a climb of one step of one shard
-is of one moment, one over several is not, so what looks like a loop there is traced twice.
+A climb ends at a directory that is known to be below the root. It finds a loop if all directories of the loop
+are in this shard. A climb that reaches a directory of another shard is continued by the client of all shards
+(`sdk/fsck/tree`), from shard to shard. All records are read as they are now. So one step of a climb in one
+shard is consistent, but a climb over several shards is not; therefore an apparent loop there is traced twice.
 
 Used by `meta/fsck/walker` and `meta/server/admin_handlers`.
 """
@@ -25,33 +26,39 @@ from nvpool.rpc.messages.fsck_sums import pack_numbers, unpack_numbers
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 ROOTED_MAX = 1_000_000
-"""Directories remembered as being below the root, or as below one of another shard, so that a climb is short."""
+"""Directories known to be below the root, or below a directory of another shard; cached so that climbs are
+short."""
 CLIMBS_MAX = 1000
 NAMES_A_STEP = 1000
 
 
 class Tree:
+    """Climbs of one check, with a cache of their results."""
+
     def __init__(self, current: Callable[[int], Inode | None], is_here: Callable[[int], bool]) -> None:
-        """`current(inode)`: as it is now, None where it is not here."""
+        """`current(inode)`: the inode's present record, None if it is not here."""
         self._current = current
         self._is_here = is_here
         self._rooted: dict[int, int] = {}
-        """Directory -> that of another shard above it, 0 for none."""
+        """Directory -> first directory of another shard above it, 0 for none."""
         self._above: set[int] = set()
         self._told: set[int] = set()
 
     def moved(self, number: int) -> None:
-        """It has another parent."""
+        """Forget what is cached of a directory that has another parent now."""
         self._rooted.pop(number, None)
 
     def take_above(self) -> list[int]:
-        """Directories of other shards to which climbs have come since the last call; each is told once, or seldom again."""
+        """Directories of other shards that climbs have reached since the last call.
+
+        Each is returned once, rarely again.
+        """
         above = sorted(self._above)
         self._above.clear()
         return above
 
     def is_loop(self, number: int) -> bool:
-        """Climb from the directory; whether it is below itself."""
+        """Climb from the directory; return whether it is below itself."""
         try:
             above = self.climb(number)
         except _Loop:
@@ -64,15 +71,17 @@ class Tree:
         return False
 
     def above(self, number: int) -> int:
-        """The first directory on the way up from this one, itself too, that is not here; 0: the root, or nothing, or a loop, of
-        which the shard's own walk tells."""
+        """First directory on the way up, including `number`, that is not in this shard.
+
+        0: the climb reaches the root, a missing directory, or a loop, which the shard's own walk reports.
+        """
         try:
             return self.climb(number)
         except _Loop:
             return 0
 
     def climb(self, number: int, way: list[Inode] | None = None) -> int:
-        """As `above`; `way` gets what was climbed over. _Loop."""
+        """As `above`; appends the inodes on the way to `way`. Raises _Loop."""
         path: list[int] = []
         seen: set[int] = set()
         at, found = number, 0
@@ -85,7 +94,7 @@ class Tree:
                 break
             inode = self._current(at)
             if inode is None or not inode.is_directory or not inode.links:
-                return 0  # what has no name, or a directory that is not there, is told of by the sums
+                return 0  # the sums report an inode without a name, and a missing directory
             if at in seen:
                 raise _Loop
             seen.add(at)
@@ -100,12 +109,12 @@ class Tree:
 
 
 class _Loop(Exception):
-    """For this module only."""
+    """The climb has met a directory twice. For this module only."""
 
 
 async def climb(request: pb.FsckClimbRequest, tree: Tree, kv: Kv, is_here: Callable[[int], bool],
                 carry: Callable[[Any], Awaitable[None]]) -> pb.FsckClimbReply:
-    """What a request about climbs is answered with. `carry` as for all that a check mends."""
+    """Handle a request about climbs. `carry` is as for all repairs of a check."""
     if request.loose:
         if not is_inode_number(request.parent):
             raise InvalidRequest(f"no directory has the number {request.parent}")
@@ -128,7 +137,7 @@ async def climb(request: pb.FsckClimbRequest, tree: Tree, kv: Kv, is_here: Calla
 
 
 async def _name_of(number: int, parent: int, kv: Kv, is_here: Callable[[int], bool]) -> bytes | None:
-    """The key of a name that the directory has in the other one, in the partitions of this shard."""
+    """Key of a name that the directory has in `parent`, searched in the partitions of this shard."""
     home = partition_of(parent)
     for partition in (home, *(other for other in range(PARTITION_COUNT) if other != home)):
         first, end = records.dentry_range(partition, parent)

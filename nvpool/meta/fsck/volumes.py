@@ -1,8 +1,9 @@
-"""The check of volumes' records: a volume has a root, what is in it has a volume, and its use is what is there.
+"""Checks of volume records: root directory, inodes in the volume, usage, trash and attachments.
 
-A third of `meta/fsck/walker`, which walks, and owns all that is used here. The use is tallied over the same moment as it is
-read, in its partition, where everything of the volume lies before it; it is mended by the difference, which is right whatever
-has changed since. """
+A part of `meta/fsck/walker`, which does the walk and owns all state used here. The usage is summed up over
+the same snapshot from which its record is read: in the volume's partition all other records of the volume
+come before it. A repair applies the difference, which is right whatever has changed since.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ from nvpool.meta.state.volume_records import (
 )
 
 NAMES, PARENTS = 0, 3
-"""Places of the sums that `meta/fsck/walker` keeps of an inode."""
+"""Indexes of the sums that `meta/fsck/walker` keeps of an inode."""
 
 
 class VolumeChecks:
+    """Part of `Fsck` for volume records."""
+
     def _tally_volume(self, inode: Inode) -> None:
-        """Of the walk's moment."""
+        """Count an inode of the walk's snapshot."""
         if inode.volume == inode.number or not self._tallies:
             return
         size = inode.size if inode.is_file else 0
@@ -41,7 +44,7 @@ class VolumeChecks:
             use.files += 1
             use.bytes += size
         else:
-            self._nameless[inode.number] = inode.volume, size  # its orphan record tells whether it counts
+            self._nameless[inode.number] = inode.volume, size  # its orphan record says whether it counts
 
     def _tally_orphan(self, number: int, raw: bytes) -> None:
         volume, size = self._nameless.pop(number, (0, 0))
@@ -51,12 +54,13 @@ class VolumeChecks:
             use.bytes += size
 
     def _in_volume(self, now: Inode, before: Inode) -> None:
-        """An inode that is in a volume, as it is now, and was at the walk's moment."""
+        """Check an inode in a volume: `now` is its present record, `before` that of the walk's snapshot."""
         if now.flags & records.TRASHED and self._kv.get(trash_key(now.volume, now.number)) is None:
             def unmark() -> list:
                 now.flags &= ~records.TRASHED
                 return [self._put(now)]
-            if before.flags & records.TRASHED:  # so it was not counted as what has a name, and is
+            # the walk did not count it as an inode with a name; after the repair it is one
+            if before.flags & records.TRASHED:
                 self._tally(now.number, NAMES, -1)
                 self._tally(now.number, PARENTS, -before.parent)
             self._found("trash", f"inode {now.number} is marked as in the trash of a volume, which does not have it", unmark)

@@ -1,18 +1,22 @@
-"""The check of a shard's records against one another, in bounded steps while it serves, and the repair of what is wrong.
+"""Fsck: checks a shard's records against one another in bounded steps while it serves, and repairs them.
 
-It walks a snapshot (one moment of the whole shard, and of the pool where `meta/snapshot_barrier` took it) in key order. What a
-record says about its neighbours is checked at once against the records as they are now, which changes can never divide. What
-needs counting (names of an inode, entries and subdirectories of a directory, in which directory its name is) is tallied from
-the snapshot: an inode whose sums come out even is forgotten at the end of its partition, so memory holds the directories and
-what was renamed, not all files. What is left over is wrong by that difference, whatever changed since, and is mended by it.
+The walk reads a snapshot in key order. The snapshot shows one point in time of the shard, and of the whole
+pool if `meta/snapshot_barrier` took it. A record's statements about related records are checked immediately
+against the present records; each change updates such records together, so they never disagree. Facts that
+need counting (names of an inode, entries and subdirectories of a directory, the directory that has its name)
+are summed up from the snapshot. An inode whose sums are even is forgotten at the end of its partition, so
+memory holds the directories and renamed files, not all files. A sum that remains at the end is an error by
+exactly that difference, whatever has changed since, and the repair applies the difference.
 
-Of several shards each hands out the sums that it can not settle, the directories of others to which climbs have come, and
-copies of attributes; they are laid together by whoever asks (`sdk/fsck/check`). A partition that is not ours any more when the
-walk comes to it, or is closed to be handed over, is tallied and passed: its new holder is asked to look at it alone, as it
-is by then.
+With several shards, each shard reports the sums that it can not settle itself, the directories of other
+shards that its climbs have reached, and copies of attributes; the client combines them (`sdk/fsck/check`). If
+a partition is no longer ours when the walk reaches it, or is closed for migration, its records are only
+counted, and it is reported as `passed`. Its new owner is then asked to check this partition alone, in its
+state at that time.
 
-Repair loses nothing that can be read: inodes without a name, and entries that can not stay, go to /lost+found under their
-number; records that can not be read are laid aside under their key (records.damaged_key). Used by `meta/server/service`.
+A repair loses no readable data. Inodes without a name, and entries that can not stay, are moved to
+/lost+found under their number. Records that can not be decoded are stored under another key
+(records.damaged_key). Used by `meta/server/service`.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from nvpool.meta.state.volume_records import REMOVING, Use
 from nvpool.rpc.messages.fsck_sums import MASK, Copy, Sum
 
 STEP_LIMIT, STEP_LIMIT_MAX = 500, 5000
-"""Records in a step: five hundred hold the event loop for about five milliseconds."""
+"""Records in a step: five hundred of them hold the event loop for about five milliseconds."""
 SUMS_MAX = 1000
 NAMES, SUBDIRS, ENTRIES, PARENTS = range(4)
 _NUMBERED = frozenset((records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK))
@@ -50,6 +54,8 @@ Mend = Callable[..., Draft]  # (view, now_ns=)
 
 
 class Problem(NamedTuple):
+    """A problem that a check has found."""
+
     kind: str
     text: str
     repaired: bool
@@ -57,7 +63,7 @@ class Problem(NamedTuple):
 
 
 class _Anew:
-    """The records of some partitions as they are when a step comes to them, in the place of a snapshot."""
+    """Present records of some partitions, read in steps in place of a snapshot."""
 
     def __init__(self, kv: Kv, partitions: tuple[int, ...], is_here: Callable[[int], bool], passed: set[int]) -> None:
         self._kv = kv
@@ -106,13 +112,15 @@ class _Anew:
 
 
 class Fsck(OtherRecords, VolumeChecks):
-    """One run. `await step(limit)` until `done`; `problems` of a step are returned by it."""
+    """One check. Call `step(limit)` until `done`; each call returns the problems that it found."""
 
     def __init__(self, kv: Kv, view: View, sessions: Sessions, collector: Collector,
                  begin_cut: Callable[[int, records.Intent], object], clock_ns: Callable[[], int], repair: bool,
                  partitions: tuple[int, ...] | None = None) -> None:
-        """`partitions`: only what the records of these say of their neighbours, as they are; none where only `settle_sums` or a
-        climb follows."""
+        """`partitions`: check only the records of these partitions against related records, as they are now.
+
+        An empty tuple if only `settle_sums` or a climb follows.
+        """
         self._kv = kv
         self._view = view
         self._sessions = sessions
@@ -121,17 +129,19 @@ class Fsck(OtherRecords, VolumeChecks):
         self._clock_ns = clock_ns
         self._repair = repair
         self.passed: set[int] = set()
-        """Partitions that were not ours, or closed, when this step came to them: what they say is to be looked at again."""
+        """Partitions that were not ours, or closed, at this step. Their records must be checked again
+        elsewhere."""
         self.copies: list[Copy] = []
-        """Of this step."""
+        """Copies of attributes found in this step."""
         self._tallies = partitions is None
         self._walk = view.snapshot() if partitions is None else _Anew(kv, partitions, self.is_here, self.passed)
         self.tree = Tree(self._current, self.is_here)
-        self._names_of_others: dict[int, bytes] = {}  # inode -> key of a name that it has here
+        # inode of another shard -> key of a name that it has here
+        self._names_of_others: dict[int, bytes] = {}
         self.pending: list[tuple[int, Mend]] = []
-        """Mends that need other shards, with the places of their problems in this step's list."""
+        """Repairs that need other shards, with the indexes of their problems in this step's list."""
         self.sums: list[Sum] = []
-        """Of this step: what one shard of several can not tell to be right."""
+        """Sums of this step that one shard of several can not settle alone."""
         self._problems: list[Problem] = []
         self._sums: dict[int, list[int]] = {}
         self._strays: dict[int, bytes] = {}
@@ -142,9 +152,9 @@ class Fsck(OtherRecords, VolumeChecks):
         self._counted_at_first = view.inode_count
         self._left: list[int] | None = None
         self._unread = 0
-        """Records that can not be read: without them no sum is right."""
+        """Number of unreadable records: without them no sum is right."""
         self.counter_max = 0
-        """The highest inode counter in use that is not below the next to give; 0: none."""
+        """Highest inode counter in use that is not below the next one to give; 0: none."""
         self.done = False
         self.checked = 0
         self._checks: dict[int, Callable[[bytes, bytes], None]] = {
@@ -156,7 +166,10 @@ class Fsck(OtherRecords, VolumeChecks):
             self._spanning)}
 
     def step(self, limit: int) -> list[Problem]:
-        """Check the next records. Without a wait inside: what is read here stays true to the end of the step."""
+        """Check the next records.
+
+        There is no wait inside, so records that are read stay valid to the end of the step.
+        """
         limit = min(limit or STEP_LIMIT, STEP_LIMIT_MAX)
         self._begin_step()
         if self._left is None:
@@ -178,7 +191,7 @@ class Fsck(OtherRecords, VolumeChecks):
                     continue
                 try:
                     check(key, raw)
-                except CorruptRecord as error:  # a neighbour that can not be read
+                except CorruptRecord as error:  # a related record can not be read
                     self._unread += 1
                     self._found("unreadable", f"what belongs to the record {key.hex()} can not be checked: {error}", None)
             if self._walk.done:
@@ -212,12 +225,15 @@ class Fsck(OtherRecords, VolumeChecks):
         self.passed.clear()
 
     def is_here(self, partition: int) -> bool:
-        """Whether its records are ours to read, and to mend, at this moment."""
+        """Whether the partition's records are ours to read and to repair now."""
         return not self._view.is_elsewhere(partition) and self._view.serves(partition)
 
     def settle_sums(self, sums: list[Sum], uneven: tuple[int, ...] = ()) -> list[Problem]:
-        """The sums of all shards together, of inodes of this one: what is wrong by them; and of wide directories of which a
-        part does not have its attributes. Of what is in partitions `passed` nothing is said."""
+        """Report what is wrong by the sums that all shards together have of inodes of this shard.
+
+        `uneven`: wide directories of which a stripe has other attributes. Inodes in partitions that are
+        `passed` are not checked.
+        """
         self._begin_step()
         if len(sums) + len(uneven) > SUMS_MAX:
             raise InvalidRequest(f"{SUMS_MAX} inodes at most are looked at once")
@@ -250,7 +266,8 @@ class Fsck(OtherRecords, VolumeChecks):
     # -- reporting and repairing -------------------------------------------------------------------------------------
 
     def _found(self, kind: str, text: str, mend: Callable[[], list | None] | None) -> None:
-        """Note a problem; where repair is wanted, apply what `mend` says, which reads the records as they are now."""
+        """Report a problem; if repair is wanted, apply the effects of `mend`, which reads the present
+        records."""
         repaired = False
         if self._repair and mend is not None:
             try:
@@ -263,9 +280,12 @@ class Fsck(OtherRecords, VolumeChecks):
         self._problems.append(Problem(kind, text, repaired))
 
     def _unreadable(self, error: CorruptRecord) -> None:
-        """The next record of the walk is damaged. Repair removes it: nobody can read it, and what it said is lost."""
+        """Report that the walk's next record is damaged.
+
+        A repair deletes it: nobody can read it, and its data is lost.
+        """
         self._unread += 1
-        self._walk.skip(error.key)  # first, since a snapshot reads what changes in front of it
+        self._walk.skip(error.key)  # before the repair: a snapshot reads a record before it is changed
         partition = records.partition_of_key(error.key) if len(error.key) > 1 and not error.key[0] & 0x80 else None
         here = partition is None or self.is_here(partition)
         self._found("unreadable", str(error), (lambda: [(error.key, None)]) if here else None)
@@ -276,7 +296,8 @@ class Fsck(OtherRecords, VolumeChecks):
                         lambda: [(key, None), (records.damaged_key(key), raw), *more()])
 
     def _current(self, number: int) -> Inode | None:
-        """The inode as it is now; None where there is none, or it is not here, or it can not be read."""
+        """Present record of the inode; None if it does not exist, is not in this shard, or can not be
+        read."""
         if not self.is_here(partition_of(number)):
             return None
         try:
@@ -307,7 +328,10 @@ class Fsck(OtherRecords, VolumeChecks):
             self._sum(number, which, amount)
 
     def _tally_only(self, kind: int, key: bytes, raw: bytes) -> None:
-        """A record whose partition is not here: what it counts at the moment of the walk; the rest is looked at where it is."""
+        """Count a record of the walk's snapshot whose partition is not here.
+
+        The new owner makes the other checks.
+        """
         try:
             if not self._tallies or (kind in _NUMBERED and not records.is_numbered(kind, key)):
                 return
@@ -319,10 +343,11 @@ class Fsck(OtherRecords, VolumeChecks):
                 self._tally_dentry(key, number, child)
                 self._names_of_others[number] = key
         except CorruptRecord:
-            pass  # told of where it is
+            pass  # reported by the shard that has it
 
     def _tally_inode(self, inode: Inode) -> None:
-        number, trashed = inode.number, bool(inode.flags & records.TRASHED)  # its one name is an entry of a volume's trash
+        # the one name of a trashed inode is an entry of a volume's trash
+        number, trashed = inode.number, bool(inode.flags & records.TRASHED)
         if not inode.is_directory:
             self._tally(number, NAMES, trashed - inode.links)
             return
@@ -387,7 +412,7 @@ class Fsck(OtherRecords, VolumeChecks):
             self._found("acl", f"inode {number} is marked as having an access control list and has none", clear_mark)
 
     def _part(self, key: bytes, raw: bytes) -> None:
-        """What is counted here counts with the directory's record, wherever that is."""
+        """Count a stripe: its counts belong to the directory's record, whichever shard has that."""
         try:
             part = part_here(key, raw, self._view.shard)
             self._tally(part.number, SUBDIRS, -part.counts.subdirectories)
@@ -413,10 +438,10 @@ class Fsck(OtherRecords, VolumeChecks):
             self._names_of_others[number] = key
         self._tally_dentry(key, number, kind)
         if self._kv.get(key) != raw or elsewhere or not self.is_here(partition_of(directory)):
-            return  # the sums of all shards tell what is wrong with it
+            return  # the sums of all shards show what is wrong with it
         here = f"entry {name!r} of directory {directory}"
         if inode is None or number == ROOT_INODE:
-            self._tally(number, NAMES, -1)  # told of here
+            self._tally(number, NAMES, -1)  # reported here
             self._tally(number, PARENTS, -directory if kind == 4 else 0)
             self._found("dentry", f"{here} names inode {number}, which is {'not there' if inode is None else 'the root'}",
                         lambda: [(key, None), *self._less(directory, kind == 4)])
@@ -449,14 +474,17 @@ class Fsck(OtherRecords, VolumeChecks):
             self._sums.setdefault(number, [0, 0, 0, 0])
 
     def _is_going(self, directory: Inode) -> bool:
-        """A volume that is being removed: it has lost its name, and what is in it goes by itself."""
+        """Whether this is the root of a volume that is being removed.
+
+        It has no name, and its contents are deleted soon.
+        """
         record = self._view.access.restricted.get(directory.number)
         return directory.number == directory.volume and record is not None and bool(record.flags & REMOVING)
 
     # -- sums --------------------------------------------------------------------------------------------------------
 
     def _settle(self, number: int) -> None:
-        """The sums of an inode did not come out even."""
+        """Report an inode whose sums are not even."""
         names, subdirs, entries, parents = self._sums.pop(number, (0, 0, 0, 0))
         inode = self._current(number)
         if inode is None:
@@ -510,7 +538,7 @@ class Fsck(OtherRecords, VolumeChecks):
     # -- moving entries ----------------------------------------------------------------------------------------------
 
     def _less(self, directory: int, subdirectory: bool) -> list:
-        """The directory has one entry less than was tallied: its counts follow when the sums are settled."""
+        """Count one entry less in the directory; its record is corrected when the sums are settled."""
         self._sum(directory, ENTRIES, -1)
         self._sum(directory, SUBDIRS, -1 if subdirectory else 0)
         if self._left is not None and directory in self._sums and directory not in self._left:
@@ -535,14 +563,14 @@ class Fsck(OtherRecords, VolumeChecks):
         return effects
 
     def _to_lost(self, inode: Inode | None, key: bytes | None) -> list:
-        """Move the entry `key` (None: it has none) of the inode to /lost+found."""
+        """Move the entry `key` of the inode (None: it has none) to /lost+found."""
         if inode is None:
             raise NotFound("it is gone")
         self.tree.moved(inode.number)
         return self._decided(partial(to_lost, number=inode.number, key=key))
 
     def _decided(self, decide: Mend) -> list:
-        """Make what is decided; where it needs other shards, after this step."""
+        """Apply a decided repair; if it needs other shards, it is carried out after this step."""
         try:
             draft = decide(self._view, now_ns=self._clock_ns())
         except WrongShard:

@@ -1,15 +1,18 @@
-"""The collector: inodes without a name go when nobody has them open, then their chunks on all targets.
+"""Garbage collector: deletes unlinked inodes when no session has them open, then their chunks on all targets.
 
-Two durable steps, because a name's last change must survive a loss of power before bytes go:
+There are two durable steps, because the removal of the last name must survive a power loss before bytes are
+deleted:
 
-    orphan    inode with no link. Ripe when no session has it open, its truncation is done, and it was unlinked longer ago
-              than `linger_s` (opens that asked nobody are told of within that time) - or, when a dead session held it, than
-              its grants live. After a restart nothing is ripe for one lease, in which clients name their open files.
-    collect   the inode is gone; its chunks wait. Synced first, then DATA_REMOVE to every target of its table, then the
-              entry goes. A target that does not answer keeps its entries in the queue; repeating is harmless.
+    orphan    inode without links. It is ripe when no session has it open, its truncation is done, and it was
+              unlinked longer ago than `linger_s` (clients report opens without a request within that time),
+              or, if a dead session had it open, when that session's grants have expired. After a restart
+              nothing is ripe for one lease time, in which clients report their open files.
+    collect   the inode is deleted; its chunks wait. The records are synced first, then DATA_REMOVE is sent to
+              every target of its table, then the entry is deleted. If a target does not answer, the entry
+              stays in the queue; a repeated removal is harmless.
 
-Owned by `meta/server/service`, which runs `run_once` about every second and on META_COLLECT, and `sweep` over a target now and
-then.
+Owned by `meta/server/service`, which runs `run_once` about every second and on META_COLLECT, and sweeps all
+targets at a longer interval.
 """
 
 from __future__ import annotations
@@ -37,14 +40,17 @@ from nvpool.rpc.v1 import data_pb2, wire_pb2
 _log = logging.getLogger(__name__)
 
 BATCH = 1024
-"""Inodes in one DATA_REMOVE, and scanned in one step."""
+"""Inodes in one DATA_REMOVE, and in one scan step."""
 APPLY_BATCH = 128
-"""Orphans that go in one change: about half a millisecond of the loop."""
+"""Orphans deleted in one change: about half a millisecond of the event loop."""
 
 
 async def partitions_with_remains(kv: Kv) -> list[int]:
-    """The partitions that have orphans, a collect queue, intents or locks, whose kinds lie beside one another; for a start.
-    Empty partitions are jumped over: one scan for each that is not, 4,096 at most."""
+    """Partitions that have orphans, a collect queue, intents or locks; used at a start.
+
+    These kinds lie next to each other in the key order. Empty partitions are skipped: one scan for each other
+    partition, 4,096 at most.
+    """
     found, partition = [], 0
     while partition < PARTITION_COUNT:
         pairs = kv.scan(records.prefix(partition, records.ORPHAN), records.IDENTITY_KEY, 1)
@@ -62,6 +68,8 @@ async def partitions_with_remains(kv: Kv) -> list[int]:
 
 
 class Collector:
+    """Garbage collector of one shard."""
+
     def __init__(self, kv: Kv, view: View, targets: Targets, clock: Clock, linger_s: float,
                  is_open: Callable[[int], bool]) -> None:
         self._kv = kv
@@ -73,9 +81,9 @@ class Collector:
         self._running = asyncio.Lock()
         self.grace_until_s = 0.0
         self.orphans: dict[int, float] = {}
-        """Inode -> when it is ripe at the earliest, on boottime."""
+        """Inode -> earliest time at which it is ripe, on boottime."""
         self.kept: list[int] = []
-        """Ripe ones that somebody had open, when the last run looked."""
+        """Ripe orphans that a session had open at the last run."""
         self._queued: set[int] = set()
         """Partitions that may have entries in their collect queue."""
         self.collected = 0
@@ -83,23 +91,23 @@ class Collector:
         """Entries left by the last run."""
 
     def add(self, inode: int) -> None:
-        """The inode has just lost its last name."""
+        """Add an inode that has just lost its last name."""
         self.orphans[inode] = self._clock.boottime_s() + self._linger_s
 
     def hold(self, inodes: list[int], until_s: float) -> None:
-        """A dead session had these open: its grants live on until then."""
+        """Keep orphans that a dead session had open until its grants expire."""
         for inode in inodes:
             if inode in self.orphans:
                 self.orphans[inode] = max(self.orphans[inode], until_s)
 
     def load(self, partitions: list[int]) -> None:
-        """Take up what a restart left in these partitions: orphans, and that they may have a queue."""
+        """Load the orphans that a restart left in these partitions; all of them may have a queue."""
         self.orphans.clear()
         self._queued.clear()
         self.take(partitions, 0.0)
 
     def take(self, partitions: Iterable[int], wait_s: float) -> None:
-        """These partitions are ours from here on; their orphans are kept for so long at least."""
+        """Add partitions that are ours from here on; their orphans are kept for `wait_s` at least."""
         ripe_s = self._clock.boottime_s() + wait_s
         for partition in partitions:
             first, end = records.prefix(partition, records.ORPHAN), records.prefix(partition, records.COLLECT)
@@ -109,20 +117,22 @@ class Collector:
             self._queued.add(partition)
 
     def forget(self, partitions: frozenset[int]) -> None:
-        """These partitions are another shard's."""
+        """Forget partitions that belong to another shard now."""
         for inode in [inode for inode in self.orphans if partition_of(inode) in partitions]:
             del self.orphans[inode]
         self._queued -= partitions
 
     def waits_s(self, partitions: frozenset[int]) -> float:
-        """How long the last of the orphans in these partitions is to be kept yet."""
+        """Seconds for which the last of the orphans in these partitions must still be kept."""
         now_s = self._clock.boottime_s()
         ripe_s = max((ripe_s for inode, ripe_s in self.orphans.items() if partition_of(inode) in partitions), default=now_s)
         return max(self._linger_s, ripe_s - now_s, self.grace_until_s - now_s)
 
     async def run_once(self) -> tuple[int, int]:
-        """(inodes whose chunks are gone now, orphans and queue entries left, as far as was looked). One run at a time;
-        others wait for it."""
+        """Run once: (inodes whose chunks were removed, orphans and queue entries left as far as known).
+
+        There is one run at a time; other callers wait for it.
+        """
         async with self._running:
             await self._bury()
             removed, left = await self._empty_queues()
@@ -131,7 +141,7 @@ class Collector:
             return removed, left + len(self.orphans)
 
     async def _bury(self) -> None:
-        """Turn ripe orphans into entries of the queue."""
+        """Turn ripe orphans into entries of the collect queue."""
         now_s = self._clock.boottime_s()
         if now_s < self.grace_until_s:
             return
@@ -160,7 +170,7 @@ class Collector:
             buried.append(number)
             orphan = records.numbered_key(records.ORPHAN, number)
             if self._kv.get(orphan) is None:
-                continue  # made without a name, it has got one
+                continue  # an inode that was created without a name has got one
             effects.append((orphan, None))
             key = records.inode_key(number)
             raw = self._kv.get(key)
@@ -198,7 +208,7 @@ class Collector:
             del self.orphans[number]
 
     def closed(self, inode: int) -> None:
-        """Nobody has the inode open any more: without a name it does not count in its volume."""
+        """Handle the last close of an inode: without a name it does not count in its volume any longer."""
         if inode not in self.orphans:
             return
         key = records.numbered_key(records.ORPHAN, inode)
@@ -209,14 +219,17 @@ class Collector:
         counted: dict[int, Account] = {}
         try:
             uncounted = raw is None or self._uncount(records.decode_inode(inode, raw), counted)
-            if uncounted and not self._kv.full:  # else it counts until it is buried
+            if uncounted and not self._kv.full:  # otherwise it counts until it is deleted
                 self._kv.apply(effects + [found.effect() for found in counted.values()], reclaims=True)
         except CorruptRecord:
-            pass  # fsck's
+                pass  # left to fsck
 
     def _uncount(self, inode: records.Inode, counted: dict[int, Account]) -> bool:
-        """What of a volume goes does not count in it any more. False: it can not go yet. It is the root of one that is still
-        there, or what is counted is held for a change over several shards."""
+        """Remove an inode from the usage of its volume.
+
+        False: it can not be deleted yet, because it is the root of an existing volume, or because a
+        cross-shard transaction has locked the usage.
+        """
         if inode.number == inode.volume:
             return self._kv.get(volume_key(VOLUME, inode.number)) is None
         if self._kv.get(records.numbered_key(records.ORPHAN, inode.number)) != records.ORPHAN_COUNTED:
@@ -234,7 +247,7 @@ class Collector:
         return True
 
     async def _empty_queues(self) -> tuple[int, int]:
-        """Work off the queues of all partitions as far as the targets answer: (removed, left)."""
+        """Process the queues of all partitions as far as the targets answer: (removed, left)."""
         removed = left = 0
         away: set[int] = set()
         batch: list[tuple[bytes, bytes]] = []
@@ -251,7 +264,7 @@ class Collector:
                     removed, left = removed + gone, left + len(batch) - gone
                     batch = []
                     if not gone:
-                        return removed, left  # nobody answers; the rest is for another time
+                        return removed, left  # no target answers; the rest is left to a later run
         if batch:
             gone = await self._remove(batch, away)
             removed, left = removed + gone, left + len(batch) - gone
@@ -261,7 +274,10 @@ class Collector:
         return removed, left
 
     async def _remove(self, batch: list[tuple[bytes, bytes]], away: set[int]) -> int:
-        """Remove the chunks of these entries of the queue; how many are gone. Tables in `away` do not answer now."""
+        """Remove the chunks of these queue entries; return how many are done.
+
+        Tables in `away` do not answer now.
+        """
         await self._kv.sync()
         by_table: dict[int, list[bytes]] = {}
         for key, raw in batch:
@@ -290,7 +306,7 @@ class Collector:
         return not failed
 
     async def sweep_all(self) -> int:
-        """`sweep` over every target that answers; the number of inodes."""
+        """Call `sweep` for every target that answers; return the number of inodes."""
         swept = 0
         for target in sorted(self._targets.all()):
             try:
@@ -300,11 +316,11 @@ class Collector:
         return swept
 
     async def sweep(self, target: int) -> int:
-        """Remove from a target the chunks of inodes that are gone and in no queue: what a write left there that was under
-        way when the inode's chunks were removed. The number of such inodes.
+        """Remove a target's orphan chunks: chunks of inodes that are deleted and in no queue.
 
-        An inode counts as gone when its number was given before the sweep began and the shard, synced, does not know it.
-        Raises what the target answers; may be repeated.
+        They come from a write that was in progress when the inode's chunks were removed. Returns the number
+        of such inodes. An inode counts as deleted if its number was given before the sweep began, and the
+        synced shard does not know it. Raises the target's errors; may be repeated.
         """
         bound, after, swept = self._view.next_number, 0, 0
         while True:

@@ -1,9 +1,9 @@
-"""Truncations and holes that are decided: tell every target that may have such bytes, again and again until it has cut, then
-drop the intent.
+"""Truncations and holes: make every target remove the bytes, then delete the intent.
 
-The cut is durable before the first target hears of it, so that no byte goes that a loss of power would bring back into
-the file; the caller is answered, and new grants are given, when all targets have it. After a restart the intents are
-finished from their records. Owned by `meta/server/service`, which spawns the tasks.
+Each target that may have such bytes is notified again and again until it has cut them. The truncation is
+durable before the first target is notified. So no target removes bytes that a power loss would bring back
+into the file. The client is answered, and new grants are given, when all targets have done it. After a
+restart the intents in the records are finished. Owned by `meta/server/service`, which spawns the tasks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from nvpool.rpc.v1 import data_pb2, wire_pb2
 _log = logging.getLogger(__name__)
 
 PAUSE_S, PAUSE_S_MAX = 0.02, 1.0
-"""Between two attempts at a target that does not answer."""
+"""Pauses between two attempts at a target that does not answer."""
 
 
 class Cuts:
-    """What is being cut is in `view.cutting`: inode -> future that is done when all targets have cut."""
+    """Truncations in progress. `view.cutting` maps inode -> future that is done when all targets have cut."""
 
     def __init__(self, kv: Kv, view: View, targets: Targets, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
         self._kv = kv
@@ -38,13 +38,16 @@ class Cuts:
         self._spawn = spawn
 
     def begin(self, inode: int, intent: Intent) -> asyncio.Future:
-        """The intent is applied: act on it. The future never fails; it is cancelled when the service closes."""
+        """Carry out an intent that is applied.
+
+        The future never fails; it is cancelled when the service closes.
+        """
         done = self._view.cutting[inode] = asyncio.get_running_loop().create_future()
         self._spawn(self._finish(inode, intent, done))
         return done
 
     def resume(self, partitions: list[int]) -> None:
-        """Find the intents that a restart left in these partitions, and act on them."""
+        """Find the intents that a restart left in these partitions, and carry them out."""
         for partition in partitions:
             first, end = records.prefix(partition, records.INTENT), records.prefix(partition, records.INTENT + 1)
             while pairs := self._kv.scan(first, end, 1000):
@@ -73,11 +76,14 @@ class Cuts:
             del self._view.cutting[inode]
             done.set_result(None)
         finally:
-            done.cancel()  # no-op where it is done; nobody may be told that the targets have cut when they have not
+            # no effect if it is done; a waiter must never believe that the targets have cut before they have
+            done.cancel()
 
     def _wrapped_key(self, inode: int) -> bytes:
-        """Of the volume that the inode is in; empty where it is in none that is encrypted. A volume that was removed has none
-        any more: then nobody reads again what is left of the block that is cut."""
+        """Wrapped key of the inode's volume; empty if the inode is in no encrypted volume.
+
+        A removed volume has no key any more; then nobody reads the rest of the truncated block again.
+        """
         if not self._view.access.encrypted:
             return b""
         raw = self._kv.get(records.inode_key(inode))
@@ -88,9 +94,12 @@ class Cuts:
         return self._view.access.encrypted.get(found.volume, b"") if found is not None else b""
 
     def _without_blocks(self, inode: int, blocks: int) -> list[Effect]:
-        """What the inode occupies is an estimate: the hole is taken off it, and nobody need be told of a change. Read from the
-        engine, not through the view, which refuses what is held or closed: a hand-over waits for us, and what a change over
-        several shards makes of the inode meanwhile counts."""
+        """Subtract the freed blocks of a hole from the inode's block count.
+
+        The count is an estimate, so no client is notified of the change. The record is read from the engine,
+        not through the view, which refuses locked or closed records: a migration waits for us, and changes
+        that a cross-shard transaction makes meanwhile are included.
+        """
         key = records.inode_key(inode)
         raw = self._kv.get(key)
         try:
@@ -98,19 +107,20 @@ class Cuts:
         except CorruptRecord:
             found = None
         if found is None:
-            return []  # gone or damaged since: nobody asks
+            return []  # deleted or damaged since then: nobody needs the count
         found.blocks = max(0, found.blocks - blocks)
         return [(key, records.encode_inode(found))]
 
     async def _tell_all(self, inode: int, intent: Intent, request: data_pb2.CutRequest) -> int:
-        """The bytes that the targets have freed, as far as they were heard to say so.
+        """Notify all targets; return the bytes that they have freed, as far as their replies arrived.
 
-        A target that catches up may have copied what goes from one that had not cut yet, after it had cut itself, perhaps in an
-        earlier life. So who was told under an older map than that in which its chains are as they are is told again; and who is
-        catching up, once more after all the others.
+        A target that catches up may have copied bytes from a target that had not cut yet, after it had cut
+        itself, perhaps in an earlier life. So a target that was notified under a map older than the last
+        change of its chains is notified again, and a target that is catching up once more after all the
+        others.
         """
-        first: dict[int, int] = {}  # target -> in which round it has cut
-        told: dict[int, tuple[int, int]] = {}  # target -> in which round it has last, and under which map
+        first: dict[int, int] = {}  # target -> round in which it has cut first
+        told: dict[int, tuple[int, int]] = {}  # target -> round of its last cut, and its map epoch then
         pause, number, freed, targets = PAUSE_S, 0, 0, self._targets
         last = (intent.end - 1 >> intent.chunk_bits) + 1
         while True:
@@ -144,7 +154,7 @@ class Cuts:
 
 
 def _answered(answer: bytes) -> tuple[int, int]:
-    """What a CutReply says: the map that the target knows (0: not told) and the bytes that it has freed, by its estimate."""
+    """Contents of a CutReply: epoch of the target's map (0: unknown) and freed bytes by its estimate."""
     try:
         reply = data_pb2.CutReply.FromString(answer)
     except DecodeError:

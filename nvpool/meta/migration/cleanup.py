@@ -1,8 +1,9 @@
-"""What a shard does with partitions that are another's by now: it forgets what it knows of them at once, and removes their
-records in steps.
+"""Cleanup after a migration: forgets partitions that another shard owns now, and removes their records.
 
-Before anything is removed it is written down that they have gone, and the epoch of the map that says so; a start with an
-older map is refused. Owned by `meta/server/service`; `run_once` is called by `giver`, and for what is to come again by `taker`.
+The state in memory is forgotten immediately; the records are removed in steps. Before that, a record is
+written that says that the partitions have left, with the epoch of the map that moved them; a start with an
+older map is refused. Owned by `meta/server/service`; `run_once` is called by `source`, and `remove` by
+`destination` for partitions that come back.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from nvpool.poolmap.model import PoolMap
 
 STEP_KEYS = 500
 PAUSE_S = 0.002
-"""Between two steps: requests go first."""
+"""Pause between two steps: requests have priority."""
 
 log = logging.getLogger(__name__)
 
 
 class Leaving:
+    """Partitions that have left this shard and are not removed yet."""
+
     def __init__(self, inside: Inside) -> None:
         self._inside = inside
         self._unmarked: set[int] = set()
@@ -42,17 +45,20 @@ class Leaving:
         self._epoch = 0
 
     def partitions(self) -> set[int]:
-        """That are another's, and not removed here yet."""
+        """Partitions that another shard owns and that are not removed here yet."""
         return self._gone | self._unmarked
 
     @property
     def waiting(self) -> int:
-        """Partitions of which there may be records left."""
+        """Number of partitions that may have records left."""
         return len(self._gone) + len(self._unmarked)
 
     def begin(self, pool_map: PoolMap, kept: Collection[int]) -> None:
-        """At a start: find what is here and not ours by the map. `kept`: partitions that are coming. StaleEpoch where the map
-        is older than what has come or gone: start with a newer one."""
+        """Find at a start the partitions that are here and not ours by the map.
+
+        `kept`: partitions that are arriving. StaleEpoch: the map is older than the last migration; start with
+        a newer one.
+        """
         kv = self._inside.kv
         self._epoch = seen_epoch(kv)
         if pool_map.epoch < self._epoch:
@@ -68,7 +74,10 @@ class Leaving:
         self._inside.ranges.set_strange(self._gone | self._unmarked, True)
 
     def forget(self, pool_map: PoolMap, partitions: Collection[int]) -> None:
-        """By this map they are another's. On return nothing in memory speaks of them any more."""
+        """Forget partitions that this map gives to another shard.
+
+        On return no state in memory refers to them.
+        """
         inside = self._inside
         inside.ranges.set_strange(partitions, True)
         self._unmarked.update(partitions)
@@ -81,7 +90,7 @@ class Leaving:
         inside.ranges.open(partitions)
 
     async def run_once(self) -> int:
-        """Remove what has gone; how many records. Waits for the engine only."""
+        """Remove the records of partitions that have left; return how many. Waits for the engine only."""
         removed = 0
         while self._unmarked or self._gone:
             if self._unmarked:
@@ -101,7 +110,7 @@ class Leaving:
         self._unmarked = set()
 
     async def remove(self, partition: int) -> int:
-        """Remove what is left of a partition that has gone; nothing where it has not."""
+        """Remove the remaining records of a partition that has left; nothing if it has not."""
         if partition in self._unmarked:
             await self._mark()
         inside, removed = self._inside, 0
@@ -110,7 +119,7 @@ class Leaving:
         while partition in self._gone:
             if kv.full:
                 await kv.room()
-                continue  # somebody else may have removed it, and it may be coming again
+                continue  # another task may have removed the partition, and it may be arriving again
             # From here to the apply nothing may wait: the count is the shard's.
             pairs = kv.scan(first, end, STEP_KEYS)
             effects: list[Effect] = [(key, None) for key, _ in pairs]
@@ -136,5 +145,5 @@ def seen_epoch(kv: Kv) -> int:
 
 
 def seen_effect(kv: Kv, epoch: int) -> Effect:
-    """To go with what is applied because of the map of this epoch."""
+    """Effect that stores this epoch; applied together with a change that the map of this epoch causes."""
     return SEEN_KEY, encode_seen(max(epoch, seen_epoch(kv)))

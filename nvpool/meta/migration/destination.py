@@ -1,10 +1,13 @@
-"""Takes partitions from another shard: what comes is laid where it will be, among records that nobody is shown, until the map
-says that they are ours.
+"""Destination of a partition migration: receives partitions from another shard.
 
-An attempt is known by the giver's term and its number in it; one that is older than what was begun here is refused, and a new
-one begins with nothing. When all has come and is durable (for standbys too: the answer waits for them), only the map decides:
-where it makes us the holder the partitions are taken up, as a shard takes up its records at a start; where they are not to come
-any more, what is here of them is removed. After a crash the records tell how far it was.
+Arriving records are stored at their final keys, but are not visible to requests until the map says that they
+are ours. An attempt is identified by the source's term and its number in it; an older attempt than the
+current one is refused, and a new one starts from nothing.
+
+When all records have arrived durably (on standbys too: the answer waits for them), only the map decides. If
+it makes us the owner, the partitions are loaded as a shard loads its records at a start. If they are no
+longer to come, their records are removed here. After a crash the stored records show how far the migration
+was.
 
 Owned by `meta/server/service`.
 """
@@ -49,13 +52,15 @@ log = logging.getLogger(__name__)
 
 
 class Taker:
+    """Destination side of migrations; there may be one from each source."""
+
     def __init__(self, inside: Inside, leaving: Leaving) -> None:
         self._inside = inside
         self._leaving = leaving
         self._map: PoolMap | None = None
         self._coming: dict[int, Coming] = {}
         self._opened: dict[int, dict[int, list[int]]] = {}
-        """Giver -> session -> what it has open, once for each handle. In memory, as all that is open."""
+        """Source -> session -> its open inodes, once for each handle. In memory only, like all open files."""
         self._waits_s: dict[int, float] = {}
         self._at_work: dict[int, asyncio.Lock] = {}
         self._woken = asyncio.Event()
@@ -63,11 +68,11 @@ class Taker:
 
     @property
     def coming(self) -> int:
-        """Partitions that are not ours yet."""
+        """Number of arriving partitions, which are not ours yet."""
         return sum(len(one.partitions) for one in self._coming.values())
 
     def begin(self) -> set[int]:
-        """At a start: take up what the records tell; the partitions that are coming."""
+        """Load the state of migrations at a start; return the partitions that are arriving."""
         for key, raw in self._inside.kv.scan(*COMING_RANGE, GIVERS_MAX):
             self._coming[giver_of_key(key)] = decode_coming(raw)
         coming = {partition for one in self._coming.values() for partition in one.partitions}
@@ -80,7 +85,8 @@ class Taker:
             self._woken.set()
 
     async def run(self) -> None:
-        """Take up what is ours by the map, and remove what is not to come any more, until cancelled."""
+        """Take up partitions that the map has made ours, and remove those that no longer come, until
+        cancelled."""
         while True:
             await self._woken.wait()
             self._woken.clear()
@@ -92,7 +98,7 @@ class Taker:
                 self._woken.set()
 
     async def run_once(self) -> None:
-        """What the map says by now of what has come. Waits for the engine only. Busy: repeat."""
+        """Act on the newest map for all migrations to this shard. Waits for the engine only. Busy: repeat."""
         for giver in list(self._coming):
             async with self._lock(giver):
                 if giver in self._coming and (self._is_ours(self._coming[giver]) or not self._is_wanted(giver)):
@@ -110,13 +116,13 @@ class Taker:
         return all(ours)
 
     def _is_wanted(self, giver: int) -> bool:
-        """Whether what comes from this giver may yet be ours."""
+        """Whether the partitions that come from this source may still become ours."""
         owners, wanted = self._map.shard_of_partition, goals(self._map)
         return all(owners[partition] == giver and wanted[partition] == self._inside.shard
                    for partition in self._coming[giver].partitions)
 
     async def _settle(self, giver: int) -> None:
-        """What has come in an earlier attempt is ours by the map that we know, or is not to stay."""
+        """End an earlier attempt: take its partitions up if the map makes them ours, else remove them."""
         while self._inside.kv.full:
             await self._inside.kv.room()
         coming = self._coming.get(giver)
@@ -128,10 +134,12 @@ class Taker:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     async def take(self, request: MoveRequest, payload: bytes | memoryview) -> MoveReply:
-        """One message of a giver. On return what it says is in the records; of the last all is durable.
+        """Process one message of a source. On return its contents are in the records; after the last all are
+        durable.
 
-        StaleEpoch, StaleTerm  it is not to come, or not from this giver any more, or there was a later attempt
-        NoSpace, Fenced        as of the engine
+        StaleEpoch, StaleTerm  the partitions do not come from this source (any more), or there was a later
+                               attempt
+        NoSpace, Fenced        as raised by the engine
         """
         if request.taker != self._inside.shard:
             raise StaleEpoch(f"this is shard {self._inside.shard}, not {request.taker}")
@@ -151,7 +159,10 @@ class Taker:
             return MoveReply(inodes=self._coming[request.giver].inodes)
 
     async def _begin_numbers_at(self, bound: int) -> None:
-        """The giver may have given every number below it: we give none of those, in this process or the next."""
+        """Skip the inode numbers below `bound`, which the source may have given.
+
+        This process and the next give none of them.
+        """
         numbers, view = self._inside.numbers, self._inside.view
         if view.next_number < bound:
             if numbers.bounds.inode < bound:
@@ -179,9 +190,9 @@ class Taker:
         giver, before = request.giver, self._coming.get(request.giver)
         if before is not None and (before.term, before.attempt) >= (request.term, request.attempt):
             raise StaleEpoch(f"attempt {before.attempt} of term {before.term} was begun already")
-        if before is not None:  # the giver knows what became of it, so by its map, and ours, we do
+        if before is not None:  # the source knows its outcome, so it shows in the source's map, and in ours
             await self._settle(giver)
-        for other, one in list(self._coming.items()):  # from who gave them up
+        for other, one in list(self._coming.items()):  # from sources that have given them up
             if not set(one.partitions).isdisjoint(partitions):
                 await self._settle(other)
         for partition in partitions:
@@ -229,7 +240,7 @@ class Taker:
     # -- the end ---------------------------------------------------------------------------------------------------------
 
     def _take_up(self, giver: int, coming: Coming) -> None:
-        """They are ours. All at once: nothing here waits."""
+        """Take up the partitions, which are ours now, in one step: nothing here waits."""
         inside, kv = self._inside, self._inside.kv
         arrived = kv.scan(*arrived_range(giver), SESSIONS_MAX)
         effects: list[Effect] = [(coming_key(giver), None), *((key, None) for key, _ in arrived)]
@@ -241,7 +252,8 @@ class Taker:
                     if number not in inside.sessions.by_number]
         kv.apply(effects, reclaims=True)
         inside.view.inode_count += coming.inodes
-        # Where a process before us was told what is open and how long orphans wait, clients have a lease to say it again.
+        # If an earlier process received the open files and the orphans' delay, clients have a lease time to
+        # report again.
         opened, wait_s = self._opened.pop(giver, {}), self._waits_s.pop(giver, inside.sessions.lease_s)
         for number, record in sessions.items():
             inside.sessions.arrive(number, record, opened.get(number, ()), inside.clock.boottime_s())
@@ -260,7 +272,10 @@ class Taker:
             self._woken.set()
 
     async def _remove(self, giver: int) -> None:
-        """What has come is not to stay. The record of it goes last: so it is gone on with after a crash."""
+        """Remove arrived records that are not to stay.
+
+        The migration's own record goes last, so a crash does not stop this.
+        """
         coming = self._coming.get(giver)
         if coming is None:
             return

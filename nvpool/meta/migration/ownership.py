@@ -1,9 +1,9 @@
-"""Which partitions a shard does not serve though records of them are here: one that is being closed to be handed over, one
-that is coming, one that has gone and is being removed.
+"""Partition ownership: partitions that a shard does not serve although their records are here.
 
-Requests read through this. Where there is none of these they read the engine itself, and it costs nothing. Else each key is
-looked at: what a closed partition has is held (`meta/state/record_locks`) until it is known who has it, what is not ours is
-refused as any other shard's. Owned by `meta/server/service`; changed by `giver` and `taker`.
+Such a partition is closed for its migration, is arriving, or has left and is being removed. Requests read
+through this module. Without such partitions they read the engine directly, at no cost. Otherwise each key is
+checked: records of a closed partition are locked (`meta/state/record_locks`) until its owner is known, and
+other shards' records are refused. Owned by `meta/server/service`; changed by `source` and `destination`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import TURN_KEY, SpanId, partition_of_held
 
 REPEAT_S = 0.02
-"""After which somebody who knows a newer map than we asks again."""
+"""Retry delay for a client that knows a newer map than this shard."""
 
 
 class _Closed(Hold):
-    """Holds whole partitions for a hand-over: whoever meets it gives back what he has, and waits."""
+    """Lock of whole partitions for a migration. A transaction that meets it releases its locks and waits."""
 
     def __init__(self, shard: int) -> None:
         super().__init__(SpanId(shard, 0, 0), 0, 0.0)
@@ -35,22 +35,29 @@ class _Closed(Hold):
 
 
 class Ranges:
-    """`get`, `get_many` and `scan` are the engine's, for requests; they may be others after each `changed`."""
+    """`get`, `get_many` and `scan` are the engine's reads for requests.
+
+    They may be replaced at each `changed`.
+    """
 
     def __init__(self, kv: Kv, view: View) -> None:
         self._kv = kv
         self._view = view
         self._closed: dict[int, _Closed] = {}
         self.strange: set[int] = set()
-        """Of which records are here that are not ours: coming, or gone."""
+        """Partitions whose records are here but not ours: arriving, or left."""
         self.gone: Callable[[], Collection[int]] = tuple
-        """Those of them that are counted as ours until they are removed."""
+        """Those of `strange` whose inodes are counted as ours until they are removed."""
         self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
         self.changed: Callable[[], None] = lambda: None
         view.serves, view.snapshot, view.check_partition = self.serves, self.snapshot, self.check_partition
 
     def check(self, key: bytes) -> None:
-        """Held, WrongShard; Unavailable where the map says already that we have what is coming."""
+        """Check that the key may be read.
+
+        Held: its partition is closed. WrongShard: the partition is not ours. Unavailable: the map says
+        already that we have it, but it is still being taken up.
+        """
         if key[0] < SHARD >> 8 or key == TURN_KEY:
             self.check_partition(partition_of_held(key))
 
@@ -68,11 +75,11 @@ class Ranges:
         return self._closed.get(partition)
 
     def serves(self, partition: int) -> bool:
-        """Whether what works in the background may change records of the partition."""
+        """Whether background work may change records of the partition."""
         return partition not in self._closed and partition not in self.strange
 
     def ours(self) -> list[int]:
-        """The partitions that this shard has at this moment, those that are being handed over too."""
+        """Partitions that this shard owns now, including those that are being migrated away."""
         return [partition for partition in range(PARTITION_COUNT)
                 if not self._view.is_elsewhere(partition) and partition not in self.strange]
 
@@ -80,12 +87,13 @@ class Ranges:
         return OurSnapshot(self._kv.snapshot(), frozenset(self.strange), frozenset(self.gone()))
 
     def close(self, partitions: Collection[int]) -> None:
-        """Nobody is told anything of them, and nobody changes them, before `open`."""
+        """Stop all reads and changes of the partitions until `open`."""
         self._closed.update(dict.fromkeys(partitions, _Closed(self._view.shard)))
         self._look_through()
 
     def open(self, partitions: Collection[int]) -> None:
-        """It is decided who serves them: those who wait ask again, here or elsewhere."""
+        """Reopen the partitions after their owner is decided: waiting requests are tried again, here or
+        elsewhere."""
         waiting = {self._closed.pop(partition) for partition in partitions if partition in self._closed}
         self._look_through()
         for closed in waiting:
@@ -116,19 +124,20 @@ class Ranges:
         return self._kv.get_many(keys)
 
     def _scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        self.check(first)  # what a request scans lies within one partition
+        self.check(first)  # a request scans only within one partition
         return self._kv.scan(first, end, limit)
 
 
 class OurSnapshot:
-    """A snapshot (kv/api) without what was coming or had gone at its moment, and without the records about that."""
+    """Snapshot (kv/api) without partitions that were not ours when it was taken, and without migration
+    records."""
 
     def __init__(self, snapshot: Snapshot, strange: frozenset[int], gone: frozenset[int]) -> None:
         self._snapshot = snapshot
         self._strange = strange
         self._gone = gone
         self.inodes_gone = 0
-        """Walked past so far that were counted as this shard's."""
+        """Inodes skipped so far that were counted as this shard's."""
         self.sequence = snapshot.sequence
         self.skip, self.close = snapshot.skip, snapshot.close
 

@@ -1,7 +1,7 @@
-"""Where a metadata service and partitions that come and go meet: the map's word about them, the messages of other shards, and
-those to them and to who keeps the map.
+"""Partition migration service: follows the pool map, and serves and sends the migration messages.
 
-Only who can sign the right of a service is answered. Made and owned by `meta/server/service`.
+The messages go to other shards and to the pool map's coordinator. Only processes that can sign the grant of a
+service are answered. Created and owned by `meta/server/service`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ ASK_S = 5.0
 
 
 class Moving:
+    """Migrations from and to this shard."""
+
     METHODS = (wire.META_MOVE,)
 
     def __init__(self, inside: Inside, dialer: Dialer | None, clock: Clock, secret: bytes, authority: ServiceRight,
                  waits: Waits, term: int) -> None:
-        """`term`: in which this process serves; 0: that of the first map."""
+        """`term`: the term in which this process serves; 0: the term in the first map."""
         self._inside = inside
         self._dialer = dialer
         self._clock = clock
@@ -50,22 +52,26 @@ class Moving:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def begin(self, pool_map: PoolMap | None) -> None:
-        """Before anything is taken up at a start: what is here and not ours, or not yet. StaleEpoch: see Leaving.begin."""
+        """Load the migration state at a start, before other records are loaded.
+
+        StaleEpoch: see Leaving.begin.
+        """
         coming = self.taker.begin()
         if pool_map is not None and pool_map.partitions:
             self._leaving.begin(pool_map, coming)
             self._take(pool_map)
 
     def run(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """What goes on in the background."""
+        """Background tasks of source and destination."""
         return self.taker.run(), self.giver.run()
 
     def bring_sessions(self) -> None:
-        """Clients have opened sessions here: see `sessions.bring_all`."""
+        """Merge migrated sessions into sessions that clients have opened here: see `sessions.bring_all`."""
         bring_all(self._inside)
 
     def use_map(self, pool_map: PoolMap) -> None:
-        """What it takes from us is forgotten at once; what it gives us is taken up before long."""
+        """Use a newer map: partitions that it takes away are forgotten now, partitions that it gives are
+        taken up soon."""
         before = self._map
         if before is None or not pool_map.partitions:
             return

@@ -1,7 +1,7 @@
-"""Sessions move with what they have open or locked: under their own numbers, so that locks stay what they are. Where their
-client has a session of this shard, or opens one, it gets all that has come.
+"""Migration of sessions together with their open files and locks.
 
-Used by `giver` and `taker`.
+A session keeps its number, so that its locks stay valid. If its client has a session at the destination, or
+opens one, that session gets everything that has arrived. Used by `source` and `destination`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from nvpool.meta.state.session_records import encode_session
 from nvpool.rpc.v1.moving_pb2 import MovedSession
 
 OPENS_MAX = 16_384
-"""Handles in one message."""
+"""Highest number of handles in one message."""
 
 
 def sessions_to_move(inside: Inside, partitions: frozenset[int]) -> Iterator[MovedSession]:
-    """The sessions that have files of these partitions open or locked, with what they have open; one with many open files
-    comes several times. Others may come and go between two of them."""
+    """Sessions that have files of these partitions open or locked, with their open inodes.
+
+    A session with many open files comes several times. Sessions may open and end between two of them.
+    """
     locking = inside.locks.sessions_in(partitions)
     for session in list(inside.sessions.by_number.values()):
         opened = [inode for inode, count in session.opens.items() if partition_of(inode) in partitions for _ in range(count)]
@@ -33,8 +35,10 @@ def sessions_to_move(inside: Inside, partitions: frozenset[int]) -> Iterator[Mov
 
 
 def bring_all(inside: Inside) -> None:
-    """What came with sessions of other shards is that of ours of the same clients. Busy: the engine is full, some are not
-    brought yet; repeat."""
+    """Merge migrated sessions into this shard's sessions of the same clients.
+
+    Busy: the engine is full, and some sessions are not merged yet; repeat.
+    """
     for arrived, session in inside.sessions.strangers():
         effects = inside.locks.bringing(arrived.number, session.number)
         inside.kv.apply([*effects, *inside.sessions.ending(arrived)], reclaims=True)

@@ -1,4 +1,4 @@
-"""What giver and taker reach into of the shard that they work for. Made by `meta/server/service`."""
+"""Shard context: the parts of a shard that a migration uses. Made by `meta/server/service`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from nvpool.poolmap.model import PoolMap
 
 
 class Inside(NamedTuple):
+    """Parts of a shard, by name."""
+
     shard: int
     kv: Kv
     view: View
@@ -31,8 +33,8 @@ class Inside(NamedTuple):
     watches: Watches
     clock: Clock
     use_map: Callable[[PoolMap], None]
-    """Make a newer map known to the whole shard, these modules too."""
+    """Make a newer map known to the whole shard, including the migration modules."""
     take_volumes: Callable[[Iterable[int], bool], None]
     forget_volumes: Callable[[frozenset[int]], None]
     quiet: Callable[[Collection[int]], Awaitable[None]]
-    """Returns when nothing is under way in these partitions, which are closed, that outlives a request."""
+    """Returns when no work that outlives a request is in progress in these closed partitions."""

@@ -1,17 +1,22 @@
-"""Gives partitions to another shard while they are served, some at a time, as the map's goals say.
+"""Source of a partition migration: gives partitions to another shard while they are served.
 
-    copying   what is in them goes to the taker in bounded messages, and what was changed since it went, until little is left;
-              meanwhile leases on their inodes are ended, and none is given
-    closed    for a moment nobody reads or changes them: the last changes go, who has files open or locked, and the bound of
-              the inode numbers; the taker makes all of it durable. All that was changed here before is durable then, too: of
-              a rename out of them no half may be lost
-    asked     who keeps the map makes the taker their holder, or says that he did not. Until that is known they stay closed
+The goals in the pool map say which partitions move; they move some at a time:
 
-The map alone says who holds them: before it is changed everything may be dropped and begun again, by this process or the next;
-after it the taker has it all. The next process of this shard serves in a later term, in which what this one has asked for is
-refused. What was given away is removed afterwards, in steps.
+    copying   the records go to the destination in bounded messages, then the records that have changed since,
+              until few are left; meanwhile leases on their inodes are ended, and none is given
+    closed    for a moment nobody reads or changes the partitions: the last changes go, then the sessions with
+              open files or locks, and the bound of the inode numbers; the destination makes all of it
+              durable. All earlier changes here are made durable too: no half of a rename out of them may be
+              lost
+    asked     the pool map's coordinator makes the destination their owner, or says that it did not. Until the
+              answer is known the partitions stay closed
 
-Owned by `meta/server/service`; `send` and `ask_moved` are of `meta/server/member`.
+Only the map says who owns them. Before it changes, everything may be dropped and started again, by this
+process or the next; after it the destination has all records. The next process of this shard serves in a
+later term, in which requests of this one are refused. The records of partitions that were given away are
+removed afterwards, in steps.
+
+Owned by `meta/server/service`; `meta/migration/service` supplies `send` and `ask_moved`.
 """
 
 from __future__ import annotations
@@ -32,20 +37,22 @@ from nvpool.poolmap.shards.partition_moves import next_batch
 from nvpool.rpc.v1.moving_pb2 import MoveReply, MoveRequest
 
 MESSAGE_KEYS, MESSAGE_BYTES = 500, 256 * 1024
-"""In one message: some milliseconds of either shard's loop."""
+"""Limits of one message: some milliseconds of the event loop of either shard."""
 CLOSE_KEYS = 500
-"""Changes that may be left when the partitions are closed: one message."""
+"""Changes that may be left when the partitions are closed: they fit into one message."""
 DIRTY_MAX = 200_000
-"""Changes behind which copying stays: it is given up, and begun again when less is changed."""
+"""Limit of changes not copied yet. Beyond it the copying is given up, and started again when fewer records
+change."""
 ROUNDS_MAX = 400
 QUIET_S = 0.25
-"""For truncations and changes over several shards to end in what is closed; else it is opened again."""
+"""Limit for truncations and cross-shard transactions in closed partitions to end. After it the partitions are
+reopened."""
 CLOSED_S = 0.75
-"""For the last messages, with the taker's sync; else it is opened again."""
+"""Limit for the last messages and the destination's sync; after it the partitions are reopened."""
 SESSIONS_BYTES = 256 * 1024
 RETRY_S, RETRY_S_MAX = 0.05, 0.5
 PAUSE_S = 0.5
-"""After a hand-over that did not come about."""
+"""Pause after a failed migration."""
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +61,19 @@ AskMoved = Callable[[int, Sequence[int], int], Awaitable[PoolMap]]
 
 
 class Giver:
+    """Source side of migrations; one runs at a time."""
+
     def __init__(self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved, term: int) -> None:
-        """`send(taker, request, payload)`: the taker's answer. `ask_moved(taker, partitions, epoch)`: the newest map when it
-        was asked that they be the taker's, by a hand-over begun in that epoch, whether it says so or not; StaleTerm where we
-        are not the shard's primary any more."""
+        """`send(taker, request, payload)` returns the destination's reply.
+
+        `ask_moved(taker, partitions, epoch)` asks for the partitions to become the destination's, in a
+        migration that started in that epoch. It returns the newest map, whether that agrees or not.
+        StaleTerm: we are not the shard's primary any more.
+        """
         self._inside = inside
         self._leaving = leaving
         self.term = term
-        """In which this process serves; 0: that of the first map."""
+        """Term in which this process serves; 0: the term in the first map."""
         self._send = send
         self._ask_moved = ask_moved
         self._map: PoolMap | None = None
@@ -79,7 +91,7 @@ class Giver:
             self._woken.set()
 
     async def run(self) -> None:
-        """Give what is to be given, and remove what was, until cancelled."""
+        """Migrate partitions as the map says, and remove those that have left, until cancelled."""
         while True:
             await self._woken.wait()
             self._woken.clear()
@@ -94,8 +106,11 @@ class Giver:
                 self._woken.set()
 
     async def run_once(self) -> bool:
-        """Remove what has gone, hand the next partitions over; whether there were any. What the taker, or who keeps the map,
-        answers; then they are served as before."""
+        """Remove partitions that have left, and migrate the next ones; return whether there were any.
+
+        Raises the errors of the destination and of the pool map's coordinator; the partitions are then served
+        as before.
+        """
         await self._leaving.run_once()
         pool_map = self._map
         if pool_map is None or pool_map.moving.paused:
@@ -139,7 +154,7 @@ class Giver:
         finally:
             inside.kv.on_apply = None
             self._moving, self._dirty = frozenset(), {}
-            if not asked:  # else they stay closed: we do not know whose they are, and this process ends
+            if not asked:  # otherwise they stay closed: their owner is unknown, and this process ends
                 inside.ranges.open(partitions)
                 inside.watches.restore(partitions)
         if moved:
@@ -159,7 +174,7 @@ class Giver:
                 dirty[key] = None
 
     def _pages(self, partitions: tuple[int, ...]) -> Iterator[list[tuple[bytes, bytes]]]:
-        """All records of the partitions, each page as it is at that moment."""
+        """All records of the partitions, each page as it is when read."""
         place = 0
         while place < len(partitions):
             run = place + 1
@@ -172,7 +187,7 @@ class Giver:
                 yield pairs
 
     async def _fill(self, message: _Messages, pairs: list[tuple[bytes, bytes]]) -> int:
-        """Send the pairs, which were read just now, and some of what has changed, as it is now."""
+        """Send the pairs, which were read just now, and some changed records with their present values."""
         changes: dict[bytes, bytes | None] = {}
         size = 0
         for key in list(self._dirty):
@@ -216,7 +231,7 @@ class Giver:
                            orphans_wait_ms=int(1000 * inside.collector.waits_s(self._moving)))
 
     async def _until_known(self, taker: int, partitions: tuple[int, ...], epoch: int) -> bool:
-        """Whether they are the taker's now. Fenced where that can not be known in this term."""
+        """Whether the destination owns the partitions now. Fenced: this can not be known in this term."""
         tries = 0
         while True:
             try:
@@ -232,13 +247,14 @@ class Giver:
         if all(new.shard_of_partition[partition] != self._inside.shard for partition in partitions):
             return True
         if tries:
-            # An earlier question may be answered yet. It is not in a later term, which the next process begins with.
+            # An earlier request may still be carried out, but not in a later term, with which the next
+            # process starts.
             raise Fenced("whether the partitions are another shard's can not be known in this term")
         return False
 
 
 class _Messages:
-    """The messages of one attempt, numbered."""
+    """Numbered messages of one migration attempt."""
 
     def __init__(self, taker: int, giver: int, term: int, attempt: int, send: Send) -> None:
         self._taker = taker

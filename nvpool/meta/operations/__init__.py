@@ -1,1 +1,1 @@
-"""One module for each operation on names and attributes: decisions on records, without waiting."""
+"""Operations on names and attributes, one module each: decisions on records, without waiting."""

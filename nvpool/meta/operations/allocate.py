@@ -1,4 +1,4 @@
-"""Allocate: a hole in a file, and a size that it has at least. That is fallocate(2) where nothing is preallocated."""
+"""Allocate: make a hole in a file, or grow it; fallocate(2) without preallocation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from nvpool.rpc.v1 import meta_pb2
 
 
 def allocate(view: View, request: meta_pb2.AllocateRequest, now_ns: int) -> Draft:
-    """[offset, offset + length) becomes a hole (`punch`), and the file ends behind it at least (`grow`), both at once. Growing
-    adds no block, and waits for a truncation, whose bytes must be gone before they could be seen again."""
+    """Make a hole of a range, grow the file to its end, or both in one change.
+
+    The range is [offset, offset + length); `punch` makes the hole, `grow` grows the file. Growing adds no
+    block. It waits for a truncation, whose bytes must be removed before they could become visible again.
+    """
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     if inode.is_directory:

@@ -1,4 +1,4 @@
-"""Birth of a file, directory, symlink or device node under a name; or the opening of the file that has the name."""
+"""Create a file, directory, symlink or device node under a name, or open the existing file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ KINDS = frozenset((stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFCHR, stat.
 
 
 def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
-    """A new inode has the caller's uid and gid; in a set-gid directory the directory's gid, a directory there also the
-    bit. Layout comes from the directory, and access control lists from its default one. An existing file is opened (and cut,
-    where asked) unless `exclusive`."""
+    """Create an inode, or open an existing file.
+
+    A new inode has the caller's uid and gid. In a set-gid directory it has the directory's gid, and a new
+    directory also the set-gid bit. The layout comes from the directory, access control lists from the
+    directory's default list. An existing file is opened (and truncated, if requested) unless `exclusive`.
+    """
     draft = Draft(view, now_ns)
     mode = request.mode
     kind = mode & 0o170000
@@ -83,8 +86,10 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
 
 
 def _inherited(view: View, parent: Inode, mode: int, masked: int) -> tuple[int, dict[bytes, Acl]]:
-    """The mode, and the access control lists, of what is made in the directory with a mode that has lost the bits `masked` to
-    an umask, which does not count where there is a default list."""
+    """Mode and access control lists of a new inode in the directory.
+
+    `mode` has lost the bits `masked` to a umask, which does not apply if the directory has a default list.
+    """
     raw = view.xattr(parent.number, DEFAULT)
     if raw is None:
         return mode, {}
@@ -97,8 +102,11 @@ def _inherited(view: View, parent: Inode, mode: int, masked: int) -> tuple[int, 
 
 
 def _create_unnamed(draft: Draft, request: meta_pb2.CreateRequest) -> Draft:
-    """O_TMPFILE: a file that is open, has no name, and goes when it is closed, as one that has lost its last name. LINK may
-    give it a name, unless it was made `exclusive`."""
+    """O_TMPFILE: create an open file without a name.
+
+    It is deleted when it is closed, like a file that has lost its last name. LINK may give it a name, unless
+    it was created `exclusive`.
+    """
     parent, mode, change = draft.entered(request.parent), request.mode, request.change
     if mode & 0o170000 != stat.S_IFREG or request.name or not request.open:
         raise InvalidRequest("what is made without a name is a regular file, and open")
@@ -122,7 +130,10 @@ def _create_unnamed(draft: Draft, request: meta_pb2.CreateRequest) -> Draft:
 
 
 def _open_existing(draft: Draft, request: meta_pb2.CreateRequest, number: int, kind: int) -> Draft:
-    """Where the inode is another shard's, that one has to be asked to open it."""
+    """Open an existing file.
+
+    If its inode is another shard's, the reply says so, and the client opens it there.
+    """
     if request.exclusive or request.mode & 0o170000 != stat.S_IFREG:
         raise AlreadyExists(f"{request.name!r} exists already")
     if kind == stat.S_IFDIR >> 12:

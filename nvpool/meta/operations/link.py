@@ -1,4 +1,4 @@
-"""One more name for an inode that has one."""
+"""Link: give an inode one more name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from nvpool.rpc.v1 import meta_pb2
 
 
 def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
-    """What has lost its last name gets none; what was made without one (O_TMPFILE) does while it is open."""
+    """Add a name. An inode that has lost its last name gets none; a file of O_TMPFILE does while it is
+    open."""
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     parent = draft.entered_holder(request.parent)
@@ -23,7 +24,8 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
     if view.get(key) is not None:
         raise AlreadyExists(f"{request.name!r} exists already")
     if inode.flags & records.TRASHED or (not inode.links and not _is_linkable(view, inode)):
-        raise NotFound(f"inode {inode.number} has lost its last name")  # in the trash it would go early with another
+        # a trashed inode with another name would be purged together with that name, and too early
+        raise NotFound(f"inode {inode.number} has lost its last name")
     if not inode.links:
         inode.flags &= ~records.LINKABLE
         draft.effects[records.numbered_key(records.ORPHAN, inode.number)] = None
@@ -42,7 +44,10 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
 
 
 def _is_linkable(view: View, inode: Inode) -> bool:
-    """Whether it was made without a name and is still there for whoever has it open: in a volume it counts as long as that."""
+    """Whether the inode was created without a name and some session still has it open.
+
+    In a volume its orphan record is ORPHAN_COUNTED for that time.
+    """
     if not inode.flags & records.LINKABLE:
         return False
     orphan = view.get(records.numbered_key(records.ORPHAN, inode.number))

@@ -1,6 +1,7 @@
-"""Listings: the entries of a directory in the order of their hashes, with attributes, in bounded steps.
+"""Directory listings: entries in hash order, with attributes, in bounded steps.
 
-As the other questions (`meta/operations/lookup`) this changes nothing and does not wait. Called by `meta/server/service` only.
+Like the other queries (`meta/operations/lookup`) a listing changes nothing and does not wait. Called by
+`meta/server` only.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from nvpool.rpc.v1 import meta_pb2
 
 S_IFMT = 0o170000
 LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
-"""Entries in a reply: with attributes a thousand of them hold the event loop for about five milliseconds."""
+"""Entries in a reply: a thousand of them with attributes hold the event loop for about five milliseconds."""
 _CHANGE, _TARGET, _FLAGS, _VOLUME, _CUT, _TABLE = map(records.Inode.__slots__.index, (
     "change", "target", "flags", "volume", "cut", "table"))
 WIDE_STEP = 64
-"""Partitions of a wide directory that are looked through before others get their turn."""
+"""Partitions of a wide directory that are scanned before other requests get their turn."""
 
 
 def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], *, names_alone: bool = False
             ) -> Iterator[meta_pb2.ListDirReply | None]:
-    """The entries behind the cursor, or from a name on, as one reply at the end; None where others should have their turn.
+    """Entries behind the cursor, or from a name on.
 
-    Each name that is there from the first question to the last comes once. Names come in the order of their hashes,
-    which in a wide directory is also that of their partitions. A name whose inode is missing is left out (fsck's). Where
-    more entries follow there is at least one in the reply, behind which the asker goes on. `names_alone`: attributes are told
-    of none, as of inodes that another shard has.
+    Yields one reply at the end, and None wherever other requests should get their turn. A name that exists
+    from the first request to the last comes exactly once. Names come in the order of their hashes, which in a
+    wide directory is also the order of their partitions. A name whose inode is missing is left out (fsck
+    handles it). If more entries follow, the reply has at least one entry, after which the client continues.
+    `names_alone`: the reply has no attributes, as for inodes of another shard.
     """
     while True:
         reply, behind = yield from _part(view, request, now_ns, names_alone)
@@ -49,7 +51,10 @@ def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], i
 
 def _part(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], names_alone: bool
           ) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
-    """Up to `limit` entries, less those that can not be shown; and the cursor behind them all."""
+    """Reply with up to `limit` entries, and the cursor behind all of them.
+
+    Entries that can not be shown are left out of the reply.
+    """
     from_hash, leave_out = cursor_parts(request.cursor)
     if request.name:
         from_hash, leave_out = view.name_hash(request.inode, request.name), 0
@@ -74,7 +79,7 @@ def _part(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int
             behind = partition << HASH_BITS - PARTITION_BITS
             break
         start, end = records.dentry_range(partition, directory.number)
-    # what was found before others had their turn may have been changed by them
+    # other requests may have changed the entries that were found before they got their turn
     reply, cursor = _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP and not names_alone,
                             now_ns, names_alone)
     if behind and not reply.more:
@@ -86,7 +91,7 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             leave_out: int, limit: int, lends: bool, now_ns: Callable[[], int], names_alone: bool
             ) -> tuple[meta_pb2.ListDirReply, int]:
     reply, behind = meta_pb2.ListDirReply(), request.cursor
-    places: list[tuple[bytes, int, int, int]] = []  # name, cursor behind it, inode, kind
+    places: list[tuple[bytes, int, int, int]] = []  # name, cursor behind the name, inode, kind
     before, equal = from_hash, 0
     taken = 0
     for key, raw in found:
@@ -122,7 +127,8 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             reply.lease_ms = view.lease_ms
         if request.packed:
             reply.packed = _packed(places, inodes, lent)
-            if request.rights & READ and lent and not view.access.restricted:  # else each is asked for, and looked at
+            # in restricted volumes each grant needs its own request, so that it is checked
+            if request.rights & READ and lent and not view.access.restricted:
                 reply.grants = _grants(view, request.session, inodes, lent, now_ns())
             return reply, behind
     for at, (name, cursor, number, kind) in enumerate(places):
@@ -134,14 +140,16 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
 
 
 def _grants(view: View, session: int, inodes: list[tuple], lent: Collection[int], now_ns: int) -> bytes:
-    """To read the regular files among these that are lent, in order."""
+    """Read grants for the regular files that have a lease, in order."""
     return b"".join([view.signed(READ, session, fields[0], fields[_CUT], fields[_TABLE], fields[_VOLUME], now_ns)
                      for fields in inodes if fields[0] in lent and fields[1] & S_IFMT == S_IFREG])
 
 
 def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) -> meta_pb2.GetAttrManyReply:
-    """Of many inodes of this shard, for who has their names from another; without those that are gone, or in a volume that the
-    asker has no right to."""
+    """Attributes of many inodes of this shard, for a client that has their names from another shard.
+
+    Deleted inodes, and inodes in volumes to which the caller has no right, are left out.
+    """
     numbers = data_codec.unpack_inodes(request.inodes)
     if len(numbers) > LIST_LIMIT_MAX or not all(0 < number < 1 << 63 for number in numbers):
         raise InvalidRequest(f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for at once")
@@ -150,18 +158,19 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
             raise WrongShard(f"inode {number} belongs to another shard")
     may_see = view.access.may_see
     inodes = [fields for fields in _inodes(view, list(numbers))
-              # of a volume's own directory its name tells, which is shown to all
+              # the root directory of a volume is visible to all by its name
               if fields is not None and (fields[_VOLUME] == fields[0] or may_see(fields[_VOLUME]))]
     lent = view.lend_all(request.session, inodes) if inodes else ()
     places = [(b"", 0, 0, 0)] * len(inodes)
     reply = meta_pb2.GetAttrManyReply(packed=_packed(places, inodes, lent), lease_ms=view.lease_ms if lent else 0)
-    if request.rights & READ and lent and not view.access.restricted:  # as of a listing
+    if request.rights & READ and lent and not view.access.restricted:  # as in a listing
         reply.grants = _grants(view, request.session, inodes, lent, now_ns)
     return reply
 
 
 def _elsewhere(number: int, kind: int) -> tuple:
-    """The `inode_fields` of an inode that another shard has: it has no link, so it is not lent, and its change number is 0."""
+    """`inode_fields` of an inode of another shard: no links, so it gets no lease, and the change number is
+    0."""
     fields = [0] * len(records.Inode.__slots__)
     fields[0], fields[1], fields[_TARGET] = number, kind << 12, b""
     return tuple(fields)
@@ -179,10 +188,10 @@ def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], lent
 
 
 def _inodes(view: View, numbers: list[int]) -> list[tuple | None]:
-    """The `inode_fields` of each; None where there is nothing that can be read."""
+    """`inode_fields` of each inode; None if it does not exist or can not be read."""
     try:
         raws = view.get_many(list(map(records.inode_key, numbers)))
-    except CorruptRecord:  # one of them: the others are shown
+    except CorruptRecord:  # one record is damaged: the others are shown
         return [_one(view, number) for number in numbers]
     return [_fields(number, raw) for number, raw in zip(numbers, raws, strict=True)]
 

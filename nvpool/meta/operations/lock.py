@@ -1,4 +1,4 @@
-"""A lock of fcntl(2) or flock(2) is taken, changed, released, or waited for."""
+"""Lock operation: acquire, change, release or wait for a lock of fcntl(2) or flock(2)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from nvpool.rpc.v1 import meta_pb2
 
 
 def lock(view: View, request: meta_pb2.LockRequest, now_ns: int) -> Draft:
-    """Granted, or a place in the queue where the request waits, or neither. What changes is synced before it is answered: a
-    lock that was given, and one that was given back, are so after a loss of power too."""
+    """Grant the lock, or give the request a place in the queue if it waits, or neither.
+
+    A change is synced before it is answered, so acquired and released locks survive a power loss.
+    """
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     if not inode.is_file:
@@ -34,7 +36,7 @@ def lock(view: View, request: meta_pb2.LockRequest, now_ns: int) -> Draft:
 
 
 def check_range(request: meta_pb2.LockRequest | meta_pb2.LocksRequest) -> None:
-    """InvalidRequest where kind, mode and bytes are none of a lock."""
+    """InvalidRequest: kind, mode and bytes do not describe a lock."""
     if request.kind not in (RECORD, WHOLE) or request.mode > EXCLUSIVE:
         raise InvalidRequest(f"there are no locks of kind {request.kind} and mode {request.mode}")
     if not request.start <= request.end <= LAST_BYTE or (request.kind == WHOLE and request.end - request.start < LAST_BYTE):

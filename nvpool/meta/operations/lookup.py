@@ -1,7 +1,7 @@
-"""Questions that change nothing, but for the mark that a first write grant leaves on an inode.
+"""Queries: look-ups and other reads; the only change is the mark of an inode's first write grant.
 
-Pure, as decisions are: (view, request, now in ns) -> Draft; listings and the search for names in bounded steps. Called by
-`meta/server/service` only.
+Queries are pure like all decisions: (view, request, now in ns) -> Draft. Listings and the search for names
+run in bounded steps. Called by `meta/server` only.
 """
 
 from __future__ import annotations
@@ -34,24 +34,28 @@ from nvpool.rpc.messages import data_codec
 from nvpool.rpc.v1 import meta_pb2
 
 LOCKS_MAX = 1000
-"""In a reply: about fifty kilobytes."""
+"""Locks in a reply: about fifty kilobytes."""
 LOOKUP_STEP = 128
-"""Names that are looked up before others get their turn: two milliseconds, three where each is looked up by itself."""
+"""Names looked up before other requests get their turn: two milliseconds, three if each is looked up
+separately."""
 NAMES_LIMIT = 1000
-"""Entries that one step of a search for names looks through: a millisecond of the event loop (0.7 µs each)."""
+"""Entries scanned in one step of a search for names: a millisecond of the event loop (0.7 µs each)."""
 NAMES_INODES_MAX = 512
 _FLAGS = records.Inode.__slots__.index("flags")
 _MORE_TO_SAY = records.DIVIDED | records.TRASHED
 _TYPE, _REGULAR = 0o170000, 0o100000
 _BYTES_PER_FILE = 300
-"""Of LMDB, cautiously: 146 with names of 16 bytes."""
+"""Bytes of LMDB per file, a careful estimate: 146 with names of 16 bytes."""
 _EMPTY_SCAN = 4
-"""What a scan that finds nothing costs, in entries."""
+"""Cost of a scan that finds nothing, in entries."""
 
 
 def lookup(view: View, request: meta_pb2.LookupRequest, now_ns: int) -> Draft:
-    """A grant that was asked for is left out while the file is being cut: who only looks does not wait for the targets. Of an
-    inode that another shard has only that is told."""
+    """Look up a name.
+
+    While the file is being truncated, a requested grant is left out, because a look-up does not wait for the
+    targets. For an inode of another shard the reply has only its number and kind.
+    """
     directory = view.searched(request.parent, request.name, request.spread)
     try:
         _, number, kind = view.named(directory, request.name)
@@ -65,7 +69,8 @@ def lookup(view: View, request: meta_pb2.LookupRequest, now_ns: int) -> Draft:
         request.rights = 0
     found = _entry(view, number, request, now_ns)
     if found.inodes[number].flags & records.DIVIDED:
-        return _elsewhere(view, number, kind, now_ns)  # for who is told to ask for the inode asks for its parts, too
+        # makes the client request the inode together with its stripes
+        return _elsewhere(view, number, kind, now_ns)
     return found
 
 
@@ -78,18 +83,21 @@ def _elsewhere(view: View, number: int, kind: int, now_ns: int) -> Draft:
 
 def lookup_many(view: View, request: meta_pb2.LookupManyRequest, now_ns: Callable[[], int]
                 ) -> Iterator[meta_pb2.LookupManyReply | None]:
-    """As so many look-ups, with their refusals, as one reply at the end; None where others should get their turn before it."""
+    """Many look-ups, with their errors.
+
+    Yields one reply at the end, and None wherever other requests should get their turn.
+    """
     if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
         raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up at once")
     reply = meta_pb2.LookupManyReply()
     one = meta_pb2.LookupRequest(session=request.session)
-    rights = request.rights & READ  # a write grant leaves a mark, which would be a change
+    rights = request.rights & READ  # a write grant would mark the inode, which is a change
     for number, some in enumerate(_steps(request.directories)):
         if number:
             yield None
         if _look_up_together(view, request.session, some, rights, now_ns(), reply):
             continue
-        for piece in some:  # one directory of several may have more to say than the others
+        for piece in some:  # the names of one directory may need the slow way while the others do not
             if len(some) > 1 and _look_up_together(view, request.session, [piece], rights, now_ns(), reply):
                 continue
             directory, names = piece
@@ -104,11 +112,11 @@ def lookup_many(view: View, request: meta_pb2.LookupManyRequest, now_ns: Callabl
 
 
 Piece = tuple[meta_pb2.NamesIn, Sequence[bytes]]
-"""Some of the names in a directory."""
+"""Some names in a directory."""
 
 
 def _steps(directories: Iterable[meta_pb2.NamesIn]) -> Iterator[list[Piece]]:
-    """All names in their order, LOOKUP_STEP at most at once."""
+    """All names in their order, in groups of at most LOOKUP_STEP."""
     some: list[Piece] = []
     count = 0
     for directory in directories:
@@ -126,8 +134,11 @@ def _steps(directories: Iterable[meta_pb2.NamesIn]) -> Iterator[list[Piece]]:
 
 def _look_up_together(view: View, session: int, some: list[Piece], rights: int, now_ns: int,
                       reply: meta_pb2.LookupManyReply) -> bool:
-    """As `lookup` of each, with one search for all entries and one for all inodes: 14 µs a name in place of 20. False, and
-    nothing was added, where more is to be said of one of them than what its records tell."""
+    """As `lookup` of each name, with one read for all entries and one for all inodes.
+
+    A name takes 14 µs instead of 20. Returns False, with nothing added, if one of the names needs more than
+    its records.
+    """
     if view.owners or view.access.restricted or sum([len(names) for _, names in some]) < 2:
         return False
     try:
@@ -179,7 +190,7 @@ def _look_up_together(view: View, session: int, some: list[Piece], rights: int, 
 
 
 def parts(view: View, request: meta_pb2.PartsRequest) -> meta_pb2.PartsReply:
-    """What this shard has of wide directories."""
+    """Counts of this shard's stripes of wide directories."""
     numbers = data_codec.unpack_inodes(request.inodes)
     if len(numbers) > LIST_LIMIT_MAX:
         raise InvalidRequest(f"the parts of {LIST_LIMIT_MAX} directories at most can be asked for at once")
@@ -239,7 +250,10 @@ def listxattr(view: View, request: meta_pb2.ListXattrRequest, now_ns: int) -> Dr
 
 
 def locks(view: View, request: meta_pb2.LocksRequest, now_ns: int) -> Draft:
-    """Those in the way of a lock, the first byte first; or all, a thousand at most."""
+    """The first lock, by byte, that conflicts with the requested one.
+
+    A request without a mode gets all locks, a thousand at most.
+    """
     draft = Draft(view, now_ns)
     draft.inode(request.inode)
     if request.mode:
@@ -257,7 +271,7 @@ def locks(view: View, request: meta_pb2.LocksRequest, now_ns: int) -> Draft:
 
 
 def statfs(view: View, statistics: dict[str, float], files_max: int) -> meta_pb2.StatFsReply:
-    """`files_max`: where the engine has no limit."""
+    """File counts of the file system. `files_max` is used if the engine has no limit."""
     files, bytes_max = view.inode_count, statistics.get("map_bytes_max", 0)
     if bytes_max:
         files_max = files + int((bytes_max - statistics.get("used_bytes", 0)) / _BYTES_PER_FILE)
@@ -265,11 +279,12 @@ def statfs(view: View, statistics: dict[str, float], files_max: int) -> meta_pb2
 
 
 def names(view: View, request: meta_pb2.NamesRequest) -> meta_pb2.NamesReply:
-    """Where the inodes have names, among the next entries behind the cursor; the first that is found of each.
+    """Find names of inodes among the next entries behind the cursor; the first name found of each.
 
-    Entries are kept by directory and name, so this is a search, one for all of the inodes. It is short where it begins: an
-    inode is born in the partition of its first name, and most of the names that it gets later are there too. Entries that can
-    not be read are left out (fsck's). InvalidRequest for what can be no inode; CorruptRecord where the search can not go on.
+    Entries are stored by directory and name, so this is a search, one for all of the inodes. It is short at
+    its start: an inode is created in the partition of its first name, and most of its later names are there
+    too. Unreadable entries are left out (fsck handles them). InvalidRequest: a number can be no inode.
+    CorruptRecord: the search can not continue.
     """
     wanted = set(data_codec.unpack_inodes(request.inodes))
     if not 0 < len(wanted) <= NAMES_INODES_MAX or not all(0 < number < 1 << 63 for number in (*wanted, request.directory or 1)):
@@ -277,7 +292,7 @@ def names(view: View, request: meta_pb2.NamesRequest) -> meta_pb2.NamesReply:
     reply = meta_pb2.NamesReply()
     if not request.cursor and not request.directory and not request.elsewhere:
         reply.gone = data_codec.pack_inodes(sorted(number for number in wanted if _is_nameless(view, number)))
-    # As the value of an entry has them: those of its own partition in short.
+    # as stored in the value of an entry: short if the entry is in the inode's own partition
     values = {number.to_bytes(8, "big") for number in wanted}
     values.update(records.encode_dentry(partition_of(number), number, 8)[1:] for number in wanted)
     left = min(request.limit or NAMES_LIMIT, NAMES_LIMIT)
@@ -306,7 +321,7 @@ def _partitions_to_search(view: View, request: meta_pb2.NamesRequest, wanted: se
         try:
             wide = bool(view.inode(request.directory).flags & records.WIDE)
         except (NotFound, AccessDenied, WrongShard, CorruptRecord):
-            wide = True  # unknown here: perhaps
+            wide = True  # unknown here: it may be wide
         return range(from_partition, PARTITION_COUNT) if wide else (partition_of(request.directory),)
     births = {partition_of(number) for number in wanted}
     if request.elsewhere:
@@ -315,15 +330,15 @@ def _partitions_to_search(view: View, request: meta_pb2.NamesRequest, wanted: se
 
 
 def _readable(view: View, first: bytes, end: bytes, limit: int) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """The next pairs, and where to go on; b"" behind the last. A record that can not be read is passed over."""
+    """The next pairs, and the key to continue from (b"" after the last). An unreadable record is skipped."""
     try:
         pairs = view.scan(first, end, limit)
     except CorruptRecord as error:
         if not first <= error.key < end:
-            raise  # it is not a record that is damaged
+            raise  # the damage is not in a record of this range
         try:
             pairs = view.scan(first, error.key, limit)
-        except CorruptRecord:  # the neighbour again
+        except CorruptRecord:  # the same damaged neighbour again
             pairs = []
         return pairs, error.key + b"\0" if len(pairs) < limit else pairs[-1][0] + b"\0"
     return pairs, pairs[-1][0] + b"\0" if len(pairs) == limit else b""
@@ -340,7 +355,7 @@ def _take_name(view: View, reply: meta_pb2.NamesReply, wanted: set[int], partiti
     try:
         above = view.inode(directory).parent
     except AccessDenied:
-        return  # who may not see the directory does not hear of names in it
+        return  # a caller that may not see the directory does not learn names in it
     except (NotFound, WrongShard, CorruptRecord):
         above = 0
     wanted.discard(number)

@@ -1,4 +1,4 @@
-"""Open, and what writers tell: Report (where the data ends) and Reserve (the place of an append)."""
+"""Open, and the requests of writers: Report (end of the data) and Reserve (place of an append)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from nvpool.rpc.v1 import meta_pb2
 
 
 def open_inode(view: View, request: meta_pb2.OpenRequest, now_ns: int) -> Draft:
-    """One more handle for the session, which keeps the inode when its last name goes. An orphan can be opened as long
-    as it is there. Directories and device nodes are held open likewise; only a file has a grant."""
+    """Add one handle for the session. The handle keeps the inode when its last name is removed.
+
+    An orphan can be opened as long as it exists. Directories and device nodes are opened likewise; only a
+    file has a grant.
+    """
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     if request.truncate:
@@ -31,13 +34,13 @@ def open_inode(view: View, request: meta_pb2.OpenRequest, now_ns: int) -> Draft:
 
 
 def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
-    """The file ends at `end` at least. Refused with StaleCut when the writer did not know of a truncation."""
+    """Grow the file to `end`, if it is shorter. StaleCut: the writer did not know of a truncation."""
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     if request.wrote or request.end or request.withdrawn:
         _check_writer(inode, request.cut)
         check_range(inode.layout, request.end, 0)
-        inode.flags |= records.TOUCHED  # a loss of power may have taken the mark that the writer's grant left
+        inode.flags |= records.TOUCHED  # a power loss may have lost the mark that the writer's grant set
         if request.end > inode.size:
             grown = request.blocks_delta or records.blocks_of(request.end) - records.blocks_of(inode.size)
             draft.resized(inode, request.end, request.change.session, reported=True)
@@ -49,7 +52,8 @@ def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
         if request.withdrawn and inode.reserved > inode.size and (
                 request.withdrawn == inode.reserved
                 or (request.withdrawn == WITHDRAW_ANY and view.appends.is_of(inode, request.change.session))):
-            draft.cut(inode, inode.size)  # of what was to be there some may be at stores: nobody must ever see it
+            # some bytes of the withdrawn append may be on stores: they must never be visible
+            draft.cut(inode, inode.size)
     if request.release:
         draft.closed = inode.number
     draft.sync = request.sync
@@ -59,9 +63,12 @@ def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
 
 
 def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
-    """[offset, offset + length) behind the end of the file is the caller's alone, so that records of several nodes never
-    overlap. A `deferred` one leaves the size as it is until the caller reports the bytes; others that append wait until then
-    (`meta/sessions/append_order`). Without that, as older clients ask, the file ends behind it from now on."""
+    """Reserve [offset, offset + length) behind the end of the file for the caller's append.
+
+    So appends of several nodes never overlap. A `deferred` reservation leaves the size unchanged until the
+    caller reports the bytes; other clients that append wait until then (`meta/sessions/append_order`).
+    Without `deferred`, as requested by older clients, the file ends behind the reservation from now on.
+    """
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     if inode.number in view.cutting:
@@ -78,7 +85,7 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
     if request.deferred:
         inode.reserved = offset + request.length
         reply.shared = view.appends.is_shared(inode.number)
-        draft.keep(inode)  # nobody has to be told: what others see of the file is as before
+        draft.keep(inode)  # no client is notified: nothing visible of the file has changed
         draft.then = partial(view.appends.given, inode.number, inode.reserved, request.change.session)
     else:
         grown = records.blocks_of(offset + request.length) - records.blocks_of(inode.size)
@@ -92,7 +99,7 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
 def _check_writer(inode: Inode, cut: int) -> None:
     if not inode.is_file:
         raise InvalidRequest(f"inode {inode.number} is not a file")
-    if cut < inode.cut - inode.punches:  # a hole takes nothing from the end
+    if cut < inode.cut - inode.punches:  # a hole removes nothing from the end
         raise StaleCut(f"inode {inode.number} was truncated since: its cut number is {inode.cut}, not {cut}")
     if cut > inode.cut:
         raise InvalidRequest(f"inode {inode.number} has the cut number {inode.cut}, {cut} was never given")

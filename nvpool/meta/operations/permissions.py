@@ -1,12 +1,13 @@
 """Permission rules of POSIX and Linux for a user without privileges.
 
-Pure functions of an inode, its access control list and the credentials of the process that asks: what path_resolution(7),
-chmod(2), chown(2), unlink(2), link(2), utimensat(2), xattr(7) and acl(5) say, as fs/namei.c, fs/attr.c and fs/posix_acl.c of
-the kernel carry it out. The kernel itself checks all this for a mount; here it is checked for processes that ask the service
-without one. Used by `meta/server/local_users`.
+Pure functions of an inode, its access control list and the credentials of the calling process. They implement
+path_resolution(7), chmod(2), chown(2), unlink(2), link(2), utimensat(2), xattr(7) and acl(5), as fs/namei.c,
+fs/attr.c and fs/posix_acl.c of the kernel do. For a mount the kernel itself makes all these checks; here they
+are made for processes that send requests to the service without a mount. Used by `meta/server/local_users`.
 
-Of a client whose root is squashed the groups of its users are not known: credentials with BELIEVED_GROUPS may what such a user
-could in any groups but root's, and SOMEBODY what any such user could.
+If a client's root is squashed, the groups of its users are not known. Credentials with BELIEVED_GROUPS have
+the rights that such a user could have in any groups but root's, and SOMEBODY has the rights that any such
+user could have.
 """
 
 from __future__ import annotations
@@ -19,24 +20,27 @@ from nvpool.meta.state.records import Inode
 from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials
 
 READ, WRITE, SEARCH = 4, 2, 1
-"""As in a mode. SEARCH of a directory, execution of a file."""
+"""Bits as in a mode. SEARCH of a directory is the bit for execution of a file."""
 _WORDS = {READ: "read", WRITE: "write", SEARCH: "search"}
 
 
 def may(inode: Inode, access: acl.Acl, credentials: Credentials, wanted: int) -> bool:
-    """Whether mode and access control list (`access`; empty: there is none) allow all that is `wanted` (path_resolution(7),
-    acl(5), `acl_permission_check`). The first class that the user is in decides, and no other."""
+    """Whether mode and access control list allow all that is `wanted` (path_resolution(7), acl(5)).
+
+    An empty `access` means that there is no list. As in the kernel's `acl_permission_check`, only the first
+    class that the user is in decides.
+    """
     if credentials.uid == inode.uid:
         return not wanted & ~(inode.mode >> 6)
     if credentials.gids is BELIEVED_GROUPS:
         return not wanted & ~_believed(inode, access, credentials.uid)
-    if access and inode.mode & 0o070:  # of a list whose mask allows nothing the kernel does not ask
+    if access and inode.mode & 0o070:  # the kernel skips a list whose mask allows nothing
         return _list_allows(access, inode.gid, credentials, wanted)
     return not wanted & ~(inode.mode >> 3 if inode.gid in credentials.gids else inode.mode)
 
 
 def _list_allows(access: acl.Acl, gid: int, credentials: Credentials, wanted: int) -> bool:
-    """`posix_acl_permission`, for who is not the owner."""
+    """`posix_acl_permission` of the kernel, for a user that is not the owner."""
     mask = next((entry.permissions for entry in access if entry.tag == acl.MASK), 7)
     in_group = False
     for entry in access:
@@ -53,13 +57,16 @@ def _list_allows(access: acl.Acl, gid: int, credentials: Credentials, wanted: in
 
 
 def _believed(inode: Inode, access: acl.Acl, uid: int) -> int:
-    """What the most that a user could have allows who is not known to be the owner; of SOMEBODY that of all users together."""
+    """Rights of a user whose groups are unknown: those of the most favourable groups, without the owner's.
+
+    For SOMEBODY these are the rights of all users together.
+    """
     allowed, above = inode.mode, inode.mode >> 3
     if uid == SOMEBODY and inode.uid:
         allowed |= inode.mode >> 6
     if not access or not inode.mode & 0o070:
         return allowed | above if inode.gid else allowed
-    for entry in access:  # whose mask the bits of the group are
+    for entry in access:  # the group bits of the mode are the list's mask
         if entry.tag == acl.USER and entry.id == uid:
             return entry.permissions & above
         if (entry.tag == acl.GROUP_OBJ and inode.gid) or (entry.tag == acl.GROUP and entry.id) or \
@@ -69,12 +76,12 @@ def _believed(inode: Inode, access: acl.Acl, uid: int) -> int:
 
 
 def name_of(credentials: Credentials) -> str:
-    """In words, to begin a refusal with."""
+    """Description of the user, with which the text of a refusal begins."""
     return "no user of this client but root, which is squashed," if credentials.uid == SOMEBODY else f"user {credentials.uid}"
 
 
 def check(inode: Inode, access: acl.Acl, credentials: Credentials, wanted: int) -> None:
-    """AccessDenied where `may` says no."""
+    """AccessDenied: `may` returns False."""
     if not may(inode, access, credentials, wanted):
         words = " and ".join(word for bit, word in _WORDS.items() if wanted & bit)
         raise AccessDenied(f"{name_of(credentials)} may not {words} inode {inode.number}, which has the mode "
@@ -82,22 +89,28 @@ def check(inode: Inode, access: acl.Acl, credentials: Credentials, wanted: int) 
 
 
 def check_owner(inode: Inode, credentials: Credentials) -> None:
-    """NotPermitted for all but the owner."""
+    """NotPermitted: the user is not the owner."""
     if credentials.uid != inode.uid:
         raise NotPermitted(f"inode {inode.number} is user {inode.uid}'s, not user {credentials.uid}'s")
 
 
 def check_sticky(directory: Inode, victim: Inode, credentials: Credentials) -> None:
-    """NotPermitted where the directory is sticky and neither it nor the victim, whose name is to go or to change, is the
-    user's (unlink(2))."""
+    """NotPermitted: the directory is sticky, and neither it nor the victim belongs to the user.
+
+    See unlink(2). The victim is the inode whose name is to be removed or changed.
+    """
     if directory.mode & stat.S_ISVTX and credentials.uid not in (victim.uid, directory.uid):
         raise NotPermitted(f"directory {directory.number} is sticky: inode {victim.number} is not user "
                            f"{credentials.uid}'s")
 
 
 def check_link(inode: Inode, access: acl.Acl, credentials: Credentials) -> None:
-    """NotPermitted for another user's file that the user could not use as its own anyway (proc(5), protected_hardlinks; applied
-    whatever the kernel of this machine is set to)."""
+    """NotPermitted: the file belongs to another user and is not safe to link.
+
+    A safe file is regular, the user may read and write it, and it has no set-uid and no set-gid with group
+    execution. This is `protected_hardlinks` of proc(5), applied whatever the setting of this machine's
+    kernel.
+    """
     if credentials.uid == inode.uid:
         return
     executable_for_group = inode.mode & (stat.S_ISGID | stat.S_IXGRP) == stat.S_ISGID | stat.S_IXGRP
@@ -107,7 +120,7 @@ def check_link(inode: Inode, access: acl.Acl, credentials: Credentials) -> None:
 
 
 def mode_at_birth(parent: Inode, mode: int, credentials: Credentials) -> int:
-    """The mode that something new gets of the one that was asked for (open(2), mkdir(2), mknod(2))."""
+    """Mode of a new inode, derived from the requested mode (open(2), mkdir(2), mknod(2))."""
     kind = stat.S_IFMT(mode)
     if kind in (stat.S_IFCHR, stat.S_IFBLK):
         raise NotPermitted("only root makes device nodes")
@@ -119,12 +132,16 @@ def mode_at_birth(parent: Inode, mode: int, credentials: Credentials) -> int:
 
 
 def mode_to_set(gid: int, mode: int, credentials: Credentials) -> int:
-    """The mode that the owner may set on what belongs to the group `gid`: without set-gid for who is not in it (chmod(2))."""
+    """Mode that the owner may set on an inode of group `gid`: without set-gid if not in the group
+    (chmod(2))."""
     return mode if gid in credentials.gids else mode & ~stat.S_ISGID
 
 
 def check_new_owner(inode: Inode, uid: int | None, gid: int | None, credentials: Credentials) -> None:
-    """NotPermitted: a user gives away nothing, and what is its own only to groups that it is in (chown(2)). None: it stays."""
+    """NotPermitted: the user gives an inode to another user, or to a group that it is not in (chown(2)).
+
+    None: uid or gid stays as it is.
+    """
     check_owner(inode, credentials)
     if uid not in (None, inode.uid):
         raise NotPermitted(f"user {credentials.uid} may not give inode {inode.number} to user {uid}")
@@ -133,15 +150,19 @@ def check_new_owner(inode: Inode, uid: int | None, gid: int | None, credentials:
 
 
 def mode_after_write(inode: Inode, credentials: Credentials) -> int:
-    """A file loses set-uid, and set-gid where the group may execute it or the writer is not in it, when somebody without
-    privileges writes (write(2), Linux 6.2)."""
+    """Mode of a file after a user without privileges has written to it (write(2), Linux 6.2).
+
+    The file loses set-uid. It loses set-gid if the group may execute it, or the writer is not in the group.
+    """
     without_group = inode.mode & stat.S_IXGRP or inode.gid not in credentials.gids
     return inode.mode & ~(stat.S_ISUID | (stat.S_ISGID if without_group else 0))
 
 
 def check_xattr(inode: Inode, access: acl.Acl, credentials: Credentials, name: bytes, wanted: int) -> None:
-    """AccessDenied, NotPermitted, NoAttribute: the user may not read (READ) or change (WRITE) the attribute (xattr(7),
-    `xattr_permission`)."""
+    """Check that the user may read (READ) or change (WRITE) the attribute (xattr(7), `xattr_permission`).
+
+    AccessDenied, NotPermitted, NoAttribute: it may not.
+    """
     if name in acl.NAMES:
         if wanted == WRITE:
             check_owner(inode, credentials)

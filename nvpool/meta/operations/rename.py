@@ -1,4 +1,4 @@
-"""Rename, with NOREPLACE and EXCHANGE. A name is seen in one of its places at every moment, never in two or none."""
+"""Rename, with NOREPLACE and EXCHANGE. Readers see the name in exactly one of its places at any time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvpool.rpc.v1 import meta_pb2
 
 NOREPLACE, EXCHANGE = 1, 2
 DEPTH_MAX = 100_000
-"""No path is so deep; who climbs further is in a loop that damage made."""
+"""Limit of a climb to the root: no path is so deep, so a longer climb is in a loop caused by damage."""
 
 
 def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
@@ -63,7 +63,10 @@ def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
 
 
 def _check_volume(inode: Inode, parent: Inode, name: bytes, new_parent: Inode) -> None:
-    """What is in a volume stays in it, and a volume keeps its name; so does the directory by which all of them are found."""
+    """CrossesVolumes: a name would leave its volume.
+
+    InUse: a volume, or the directory of all volumes, keeps its name.
+    """
     if inode.volume == inode.number:
         raise InUse("it is a volume, which keeps its name")
     if name == VOLUMES and parent.number == ROOT_INODE and inode.is_directory:
@@ -96,7 +99,7 @@ def _move(draft: Draft, inode: Inode, old_parent: Inode, new_parent: Inode) -> N
 
 
 def _check_loop(draft: Draft, inode: Inode, new_parent: Inode) -> None:
-    """WouldLoop when new_parent is the directory itself or lies below it."""
+    """WouldLoop: `new_parent` is the directory itself, or lies below it."""
     if not inode.is_directory or inode.parent == new_parent.number:
         return
     at, view = new_parent, draft.view

@@ -1,4 +1,4 @@
-"""SetAttr: mode, owner, size, times, and what a directory hands down to new files."""
+"""SetAttr: change mode, owner, size, times, and the layout that a directory hands down to new files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ KNOWN = (1 << 12) - 1
 
 
 def setattr(view: View, request: meta_pb2.SetAttrRequest, now_ns: int) -> Draft:
-    """All that `valid` names, at once. ctime is always now: a caller's ctime (CTIME) is taken as word that something
-    changed, not as its time. A change of owner takes set-uid and set-gid (of what a group may execute) from a file. An access
-    control list follows the mode."""
+    """Set all attributes that `valid` names, in one change.
+
+    ctime is always set to now: a caller's ctime (CTIME) only says that something changed. A change of the
+    owner clears set-uid of a file, and set-gid if the group may execute it. An access control list follows
+    the mode.
+    """
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
     valid = request.valid
@@ -63,8 +66,11 @@ def setattr(view: View, request: meta_pb2.SetAttrRequest, now_ns: int) -> Draft:
 
 
 def resize(draft: Draft, inode: Inode, size: int) -> None:
-    """End the file at `size`. Growing adds a hole and no block; it waits for a truncation, whose bytes must be gone
-    before they could be seen again."""
+    """Set the size of a file.
+
+    Growing adds a hole and no block. It waits for a truncation, whose bytes must be removed before they could
+    become visible again.
+    """
     if inode.is_directory:
         raise IsADirectory(f"inode {inode.number} is a directory")
     if not inode.is_file:
@@ -81,7 +87,7 @@ def resize(draft: Draft, inode: Inode, size: int) -> None:
 
 
 def _spread(view: View, inode: Inode) -> None:
-    """The names of the directory are spread over all partitions from here on: there must be none yet."""
+    """Spread the names of the directory over all partitions from here on; it must be empty."""
     if not inode.is_directory:
         raise NotADirectory("only a directory is wide")
     if inode.flags & records.WIDE:

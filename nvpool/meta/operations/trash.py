@@ -1,10 +1,12 @@
-"""What was removed in a volume with a trash: kept under its inode for a while, counted by the quota, and put back on request.
+"""Trash of a volume: keeps removed files for a while and restores them on request.
 
-Instead of an orphan, an inode that loses its last name in such a volume becomes an entry of the trash, which stands for that
-name: its links stay (clients are shown one less, so none), its flag TRASHED says that nobody can get at it by a path, and it
-gets no other names, nor does a directory take any, meanwhile. A directory is empty when it goes in (what was in it went in
-before, with that directory as its place), so putting back begins with the directory. Decisions are pure; the service purges
-in the background what has been there long enough. Part of `meta/volumes`.
+They count in the volume's quota meanwhile.
+An inode that loses its last name in a volume with a trash does not become an orphan, but an entry of the
+trash, which stands for that name. Its link count stays, but clients are shown one link less, so none. Its
+flag TRASHED says that no path leads to it. Meanwhile it gets no other names, and a directory in the trash
+takes no names. A directory is empty when it enters the trash: its former contents have entered before it, and
+their entries name it as their directory. So a restore begins with the directory. Decisions are pure; the
+service purges expired entries in the background. Part of the volume feature (`meta/volumes`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def trash_key(volume: int, inode: int) -> bytes:
 
 
 def trash_range(volume: int, after: int = 0) -> tuple[bytes, bytes]:
-    """Entries of inodes with a higher number."""
+    """Key range of entries whose inode number is above `after`."""
     return trash_key(volume, after) + b"\0" if after else volume_key(TRASH, volume), volume_key(TRASH, volume, b"\xff" * 9)
 
 
@@ -42,7 +44,10 @@ def inode_of_trash_key(key: bytes) -> int:
 
 
 def purged(view: View, volume: int, inodes: Iterable[int], now_ns: int) -> Draft:
-    """These leave the trash for good, as if they had lost their names now. What is not in it (any more) is passed over."""
+    """Remove entries from the trash for good, as if they lost their names now.
+
+    Inodes not in the trash are skipped.
+    """
     draft = Draft(view, now_ns)
     for number in inodes:
         key = trash_key(volume, number)
@@ -52,7 +57,7 @@ def purged(view: View, volume: int, inodes: Iterable[int], now_ns: int) -> Draft
         try:
             inode = draft.inode(number)
         except NotFound:
-            continue  # fsck's
+            continue  # left to fsck
         if inode.links and inode.flags & TRASHED:
             inode.flags &= ~TRASHED
             draft.drop_name(inode)
@@ -60,10 +65,12 @@ def purged(view: View, volume: int, inodes: Iterable[int], now_ns: int) -> Draft
 
 
 def restored(view: View, request: pb.TrashRequest, now_ns: int) -> Draft:
-    """The entry has its name again, or the one that is asked for; first its directory, where that is in the trash too.
+    """Give the entry its old name, or the requested one.
 
-    NotFound       it is not in the trash, or its directory is gone for good: say where it is to go
-    AlreadyExists  the name stands for something else
+    If the entry's directory is in the trash too, the directory is restored first.
+
+    NotFound       it is not in the trash, or its directory is gone for good: name another directory
+    AlreadyExists  the name stands for another inode
     """
     draft = Draft(view, now_ns)
     entry = _entry(view, request.inode, request.entry)
@@ -86,7 +93,7 @@ def _entry(view: View, volume: int, number: int) -> Trashed:
 
 
 def _directory(draft: Draft, entry: Trashed) -> Inode:
-    """Where it was, in the trash by now or not."""
+    """Directory of the entry, whether it is in the trash now or not."""
     try:
         return draft.directory(entry.directory)
     except NotFound:
@@ -124,7 +131,7 @@ def _put_back(draft: Draft, volume: int, number: int, to: int, name: bytes) -> N
 
 
 def listed(view: View, request: pb.TrashRequest, limit: int) -> pb.TrashReply:
-    """The next entries, by inode number."""
+    """The next entries, in the order of inode numbers."""
     reply = pb.TrashReply()
     pairs = view.scan(*trash_range(request.inode, request.entry), limit + 1)
     for key, raw in pairs[:limit]:
@@ -142,7 +149,7 @@ def listed(view: View, request: pb.TrashRequest, limit: int) -> pb.TrashReply:
 
 
 def trash_s_of(view: View, volume: int) -> int:
-    """For how long the volume keeps what is removed; 0: not at all."""
+    """Seconds for which the volume keeps removed files; 0: it has no trash."""
     raw = view.get(volume_key(VOLUME, volume))
     return decode_volume(raw).trash_s if raw is not None else 0
 

@@ -1,4 +1,7 @@
-"""A name goes; with the last one its inode becomes an orphan, which the collector takes when nobody has it open."""
+"""Unlink and rmdir: remove a name.
+
+An inode without names becomes an orphan, which the collector deletes when no session has it open.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,15 @@ def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode, name: bytes)
 
 
 def check_empty(draft: Draft, directory: Inode) -> None:
-    """DirectoryNotEmpty when there is a name in it: looked up, not believed from the count. A wide directory is looked through
-    in all partitions (12 ms) only when its count says that it is empty; it is divided no more after that. InUse: a volume."""
+    """DirectoryNotEmpty: there is a name in the directory. InUse: it is a volume.
+
+    The names are searched, because a count could be wrong. A wide directory is searched in all partitions (12
+    ms) only if its count says that it is empty; after that it is not divided any more.
+    """
     if directory.volume == directory.number:
         raise InUse("it is a volume: nvpool volume rm POOL NAME removes it")
-    empty = not isinstance(directory, Part)  # by a part we go to or from a name in it
+    # a stripe is loaded for a name in the directory, so it is not empty
+    empty = not isinstance(directory, Part)
     if empty and directory.flags & records.WIDE:
         draft.take_parts(directory)
         empty = not directory.size

@@ -1,5 +1,7 @@
-"""Decisions about volumes: how one begins, and what may be said of it later. Pure, as `meta/operations`; called by that and by
-`meta/volumes/handlers`."""
+"""Volume decisions: creation, limits, grants. Pure functions, as all in `meta/operations`.
+
+Called by `meta/operations/create` and `meta/volumes/handlers`.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ TRASH_S_MAX = (1 << 32) - 1
 
 
 def begin_volume(draft: Draft, root: Inode, request: pb.CreateRequest) -> None:
-    """The directory that is being born is the root of a new volume, in the same change. It is the service's to know that the
-    name is one that a volume may have. InvalidRequest."""
+    """Make the directory that is being created the root of a new volume, in the same change.
+
+    The service checks that the name is valid for a volume. InvalidRequest.
+    """
     wish = request.volume
     try:
         name = check_volume_name(request.name.decode("ascii"))
@@ -78,7 +82,10 @@ def check_limits(bytes_max: int, files_max: int) -> None:
 
 
 def read_volume(view: View, number: int) -> tuple[VolumeRecord, Use]:
-    """NotFound where it is no volume; WrongShard where another shard would know."""
+    """Record and usage of a volume.
+
+    NotFound: it is no volume. WrongShard: another shard owns its partition.
+    """
     raw = view.record(volume_key(VOLUME, number)) if 0 < number < 1 << 63 else None
     if raw is None:
         raise NotFound(f"inode {number} is no volume")
@@ -104,14 +111,17 @@ def state_of(view: View, number: int, record: VolumeRecord, use: Use) -> pb.Volu
                            attachments=attachments(view, number),
                            pool_key=wrapped_by(record.wrapped_key) if record.wrapped_key else "")
     state.grants.extend(pb.VolumeGrant(client=member, write=write) for member, write in record.grants)
-    raw = view.get(inode_key(number))  # of everybody's knowledge, whoever may go in
+    raw = view.get(inode_key(number))  # readable by everybody, even if the caller may not enter the volume
     if raw is not None:
         state.table, state.chunk_bits = decode_inode(number, raw).layout
     return state
 
 
 def limited(record: VolumeRecord, use: Use, promised: int, request: pb.VolumeRequest) -> VolumeRecord:
-    """As SET says. InvalidRequest where the quota would lie below the use."""
+    """Record after SET.
+
+    InvalidRequest: the quota would be below the usage. ReadOnly: the volume is sealed.
+    """
     if record.flags & SEALED and (request.HasField("bytes_max") or request.HasField("files_max")):
         raise ReadOnly(f"volume {record.name} is sealed, and nothing more comes into it")
     if request.HasField("bytes_max"):
@@ -135,7 +145,7 @@ def limited(record: VolumeRecord, use: Use, promised: int, request: pb.VolumeReq
 
 
 def granted(record: VolumeRecord, grant: pb.VolumeGrant) -> VolumeRecord:
-    """The client has the right from here on, and the volume a list of who has."""
+    """Record with a right for the client. From then on the volume restricts access to its list of grants."""
     check_member(grant.client)
     grants = {**dict(record.grants), grant.client: grant.write}
     if len(grants) > GRANTS_MAX:
@@ -144,7 +154,7 @@ def granted(record: VolumeRecord, grant: pb.VolumeGrant) -> VolumeRecord:
 
 
 def revoked(record: VolumeRecord, client: str) -> VolumeRecord:
-    """The client has no right; also where it had none. The list stays, though nobody may be on it any more."""
+    """Record without a right for the client, even if it had none. The list stays, though it may be empty."""
     check_member(client)
     return record._replace(grants=tuple(pair for pair in record.grants if pair[0] != client))
 

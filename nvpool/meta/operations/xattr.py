@@ -1,4 +1,7 @@
-"""Extended attributes: set and remove. Name spaces user, trusted and security, and the access control lists of POSIX."""
+"""Extended attributes: set and remove.
+
+The name spaces are user, trusted and security, and the names of POSIX access control lists.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from nvpool.rpc.v1 import meta_pb2
 
 CREATE, REPLACE, KILL_SET_GID = 1, 2, 4
 XATTRS_MAX = 128
-"""For an inode: a list of their names is one message and one step."""
+"""Attributes of an inode: the list of their names fits into one message and one step."""
 _SPACES = (b"user.", b"trusted.", b"security.")
 
 
@@ -74,7 +77,10 @@ def setxattr(view: View, request: meta_pb2.SetXattrRequest, now_ns: int) -> Draf
 
 
 def _use_acl(draft: Draft, inode: Inode, request: meta_pb2.SetXattrRequest) -> acl.Acl:
-    """The list that is to be kept, none where the mode says all. An access list sets the mode (`posix_acl_update_mode`)."""
+    """The list to store; empty if the mode says the same.
+
+    An access list sets the mode (`posix_acl_update_mode`).
+    """
     if inode.is_symlink:
         raise NotSupported("a symbolic link has no access control list")
     found = acl.decode_acl(request.value)
@@ -88,12 +94,12 @@ def _use_acl(draft: Draft, inode: Inode, request: meta_pb2.SetXattrRequest) -> a
         if acl.is_minimal(found):
             found = ()
     if inode.is_directory:
-        draft.take_parts(inode)  # they have copies of its mode, and of whether it has a list
+        draft.take_parts(inode)  # stripes have copies of the mode and of the flag HAS_ACL
     return found
 
 
 def drop_attribute(draft: Draft, inode: Inode, name: bytes) -> None:
-    """The attribute, which is there, goes."""
+    """Remove an existing attribute."""
     view = draft.view
     if len(view.scan(*records.xattr_range(inode.number), 2)) == 1:
         inode.flags &= ~records.HAS_XATTRS

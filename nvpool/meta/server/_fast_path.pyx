@@ -1,7 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The commonest requests of a mount, from frame to frame, without Python in between. See fast_path.py, which says what is
-promised; there is no twin: what is left out here, and everything without a compiler, is decided by service, view and
-changes."""
+"""Fast path of the metadata service: the commonest requests of a mount in C, from frame to frame.
+
+See fast_path.py for the guarantees. There is no Python implementation: a request that is left out here, and
+every request without a compiler, is decided by `service`, `transaction.View` and `meta/operations`.
+"""
 
 import logging
 from hashlib import blake2b
@@ -47,21 +49,21 @@ _log = logging.getLogger(__name__)
 cdef uint8_t encrypted = ENCRYPTED
 
 cdef enum:
-    OUT_BYTES_MAX = 256 << 10   # stream_transport.GATHER_BYTES
+    OUT_BYTES_MAX = 256 << 10   # rpc/transports/stream.GATHER_BYTES
     MESSAGE_MAX = 1024          # of a request: a name of 255 bytes and some numbers
     NAME_MAX = 255
-    ANSWER_MAX = 1024           # header, twice the attributes, a grant
+    ANSWER_MAX = 1024           # header, attributes twice, a grant
     GRANT_BYTES = 60
     GRANT_BODY = 44
     MAC_BYTES = 16
-    HASH_BYTES = 7              # of a name, poolmap/shards/partitions
+    HASH_BYTES = 7              # hash of a name, poolmap/shards/partitions
     SLOTS = 64
     SYMLINK_MAX = 4095
     COUNTER_BITS = 51
-    RECORD_MAX = 176            # of an inode, without a symlink's target
-    LEASE_SLOT_BITS = 20        # watches: its table
+    RECORD_MAX = 176            # inode record without a symlink's target
+    LEASE_SLOT_BITS = 20        # size of the lease table: lease_table.SLOT_BITS
     SEVERAL = 0xFFFF
-    # records: flags of an inode, and the kinds of its file
+    # records: flags of an inode, and file types
     DIVIDED = 32
     TRASHED = 64
     WIDE = 4
@@ -101,11 +103,11 @@ cdef uint16_t CREATE = wire.META_CREATE, UNLINK = wire.META_UNLINK, REPORT = wir
 cdef uint16_t LOOKUP = wire.META_LOOKUP, GETATTR = wire.META_GETATTR
 cdef uint64_t GOLDEN = 0x9E3779B97F4A7C15
 cdef uint32_t ANYTHING = 0xFFFFFFFF
-cdef uint32_t MARK_METHOD = 0x9E3779B1, MARK_UID = 0x85EBCA6B, MARK_GID = 0xC2B2AE35  # leases.mark_of
+cdef uint32_t MARK_METHOD = 0x9E3779B1, MARK_UID = 0x85EBCA6B, MARK_GID = 0xC2B2AE35  # sessions.table.mark_of
 cdef bytes COUNTS_KEY = b"\x80\x04", ORPHAN_VALUE = b"\x01"
 
 
-# -- records, as records.py has them ---------------------------------------------------------------------------------
+# -- records, in the format of records.py --------------------------------------------------------------------
 
 cdef struct Inode:
     uint64_t number, size, blocks, change, cut, parent, punches, volume
@@ -120,7 +122,7 @@ cdef inline uint64_t blocks_of(uint64_t size) noexcept nogil:
 
 
 cdef bint decode(uint64_t number, bytes raw, Inode *i) noexcept:
-    """False where records.decode_inode might raise, and for numbers that are out of all proportion."""
+    """Decode a record. False if records.decode_inode might raise, or a number is implausibly large."""
     cdef const uint8_t *at = <const uint8_t *>PyBytes_AS_STRING(raw)
     cdef Py_ssize_t left = PyBytes_GET_SIZE(raw), needed = 14
     if left < 15:
@@ -364,7 +366,7 @@ cdef bytes dentry_key(uint32_t partition, uint64_t directory, const uint8_t *nam
 
 
 cdef bytes encode_dentry(uint32_t kind, uint64_t counter):
-    """Of an inode in the partition of the name."""
+    """Value of a directory entry whose inode is in the partition of the name."""
     cdef uint8_t value[9]
     cdef int count = 0
     put64_big(value + 1, counter)
@@ -375,7 +377,7 @@ cdef bytes encode_dentry(uint32_t kind, uint64_t counter):
 
 
 cdef uint64_t decode_dentry(uint32_t partition, bytes raw) noexcept:
-    """The inode; 0 where records.decode_dentry might raise."""
+    """Inode number of a directory entry; 0 if records.decode_dentry might raise."""
     cdef const uint8_t *at = <const uint8_t *>PyBytes_AS_STRING(raw)
     cdef Py_ssize_t count = PyBytes_GET_SIZE(raw), byte
     cdef uint64_t number = 0
@@ -438,11 +440,15 @@ cdef bint varint(const uint8_t **at, const uint8_t *end, uint64_t *value) noexce
             value[0] = found
             return True
         shift += 7
-    return False  # cut off; or beyond 63 bits, which no number of ours has
+    return False  # truncated, or more than 63 bits, which none of our numbers has
 
 
 cdef bint take(const uint8_t **at, const uint8_t *end, Field *field) noexcept nogil:
-    """The next field. False: it is none, or does not come behind the one before; an encoder of ours writes them in order."""
+    """Read the next field.
+
+    False: the bytes are no field, or its number is not above the one before; our encoders write fields in
+    order.
+    """
     cdef uint64_t tag
     if not varint(at, end, &tag) or tag >> 3 <= field.number or tag >> 32:
         return False
@@ -500,7 +506,7 @@ cdef bint take_change(const uint8_t *at, Py_ssize_t count, Request *r) noexcept 
 
 
 cdef bint take_request(uint16_t method, const uint8_t *at, Py_ssize_t count, Request *r) noexcept nogil:
-    """Read a message that has what is answered here, and nothing else. False: leave it."""
+    """Read a message that has only fields supported here. False: leave the request to the slow path."""
     cdef const uint8_t *first = at
     cdef const uint8_t *end = at + count
     cdef Field f
@@ -558,19 +564,20 @@ cdef bint take_request(uint16_t method, const uint8_t *at, Py_ssize_t count, Req
             r.mode = <uint32_t>f.value
         elif f.number == 8:
             r.rights = <uint32_t>f.value
-        elif f.number == 14:  # masked: for directories with an access control list, which are left
+        # masked: matters only in directories with an access control list, which are left out
+        elif f.number == 14:
             pass
         elif f.value > 1:
             return False
         elif f.number == 7:
             r.opens = f.value
-        elif f.number != 9 and f.number != 11:  # exclusive, truncate: the same where the name is new
+        elif f.number != 9 and f.number != 11:  # exclusive, truncate: no difference if the name is new
             return False
     return True
 
 
 cdef uint8_t *put_attr(uint8_t *at, Inode *i) noexcept nogil:
-    """As view.fill_attr, of what is in no trash."""
+    """As transaction.fill_attr, for an inode that is in no trash."""
     at = put_fixed(at, 1 << 3 | 1, i.number)
     at = put_number(at, 2 << 3, i.mode)
     at = put_number(at, 3 << 3, i.links)
@@ -628,7 +635,7 @@ cdef inline void stamp(Inode *i, int64_t now, bint content) noexcept nogil:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 cdef class AtOnce:
-    """See fast_path.py. One for what `service` reads and keeps at the moment."""
+    """Fast path as described in fast_path.py, bound to the state that `service` has now."""
 
     cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of, _grants
     cdef object _callers, _peer, _owner
@@ -640,7 +647,8 @@ cdef class AtOnce:
     cdef uint32_t[::1] _leases
 
     def __init__(self, service, failed):
-        """`failed(service, session, slot, sequence, mark, error, number)`: the frame that says that a change was not made."""
+        """`failed(service, session, slot, sequence, mark, error, number)` returns the error frame for a
+        failed change."""
         self._callers = service._callers
         self._service, self._kv, self._view, self._sessions = service, service._kv, service._view, service._sessions
         self._numbers, self._moment, self._watches = service._numbers, service._moment, service._watches
@@ -660,10 +668,14 @@ cdef class AtOnce:
         return wall_ns() if self._is_system else self._clock.wall_ns()
 
     def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
-        """Answer the frames at the beginning of `buffer`, of which `end` bytes came, as far as that can be done at once: append a
-        frame for each to `out`, return how many bytes they took. `in_work`: numbers of requests being answered. `side`: the
-        connection's answering end; without one nobody knows who asks, and nothing is answered. Nor is anything to who acts as
-        one user alone: modes and paths are looked at by `local_users`."""
+        """Answer as many request frames at the beginning of `buffer` as the fast path can.
+
+        `end` is the number of bytes received. One reply frame per request is appended to `out`; the return
+        value is the number of bytes that these requests took. `in_work`: numbers of the requests in progress.
+        `side`: the connection's server side; without one the peer is unknown, and nothing is answered. A
+        caller that acts as one single user also gets no answer here, because `local_users` must check its
+        modes and paths.
+        """
         if side is None:
             return 0
         peer = side.peer
@@ -708,7 +720,8 @@ cdef class AtOnce:
             except Exception as error:
                 if not isinstance(error, NvpoolError):
                     _log.error("method %d could not be answered at once", method, exc_info=error)
-                reply = None  # said, in words, by the ordinary way; of a change that is made by then it gives the kept answer
+                # the slow path reports the error; if the change was made, it returns the kept answer
+                reply = None
             if reply is None:
                 break
             at += HEADER_BYTES + message_bytes
@@ -729,28 +742,31 @@ cdef class AtOnce:
         return at
 
     cdef bint _at_ease(self) except -1:
-        """Whether requests are decided here by the engine's records alone, whoever asks."""
+        """Whether requests of any caller can be decided here by the engine's records alone."""
         return (self._service._state == "serving" and not self._restricted and not self._view.owners
                 and self._view.get == self._kv.get and not self._kv.sync_before_answer)
 
     cdef bytes _reply(self, uint32_t number, uint8_t *end):
-        """The frame of what was laid out behind the place of its head."""
+        """Complete the reply frame whose message was written behind the space for its header."""
         cdef uint8_t *at = self._answer
         cdef Py_ssize_t message_bytes = end - at - HEADER_BYTES
         put_head(at, REPLY, 0, number, 0, <uint32_t>message_bytes, 0, crc_of(at + HEADER_BYTES, message_bytes))
         return PyBytes_FromStringAndSize(<const char *>at, end - at)
 
-    # -- what is read
+    # -- reads
 
     cdef bint _inode(self, uint64_t number, Inode *i) except -1:
-        """Read it. False: there is none, or it is for others to look at. A symlink's target is good until the next is read."""
+        """Read an inode. False: it does not exist, or needs the slow path.
+
+        A symlink's target is valid until the next inode is read.
+        """
         if not 0 < number < NUMBER_MAX:
             return False
-        raw = self._raw = self._view.get(numbered_key(0, number))  # kept: `i.target` points into it
+        raw = self._raw = self._view.get(numbered_key(0, number))  # referenced: `i.target` points into it
         return raw is not None and type(raw) is bytes and decode(number, raw, i) and not i.flags & (DIVIDED | TRASHED)
 
     cdef bytes _name(self, Request *r, Inode *directory):
-        """The key of the name in the directory; None where that is for others to say."""
+        """Key of the name in the directory; None if the slow path must decide."""
         cdef const uint8_t *name = r.name
         cdef Py_ssize_t count = r.name_bytes
         if (directory.mode & S_IFMT != S_IFDIR or directory.flags & WIDE or not 0 < count <= NAME_MAX
@@ -762,7 +778,7 @@ cdef class AtOnce:
                           <const uint8_t *>PyBytes_AS_STRING(name_hash), name, count)
 
     cdef object _session(self, Request *r):
-        """None: unknown, or another's."""
+        """The session; None if it is unknown or belongs to another caller."""
         cdef PyObject *found = PyDict_GetItem(self._by_number, r.session)
         if found is NULL:
             return None
@@ -771,7 +787,7 @@ cdef class AtOnce:
         return session if owner == self._owner or owner is not None and not self._owner else None
 
     cdef object _slot(self, Request *r, session):
-        """Where the request is new in its slot, and a change may be made now; else None."""
+        """The slot, if the request is new in it and changes are possible now; else None."""
         if r.slot >= SLOTS:
             return None
         slot = (<list?>session.slots)[r.slot]
@@ -782,20 +798,21 @@ cdef class AtOnce:
         return slot
 
     cdef bint _is_disturbed(self, session, tuple numbers) except -1:
-        """Whether others may have to be told before these inodes are changed. See Watches.conflict."""
+        """Whether leases of other sessions may have to be recalled before these inodes change. See
+        Watches.conflict."""
         cdef dict watching = self._watches._watches
         if not self._watches._unheard and (not watching or len(watching) == 1 and session.number in watching):
             return False
         return not self._watches.is_free(session.number, numbers)
 
     cdef uint32_t _lend(self, session, Inode *i) except? 0xFFFFFFFF:
-        """As View.lend, of what is in no sealed volume and is not divided."""
+        """As View.lend, for an inode that is in no sealed volume and not divided."""
         if not i.links or self._cutting and i.number in self._cutting:
             return 0
         return self._view.lease_ms if self._promised(session.number, i.number) else 0
 
     cdef bint _promised(self, session, uint64_t number) except -1:
-        """As Watches.lend, of one inode."""
+        """As Watches.lend, for one inode."""
         cdef PyObject *found = PyDict_GetItem(<dict?>self._watches._watches, session)
         if found is NULL:
             return False
@@ -821,7 +838,7 @@ cdef class AtOnce:
         return True
 
     cdef uint8_t *_put_grant(self, uint8_t *at, Inode *i, uint32_t rights, uint64_t session, int64_t now_ns) except NULL:
-        """As View.grant, of a file that is not being cut."""
+        """As View.grant, for a file that is not being truncated."""
         cdef uint8_t *begin = at + 2
         cdef uint64_t ends_ms = now_ns // 1_000_000 + self._grant_ms
         at[0], at[1] = 2 << 3 | 2, GRANT_BYTES
@@ -832,7 +849,8 @@ cdef class AtOnce:
         put64(begin + 28, ends_ms)
         begin[36] = i.table if i.table > 1 else 0
         cdef uint64_t epoch = 0, tag = 0
-        if i.volume:  # open to all: a shard with one that is not answers nothing here
+        # a volume without restrictions: a shard with a restricted one does not use the fast path
+        if i.volume:
             epoch = self._view.map_epoch
             tag = i.volume * GOLDEN >> 48
             tag = tag if tag else 1
@@ -845,10 +863,10 @@ cdef class AtOnce:
         memcpy(begin + GRANT_BODY, PyBytes_AS_STRING(<bytes>state.digest()), MAC_BYTES)
         return begin + GRANT_BYTES
 
-    # -- what is changed
+    # -- changes
 
     cdef bytes _commit(self, Request *r, session, slot, list effects, bytes answer, bint adds, uint32_t number):
-        """Make the change with its slot's record. None: it is made; else the frame that says why it is not."""
+        """Apply the change with its slot record. Return None on success, else the error frame."""
         effects.append((slot_key(r.session, r.slot), encode_slot(r.sequence, answer, r.mark)))
         try:
             self._kv.apply(effects, reclaims=not adds)
@@ -863,7 +881,7 @@ cdef class AtOnce:
         return None
 
     cdef bytes _create(self, Request *r, uint32_t number):
-        """A new file, opened or not."""
+        """CREATE of a new file, with or without an open."""
         cdef Inode parent, born
         cdef uint8_t *said = self._answer + HEADER_BYTES
         cdef uint8_t *at
@@ -920,7 +938,7 @@ cdef class AtOnce:
             slot.opened = born.number
             self._open(session, born.number)
         lease_ms = self._lend(session, &born)
-        at[0], at[1] = 1 << 3 | 2, 0  # beside what is kept: CreateReply with lease and the directory
+        at[0], at[1] = 1 << 3 | 2, 0  # not in the kept answer: a CreateReply with the lease and the directory
         if lease_ms:
             at[1] = <uint8_t>(put_number(at + 2, 3 << 3, lease_ms) - at - 2)
         at = put_attr_within(at + 2 + at[1], 3 << 3 | 2, &parent)
@@ -938,7 +956,7 @@ cdef class AtOnce:
         return 0
 
     cdef bytes _unlink(self, Request *r, uint32_t number):
-        """A name of what is no directory."""
+        """UNLINK of a name of a file that is no directory."""
         cdef Inode parent, victim
         cdef uint8_t *said = self._answer + HEADER_BYTES
         cdef uint8_t *at
@@ -983,7 +1001,7 @@ cdef class AtOnce:
         return self._reply(number, put_attr_within(at, 3 << 3 | 2, &parent))
 
     cdef bytes _report(self, Request *r, uint32_t number):
-        """Where a file ends that was written; it may be closed with it."""
+        """REPORT of a written file's size, possibly with the close of the file."""
         cdef Inode i
         cdef uint8_t *said = self._answer + HEADER_BYTES
         cdef uint8_t *at
@@ -996,7 +1014,8 @@ cdef class AtOnce:
         slot = self._slot(r, session)
         if slot is None or not self._inode(r.inode, &i) or i.volume or i.mode & S_IFMT != S_IFREG:
             return None
-        # As changes.open.report: what would be refused is left, and so is what changes nothing.
+        # As operations.open.report: requests that would be refused, or would change nothing, take the slow
+        # path.
         if r.cut > i.cut or i.punches > i.cut or r.cut < i.cut - i.punches:
             return None
         if i.chunk_bits > 31 or r.end > min(FILE_BYTES_MAX, <uint64_t>1 << 32 + i.chunk_bits):
@@ -1034,7 +1053,7 @@ cdef class AtOnce:
         return self._reply(number, at)
 
     cdef bytes _entry(self, Request *r, uint32_t number, bint by_name):
-        """LOOKUP of a name that is there, GETATTR."""
+        """LOOKUP of an existing name, or GETATTR."""
         cdef Inode i
         cdef uint8_t *at = self._answer + HEADER_BYTES
         cdef bytes key
@@ -1067,10 +1086,10 @@ cdef class AtOnce:
         return self._reply(number, put_number(at, 3 << 3, lease_ms))
 
 
-# -- for tests: what is read and written above, by itself --------------------------------------------------------------
+# -- for tests: the codecs above, each by itself -------------------------------------------------------------
 
 def recoded(uint64_t number, bytes raw):
-    """What `encode` makes of what `decode` has read: (record, attributes); None where it reads nothing."""
+    """Decode a record and encode it again: (record, attributes); None if `decode` refuses it."""
     cdef Inode i
     cdef uint8_t attr[192]
     if not decode(number, raw, &i):
@@ -1079,12 +1098,12 @@ def recoded(uint64_t number, bytes raw):
 
 
 def entry_of(uint32_t partition, bytes raw):
-    """The inode in an entry of a directory of that partition; 0 where it is not read."""
+    """Inode number in a directory entry of that partition; 0 if it can not be decoded."""
     return decode_dentry(partition, raw)
 
 
 def request_of(uint16_t method, bytes message):
-    """What is read of a request; None where it is left."""
+    """Fields of a request; None if the fast path would leave it."""
     cdef Request r
     if not take_request(method, <const uint8_t *>PyBytes_AS_STRING(message), len(message), &r):
         return None

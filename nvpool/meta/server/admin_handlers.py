@@ -1,7 +1,7 @@
-"""What a metadata service answers beside its requests and changes: listings, many look-ups, state, checks, dumps and loads.
+"""Handlers for listings, bulk look-ups, status, checks, dumps and loads.
 
-The other half of `meta/server/service`, which owns all that is used here. In steps where it takes long, so that others get
-their turn.
+This is the second half of `meta/server/service`, which owns all state used here. Long work runs in steps, so
+that other requests get their turn.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _log = logging.getLogger(__name__)
 
 
 class Answers:
+    """Part of `MetaService` for listings, status, checks, dumps and loads."""
+
     reason = ""
-    """Why an operator has to look after this service though it serves; told with its status."""
+    """Reason why an operator must look at this service although it serves; part of its status."""
 
     def _list(self, call: Call) -> None:
         self._counters["requests"] += 1
@@ -71,7 +73,10 @@ class Answers:
         call.reply(lookup_operations.parts(self._view, request).SerializeToString())
 
     async def _run_parts(self) -> None:
-        """A shard without partitions is to leave the pool, as soon as it keeps nothing of other shards' directories."""
+        """Give back stripes of other shards' directories if this shard has no partitions left.
+
+        A shard without partitions leaves the pool as soon as it stores no such stripe.
+        """
         while True:
             await asyncio.sleep(self._options.tick_s)
             if self._state != "serving" or not self._view.owners or self._shard in self._view.owners:
@@ -83,7 +88,7 @@ class Answers:
                     _log.info("a part of a directory can not be given back yet: %s", error)
 
     def _reply_in_steps(self, call: Call, steps: Iterator, note: Callable[[Any], None] | None = None) -> None:
-        """`note`: told of the reply before it is given."""
+        """Run a generator of reply steps. `note` is called with the reply before the reply is sent."""
         access, asker = self._view.access, self._view.access.asker
         reply = next(steps)
         if reply is not None:
@@ -114,8 +119,11 @@ class Answers:
         self._waits.add(call, go_on, lambda: None)
 
     async def _mend(self, decide: Mend, session: int | None = None) -> None:
-        """Make a change over several shards that no client has asked for in so many words. With a `session` all others are told
-        before of what it changes, as of a change of that session."""
+        """Make a cross-shard transaction that no client requested as such.
+
+        With a `session`, the leases of all other sessions on the changed inodes are recalled first, as for a
+        change of that session.
+        """
         coordinator = self._spanning.coordinator
         span = coordinator.begin(0)
         try:
@@ -145,7 +153,7 @@ class Answers:
 
     def _sync(self, call: Call) -> None:
         session = pb.SyncRequest.FromString(call.message).session
-        if session or self._owner(call):  # tools that check a pool, on a node, have none
+        if session or self._owner(call):  # tools that check a pool run on a node and have no session
             self._sessions.of(session, self._owner(call))
         self._answer_later(call, self._kv.sync, pb.SyncReply().SerializeToString())
 
@@ -237,7 +245,7 @@ class Answers:
             if request.last:
                 await load.end()
         except BaseException:
-            self._loading = None  # what is there is a part; only a new beginning makes it whole
+            self._loading = None  # the records are incomplete; only a load from the beginning completes them
             raise
         if request.last:
             self._loading = None
@@ -249,7 +257,7 @@ class Answers:
         call.reply(self.status_reply().SerializeToString())
 
     def status_reply(self) -> pb.MetaStatusReply:
-        """State and figures of the service, as META_STATUS answers them."""
+        """State and counters of the service for META_STATUS."""
         reply = pb.MetaStatusReply(shard=self._shard, state=self._state, pid=os.getpid(), reason=self.reason)
         if self._incarnation:
             reply.inodes = self._view.inode_count
@@ -261,7 +269,7 @@ class Answers:
         return reply
 
     def figures(self) -> dict[str, float]:
-        """What the service counts, for its status and its metrics."""
+        """Counters of the service for its status and its metrics."""
         counters = dict(
             self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
             open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
@@ -271,7 +279,10 @@ class Answers:
         return counters
 
     def measure(self, page: Page, *, may_answer: bool = True) -> None:
-        """Nothing before it has begun. `may_answer`: whether the primary has its lease, where it needs one."""
+        """Add the metrics of this shard; none before the service has started.
+
+        `may_answer`: whether the primary holds its lease, if it needs one.
+        """
         if not self._incarnation:
             return
         shard, figures = self._shard, self.figures()

@@ -1,9 +1,10 @@
-"""What holds an answer of a primary back until it may be given: every change that it may speak of is on all standbys that
-count, and the primary's lease lives when it leaves.
+"""Commit gate: holds back a primary's answer until the answer can not be undone.
 
-Requests are decided without a wait, one upon the other, and each answer waits for the last change of the moment when it
-was made: so nobody is told of what a promotion could undo. The lease is looked at last: a process that was stopped can not
-speak for the past. A shard without standbys has no gate. Used by `meta/server/member`.
+An answer is sent when every change that it may reflect is on all standbys that count, and the primary's lease
+is still valid at that moment. Requests are decided without waiting, one on top of the other, and each answer
+waits for the last change that existed when the answer was made. So no client learns of a change that a
+promotion could undo. The lease is checked last, so that a process that was stopped for a while can not answer
+from an outdated state. A shard without standbys has no gate. Used by `meta/server/member`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from nvpool.kv.replication_log import History
 from nvpool.rpc.api import Buffer, Call
 
 HELD_MAX = 16_384
-"""Answers that wait; behind it requests are refused before they are decided."""
+"""Highest number of answers that wait; beyond it requests are refused before they are decided."""
 
 
 class Gate:
+    """The commit gate of one primary."""
+
     def __init__(self, history: History, clock: Clock, needs_lease: Callable[[], bool]) -> None:
         self._history = history
         self._clock = clock
@@ -28,11 +31,11 @@ class Gate:
         self.closed = False
 
     def open(self) -> bool:
-        """Whether an answer that were ready now might be given."""
+        """Whether an answer that is ready now may be sent."""
         return not self.closed and (self._clock.boottime_s() < self.lease_until_s or not self._needs_lease())
 
     def handle(self, handle: Callable[[Call], None], call: Call) -> None:
-        """Have `handle` answer the call through the gate."""
+        """Let `handle` process the call, with its answer passing through the gate."""
         if not self.open():
             call.fail(StaleEpoch("this member of the shard is not known to be its primary at the moment"))
         elif self._history.waiting >= HELD_MAX:
@@ -41,7 +44,10 @@ class Gate:
             handle(_HeldCall(self, call))
 
     def answer(self, call: Call, give: Callable[[], None]) -> None:
-        """`give` now, or when all that has been changed by now is committed; fail the call where that will not be."""
+        """Call `give` when all changes made so far are committed, perhaps now.
+
+        If they will not be committed, the call fails.
+        """
         history = self._history
 
         def when(known: bool) -> None:
@@ -55,7 +61,7 @@ class Gate:
 
 
 class _HeldCall:
-    """A Call whose answer goes through the gate."""
+    """A Call whose answer passes through the gate."""
 
     __slots__ = ("method", "message", "payload", "since_s", "deadline_s", "peer", "_call", "_gate", "_answered")
 
@@ -75,7 +81,7 @@ class _HeldCall:
         return self._call.cancelled
 
     def room(self, byte_count: int) -> memoryview | None:
-        return None  # the answer leaves later
+        return None  # the answer is sent later, so it can not be built in place
 
     def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
         if not self._answered:

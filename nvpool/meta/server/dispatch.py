@@ -1,5 +1,7 @@
-"""Which decision answers which method: the table between the messages and `changes` and `queries`. Used by
-`meta/server/service`."""
+"""Dispatch table: which decision function serves which method.
+
+It connects the request messages with the functions in `meta/operations`. Used by `meta/server/service`.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ SPANNING: dict[int, Callable[[Any], int]] = {
     wire.META_LINK: attrgetter("inode"),
     **dict.fromkeys((wire.META_SETATTR, wire.META_SETXATTR, wire.META_REMOVEXATTR), attrgetter("inode")),
 }
-"""Changes that may need records of several shards, and the inode whose shard is asked to make them."""
+"""Changes that may need records of several shards, each with the inode whose shard coordinates the change."""
 QUERIES: dict[int, tuple[Any, Decision]] = {
     wire.META_LOOKUP: (pb.LookupRequest, lookup_operations.lookup),
     wire.META_GETATTR: (pb.GetAttrRequest, lookup_operations.getattr),

@@ -1,19 +1,27 @@
-"""The commonest requests of a mount, answered where they arrive: from the frame of the request to the frame of the answer.
+"""Fast path for the commonest requests of a mount: from request frame to answer frame in compiled code.
 
-Of a file that is made, or removed, most of a shard's work is a hundred small decisions: a message read, records taken apart
-and put together, an answer written. Made one by one in Python, with an object for each, they cost more than all that the system
-does for the request. Here they are made together, compiled (`_atonce`).
+When a file is created or removed, most of a shard's work is a hundred small steps: decode a message, take
+records apart and put them together again, encode an answer. In Python, with an object for each step, they
+cost more than all the rest of the system's work for the request. Here they run together in compiled code
+(`_fast_path`).
 
-Only plain sailing: CREATE of a file whose name is not there, UNLINK, REPORT, LOOKUP and GETATTR of what is there; in a shard
-that has all partitions to itself, in no volume (look-ups: in none that restricts anybody) and no wide directory, nothing held,
-cut or moved; a session that is known, a request that is new in its slot, nobody else with a lease, an engine that takes changes
-and need not be synced before an answer. Whatever else it is goes the way of every request (`service`, `view`, `changes`,
-`queries`), before anything has happened; that way alone has refusals. What is answered here is answered there with the same
-bytes, written with the same records and counted the same: a change is applied by `Kv.apply` with its slot's record before it is
-answered, and what the engine then refuses is answered as there.
+The fast path serves CREATE of a file whose name does not exist, UNLINK, REPORT, and LOOKUP and GETATTR of
+existing names and inodes. All of the following must hold:
 
-There is no twin in Python: without a compiler all is decided the ordinary way, as it is in tests that call `handle`. Made by
-`service`; called by a listener of the stream transports through the handler's `at_once` (rpc/api).
+- the shard owns all partitions;
+- the files are in no volume (look-ups: in no volume with restricted access) and in no striped directory;
+- no record is locked, being truncated or migrated;
+- the session is known, the request is new in its slot, and no other client has a lease;
+- the engine accepts changes and needs no sync before an answer.
+
+Every other request takes the slow path (`service`, `transaction.View`, `meta/operations`), before anything
+has happened; only the slow path refuses requests. The slow path answers what the fast path answers with the
+same bytes, writes the same records and counts the same. A change is applied by `Kv.apply` together with its
+slot record before it is answered, and an error of the engine is answered in the same way.
+
+There is no Python implementation of the fast path: without a compiler every request takes the slow path, as
+do the tests that call `handle`. Created by `service`; the listener of a stream transport calls it through the
+handler's `at_once` (rpc/api).
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ IS_COMPILED = _fast_path is not None
 
 
 def answers_at_once(service: MetaService) -> Any | None:
-    """What answers such requests of the service, by what that reads and keeps at the moment; None: not compiled."""
+    """Fast path of the service, bound to the state that the service has now; None: not compiled."""
     if _fast_path is None:
         return None
     return _fast_path.AtOnce(service, _failed)
@@ -43,7 +51,8 @@ def answers_at_once(service: MetaService) -> Any | None:
 
 def _failed(service: MetaService, session: Session, slot: Slot, sequence: int, mark: int, error: Exception,
             number: int) -> bytes:
-    """The engine did not take a change: as MetaService.handle says it."""
+    """Error frame for a change that the engine did not accept, with the same effects as in
+    `MetaService.handle`."""
     if isinstance(error, Refused):
         service._counters["refused"] += 1
         service._keep_refusal(session, slot, sequence, mark, error)

@@ -1,20 +1,23 @@
-"""Local users without the rights of a node: what each request of theirs may do, decided by mode bits as for a mount.
+"""Permission checks for local users without the rights of a node.
 
-A process of such a user connects by the unix sockets of its host, and the kernel says who it is (rpc/peer_roles). It acts as
-its own uid and groups, whatever a request claims. Each decision is preceded by the checks that the kernel would make for the
-same system call on a mount (`meta/operations/permissions`), in one step with it. What is not in METHODS is refused.
+The process of such a user connects through a unix socket of its host, and the kernel says who it is
+(rpc/peer_roles). It acts with its own uid and groups, whatever a request claims. Before each decision the
+shard makes the checks that the kernel would make for the same system call on a mount
+(`meta/operations/permissions`); check and decision are one step. Methods that such a user may not call are
+refused before, in rpc/access_control.
 
-An inode number alone opens nothing: what it stands for has to be reached by a path that the user may search. A directory knows
-the directory above it; of a file it is remembered in which directory the user has met it, or else it is looked for among the
-names of its partition. What a session was given a grant for it may go on with, as with a file descriptor, whatever becomes of
-mode and path.
+An inode number alone gives no access: the inode must be reachable by a path that the user may search. A
+directory knows its parent directory. For a file the shard remembers in which directory the user has met it,
+or else searches the names of the file's partition. A session may keep using a right for which it received a
+grant, as with a file descriptor, even if mode or path change later.
 
-A client whose certificate squashes root (`identities.squashes_root`) is treated alike. Where a request says for whom it is,
-that user is believed, and root counts as nobody; else it is for SOMEBODY, any user of that client but root, and no grant comes
-with it but for what everybody may read or write.
+A client whose certificate squashes root (`identities.squashes_root`) is treated alike. If a request says for
+which user it is made, that user is believed, except that root counts as nobody. Otherwise the request is made
+for SOMEBODY: any user of that client but root. Such a request gets a grant only for what everybody may read
+or write.
 
-All metadata has to be in one shard: a path over several can not be checked in one step. Used by `meta/server/service`, on its
-thread.
+All metadata must be in one shard, because a path over several shards can not be checked in one step. Used by
+`meta/server/service`, on its thread.
 """
 
 from __future__ import annotations
@@ -56,23 +59,25 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 
 _NOBODY = Credentials(NOBODY, frozenset((NOBODY,)), 0)
 KNOWN_MAX = 131_072
-"""Files whose directory is remembered, and rights that were given, over all users; what was used longest ago goes."""
+"""Limit of each cache, over all users: directories of met files, and granted rights. The least recently used
+entry is dropped."""
 SEARCHED_MAX = 20_000
-"""Entries that are looked through for the name of a file that is not remembered: 15 ms."""
+"""Directory entries that are searched for the name of a file that is not cached: 15 ms."""
 DEPTH_MAX = 4096
 CAPABILITIES = b"security.capability"
-"""Of an executable file (capabilities(7)); goes as set-uid does."""
+"""Extended attribute with the capabilities of an executable file (capabilities(7)); removed when set-uid
+is."""
 
 
 def check_shards(view: View) -> None:
-    """AccessDenied: this shard has not all metadata, so that paths of users can not be checked."""
+    """AccessDenied: this shard does not have all metadata, so paths of users can not be checked."""
     if view.owners:
         raise AccessDenied("the metadata of this pool is in several shards, so users without the rights of a node reach it "
                            "through a mount alone, and clients that may not act as all users not at all")
 
 
 class LocalUsers:
-    """What is remembered of all local users. In memory alone: after a restart it is found out anew."""
+    """Cached facts about all local users. They are in memory only and are found again after a restart."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -80,13 +85,13 @@ class LocalUsers:
         self._rights: dict[tuple[int, int], int] = {}
 
     def check_volume(self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest) -> None:
-        """AccessDenied: the user does not reach the volume, or would change it."""
+        """AccessDenied: the user can not reach the volume, or the request would change it."""
         if isinstance(request, pb.VolumeRequest) and request.wish not in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY):
             raise AccessDenied(f"{name_of(credentials)} has not the rights of a node, and changes no volume")
         User(self, view, credentials).reach(request.inode)
 
     def decision(self, method: int, credentials: Credentials, decide: Decision) -> Decision:
-        """`decide`, for this user: after all checks, and with its uid and groups in the request."""
+        """Wrap `decide` for this user: checks come first, and the request gets the user's uid and groups."""
         guard, note = _GUARDS[method]
         says = credentials.uid == SOMEBODY and method in _SAY_FOR_WHOM
 
@@ -100,7 +105,10 @@ class LocalUsers:
         return decide_for_user
 
     def listed(self, view: View, credentials: Credentials, request: pb.ListDirRequest) -> bool:
-        """AccessDenied: the user may not list the directory. Whether it may see more than names and kinds in it."""
+        """Check that the user may list the directory. Return whether more than names and kinds may be shown.
+
+        AccessDenied: the user may not list it.
+        """
         user = User(self, view, credentials)
         directory = user.reach(request.inode)
         user.check(directory, READ)
@@ -108,13 +116,13 @@ class LocalUsers:
         return user.may(directory, SEARCH)
 
     def note_listing(self, credentials: Credentials, directory: int, reply: pb.ListDirReply) -> None:
-        """The user has met the files of the listing in the directory."""
+        """Remember that the user has met the files of this listing in the directory."""
         listed = Listed(reply.packed)
         for inode, name in (*zip(listed.inodes, listed.names, strict=True), *((one.inode, one.name) for one in reply.entries)):
             self.met(credentials.uid, inode, directory, name)
 
     def reachable(self, view: View, credentials: Credentials, packed: bytes) -> bytes:
-        """Those among the inodes that the user has a path to."""
+        """Those of the inodes that the user can reach by a path."""
         user, found = User(self, view, credentials), []
         for number in data_codec.unpack_inodes(packed)[:LIST_LIMIT_MAX]:
             try:
@@ -126,7 +134,7 @@ class LocalUsers:
 
     def lookup_many(self, view: View, request: pb.LookupManyRequest, now_ns: Callable[[], int], *, credentials: Credentials
                     ) -> Iterator[pb.LookupManyReply | None]:
-        """As queries.lookup_many, name by name."""
+        """As `operations.lookup.lookup_many`, but with the user's checks for each name."""
         if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
             raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up at once")
         reply = pb.LookupManyReply()
@@ -148,7 +156,7 @@ class LocalUsers:
     # -- for User ----------------------------------------------------------------------------------------------------------
 
     def place(self, uid: int, inode: int) -> tuple[int, bytes] | None:
-        """Directory and name under which the user has met the file."""
+        """Directory and name under which the user has met the file; None if unknown."""
         return self._places.get((uid, inode))
 
     def met(self, uid: int, inode: int, directory: int, name: bytes) -> None:
@@ -173,12 +181,13 @@ def _keep(table: dict, key: Any, value: Any) -> None:
 
 
 class User:
-    """One user, for one decision."""
+    """One user during one decision."""
 
     __slots__ = ("known", "view", "credentials", "uid", "met_by")
 
     def __init__(self, known: LocalUsers, view: View, credentials: Credentials, met_by: int | None = None) -> None:
-        """`met_by`: for whom it is remembered where a file was met, which proves nothing; else the user."""
+        """`met_by`: uid under which met files are remembered, which proves no right; default: the user's
+        own."""
         self.known = known
         self.view = view
         self.credentials = credentials
@@ -198,7 +207,10 @@ class User:
     # -- paths
 
     def entered(self, number: int) -> Inode:
-        """The directory, in which the user may look for names, along a path of such directories."""
+        """The directory, after a check that the user may search it and every directory above it.
+
+        AccessDenied: the user may not search one of them. DirectoryGone: the directory was removed.
+        """
         directory = at = self.view.directory(number)
         for _ in range(DEPTH_MAX):
             if at.flags & records.TRASHED:
@@ -210,7 +222,10 @@ class User:
         raise DirectoryGone(f"directory {number} was removed")
 
     def reach(self, number: int) -> Inode:
-        """The inode, to which there is a path that the user may search. AccessDenied, NotFound."""
+        """The inode, after a check that a path leads to it which the user may search.
+
+        AccessDenied, NotFound.
+        """
         inode = self.view.inode(number)
         if number == ROOT_INODE:
             return inode
@@ -222,13 +237,16 @@ class User:
                 if self.view.named(self.entered(place[0]), place[1])[1] == number:
                     return inode
             except (AccessDenied, NotFound):
-                pass  # it may have another name, or have moved
+                pass  # the file may have another name, or may have been moved
         self._look_for(number, inode.links)
         return inode
 
     def _look_for(self, number: int, links: int) -> None:
-        """Find a name of the file to which there is a path. NotFound where it may have names elsewhere: who knows one looks
-        that up. AccessDenied where it has not."""
+        """Search the file's partition for a name that the user can reach, and remember it.
+
+        AccessDenied: the user can reach none of the file's names. NotFound: the file may have names
+        elsewhere; a caller that knows one looks that name up.
+        """
         partition, found = partition_of(number), 0
         first, end = records.prefix(partition, records.DENTRY), records.prefix(partition, records.DENTRY + 1)
         denied: AccessDenied | None = None
@@ -252,7 +270,10 @@ class User:
     # -- rights
 
     def by_mode(self, inode: Inode, rights: int) -> int:
-        """Those of these rights to bytes that a newly opened file has; of somebody that everybody has."""
+        """Those of `rights` that the mode gives to the user when the file is opened.
+
+        SOMEBODY gets only rights that everybody has.
+        """
         credentials = self.credentials
         if self.uid == SOMEBODY:
             credentials = _NOBODY
@@ -271,9 +292,12 @@ class User:
         return True
 
     def held(self, session: int, inode: Inode) -> int:
-        """Rights that the session has as with a descriptor. After a restart nobody knows of them: then the owner of a file that
-        the session says to have open has all, who could give them to itself. Root that is squashed has none of what others
-        have opened in the same session."""
+        """Rights that the session holds as if by a file descriptor.
+
+        After a restart no granted rights are known. Then the owner of a file that the session reports as open
+        has all rights, because an owner could give them to itself. Squashed root does not share rights that
+        other users of the same session have obtained.
+        """
         if (self.uid == inode.uid or (self.uid == SOMEBODY and inode.uid)) and self.known.has_open(session, inode.number):
             return grants.READ | grants.WRITE
         return 0 if self.is_squashed else self.known.rights(session, inode.number)
@@ -283,7 +307,10 @@ class User:
         return self.met_by == SOMEBODY and self.uid == NOBODY
 
     def handled(self, session: int, number: int, rights: int) -> Inode:
-        """The inode, of which the session holds these rights, or gets them by its mode. AccessDenied."""
+        """The inode, after a check that the session has `rights` on it.
+
+        Rights that the session does not hold yet must follow from the inode's mode. AccessDenied.
+        """
         inode = self.view.inode(number)
         missing = rights & ~self.held(session, inode)
         if missing or (not rights and not self.held(session, inode)):
@@ -292,11 +319,11 @@ class User:
         return inode
 
     def granted(self, session: int, inode: Inode, rights: int) -> int:
-        """Those of the rights that a message may carry beside its answer."""
+        """Those of `rights` for which a grant may be added to the answer."""
         held = self.held(session, inode)
         found = rights & held | self.by_mode(inode, rights & ~held)
         if found & grants.WRITE and self.uid != inode.uid and mode_after_write(inode, self.credentials) != inode.mode:
-            found &= ~grants.WRITE  # set-uid goes before anybody else writes: when it is opened
+            found &= ~grants.WRITE  # another user's write must clear set-uid first, which happens at open
         return found
 
     def note_entry(self, entry: pb.Entry, session: int, rights: int, directory: int = 0, name: bytes = b"") -> None:
@@ -307,21 +334,22 @@ class User:
 
 
 def believed(change: pb.Change) -> Credentials:
-    """For whom a client asks whose root is squashed: as whom it says, but for root."""
+    """Credentials of a request from a client whose root is squashed: the user it claims, with root as
+    nobody."""
     if not change.uid:
         return Credentials(NOBODY, frozenset((change.gid or NOBODY,)), 0)
     return Credentials(change.uid, BELIEVED_GROUPS, 0)
 
 
 def _gid(credentials: Credentials, claimed: int) -> int:
-    """The group of what is made: of several the process says which one is its own."""
+    """Group of a new inode: the one that the process claims, if it is among its own groups."""
     if claimed in credentials.gids:
         return claimed
     return NOBODY if credentials.gids is BELIEVED_GROUPS else min(credentials.gids)
 
 
 def _without_privileges(user: User, draft: Draft, attr: pb.Attr) -> None:
-    """The user writes to the file of an answer."""
+    """Clear set-uid, set-gid and capabilities of the file of an answer, because the user writes to it."""
     number = attr.inode
     inode = draft.inodes.get(number)
     if inode is not None and inode.is_file and (mode := mode_after_write(inode, user.credentials)) != inode.mode:
@@ -334,7 +362,7 @@ def _without_privileges(user: User, draft: Draft, attr: pb.Attr) -> None:
         attr.mode, attr.change, attr.ctime_ns = inode.mode, inode.change, inode.ctime_ns
 
 
-# -- questions -------------------------------------------------------------------------------------------------------------
+# -- queries -------------------------------------------------------------------------------------------------
 
 
 def _guard_lookup(user: User, request: pb.LookupRequest) -> None:
@@ -379,7 +407,8 @@ def _guard_create(user: User, request: pb.CreateRequest) -> None:
         partition, _, key = view.place(parent, request.name)
         raw = view.get(key)
         if raw is not None:
-            if not request.exclusive and stat.S_ISREG(request.mode):  # else it is refused as it is there
+            # otherwise the decision refuses the existing name
+            if not request.exclusive and stat.S_ISREG(request.mode):
                 _check_opened(user, view.inode(records.decode_dentry(partition, raw)[0]), request,
                               request.rights & grants.WRITE or request.rights)
             return
@@ -390,10 +419,13 @@ def _guard_create(user: User, request: pb.CreateRequest) -> None:
 
 
 def _check_opened(user: User, inode: Inode, request: pb.CreateRequest | pb.OpenRequest, wanted: int) -> None:
-    """The mode allows what the file is opened for; what is asked for beyond that is given where it allows that too."""
+    """Check that the mode allows the requested access to an existing file.
+
+    Rights that are requested beyond `wanted` are reduced to those that the mode allows.
+    """
     wanted |= grants.WRITE if request.truncate else 0
     if inode.is_directory or inode.is_symlink:
-        wanted &= grants.READ  # the rest is refused for another reason
+        wanted &= grants.READ  # the decision refuses the rest for another reason
     user.check(inode, (READ if wanted & grants.READ else 0) | (WRITE if wanted & grants.WRITE else 0))
     request.rights = user.by_mode(inode, request.rights)
 
@@ -406,7 +438,10 @@ def _note_create(user: User, request: pb.CreateRequest, draft: Draft) -> None:
 
 
 def _note_written(user: User, draft: Draft, attr: pb.Attr) -> None:
-    """It was opened for writing: what another user's file does for its owner it must not do with our bytes."""
+    """Clear privileges of another user's file that this user opened for writing.
+
+    Otherwise the file would run this user's bytes with its owner's rights.
+    """
     if attr.uid != user.uid:
         _without_privileges(user, draft, attr)
 
@@ -464,7 +499,7 @@ def _guard_setattr(user: User, request: pb.SetAttrRequest) -> None:
         user.check(inode, WRITE)
     now = attributes_of.ATIME_NOW | attributes_of.MTIME_NOW
     if valid & (attributes_of.ATIME | attributes_of.MTIME) or (valid & now and valid & now != now):
-        if not valid & attributes_of.SIZE:  # truncate(2) sets the time of content to now
+        if not valid & attributes_of.SIZE:  # truncate(2) sets mtime to now without being the owner
             permissions.check_owner(inode, credentials)
     elif valid & now and inode.uid != credentials.uid and not user.held(session, inode) & grants.WRITE:
         user.check(inode, WRITE)
@@ -497,7 +532,7 @@ def _guard_rename(user: User, request: pb.RenameRequest) -> None:
             both.append(other)
     if old_parent.number != new_parent.number:
         for inode in both:
-            if inode.is_directory:  # its entry ".." is to change
+            if inode.is_directory:  # its entry ".." changes
                 user.check(inode, WRITE)
 
 
@@ -528,7 +563,8 @@ def _guard_change_of_xattr(user: User, request: pb.SetXattrRequest | pb.RemoveXa
 
 
 def _guard_lock(user: User, request: pb.LockRequest) -> None:
-    """fcntl(2) wants a descriptor for writing where others are kept from it, flock(2) any."""
+    """Check a lock request: an exclusive fcntl(2) lock needs a descriptor for writing, a flock(2) lock
+    any."""
     session = request.change.session
     if request.mode == UNLOCKED:
         return
@@ -538,12 +574,13 @@ def _guard_lock(user: User, request: pb.LockRequest) -> None:
 
 
 def _nothing(user: User, request: Any, draft: Draft) -> None:
-    """There is nothing to remember."""
+    """Remember nothing."""
 
 
 _SAY_FOR_WHOM = frozenset((wire.META_CREATE, wire.META_OPEN, wire.META_SETATTR, wire.META_UNLINK, wire.META_RMDIR,
                            wire.META_RENAME, wire.META_LINK, wire.META_SETXATTR, wire.META_REMOVEXATTR))
-"""Changes whose uid and gid are those of a process. The others are made for who has the file open, whoever that was."""
+"""Changes whose uid and gid are those of a process. Other changes are made for the session that has the file
+open, whichever process that is."""
 _GUARDS: dict[int, tuple[Callable[[User, Any], None], Callable[[User, Any, Draft], None]]] = {
     wire.META_LOOKUP: (_guard_lookup, _note_lookup), wire.META_GETATTR: (_guard_getattr, _note_getattr),
     wire.META_READLINK: (_guard_inode, _nothing), wire.META_GETXATTR: (_guard_getxattr, _nothing),

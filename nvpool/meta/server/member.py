@@ -1,14 +1,16 @@
-"""One member of a shard: standby or primary, as the map says, and the way from the one to the other.
+"""Shard member: primary or standby as the pool map says, and the promotion to primary.
 
-A primary without standbys is the service and its engine, nothing else. With standbys it ships (kv/replication/primary), answers
-behind a gate (meta/server/commit_gate), and holds a lease: it tells who keeps the map every half second that it lives, and the
-lease counts from the sending. A standby takes what is shipped (meta/server/replication_rpc) until the map makes it the primary:
-then it goes on with the engine that it has, as a shard does after a restart.
+A primary without standbys is only the service and its engine. A primary with standbys ships its log to them
+(kv/replication/primary), answers through a commit gate (meta/server/commit_gate), and holds a lease: every
+half second it sends a heartbeat to the pool map's coordinator, and the lease counts from the time of sending.
+A standby receives the shipped log (meta/server/replication_rpc) until the map makes it the primary. Then it
+continues with the engine that it has, as a shard does after a restart.
 
-A process that begins asks before it serves, since the map that it has read may be old: it is given a new term, or told that
-another member has become the primary. One that learns that it is not the primary any more ends; it begins again as a standby.
+A process that starts may have read an old map, so it asks the coordinator before it serves. The reply gives
+it a new term, or says that another member has become the primary. A process that learns that it is no longer
+the primary exits, and is started again as a standby.
 
-Run by daemons/meta, which gives the engine's options and makes the service.
+Run by `daemons/meta`, which supplies the engine's options and a factory for the service.
 """
 
 from __future__ import annotations
@@ -62,20 +64,23 @@ log = logging.getLogger(__name__)
 
 RENEW_S = 0.5
 AGAIN_S = 0.15
-"""After a renewal that nobody took: while another one begins to lead."""
+"""Pause after a renewal that no leader accepted, for instance during an election."""
 ASK_S = 1.0
-"""For one renewal; the next does not wait longer for it. An answer that took more than half a lease is thrown away."""
+"""Timeout of one renewal, and so the longest delay of the next. A reply later than half a lease is
+discarded."""
 LEASE_SHARE = 0.95
-"""Of the lease, by our clock: clocks may differ in speed by less than the rest."""
+"""Share of the lease that we use by our own clock. The rest allows for clocks of different speed."""
 BEGIN_S = 60.0
 _LOOK_S = 1.0
 _LOOKS = 3
-"""Times in a row that the records are missed before this process acts on it."""
+"""Consecutive checks that must find the records missing before this process reacts."""
 LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
+    """Options of one shard member."""
+
     node: int
     shard: int
     member: int
@@ -84,12 +89,12 @@ class MemberOptions:
     secret: bytes
     shipping: ShippingOptions = ShippingOptions()
     mark: Path | None = None
-    """Of the commit mark (kv/replication/commit_mark), on a tmpfs; None: without one."""
+    """Path of the commit mark (kv/replication/commit_mark) on a tmpfs; None: no commit mark."""
     callers: Callers = field(default_factory=Callers)
 
 
 class _AtOnce:
-    """Answers of a primary that need no gate, where they arrive: see meta/server/fast_path."""
+    """Fast path of a primary whose answers need no commit gate: see meta/server/fast_path."""
 
     def __init__(self, member: ShardMember) -> None:
         self._member = member
@@ -102,11 +107,11 @@ class _AtOnce:
 
 
 class ShardMember:
-    """What runtime/service serves: `handle`, `update_map`, `start`, `close`."""
+    """One shard member as served by runtime/service: `handle`, `update_map`, `start`, `close`."""
 
     def __init__(self, options: MemberOptions, pool_map: PoolMap, dialer: Dialer, clock: Clock,
                  make_service: Callable[[MemberKv], MetaService], fail: Callable[[str], None]) -> None:
-        """`fail(reason)` ends the process: it can not go on as what it is."""
+        """`fail(reason)` ends the process, which can not continue in its role."""
         self._options = options
         self._map = pool_map
         self._dialer = dialer
@@ -126,11 +131,11 @@ class ShardMember:
         self._promoting = False
         self._closed = self._left = False
         self._lost = ""
-        """Why this standby has no records; empty: it has, or is to be filled."""
+        """Reason why this standby has no records; empty: it has records, or will be filled."""
         self._unrenewed = ""
-        """Why the lease was not renewed the last time."""
+        """Reason why the last renewal of the lease failed."""
         self._removed = ""
-        """Why the records of this process will not be found by the next one."""
+        """Reason why the next process will not find the records of this one."""
         self.handle: Callable[[Call], None] = self._not_yet
         self.at_once = _AtOnce(self) if IS_COMPILED else None
 
@@ -145,12 +150,12 @@ class ShardMember:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """On return requests are taken: as primary, or as a standby that waits for its primary.
+        """Start as the primary, or as a standby that waits for its primary. On return requests are accepted.
 
-        A standby without records stays until its directory is made again, and says so in its status.
+        A standby without records waits until its directory exists again, and says so in its status.
 
-        NotFound, CorruptRecord: the primary's records are not where they were; an empty shard is never made in their place.
-        Unavailable: who keeps the map does not answer.
+        NotFound, CorruptRecord: the primary's records are missing; an empty shard is never created in their
+        place. Unavailable: the pool map's coordinator does not answer.
         """
         path = self._options.path
         if self._is_primary and (self._shard.standbys or len(self._map.nodes) > 1 or len(self._map.shards) > 1) \
@@ -173,7 +178,7 @@ class ShardMember:
         self._own(self._watch_records())
 
     async def _await_directory(self) -> None:
-        """Become a standby when the directory for the records is there again."""
+        """Become a standby when the directory for the records exists again."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if self._options.path.is_dir():
@@ -182,10 +187,11 @@ class ShardMember:
         self._stand_by()
 
     async def _watch_records(self) -> None:
-        """Notice when the directory is removed while it is in use: the next process would begin without records.
+        """Detect that the directory of the records is removed while in use.
 
-        This process still has them, so a primary ends only where a standby can follow it, and a standby only when the map does
-        not count on it."""
+        The next process would start without records; this one still has them. So a primary exits only if a
+        standby can take over, and a standby exits only when the map no longer counts on it.
+        """
         mark, seen, missing = self._options.path / "FORMAT", False, 0
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -212,7 +218,7 @@ class ShardMember:
                 self._fail(f"{self._removed}; a standby follows")
 
     def update_map(self, pool_map: PoolMap) -> None:
-        """Take a newer map; an older one is ignored."""
+        """Use a newer pool map; an older one is ignored."""
         if pool_map.epoch <= self._map.epoch and pool_map is not self._map:
             return
         if self._options.shard not in pool_map.shard_by_id:
@@ -222,7 +228,8 @@ class ShardMember:
             return
         self._map = pool_map
         deposed = self._kv is not None and (not self._is_primary or self._shard.term > self._term)
-        if self._service is not None and not deposed:  # what the map gives the shard may have come to who follows us
+        # what the map grants the shard may already belong to our successor
+        if self._service is not None and not deposed:
             self._service.update_map(pool_map)
         if self._shard.id != self._options.shard or self._closed:
             return
@@ -239,7 +246,7 @@ class ShardMember:
                 self._use_standbys()
 
     async def _leave(self) -> None:
-        """The supervisor ends us; where there is none at the moment we end ourselves."""
+        """End the process after LEAVE_S, in case no supervisor ends it before."""
         log.info("shard %d has left the pool", self._options.shard)
         await asyncio.sleep(LEAVE_S)
         self._fail(f"shard {self._options.shard} has left the pool")
@@ -315,7 +322,7 @@ class ShardMember:
                                       reason=reason).SerializeToString())
 
     def _is_drive_here(self) -> bool:
-        """Whether the drive beside whose store the records lie is mounted."""
+        """Whether the drive of the store next to which the records lie is mounted."""
         beside = store_beside(self._map, self._shard, self._options.member)
         return not beside or os.path.exists(beside)
 
@@ -331,7 +338,7 @@ class ShardMember:
     def _stand_by(self) -> None:
         options = self._options
         if options.mark is not None:
-            remove_mark(options.mark)  # it was the primary once
+            remove_mark(options.mark)  # left from a time as the primary
         self._standby = StandbyKv(options.path, options.engine, term=self._shard.term, on_fence=self._fail)
         self._door = StandbyDoor(self._standby, shard=options.shard, member=options.member, clock=self._clock,
                                  secret=options.secret)
@@ -346,7 +353,7 @@ class ShardMember:
             self._door.handle(call)
 
     async def _promote(self) -> None:
-        """From the standby that we were to the primary that the map names."""
+        """Turn this standby into the primary that the map names."""
         term = self._shard.term
         log.warning("member %d becomes the primary of shard %d in term %d", self._options.member, self._options.shard, term)
         self.handle = self._not_yet
@@ -371,7 +378,8 @@ class ShardMember:
     def _begin_shipping(self) -> None:
         kv = self._kv
         kv.remember(True)
-        if self._options.mark is not None:  # before a standby may be up: what was acknowledged until now is here
+        # before any standby can be up: all changes acknowledged so far are here
+        if self._options.mark is not None:
             kv.history.mark_commits(CommitMark.begin(self._options.mark, self._options.path, self._term, kv.last.sequence))
         self._shipping = Shipping(kv, clock=self._clock, ask=self._ask_for_standby, on_deposed=self._depose,
                                   options=self._options.shipping)
@@ -404,14 +412,14 @@ class ShardMember:
             self._gate.handle(self._service.handle, call)
 
     def _depose(self) -> None:
-        """Another is, or will be, the primary: answer nothing from here on."""
+        """Stop answering: another member is, or will be, the primary."""
         if self._gate is not None:
             self._gate.closed = True
         self.handle = self._not_yet
         self._fail(f"member {self._options.member} is not the primary of shard {self._options.shard} any more; it begins again "
                    "as a standby")
 
-    # -- who keeps the map -------------------------------------------------------------------------------------------
+    # -- calls to the pool map's coordinator ----------------------------------------------------------------
 
     async def _call_keeper(self, method: int, request: Any, reply_type: Any, wait_s: float) -> Any:
         request.shard, request.authority = self._options.shard, self._authority()
@@ -420,15 +428,19 @@ class ShardMember:
         return decoded(reply_type, reply.message)
 
     async def take_right(self, request: pb.TakeRightRequest) -> list[int]:
-        """Ask that stores refuse grants of a right that was taken back, or only who does not know that; who does not. On return
-        this member has the map that says it, so the grants that it gives are newer. Errors as of the supervisor."""
+        """Have stores refuse grants of a revoked right; return the targets unaware of it.
+
+        A request with `known` only asks which targets do not know that pool map yet. On return this member
+        has the pool map that records the revocation, so the grants that it gives are newer. Errors are those
+        of the supervisor.
+        """
         reply = await self._call_keeper(wire.META_TAKE_RIGHT, request, pb.TakeRightReply, ASK_S)
         if reply.map:
             self.update_map(decode_map(reply.map))
         return list(reply.unaware)
 
     async def _ask_to_begin(self) -> None:
-        """Be given a term to serve in, or learn who is the primary."""
+        """Obtain a term to serve in, or learn which member is the primary."""
         give_up_s, proven, said = self._clock.boottime_s() + BEGIN_S, self._whole_term(), ""
         while self._is_primary:
             try:
@@ -448,7 +460,10 @@ class ShardMember:
                 return
 
     def _whole_term(self) -> int:
-        """See kv/replication/member."""
+        """Term up to which the records are complete; see `whole_term` in kv/replication/member.
+
+        0 if unknown.
+        """
         try:
             return whole_term(self._options.mark, self._options.path)
         except NvpoolError as error:
@@ -456,7 +471,7 @@ class ShardMember:
             return 0
 
     async def _keep_lease(self) -> None:
-        """Say that we live, for as long as we do. Renewals wait for nothing but the loop."""
+        """Renew the lease until this member is deposed. A renewal waits for nothing but the event loop."""
         gate = self._gate
         while True:
             sent_s, pause_s = self._clock.boottime_s(), RENEW_S
@@ -485,7 +500,8 @@ class ShardMember:
             try:
                 await self._dialer.connect(self._map.node_by_id[self._options.node].endpoints,
                                            self._clock.boottime_s() + ASK_S)
-            except Unreachable as error:  # nobody was asked; kv/replication/primary has to know that for certain
+            # no request was sent; kv/replication/primary relies on this certainty
+            except Unreachable as error:
                 raise NotLeader(f"the supervisor of this node can not be reached: {error}") from None
         reply = await self._call_keeper(wire.META_STANDBY, request, pb.StandbyReply, 5.0)
         self.update_map(decode_map(reply.map))

@@ -1,8 +1,8 @@
-"""A standby as its primary reaches it over the wire, and the door at which it is reached.
+"""Replication over the wire: the primary's client of a standby, and the standby's service.
 
-`WireStandby` is kv/replication/primary's Standby: groups leave in the order of the calls, on one connection. `StandbyDoor`
-gives what arrives to a kv/replication/standby, in the order of arrival. Every message carries the service's authority. Used by
-`meta/server/member`.
+`WireStandby` implements the Standby interface of kv/replication/primary: groups are sent in the order of the
+calls, on one connection. `StandbyDoor` passes arriving groups to a kv/replication/standby in the order of
+arrival. Every message carries the service's grant (authority). Used by `meta/server/member`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
 SHIP_S = 10.0
-"""For one group: a standby that takes longer was taken out before."""
+"""Timeout of one group; a standby that takes longer has been removed from the replication before."""
 FOLLOW_S = 60.0
 
 STEP = pb.FollowRequest
 
 
 class WireStandby:
+    """Client of one standby, for the primary."""
+
     def __init__(self, dialer: Dialer, endpoints: Callable[[], tuple[str, ...]], *, shard: int, member: int, clock: Clock,
                  authority: Callable[[], bytes]) -> None:
         self._dialer = dialer
@@ -104,8 +106,11 @@ class WireStandby:
 
 
 class StandbyDoor:
-    """`handle` for a member that is not the primary: META_SHIP and META_FOLLOW, and for everybody else the word that another
-    member is."""
+    """Request handler of a member that is not the primary.
+
+    It serves META_SHIP and META_FOLLOW. Every other request fails with StaleEpoch: another member is the
+    primary.
+    """
 
     def __init__(self, standby: StandbyKv, *, shard: int, member: int, clock: Clock, secret: bytes) -> None:
         self.standby = standby
@@ -171,7 +176,7 @@ class StandbyDoor:
         return reply
 
     async def _finish(self, call: Call, request: pb.FollowRequest) -> None:
-        """The step begins in here: `close` may cancel this task before it has begun."""
+        """Run the step inside this task, because `close` may cancel the task before it has started."""
         try:
             call.reply((await self._step(request)).SerializeToString())
         except asyncio.CancelledError:
@@ -181,15 +186,18 @@ class StandbyDoor:
             call.fail(error)
 
     async def close(self) -> None:
-        """Answer what is under way; the standby itself stays open."""
+        """Cancel and answer the steps in progress; the standby itself stays open."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class PrimaryDoor:
-    """`handle` of META_SHIP and META_FOLLOW at a member that takes itself for the primary: of two that do, the one of the later
-    term is it. `on_later` is called where that is the other."""
+    """Handler of META_SHIP and META_FOLLOW at a member that considers itself the primary.
+
+    If two members consider themselves the primary, the one of the later term is. `on_later` is called if that
+    is the other.
+    """
 
     def __init__(self, *, shard: int, member: int, term: int, clock: Clock, secret: bytes,
                  on_later: Callable[[], None]) -> None:

@@ -1,12 +1,13 @@
-"""The metadata service of one shard: requests in, decisions made and applied, answers out.
+"""The metadata service of one shard: decide, apply and answer requests.
 
-What is decided is decided and applied without a wait in between, on one thread: so every change sees all before it. A
-request is answered in the call of `handle` unless something really waits (a truncation at the targets, a sync, room in the
-engine); then a task that the service owns takes it. Changes are made once per (session, slot, sequence), however often they
-come. Called by the transports; started and stopped by `daemons/meta`. It never sees a byte of a file.
+Each decision is made and applied on one thread without a wait in between, so every change sees all changes
+before it. A request is answered inside the call of `handle` unless it must really wait (for a truncation on
+the targets, a sync, or free space in the engine); then a task that the service owns answers it. A change is
+made exactly once per (session, slot, sequence), however often the client sends it. The transports call
+`handle`; `daemons/meta` starts and stops the service. File contents never pass through it.
 
-Answers: Entry to LOOKUP, GETATTR, SETATTR and OPEN; AttrReply to LINK, REPORT, SETXATTR and REMOVEXATTR; RMDIR is asked
-with UnlinkRequest; the others have a message of their own name.
+Reply messages: LOOKUP, GETATTR, SETATTR and OPEN return Entry; LINK, REPORT, SETXATTR and REMOVEXATTR return
+AttrReply; RMDIR takes UnlinkRequest; every other method has messages of its own name.
 """
 
 from __future__ import annotations
@@ -77,10 +78,12 @@ from nvpool.security.volume_keys import PoolKeys
 _log = logging.getLogger(__name__)
 
 class MetaService(Answers, SessionAnswers, VolumeAnswers):
+    """The metadata service of one shard; its other parts are in the base classes."""
+
     def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: Dialer | None = None,
                  pool_keys: PoolKeys | None = None, clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
                  take_right: TakeRight | None = None, callers: Callers | None = None) -> None:
-        """`take_right`: see Revocations."""
+        """`take_right`: as in `Revocations`."""
         self._kv = kv
         self._shard = shard
         self._term = term
@@ -92,7 +95,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._map: PoolMap | None = None
         self._state = "starting"
         self._incarnation = 0
-        self._looked_s = clock.boottime_s()  # at the leases: where that is long ago we stood still, and nobody was heard
+        # last check of the leases; if long ago, this process stood still and heard no client
+        self._looked_s = clock.boottime_s()
         self._sessions = Sessions(kv, options.session_lease_s, shard, options)
         self._users = LocalUsers(self._sessions)
         self._numbers = Numbers(kv)
@@ -106,16 +110,21 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._background: set[asyncio.Task] = set()
         self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0}
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails when the service can not go on (a fenced engine, a background task that broke): the daemon ends then."""
+        """Future that fails when the service can not continue (a fenced engine, a failed background task);
+        the daemon exits."""
         self.died.add_done_callback(lambda died: died.cancelled() or died.exception())
         self._routes: dict[int, Callable[[Call], None]] = self._make_routes()
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Make the root where the shard is empty, reserve numbers, take up sessions, orphans and intents; then serve.
+        """Prepare the shard and serve requests.
 
-        WrongFormat when the records are those of another shard, or of a load that did not end (load again).
+        An empty shard gets its first records (the root, if the root's partition is its own). Then numbers are
+        reserved, and sessions, orphans and intents are restored. A shard with an unfinished load serves
+        nothing but META_LOAD.
+
+        WrongFormat: the records belong to another shard.
         """
         identity = self._assemble()
         if identity.loading:
@@ -165,13 +174,14 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         return identity
 
     async def _take_up(self) -> None:
-        """Memory from the records."""
+        """Rebuild the state in memory from the stored records."""
         self._view.next_number = await self._numbers.begin()
         raw = self._kv.get(records.COUNTS_KEY)
         self._view.inode_count = records.decode_counts(raw) if raw is not None else 0
         self._sessions.load(self._clock.boottime_s())
         self._watches.after_restart(number for number, session in self._sessions.by_number.items()
-                                    if session.watches and number >> 48 == self._shard)  # those that came here have none
+                                    # migrated sessions have no leases here
+                                    if session.watches and number >> 48 == self._shard)
         if self._sessions.by_number:
             self._collector.grace_until_s = self._clock.boottime_s() + self._options.session_lease_s
         self._moving.begin(self._map)
@@ -187,7 +197,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._state = "serving"
 
     def update_map(self, pool_map: PoolMap) -> None:
-        """Take a newer map; an older one is ignored."""
+        """Use a newer pool map; an older one is ignored."""
         if self._map is not None and pool_map.epoch <= self._map.epoch:
             return
         self._map = pool_map
@@ -200,21 +210,25 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             self._moving.use_map(pool_map)
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
+        """Accept no new requests, wait up to `drain_s` seconds for deferred replies, then cancel them.
+
+        The engine stays open.
+        """
         self._state = "draining"
         self._runs.end_all()
-        if self._incarnation:  # else it has never begun
+        if self._incarnation:  # 0 if the service was never started
             self._watches.close()
         if self._waits.tasks and drain_s > 0:
             await asyncio.wait(self._waits.tasks, timeout=drain_s)
-        for tasks in (self._waits.tasks, self._background):  # what is waited for may leave some work to the background
+        # a deferred reply may leave work to a background task
+        for tasks in (self._waits.tasks, self._background):
             ending = list(tasks)
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
 
     def _own(self, work: Coroutine) -> asyncio.Task:
-        """A background task; when it breaks, the service dies with it, loudly."""
+        """Start a background task. If the task fails, the whole service stops, loudly."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background_ended)
@@ -244,7 +258,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 await self.end_leases()
 
     async def _run_holds(self) -> None:
-        """Beside the leases: another shard that is silent is waited for here."""
+        """Resolve locks of cross-shard transactions; not in `_run_leases`, because this may wait for a silent
+        shard."""
         while True:
             await asyncio.sleep(self._options.tick_s)
             if self._state == "serving":
@@ -263,14 +278,14 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 await self._collector.sweep_all()
 
     async def run_once(self) -> tuple[int, int]:
-        """What the background does at each tick, for tests: (inodes whose chunks went, what is left)."""
+        """One round of the background work, for tests: (inodes whose chunks were removed, number left)."""
         await self.end_leases()
         return await self._collector.run_once()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def handle(self, call: Call) -> None:
-        """Answer at once, or keep the call and answer later."""
+        """Answer the call immediately, or keep it and answer later."""
         access = self._view.access if self._incarnation else None
         try:
             caller = self._callers.check(call)
@@ -364,7 +379,11 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         return answer
 
     def _change_route(self, request_class: Any, decide: Decision, home: Callable[[Any], int] | None) -> Callable[[Call], None]:
-        """`home(request)`: the inode whose shard is asked, of what may need others; else all is about one inode."""
+        """Route of a change.
+
+        `home(request)` is the inode whose shard coordinates a change that may need other shards. Without
+        `home` the change concerns one inode alone.
+        """
         parse = request_class.FromString
 
         def answer(call: Call) -> None:
@@ -393,14 +412,15 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 draft = self._decision(call, decide)(self._view, request, self._clock.wall_ns())
                 wait = self._watches.conflict(session.number, draft)
                 if wait is not None:
-                    self._later(call, wait)  # what was decided is thrown away
+                    self._later(call, wait)  # the decision is discarded and made again after the wait
                     return
                 self._commit(call, draft, session, slot, index, sequence, mark)
             except (CutInProgress, AppendInProgress) as wait:
                 self._wait_for(call, wait)
             except WrongShard as error:
                 if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
-                    self._keep_refusal(session, slot, sequence, mark, error)  # if the partition comes back it is not to be made
+                    # never made here, even if the partition comes back
+                    self._keep_refusal(session, slot, sequence, mark, error)
                     raise
                 self._span(call, decide, request, session, slot, index, sequence, mark)
             except Refused as error:
@@ -414,7 +434,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         return decide if user is None else self._users.decision(call.method, user, decide)
 
     def _home_partition(self, request: Any, home: Callable[[Any], int]) -> int:
-        """Whose shard is asked to make the change."""
+        """Partition whose shard coordinates the change."""
         number = home(request)
         if getattr(request, "spread", False):
             return partition_of_name(number, True, self._view.name_hash(number, request.name))
@@ -422,7 +442,10 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
 
     def _span(self, call: Call, decide: Decision, request: Any, session: Session, slot: Slot, index: int,
               sequence: int, mark: int) -> None:
-        """Carry out a change that needs other shards. One at a time of a slot: a repetition waits for the first."""
+        """Carry out a cross-shard transaction.
+
+        Each slot has at most one: a replay waits for the first to end.
+        """
         under_way = self._spanning.under_way.get((session.number, index))
         if under_way is not None:
             self._later(call, lambda: asyncio.wait([under_way]))
@@ -441,7 +464,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                     draft = await coordinator.decide(span, decide_for, request)
                     # From here to the end of _commit nothing may wait, as in `answer`.
                     if self._sessions.get(session.number) is not session or sequence <= slot.sequence:
-                        self.handle(call)  # decided meanwhile, by one of our own shard's records
+                        self.handle(call)  # decided meanwhile through records of our own shard
                         return
                     if not await self._waited(session.number, draft):
                         effects, decision = coordinator.split(span, draft)
@@ -463,13 +486,16 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._spanning.begin(call, (session.number, index), carry_out)
 
     def _recall(self, identity: int, inodes: list[int]) -> Callable[[], Awaitable] | None:
-        """See Watches.recall: for a change that another shard decides on behalf of that client."""
+        """`Watches.recall` for a change that another shard decides on behalf of this client."""
         return self._watches.recall(self._sessions.number_of(identity), inodes)
 
     def _commit(self, call: Call, draft: Draft, session: Session, slot: Slot, index: int, sequence: int, mark: int,
                 effects: dict[bytes, bytes | None] | None = None, committed: Callable[[], None] | None = None) -> None:
-        """Apply the draft with its slot's record; then what lives in memory; then the answer, now or when it may go.
-        `effects`: this shard's, where others have some too; `committed` is called when they are made."""
+        """Apply the draft with its slot record, update memory, and answer now or when allowed.
+
+        `effects`: this shard's effects if other shards have some too; `committed` is called when they are
+        applied.
+        """
         answer = draft.reply.SerializeToString()
         waits_for = draft.intent[0] if draft.intent is not None else 0
         if draft.opened:
@@ -510,7 +536,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             if lent:
                 entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
                 entry.lease_ms = self._view.lend(session.number, draft.inodes[lent])
-            answer += beside.SerializeToString()  # encoded messages that follow one another are one message
+            # concatenated protobuf messages decode as one merged message
+            answer += beside.SerializeToString()
         if draft.intent is not None:
             cut = asyncio.shield(self._cuts.begin(*draft.intent))
             self._answer_later(call, lambda: cut, answer)
@@ -522,8 +549,10 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     async def _waited(self, session: int | None, draft: Draft) -> bool:
-        """Whether a change over several shards had to wait, and is to be decided anew. It returns without one where not: what
-        was decided is as it was."""
+        """Whether a cross-shard transaction had to wait and must be decided again.
+
+        If False, this has returned without waiting, so the decision is still valid.
+        """
         if self._kv.full:
             await self._kv.room()
         elif self._view.next_number >= self._numbers.bounds.inode:
@@ -542,11 +571,14 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                     else partial(view.appends.wait, inode))
 
     def _later(self, call: Call, wait: Callable[[], Awaitable]) -> None:
-        """Handle the call anew when the wait is over: nothing of it is decided yet."""
+        """Handle the call again after the wait; nothing of it is decided yet."""
         self._waits.add(call, wait, lambda: call.cancelled or self.handle(call), undecided=True)
 
     def _answer_later(self, call: Call, wait: Callable[[], Awaitable], answer: bytes) -> None:
-        """The change is made; its answer goes when the wait is over. A caller that can not wait so long may ask again."""
+        """Answer a change that is already made after the wait.
+
+        A client that times out before may send it again.
+        """
         self._waits.add(call, wait, lambda: call.reply(answer), may_be_applied=True)
 
 

@@ -1,13 +1,14 @@
-"""Order of appends to one file: one client at a time has places whose bytes are not reported yet.
+"""Order of appends to one file: one client at a time has an unreported reservation.
 
-A reservation gives a client the bytes behind the file's end, but does not move the end: the file grows when the client reports
-that stores have the bytes. Until then other clients that append, wait; so no reader ever sees a size that covers a place whose
-bytes are still on their way. The wait is bounded by APPEND_S: a client that died, hangs or cannot store for longer loses its
-turn, and the next record is placed behind its places, which read as zeros until they are written.
+A reservation gives a client the bytes behind the file's end, but does not move the end: the file grows when
+the client reports that the stores have the bytes. Until then other clients that append wait, so no reader
+ever sees a size that covers bytes which are still on their way. The wait is bounded by APPEND_S: a client
+that died, hangs, or can not store for longer loses its turn. The next record is then placed behind its
+reservation, which reads as zeros until it is written.
 
-The place itself is durable (`Inode.reserved`); the waits are in memory only. After a restart or a hand-over of the partition
-the time of an open reservation counts from the first request that meets it. Used by `operations/open` and
-`meta/server/service`.
+The reservation itself is durable (`Inode.reserved`); the waits are in memory only. After a restart, or a
+migration of the partition, the time of an open reservation counts from the first request that meets it. Used
+by `operations/open` and `meta/server/service`.
 """
 
 from __future__ import annotations
@@ -22,23 +23,29 @@ from nvpool.meta.state.records import Inode
 _log = logging.getLogger(__name__)
 
 APPEND_S = 10.0
-"""Longer than the pool needs to take out a silent store, shorter than the deadline of a client's request."""
+"""Limit of a wait: longer than the pool needs to remove a silent store, shorter than the deadline of a
+client's request."""
 SHARED_S = 1.0
-"""Seconds after a client had to wait in which all clients that append to the file report at once."""
+"""Time during which all clients that append to a file report immediately, after one had to wait."""
 _FILES_MAX = 4096
-"""Files with an open reservation that are remembered; of one that fell out the time counts anew."""
+"""Files with a remembered open reservation. If one is dropped, its time counts from the beginning again."""
 
 
 class AppendInProgress(Exception):
-    """The decision needs another client's append to be reported first. For the service only; it waits and decides anew."""
+    """The decision needs another client's append to be reported first.
+
+    Only the service sees it, waits, and decides again.
+    """
 
     def __init__(self, inode: int) -> None:
         self.inode = inode
 
 
 class _Open:
-    """The open reservation of one file: its end and since when it is as long as that, its session (0: not known), and the
-    requests that wait for it."""
+    """Open reservation of one file, and the requests that wait for it.
+
+    `since_s`: time since which it ends at `end`; `session`: its session (0: not known).
+    """
 
     __slots__ = ("end", "since_s", "session", "waiting", "is_wanted")
 
@@ -46,11 +53,13 @@ class _Open:
         self.end = end
         self.since_s = since_s
         self.session = session
-        self.is_wanted = False  # another client was told to wait: it is not extended any more
+        self.is_wanted = False  # another client waits: the reservation is not extended any more
         self.waiting: list[asyncio.Future[None]] = []
 
 
 class Appends:
+    """Open append reservations of a shard's files."""
+
     def __init__(self, clock: Clock, append_s: float = APPEND_S) -> None:
         self._clock = clock
         self._append_s = append_s
@@ -58,7 +67,10 @@ class Appends:
         self._shared_until_s: dict[int, float] = {}
 
     def check(self, inode: Inode, own: int) -> None:
-        """Return when a client may append now, whose own open reservation ends at `own` (0: it has none). AppendInProgress."""
+        """Check that a client may append now. AppendInProgress: another client's reservation is open.
+
+        `own`: end of the client's own open reservation (0: none).
+        """
         if inode.reserved <= inode.size:
             return
         found = self._found(inode)
@@ -74,7 +86,7 @@ class Appends:
         found = self._open.get(inode.number)
         if found is None:
             found = self._begin(inode.number, inode.reserved)
-        elif found.end != inode.reserved:  # another shard has given it
+        elif found.end != inode.reserved:  # another shard has given the reservation
             found.end, found.since_s, found.session = inode.reserved, self._clock.boottime_s(), 0
         return found
 
@@ -85,7 +97,7 @@ class Appends:
         return found
 
     def given(self, number: int, end: int, session: int) -> None:
-        """The session has a reservation up to `end`."""
+        """Note that the session has a reservation up to `end`."""
         found = self._open.get(number)
         if found is None:
             self._begin(number, end, session)
@@ -98,7 +110,7 @@ class Appends:
         return found is not None and found.end == inode.reserved and found.session == session
 
     def ended(self, number: int) -> None:
-        """No reservation of the file is open any more."""
+        """Note that the file has no open reservation, and wake the requests that wait for it."""
         found = self._open.pop(number, None)
         if found is not None:
             self._wake(found)

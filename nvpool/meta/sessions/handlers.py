@@ -1,6 +1,6 @@
-"""What a metadata service answers about sessions: opened, renewed, watched, ended; what they have open, and changes repeated.
+"""Handlers of session requests: open, renew, watch, close, release, and replayed changes.
 
-A part of `meta/server/service`, which owns all that is used here. Nothing here waits but `end_leases`.
+A part of `meta/server/service`, which owns all state used here. Nothing here waits except `end_leases`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class SessionAnswers:
+    """Session part of `MetaService`."""
+
     def _owner(self, call: Call) -> str:
-        """Of the sessions that the caller may use; "" of a node, which may use all."""
+        """Owner name whose sessions the caller may use; "" for a node, which may use all sessions."""
         return self._callers.of(call.peer).owner
 
     def _user(self, call: Call) -> Credentials | None:
-        """As whom alone the caller acts; see Caller.user."""
+        """User as which the caller must act; see Caller.user."""
         return self._callers.of(call.peer).user
 
     def _open_session(self, call: Call) -> None:
@@ -38,7 +40,7 @@ class SessionAnswers:
         peer, trusted = identify(call.peer, self._callers.operators)
         peer = "" if trusted else peer
         if self._user(call) is not None:
-            request.identity = 0  # which would speak for the sessions of another client
+            request.identity = 0  # an identity would speak for the sessions of another client
         if request.session:
             session = self._sessions.take_up(request.session, request.secret, self._owner(call), now_s)
             if request.names_open:
@@ -54,7 +56,8 @@ class SessionAnswers:
             record = SessionRecord(self._clock.secret(SECRET_BYTES), self._clock.wall_ns(), request.client, request.watch,
                                    request.identity, self._owner(call))
             session, effects = self._sessions.opening(number, record, now_s, peer)
-            self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
+            # allowed in a full engine: without a session nobody could delete anything
+            self._kv.apply(effects, reclaims=True)
             self._sessions.add(session)
             self._numbers.next_session += 1
         session.member = call.peer.member
@@ -90,7 +93,8 @@ class SessionAnswers:
                                         held=self._sessions.held(session, self._collector.kept)).SerializeToString())
 
     def _check_ours(self, *packed: bytes) -> None:
-        """WrongShard where one of the inodes is another shard's by now: nothing of the message is done then."""
+        """WrongShard: one of the inodes belongs to another shard now; nothing of the request has been
+        done."""
         for partition in {partition_of(inode) for inodes in packed for inode in inodes_of(inodes)}:
             if self._view.is_elsewhere(partition):
                 raise WrongShard(f"partition {partition} belongs to another shard")
@@ -115,15 +119,18 @@ class SessionAnswers:
         self._locks.end_session(session.number, said_so=not grants_live_s)
 
     async def end_leases(self) -> None:
-        """End the sessions whose lease is over, or whose client was removed from the pool; give on locks; reserve numbers where
-        they run low. Waits for the engine, and for who keeps the map where locks of removed clients hang on it."""
+        """End expired sessions and those of removed clients.
+
+        This also releases locks, and reserves more numbers if few are left. Waits for the engine, and for the
+        pool map's coordinator if locks of removed clients depend on it.
+        """
         now_s = self._clock.boottime_s()
         self._locks.give_on(await self._revocations.cut_off())
         for session in self._sessions.expired(now_s):
             while self._kv.full:
                 await self._kv.room()
             if session.expires_s >= now_s:
-                continue  # renewed while we waited
+                continue  # renewed during the wait
             was_removed = session.expires_s == -inf
             _log.warning("session %#x (%s) ends: %s", session.number, session.client,
                          f"{session.member} was removed from the pool" if was_removed else "it has not been renewed")
@@ -138,7 +145,7 @@ class SessionAnswers:
     def _watch(self, call: Call) -> None:
         request = pb.WatchRequest.FromString(call.message)
         session = self._sessions.of(request.session, self._owner(call))
-        # who watches lives: a lease never holds longer than the session
+        # a WATCH request shows that the client lives: a lease is never valid longer than its session
         session.expires_s = max(session.expires_s, self._clock.boottime_s() + self._options.session_lease_s)
         self._watches.ask(call, request)
 
@@ -163,7 +170,10 @@ class SessionAnswers:
             for session in found if session is not None]).SerializeToString())
 
     def begin_drain(self) -> None:
-        """Answer requests that wait for other requests: no more of these are taken, so they would wait for the whole drain."""
+        """Answer all requests that wait for other requests.
+
+        Other requests are no longer accepted, so the wait would last all the drain.
+        """
         self._waits.begin_drain()
         if self._incarnation:
             self._watches.close()
@@ -178,7 +188,11 @@ class SessionAnswers:
 
     def _repeat(self, call: Call, request: Any, session: Session, slot: Slot, sequence: int,
                 mark: int) -> None:
-        """A change that was decided: its kept answer, when that may be given. InvalidRequest: it was another one."""
+        """Answer a replayed change with its stored answer, when that may be given.
+
+        InvalidRequest: the slot's request with this sequence was another one. StaleSequence: the slot is
+        already beyond it.
+        """
         self._counters["repeated"] += 1
         if sequence < slot.sequence:
             raise StaleSequence(f"the slot has served request {slot.sequence}, {sequence} came later")

@@ -1,20 +1,25 @@
-"""Leases on inodes: a session that has one is told before another session changes the inode.
+"""Lease table: leases of client sessions on inodes, recalled before another session changes the inode.
 
-So a client opens, looks up and stats what it knows without a question, and close-to-open holds all the same. Who has a lease
-on what is kept in memory only, in a table of fixed size: a slot of it has a few bits of an inode number and who has a lease
-on it, one session or "several". Where inodes fall together, somebody is told who need not be: that costs a message and is
-never wrong. Nothing is kept for each inode, nothing is written, and who changes what only he knows waits for nobody.
+With a lease a client opens, looks up and stats cached inodes without a request, and still gets close-to-open
+consistency. The table is in memory only and has a fixed size: a slot stores a few bits of an inode number and
+the session that has a lease on it, or "several". If two inodes fall into the same slot, a session may be
+notified without need; this costs a message and is never wrong. Nothing is stored per inode, nothing is
+written to disk, and a client that changes an inode which no other client has cached waits for nobody.
 
-A lease holds while two things do: the lease on the inode (`lease_s`; the shard forgets it later than the client does) and the
-watch of the session, which the client renews by WATCH (proto). A change of another session's inode waits until each
-holder has said that it knows, or until his watch has ended: `watch_s` at most, once for a client that is dead or stopped,
-since what he missed is told when he comes back, before his watch holds again. What was changed lately is not lent at all.
+A lease is valid as long as both of these are: the lease on the inode (`lease_s`; the shard forgets it later
+than the client does) and the watch of the session, which the client renews by WATCH requests (proto). A
+change of an inode that other sessions have leased waits until each of them has acknowledged the recall, or
+until its watch has ended. For a client that is dead or stopped this takes at most `watch_s`, and happens
+once: the recalls that the client missed are sent when it returns, before its watch is valid again. Recently
+changed inodes get no lease at all.
 
-A lease on a directory stands for its names too, also for those that are not there. It changes with each of them; so where
-several clients make names in one, each is told once, and it is not lent again until they have paused for COOL_S.
+A lease on a directory covers its names too, also the absence of a name. Each change of a name recalls it. So
+if several clients create names in one directory, each is notified once, and the directory gets no lease again
+until they have paused for COOL_S.
 
-After a restart nobody knows what was lent. So changes of files wait until every session that may have leases has come back and
-was told that they have ended, or `watch_s` have passed. Used by `meta/server/service`; decides nothing, never waits itself.
+After a restart the shard does not know which leases exist. So changes of files wait until every session that
+may have leases has returned and has been notified that they have ended, or until `watch_s` have passed. Used
+by `meta/server/service`; makes no decisions and never waits itself.
 """
 
 from __future__ import annotations
@@ -33,22 +38,24 @@ from nvpool.rpc.messages import data_codec
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 SLOT_BITS = 20
-"""A million slots of 4 bytes, for this and for the last `lease_s`; what is not used costs nothing. With 100,000 leases one
-change of 200 tells somebody for nothing."""
+"""Size of the table: a million slots of 4 bytes, twice (for this `lease_s` and for the last one). Unused
+pages cost nothing. With 100,000 leases one change in 200 notifies a session without need."""
 SEVERAL = 0xFFFF
 _SLOT_MASK = (1 << SLOT_BITS) - 1
 _ANYTHING = 0xFFFFFFFF
-"""Several inodes fell on the slot."""
+"""Value of a slot into which several inodes fell."""
 _GOLDEN = 0x9E3779B97F4A7C15
 COOL_S = 5.0
-"""What was changed is not lent for so long: who writes and who reads a file in turns would only tell one another."""
+"""Seconds without leases after a change: a writer and a reader that alternate would otherwise only send
+recalls."""
 COOL_MAX = 65536
 PENDING_MAX = 4096
-"""Inodes that a session has to be told of; when there are more it is told that all of its leases have ended."""
+"""Highest number of inodes of pending recalls per session. Beyond it the session is notified that all its
+leases ended."""
 
 
 class _Watch:
-    """Of one session."""
+    """Watch of one session."""
 
     __slots__ = ("session", "index", "number", "seen", "until_s", "call", "arrived_s", "pending", "told", "begins", "due")
 
@@ -56,18 +63,18 @@ class _Watch:
         self.session = session
         self.index = index
         self.number = number            # WatchReply.watch
-        self.seen = 0                   # number of the last answer
-        self.until_s = 0.0              # leases hold no longer, by our clock
-        self.call: Call | None = None   # kept until there is something to tell
+        self.seen = 0                   # number of the last reply
+        self.until_s = 0.0              # end of the session's leases, by our clock
+        self.call: Call | None = None   # pending WATCH request, answered when a lease is recalled
         self.arrived_s = 0.0
-        self.pending: dict[int, None] = {}   # to be told
-        self.told: dict[int, None] = {}      # in the last answer, and not yet known to have arrived
-        self.begins = False             # all leases were ended, and the session has not said that it knows
+        self.pending: dict[int, None] = {}   # recalls that are to be sent
+        self.told: dict[int, None] = {}      # recalls in the last reply, not acknowledged yet
+        self.begins = False             # all leases were ended, and the session has not acknowledged that yet
         self.due = False
 
 
 class _Recall:
-    """One inode that is to be changed, and whose word is missing for it."""
+    """Recall of the leases on one inode, and the watches whose acknowledgement is missing."""
 
     __slots__ = ("left", "done", "timer")
 
@@ -78,7 +85,7 @@ class _Recall:
 
 
 class _Table:
-    """Who has leases on what: for each slot 16 bits of an inode number and 16 of a session's index."""
+    """Hash table of leases: for each slot 16 bits of an inode number and 16 bits of a session's index."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
@@ -87,10 +94,10 @@ class _Table:
 
     @staticmethod
     def _empty() -> memoryview:
-        return memoryview(mmap.mmap(-1, 4 << SLOT_BITS)).cast("I")  # pages come with their first use
+        return memoryview(mmap.mmap(-1, 4 << SLOT_BITS)).cast("I")  # pages are allocated at first use
 
     def add(self, numbers: Iterable[int], index: int, now_s: float) -> None:
-        """Kept for `lease_s` at least, for two of it at most."""
+        """Add leases; they stay in the table for `lease_s` to two times `lease_s`."""
         if now_s >= self._turn_s:
             self._old = self._new if now_s < self._turn_s + self._lease_s else self._empty()
             self._new, self._turn_s = self._empty(), now_s + self._lease_s
@@ -105,7 +112,7 @@ class _Table:
                 new[slot] = mine
 
     def indexes(self, number: int) -> tuple[int, int]:
-        """Who may have a lease on the inode: indexes, 0 for nobody, SEVERAL for anybody."""
+        """Indexes of sessions that may have a lease on the inode: 0 for none, SEVERAL for any session."""
         spread = number * _GOLDEN
         slot, tag = spread >> 64 - SLOT_BITS & (1 << SLOT_BITS) - 1, spread >> 28 & 0xFFFF
         new, old = self._new[slot], self._old[slot]
@@ -114,6 +121,8 @@ class _Table:
 
 
 class Watches:
+    """Leases and watches of all sessions of a shard."""
+
     def __init__(self, clock: Clock, first_number: int, watch_s: float, lease_s: float) -> None:
         self._clock = clock
         self._watch_s = watch_s
@@ -126,26 +135,27 @@ class Watches:
         self._by_index: dict[int, _Watch] = {}
         self._recalls: dict[int, _Recall] = {}
         self._cool: dict[int, tuple[float, int, int]] = {}
-        """Inode -> until when it is not lent; the only session that may have a lease on it; who has changed it last."""
+        """Inode -> end of its time without leases; the only session that may have one; the session that
+        changed it last."""
         self._unheard: set[int] = set()
-        """Sessions that may have leases of the process before us."""
+        """Sessions that may have leases from the previous process."""
         self._unheard_until_s = 0.0
         self._heard: asyncio.Future | None = None
         self._withheld: set[int] = set()
-        """Partitions of which nothing is lent."""
+        """Partitions in which no leases are given."""
         self._heeded = asyncio.Event()
-        """A session has said that it knows that all of its leases have ended."""
+        """Set when a session has acknowledged that all of its leases have ended."""
         self.recalled = self.waited_out = 0
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def after_restart(self, sessions: Iterable[int]) -> None:
-        """These watched the process before us."""
+        """Note the sessions that had a watch at the previous process."""
         self._unheard = set(sessions)
         self._unheard_until_s = self._clock.boottime_s() + self._watch_s
 
     def begin(self, session: int) -> tuple[int, int]:
-        """The session has been opened, or taken up, and will watch: (number of its watch, watch_ms)."""
+        """Start the watch of a session that was opened or resumed: (number of its watch, watch_ms)."""
         watch = self._watches.get(session)
         if watch is None:
             watch = self._begin(session)
@@ -166,7 +176,10 @@ class Watches:
         return self._next_number or self._number()
 
     def end(self, session: int) -> None:
-        """The session has ended, and its leases with it: it ends long after its watch, or says itself that it goes."""
+        """End the session's watch and leases.
+
+        This is safe: a session ends long after its watch, or the client itself closes it.
+        """
         watch = self._watches.pop(session, None)
         if watch is not None:
             del self._by_index[watch.index]
@@ -190,10 +203,13 @@ class Watches:
                 call, watch.call = watch.call, None
                 call.fail(Draining("the shard is stopping"))
 
-    # -- lending -----------------------------------------------------------------------------------------------------
+    # -- giving leases ---------------------------------------------------------------------------------------
 
     def lend(self, session: int, numbers: Iterable[int]) -> Collection[int]:
-        """On which of these inodes, which have names, the session may rely for `lease_ms` from now."""
+        """Give leases to a session. Return the inodes on which it may rely for `lease_ms` from now.
+
+        All `numbers` must be inodes that have names.
+        """
         watch = self._watches.get(session)
         if watch is None:
             return ()
@@ -217,15 +233,17 @@ class Watches:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def conflict(self, session: int, draft: Draft) -> Callable[[], Awaitable] | None:
-        """What has to be waited for before the session's change may be made: others have leases on what it changes. It is
-        decided anew after that. None: nothing."""
+        """Recall the leases of other sessions on the inodes of a change; return the wait.
+
+        None: there is nothing to wait for. After the wait the change must be decided again.
+        """
         if not self._unheard and len(self._watches) <= (session in self._watches):
             return None
         born = draft.view.next_number if draft.born else 0
         return self.recall(session, [number for number in draft.dirty if counter_of(number) != born])
 
     def recall(self, session: int, numbers: Iterable[int]) -> Callable[[], Awaitable] | None:
-        """As `conflict`, where these inodes are to be changed on behalf of a session."""
+        """As `conflict`, for a list of inodes that are to be changed on behalf of a session."""
         now_s, waits = self._clock.boottime_s(), []
         for number in numbers:
             if self._unheard and now_s >= self._unheard_until_s:
@@ -238,7 +256,7 @@ class Watches:
         return (lambda: _all(waits)) if waits else None
 
     def is_free(self, session: int, numbers: Iterable[int]) -> bool:
-        """Whether `recall` would tell nobody of these and leave all as it is."""
+        """Whether `recall` would notify no session and change no state."""
         if not self._unheard and len(self._watches) <= (session in self._watches):
             return True
         if self._unheard:
@@ -261,7 +279,7 @@ class Watches:
             self._unheard.clear()
 
     def _recall(self, number: int, session: int, now_s: float) -> asyncio.Future | None:
-        """End all leases on the inode but those of `session`; what is to be waited for."""
+        """End all leases on the inode except those of `session`. Return the future to wait for, if any."""
         recall = self._recalls.get(number)
         if recall is not None:
             return recall.done
@@ -276,7 +294,8 @@ class Watches:
             holders = [watch for watch in holders if watch.session != session]
             if not holders:
                 return None
-        if changer != session or until_s <= now_s:  # who changes it alone by now may have others look at it again
+        # if one session alone changes it, others may get leases again later
+        if changer != session or until_s <= now_s:
             until_s = now_s + COOL_S
         self._cool[number] = until_s, only, session
         for cool in too_old(self._cool, COOL_MAX):
@@ -301,8 +320,11 @@ class Watches:
         return [watch for index in indexes if (watch := self._by_index.get(index)) is not None]
 
     async def withdraw(self, partitions: Iterable[int]) -> None:
-        """Lend nothing of these partitions until `restore`. On return nobody has a lease on any of their inodes: every session
-        has said that it has forgotten all of its leases, or its watch has ended (`watch_s` at most)."""
+        """Give no leases in these partitions until `restore`, and end all existing ones.
+
+        On return no session has a lease on any of their inodes: each session has acknowledged that all its
+        leases have ended, or its watch has ended (`watch_s` at most).
+        """
         self._withheld.update(partitions)
         now_s = self._clock.boottime_s()
         left = {watch: watch.until_s for watch in self._watches.values() if watch.until_s > now_s}
@@ -326,11 +348,14 @@ class Watches:
             await self._until_heard()
 
     def restore(self, partitions: Iterable[int]) -> None:
-        """They are lent again, or are another's."""
+        """Allow leases again in these partitions, or forget them if they have moved to another shard."""
         self._withheld.difference_update(partitions)
 
     def end_all(self) -> None:
-        """A repair has changed inodes: every session is told to forget what it knows. Nothing waits for that."""
+        """End all leases because a repair has changed inodes.
+
+        Clients are notified; nothing waits for them.
+        """
         for watch in self._watches.values():
             self._begin_anew(watch)
             self._answer_soon(watch)
@@ -350,7 +375,8 @@ class Watches:
     def _answer_soon(self, watch: _Watch) -> None:
         if watch.call is not None and not watch.due:
             watch.due = True
-            asyncio.get_running_loop().call_soon(self._answer, watch, watch.call)  # with what else this turn changes
+            # together with other recalls of this iteration
+            asyncio.get_running_loop().call_soon(self._answer, watch, watch.call)
 
     def _knows(self, watch: _Watch, number: int) -> None:
         recall = self._recalls.get(number)
@@ -360,7 +386,7 @@ class Watches:
                 self._over(number, recall)
 
     def _wait_no_longer(self, number: int) -> None:
-        """The watches of those who did not answer have ended. What they are to be told stays to be told."""
+        """Stop waiting for watches that have ended without an acknowledgement. Their recalls stay pending."""
         self.waited_out += 1
         self._over(number, self._recalls[number])
 
@@ -373,7 +399,7 @@ class Watches:
     # -- WATCH -------------------------------------------------------------------------------------------------------
 
     def ask(self, call: Call, request: pb.WatchRequest) -> None:
-        """The session, which lives, watches."""
+        """Handle a WATCH request of a live session."""
         watch = self._watches.get(request.session) or self._begin(request.session)
         now_s = self._clock.boottime_s()
         if watch.call is not None:
@@ -405,13 +431,14 @@ class Watches:
         else:
             watch.pending, watch.told = watch.told | watch.pending, {}
         watch.call, watch.arrived_s = call, now_s
-        if watch.pending or watch.until_s <= now_s:  # who comes back after a pause relies on nothing until he has his answer
+        # after a pause the client's leases are invalid until it has a reply
+        if watch.pending or watch.until_s <= now_s:
             self._answer(watch, call)
         else:
             asyncio.get_running_loop().call_later(self._watch_s / 3, self._answer, watch, call)
 
     def _leave(self, watch: _Watch) -> None:
-        """End all leases of a session that asks for it; no change waits for it until it watches again."""
+        """End all leases of a session at its own request. No change waits for it until it watches again."""
         self._begin_anew(watch)
         watch.until_s = 0.0
         self._has_come(watch.session)

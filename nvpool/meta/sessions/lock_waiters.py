@@ -1,7 +1,8 @@
-"""The locks of a shard beside its requests: records to memory at a start, questions of who waits, sessions that end.
+"""Lock service of a shard: loading, notification of waiting clients, locks of ended sessions.
 
-A session that has ended keeps its locks until its last grant has: who lost it may still write with one. After a restart nobody
-knows when it ended, so the time begins anew. Used by `meta/server/service`; the decisions are in `meta/state/lock_table`.
+A session that has ended keeps its locks until its last grant has expired, because a client that lost its
+session may still write with a grant. After a restart the time of the end is unknown, so the period starts
+again. Used by `meta/server/service`; the decisions are in `meta/state/lock_table`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from nvpool.rpc.v1 import meta_pb2 as pb
 _log = logging.getLogger(__name__)
 
 QUESTION_S = 20.0
-"""After which a question is answered though nobody has a turn."""
+"""Seconds after which a request for turns is answered even if no waiter has its turn."""
 RELEASE_BATCH = 1000
 SCAN_BATCH = 1000
 HOLD_BEYOND_GRANTS_S = 2 * CLOCK_SKEW_S
-"""A store takes a grant for so long after its end by our clock: its own may be behind, and it allows for one that is."""
+"""Time after a grant's end, by our clock, in which a store may still accept it. The store's clock may be
+behind, and the store itself allows for clocks that are behind."""
 
 
 class _Question:
+    """Pending request of a client that waits for the turn of its tickets."""
+
     __slots__ = ("call", "waiters", "timer")
 
     def __init__(self, call: Call, waiters: dict[int, Waiter], timer: asyncio.TimerHandle) -> None:
@@ -44,17 +48,19 @@ class _Question:
 
 
 class LockWaits:
+    """Clients that wait for locks, and locks of ended sessions."""
+
     def __init__(self, kv: Kv, table: LockTable, clock: Clock) -> None:
         self._kv = kv
         self._table = table
         self._clock = clock
         self._questions: dict[int, _Question] = {}
         self.serves: Callable[[int], bool] = lambda partition: True
-        """Whether locks in the partition are ours to give on."""
+        """Whether this shard may release locks in the partition."""
         table.on_turn = self._tell
 
     def load(self, partitions: Iterable[int], lives: Iterable[int]) -> None:
-        """Take up what the records say of these partitions. What can not be read is left to fsck."""
+        """Load the stored locks of these partitions. Unreadable records are left to fsck."""
         for partition in partitions:
             first, end = records.prefix(partition, records.LOCK), records.prefix(partition, records.LOCK + 1)
             while pairs := self._kv.scan(first, end, SCAN_BATCH):
@@ -70,19 +76,22 @@ class LockWaits:
             self.end_session(session, said_so=False)
 
     def sessions_in(self, partitions: frozenset[int]) -> set[int]:
-        """Those that hold locks on inodes of these partitions."""
+        """Sessions that have locks on inodes of these partitions."""
         return self._table.sessions_in(partitions)
 
     def bringing(self, arrived: int, session: int) -> list[Effect]:
-        """The effects by which what the session holds that has arrived is the other's of the same client."""
+        """Effects that move the locks of a migrated session to its client's session at this shard."""
         return self._table.renaming(arrived, session)
 
     def bring(self, arrived: int, session: int) -> None:
-        """These effects are made."""
+        """Move the locks in memory, after the effects of `bringing` are applied."""
         self._table.rename_session(arrived, session)
 
     def forget(self, partitions: frozenset[int]) -> None:
-        """These partitions are another shard's: who waits for a lock there asks again, and is told where."""
+        """Forget partitions that belong to another shard now.
+
+        Clients that wait for locks there get an answer, ask again, and learn which shard to ask.
+        """
         waiting = self._table.waiters_in(partitions)
         for waiter in waiting:
             self._end_question(waiter.owner.session, [one.ticket for one in waiting
@@ -91,7 +100,7 @@ class LockWaits:
             self._table.forget(inode)
 
     def end_session(self, session: int, *, said_so: bool) -> None:
-        """The session is over. Where its client did not say so, its locks are kept while its grants may live."""
+        """End a session. If its client did not close it, its locks are kept while its grants may be valid."""
         self._end_question(session)
         held = self._table.end_session(session, 0.0 if said_so else None)
         if held and said_so:
@@ -101,13 +110,16 @@ class LockWaits:
                          session, held, self._table.hold_s)
 
     def give_on(self, sessions: Iterable[int]) -> None:
-        """What these sessions held, which have ended: their clients can write no more. With the next `run_once`."""
+        """Release the locks of these ended sessions at the next `run_once`: their clients can write no
+        more."""
         for session in sessions:
             self._table.end_session(session, 0.0)
 
     async def run_once(self, sessions: Sessions) -> None:
-        """Give on what dead sessions held, as far as it is time; move the queues; weigh what each peer has. Waits for the
-        engine only."""
+        """Release locks of ended sessions whose time has come.
+
+        This also advances the queues and updates the limits of peers. Waits for the engine only.
+        """
         sessions.weigh(self._table)
         self._table.tick()
         while True:
@@ -125,10 +137,13 @@ class LockWaits:
             self._table.commit(step)
         return bool(steps)
 
-    # -- questions ---------------------------------------------------------------------------------------------------
+    # -- waiting clients -------------------------------------------------------------------------------------
 
     def ask(self, call: Call, request: pb.LockWaitRequest) -> None:
-        """Answer when one of the tickets has its turn; at once where one has, or is none of a place in a queue."""
+        """Answer when one of the tickets has its turn.
+
+        The answer is immediate if a ticket has its turn already, or names no place in a queue.
+        """
         session, table = request.session, self._table
         self._end_question(session)
         for ticket in inodes_of(request.given_up):
@@ -166,7 +181,7 @@ class LockWaits:
             _reply(question.call, ready)
 
     def close(self) -> None:
-        """Answer all questions; who asked asks again, the next primary then."""
+        """Answer all waiting clients; they ask again, at the next primary."""
         for session in list(self._questions):
             self._end_question(session)
 

@@ -1,8 +1,9 @@
-"""Sessions of clients: leases, slots with their kept answers, and who has which inode open.
+"""Session table: client sessions, their slots with stored answers, and their open files.
 
-Sessions and slots are records, so that a client takes them up again after a restart of the shard; open files and ends of
-leases are in memory only: after a restart each session gets a full lease, in which it names its open files again. Leases
-are measured on boottime. Used by `meta/server/service`; keeps books, decides nothing, never waits.
+Sessions and slots are stored records, so a client resumes them after a restart of the shard. Open files and
+the expiry of sessions are in memory only: after a restart each session gets a full lease time, in which the
+client reports its open files again. Expiry is measured on boottime. Used by `meta/server/service`; makes no
+decisions and never waits.
 """
 
 from __future__ import annotations
@@ -30,23 +31,28 @@ from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1 import wire_pb2 as wire
 
 OPEN_INODES_MAX = 1_000_000
-"""Inodes that one session may hold open: a bound for memory, far above what a node uses."""
+"""Inodes that one session may have open: a bound for memory, far above the use of a node."""
 RESERVED_SHARE = 10
-"""A tenth of all sessions is kept for peers that are trusted."""
+"""One tenth of all sessions is reserved for trusted peers."""
 HELD_ALL_MAX, HELD_MAX = 256, 1024
-"""A session that has no more than so many inodes open is told all of them with each renewal, others so many nameless ones."""
+"""Limits for the open inodes that a renewal lists. It lists all of them if the session has at most
+HELD_ALL_MAX, else up to HELD_MAX that have no name."""
 _HELD = struct.Struct("<QI")
 _VARIES = {**dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), ("spread",)),
            **dict.fromkeys((wire.META_SETATTR, wire.META_ALLOCATE), ("rights",)), wire.META_RESERVE: ("cut", "own")}
-"""Fields that say what the asker knows or has open, which another process of it may see otherwise: the change is the same."""
+"""Fields that depend on what the client process knows or has open. Another process of the same client may
+send other values with the same change."""
 _CHANGE_TAG, _ONE_BYTE = 1 << 3 | 2, 0x80
 
 
 def mark_of(method: int, request, message: bytes | memoryview) -> int:
-    """32 bits of what a change is, by which a repetition is told from another request under the same name.
+    """32-bit fingerprint of a change, to distinguish a replay from another request.
 
-    Of the method, the caller's uid and gid, and all fields but `change` (its epoch may be newer) and those that vary. `message`
-    is the request as it came, its fields in order as protobuf writes them; `_atonce` makes the same mark.
+    A client that sends another request with a used sequence is thereby detected.
+
+    It covers the method, the caller's uid and gid, and all fields but `change` (its epoch may be newer) and
+    those in `_VARIES`. `message` is the request as received, its fields in order as protobuf writes them;
+    `_fast_path` computes the same value.
     """
     change, varies = request.change, _VARIES.get(method)
     if varies is not None and any(getattr(request, field) for field in varies):
@@ -60,7 +66,7 @@ def mark_of(method: int, request, message: bytes | memoryview) -> int:
 
 
 class Slot:
-    """One request place: the last sequence that was decided, with its answer or its refusal."""
+    """One slot of a session: the last decided sequence with its answer or its refusal."""
 
     __slots__ = ("sequence", "waits_for", "answer", "mark", "error", "restored", "opened", "awaited")
 
@@ -69,18 +75,19 @@ class Slot:
         self.waits_for = waits_for
         self.answer = answer
         self.mark = mark
-        """Of the request that was decided, see `mark_of`; None where its record has none."""
+        """Fingerprint of the decided request, see `mark_of`; None if its record has none."""
         self.error: NvpoolError | None = None
-        """A refusal is kept in memory only: after a restart nothing is under way that could come late."""
+        """Refusal, in memory only: after a restart no earlier request is in flight that could arrive late."""
         self.restored = False
-        """Decided before the restart: what it opened is not in our memory."""
+        """Decided before the restart, so an open by this change is not in memory."""
         self.opened = 0
-        """What it opened, as long as that may be asked for again and was not closed."""
+        """Inode that this change opened; kept until the inode is closed or no replay can come."""
         self.awaited = False
-        """Another process of the client may ask for it again: what it opened counts until that is asked for, or given up."""
+        """Another process of the client may replay the change. The open counts until it is replayed or given
+        up."""
 
     def take_awaited(self) -> int:
-        """What nobody asks for again from here on, and counts no more; 0: nothing."""
+        """End the wait for a replay; return the inode whose open no longer counts, or 0."""
         if not self.awaited:
             return 0
         inode, self.opened, self.awaited = self.opened, 0, False
@@ -88,6 +95,8 @@ class Slot:
 
 
 class Session:
+    """One client session in memory."""
+
     __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity", "brought",
                  "member", "peer", "opens_max", "owner")
 
@@ -100,19 +109,21 @@ class Session:
         self.expires_s = expires_s
         self.slots: list[Slot | None] = [None] * SLOTS_PER_SESSION
         self.opens: dict[int, int] = {}
-        """Handles by inode."""
+        """Number of handles by inode."""
         self.identity = record.identity
-        """The client's, as it says it at every shard; 0: it did not say."""
+        """Identity that the client states at every shard; 0: it stated none."""
         self.brought: dict[int, int] = {}
-        """Of these, what has come with partitions from another shard, and the client has not named here yet."""
+        """Handles among `opens` that came with migrated partitions and that the client has not reported here
+        yet."""
         self.member = ""
-        """Whom the certificate of the client names, as far as this process has heard it; empty: it showed none."""
+        """Name in the client's certificate, as far as this process has seen it; empty: no certificate."""
         self.peer = ""
-        """Whose share it is of; nothing: of a trusted peer, or not renewed since a restart."""
+        """Peer to whose limits the session counts; empty: a trusted peer, or not renewed since a restart."""
         self.opens_max = OPEN_INODES_MAX
-        """0 while the peer has too much open in all its sessions."""
+        """0 while the peer has too many files open in all its sessions."""
         self.owner = record.owner
-        """The caller that has opened it (rpc/access_control); None until somebody uses it, where its record does not say."""
+        """Caller that opened the session (rpc/access_control); None until its first use if the record does
+        not say."""
 
     @property
     def record(self) -> SessionRecord:
@@ -130,13 +141,13 @@ class Sessions:
         self.lease_s = lease_s
         self.by_number: dict[int, Session] = {}
         self.holders: dict[int, int] = {}
-        """Sessions that have the inode open."""
+        """Number of sessions that have the inode open."""
         self._by_identity: dict[int, int] = {}
         self.on_free: Callable[[int], None] = lambda inode: None
-        """Told of an inode that nobody has open any more."""
+        """Called with an inode that no session has open any longer."""
 
     def load(self, now_s: float) -> None:
-        """Take up what the records say; a session that can not be read is left to fsck."""
+        """Load the stored sessions; an unreadable record is left to fsck."""
         self.by_number.clear()
         self.holders.clear()
         self._by_identity.clear()
@@ -153,7 +164,10 @@ class Sessions:
             first = pairs[-1][0] + b"\0"
 
     def end_strangers(self, members: Container[str]) -> None:
-        """End those of clients and bridges that are not among the members of the pool, with the next look at leases."""
+        """Expire the sessions of clients and bridges that are no longer members of the pool.
+
+        The next check of leases ends them.
+        """
         for session in self.by_number.values():
             if session.member.startswith(("client/", "bridge/")) and session.member not in members:
                 session.expires_s = -inf
@@ -165,19 +179,22 @@ class Sessions:
         return session
 
     def of(self, number: int, owner: str) -> Session:
-        """The session, for a caller of that name, "" for a node: nodes may act for all. StaleSession: there is none, or it is
-        another's."""
+        """The session, if the caller `owner` may use it; "" is a node, which may act for all.
+
+        StaleSession: there is no such session, or it belongs to another caller.
+        """
         session = self.by_number.get(number)
         if session is None or session.owner != owner:
             session = self.get(number)
             if session.owner is None and not (owner.startswith("uid/") or user_in(owner) or squashes_root(owner)):
-                session.owner = owner  # as its record was made before owners were kept: who has it goes on with it first
+                # a record from before owners were stored: the first caller that uses it owns it
+                session.owner = owner
             elif owner and session.owner != owner:
                 raise StaleSession(f"session {number:#x} belongs to somebody else than {owner}; open a new one")
         return session
 
     def identify(self, session: Session, identity: int) -> list:
-        """The session is that client's. The effects that keep this, where it is news."""
+        """Set the client's identity of the session. Return the effects that store it if it has changed."""
         if identity in (0, session.identity):
             return []
         self._forget_identity(session)
@@ -190,11 +207,11 @@ class Sessions:
             del self._by_identity[session.identity]
 
     def number_of(self, identity: int) -> int:
-        """The session of the client; 0 where he has none, or it is not known."""
+        """Session of the client with this identity; 0 if it has none, or the identity is not known."""
         return self._by_identity.get(identity, 0)
 
     def client_of(self, number: int) -> str:
-        """Who opened the session; nothing where it has ended."""
+        """Name of the client that opened the session; empty if the session has ended."""
         session = self.by_number.get(number)
         return session.client if session is not None else ""
 
@@ -209,7 +226,10 @@ class Sessions:
         return slot
 
     def opening(self, number: int, record: SessionRecord, now_s: float, peer: str = "") -> tuple[Session, list]:
-        """A new session that begins to count with `add`, and the effects that keep it. `peer`: see Session. TooManyOpen."""
+        """A new session, which counts after `add`, and the effects that store it.
+
+        `peer`: see Session. TooManyOpen.
+        """
         most, mine = self._options.sessions, self._of_peers.get(peer, 0)
         if peer and mine >= self._options.sessions_per_peer:
             TALLY.limit_met("sessions_per_peer")
@@ -222,13 +242,14 @@ class Sessions:
                 [(records.session_key(number), session_records.encode_session(record))])
 
     def belongs(self, session: Session, peer: str) -> None:
-        """The session counts for this peer, where it does not count for one yet."""
+        """Count the session for this peer if it does not count for one yet."""
         if peer and not session.peer:
             session.peer = peer
             self._of_peers[peer] = self._of_peers.get(peer, 0) + 1
 
     def weigh(self, table: LockTable) -> None:
-        """Let peers whose sessions together have too many files open, or locks, take no more until they have less."""
+        """Update the limits of peers: a peer with too many open files or locks gets no more until it has
+        fewer."""
         opens: dict[str, int] = {}
         locks: dict[str, int] = {}
         for session in self.by_number.values() if self._of_peers else ():
@@ -245,12 +266,12 @@ class Sessions:
         if session.identity:
             known = self.by_number.get(self._by_identity.get(session.identity, 0))
             if known is None or (_are_of_one(known, session) and (
-                    # one that came here counts less
+                    # a migrated session yields to one that was opened here
                     known.number >> 48 != self._shard or session.number >> 48 == self._shard)):
                 self._by_identity[session.identity] = session.number
 
     def strangers(self) -> list[tuple[Session, Session]]:
-        """Sessions that have come from other shards and whose clients have one of ours, with that."""
+        """Pairs of a migrated session and the session that the same client has opened at this shard."""
         return [(session, self.by_number[heir]) for session in self.by_number.values() if session.number >> 48 != self._shard
                 and (heir := self.number_of(session.identity)) and heir >> 48 == self._shard
                 and _are_of_one(session, self.by_number[heir])]
@@ -263,9 +284,13 @@ class Sessions:
         return session
 
     def name_open(self, session: Session, named: tuple[int, ...], pending: Container[int] | None = None) -> None:
-        """Another process of the client goes on with the session and has these open, once each. It may ask again for the last
-        change of the slots `pending`: what that has opened is open once more, until it is asked for, the slot is given up or
-        used anew. Without `pending` it does not say which: then what the last change of any slot has opened stays open too."""
+        """Replace the open files of a session that another process of the client resumes.
+
+        The process has each inode of `named` open once. It may replay the last change of the slots `pending`:
+        an inode that such a change has opened counts once more until the change is replayed, or the slot is
+        given up or used again. Without `pending` the process does not say which slots; then an open by the
+        last change of any slot stays too.
+        """
         counts = dict.fromkeys(named, 1)
         for index, slot in enumerate(session.slots):
             if slot is None or not slot.opened:
@@ -287,13 +312,19 @@ class Sessions:
             session.opens[inode] = count
 
     def give_up(self, session: Session, slot: Slot) -> None:
-        """Nobody asks for its last change again: what that has opened for whom might have asked is closed."""
+        """Note that the slot's last change is not replayed.
+
+        Close the inode that was kept open for a replay.
+        """
         inode = slot.take_awaited()
         if inode:
             self.close(session, inode)
 
     def release(self, session: Session, inodes: tuple[int, ...]) -> None:
-        """The client has closed these, one handle each: so it was answered what opened them."""
+        """Close these inodes, one handle each, on behalf of the client.
+
+        The client has therefore received the answer to the change that opened them.
+        """
         for inode in inodes:
             self.close(session, inode)
         for slot in session.slots if inodes else ():
@@ -301,14 +332,20 @@ class Sessions:
                 slot.opened = 0
 
     def held(self, session: Session, nameless: Iterable[int]) -> bytes:
-        """What the session has open, with how many handles: of these inodes, and all where that is little. At most HELD_MAX."""
+        """Packed open inodes of the session with their handle counts.
+
+        All inodes if they are few, else those of `nameless`, HELD_MAX at most.
+        """
         opens = session.opens
         shown = opens if len(opens) <= HELD_ALL_MAX else islice((inode for inode in nameless if inode in opens), HELD_MAX)
         return b"".join(_HELD.pack(inode, opens[inode]) for inode in shown)
 
     def give_up_all(self, session: Session, gone: dict[int, int]) -> None:
-        """The client has none of these open, of which `held` told that it has so many handles. Where it is another number by
-        now, or the client may yet be answered that it has opened one, all stays as it is."""
+        """Close inodes that the client does not have open, given with the handle counts that `held` reported.
+
+        An inode stays open if its count has changed, or if the client may still receive the answer to an
+        open.
+        """
         awaited = {slot.opened for slot in session.slots if slot is not None and slot.awaited} if gone else ()
         for inode, count in gone.items():
             if session.opens.get(inode) == count and inode not in awaited:
@@ -321,8 +358,10 @@ class Sessions:
         session.opens[inode] = count + 1
 
     def open_again(self, session: Session, slot: Slot, request) -> None:
-        """Where a change decided before the restart is answered again: its asker takes what it opened for open from now on, and
-        could not name it after the restart."""
+        """Open the inode again when a change from before the restart is replayed.
+
+        The client regards the inode as open from now on, and could not report it after the restart.
+        """
         if not slot.restored:
             return
         slot.restored = False
@@ -336,8 +375,11 @@ class Sessions:
                 slot.opened = attr.inode
 
     def name(self, session: Session, inodes: tuple[int, ...], named: bool) -> None:
-        """The client has these open, once each; what has come with their partitions counts once. `named`: these are the last of
-        all that it has open."""
+        """Add inodes that the client reports as open, once each.
+
+        A handle that came with a migrated partition is not counted twice. `named`: these are the last of all
+        open inodes.
+        """
         for inode in inodes:
             known = session.brought.get(inode, 0)
             if known:
@@ -348,10 +390,10 @@ class Sessions:
         for inode in inodes if named else ():
             session.brought.pop(inode, None)
         if not inodes:
-            session.brought.clear()  # it has had its time; what it opens from here on counts
+            session.brought.clear()  # the client has reported all; further opens are new
 
     def forget(self, partitions: frozenset[int]) -> None:
-        """What is open in these partitions is another shard's to know."""
+        """Forget open files in these partitions, which belong to another shard now."""
         for session in self.by_number.values():
             for inode in [inode for inode in session.opens if partition_of(inode) in partitions]:
                 del session.opens[inode]
@@ -359,8 +401,10 @@ class Sessions:
                 self._let_go(inode)
 
     def arrive(self, number: int, record: SessionRecord, opened: Iterable[int], now_s: float) -> Session:
-        """A session has come from another shard with partitions, of which it has these open, once each; it lives here for a
-        lease, in which its client comes."""
+        """Add a session that came with migrated partitions. It has these inodes of them open, once each.
+
+        It lives here for one lease time, in which its client must come.
+        """
         session = self.by_number.get(number)
         if session is None:
             session = Session(number, record, now_s + self.lease_s)
@@ -370,7 +414,7 @@ class Sessions:
         return session
 
     def bring(self, session: Session, arrived: Session) -> None:
-        """The one that has arrived is the same client's: what it has open is the other's from here on."""
+        """Move the open files of a migrated session to its client's session at this shard."""
         for inode, count in arrived.opens.items():
             for _ in range(count):
                 self.open(session, inode)
@@ -378,8 +422,10 @@ class Sessions:
         self.drop(arrived)
 
     def close(self, session: Session, inode: int) -> None:
-        """One handle less. What was not open is ignored: after a restart of the shard a close can come before the list
-        of open files."""
+        """Close one handle.
+
+        An inode that is not open is ignored: after a restart a close can come before the list of open files.
+        """
         count = session.opens.get(inode, 0)
         if count > 1:
             session.opens[inode] = count - 1
@@ -403,13 +449,13 @@ class Sessions:
             raise TooManyOpen(f"a session holds {OPEN_INODES_MAX} inodes open at most; close some")
 
     def ending(self, session: Session) -> list:
-        """The effects by which the session's records go."""
+        """Effects that delete the session's records."""
         effects: list = [(records.session_key(session.number), None)]
         effects += [(key, None) for key, _ in self._kv.scan(*records.slot_range(session.number), SLOTS_PER_SESSION)]
         return effects
 
     def drop(self, session: Session) -> list[int]:
-        """Forget the session; the inodes that it had open."""
+        """Forget the session; return the inodes that it had open."""
         if self.by_number.pop(session.number, None) is not None and session.peer:
             self._of_peers[session.peer] -= 1
             if not self._of_peers[session.peer]:
@@ -425,25 +471,28 @@ class Sessions:
         return [session for session in self.by_number.values() if session.expires_s < now_s]
 
     def lengthen(self, seconds: float) -> None:
-        """The shard itself stood still: no session is to blame for that."""
+        """Extend all sessions by the time in which the shard itself stood still."""
         for session in self.by_number.values():
             session.expires_s += seconds
 
 
 def _are_of_one(one: Session, other: Session) -> bool:
-    """Whether one caller has opened both, as far as is known: an identity is what a client says of itself."""
+    """Whether the same caller opened both sessions, as far as known.
+
+    An identity alone is only the client's claim.
+    """
     return one.owner == other.owner or one.owner is None or other.owner is None
 
 
 def inodes_of(packed: bytes) -> tuple[int, ...]:
-    """The inodes of a message's list: u64 little-endian each, once for each handle."""
+    """Inodes of a packed list: u64 little-endian each, once for each handle."""
     if len(packed) % 8:
         raise InvalidRequest("a list of inodes is 8 bytes for each")
     return struct.unpack(f"<{len(packed) // 8}Q", packed)
 
 
 def handles_of(packed: bytes) -> dict[int, int]:
-    """Handles by inode, of a message's list as RenewSessionReply.held."""
+    """Handle counts by inode, from a packed list in the format of RenewSessionReply.held."""
     if len(packed) % _HELD.size or len(packed) > HELD_MAX * _HELD.size:
         raise InvalidRequest(f"a list of inodes with handles is {_HELD.size} bytes for each, {HELD_MAX} of them at most")
     return dict(_HELD.iter_unpack(packed))

@@ -1,8 +1,9 @@
-"""Numbers that are never given twice: inode counters and sessions.
+"""Allocation of numbers that are never given twice: inode counters and session numbers.
 
-One counter serves all partitions of a shard (an inode number is partition and counter), so a reservation costs one record
-whatever the number of partitions; a shard that takes a partition over raises its counter above the giver's bound.
-Numbers are given only below a bound that is synced; a start begins at the bound. Used by `meta/server/service`.
+One counter serves all partitions of a shard (an inode number is partition and counter). So a reservation
+costs one record, whatever the number of partitions. A shard that receives a migrated partition raises its
+counter above the source's bound. Numbers are given only below a bound that is synced; a start continues at
+the bound. Used by `meta/server/service`.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from nvpool.kv.api import Kv
 from nvpool.meta.state import records
 
 RESERVED = 65_536
-"""One sync for so many births; a start loses as many of 2**51 numbers."""
+"""Numbers reserved by one sync; a start loses as many of 2**51."""
 
 
 class Numbers:
-    """The synced bounds. The next inode counter itself is in the View, where decisions see it."""
+    """The synced bounds. The next inode counter itself is in the View, where decisions use it."""
 
     def __init__(self, kv: Kv) -> None:
         self._kv = kv
         self.bounds = records.Bounds(0, 0)
-        """What may be used: synced."""
+        """Upper bounds of the numbers that may be given; they are synced."""
         self.next_session = 0
         self._reserving: asyncio.Task | None = None
 
     async def begin(self) -> int:
-        """Reserve from the stored bounds on; the first inode counter to give."""
+        """Reserve numbers from the stored bounds on; return the first inode counter to give."""
         raw = self._kv.get(records.BOUNDS_KEY)
         stored = records.decode_bounds(raw) if raw is not None else records.Bounds(2, 1)
         self.next_session = stored.session
@@ -44,17 +45,20 @@ class Numbers:
         self.bounds = bounds
 
     def low(self, next_inode: int) -> bool:
-        """Whether more should be reserved before long."""
+        """Whether more numbers should be reserved soon."""
         return self.bounds.inode - next_inode < RESERVED // 2 or self.bounds.session - self.next_session < RESERVED // 2
 
     async def more(self) -> None:
-        """Return when the bounds are higher by RESERVED. All who wait share one sync."""
+        """Return when the bounds are higher by RESERVED. All concurrent callers share one sync."""
         if self._reserving is None or self._reserving.done():
             self._reserving = asyncio.ensure_future(self._raise(self.bounds))
-            self._reserving.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits meets it
+            # each waiting caller gets it
+            self._reserving.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(self._reserving)
 
     async def raise_above(self, counter: int) -> None:
-        """After damage, and when partitions come from a shard that gave numbers up to it: make the stored bound higher than
-        this counter and than all that was reserved."""
+        """Raise the stored bound above this counter and above all reserved numbers.
+
+        Needed after damage, and when partitions come from a shard that gave numbers up to this counter.
+        """
         await self._raise(records.Bounds(max(counter + 1, self.bounds.inode), self.next_session))

@@ -1,17 +1,20 @@
-"""Who holds which locks of a shard's files, who waits for them in which order, and what a request comes to.
+"""Lock table: file locks of a shard, the queues of waiters, and decisions on lock requests.
 
-Locks of fcntl(2) and of flock(2) are kept apart, as Linux does. What is held is also in records (`records.lock_key`), one
-for each range: `decide` says what a request would change, the service makes its effects durable, `commit` makes them true
-here. So nothing is held that the records do not say. Who waits is in memory only: a place in a queue with a ticket. When
-the lock is free, the first that wait have their *turn*: it counts as theirs, and they ask for it by an ordinary change that
-may be repeated; who does not come in `TURN_S` loses it. So a lock is never taken by an answer that nobody was there to hear.
+Locks of fcntl(2) and of flock(2) are separate, as in Linux. Locks are also stored in records
+(`records.lock_key`), one for each range: `decide` says what a request would change, the service makes its
+effects durable, and `commit` updates this table. So no lock exists that the records do not have.
 
-Places are given in order. That somebody who came before waits for what stands against it counts only for who waits, and for
-no longer than `FAIR_S`: after that, and for who has a lock on the file already, what is free is free, as on one machine;
-else two that wait could end up waiting for one another by our rules alone.
+Waiters are in memory only: each has a place in a queue, named by a ticket. When the lock becomes free, the
+first waiters get their *turn*: the lock counts as theirs, and they ask for it by an ordinary change that may
+be repeated. A waiter that does not come within `TURN_S` loses its turn. So a lock is never granted in an
+answer that no client received.
 
-Used by `meta/operations/lock` (decide), `meta/sessions/lock_waiters` and `meta/server/service`. Decides, never waits, tells
-turns through `on_turn`.
+Places are in order of arrival. An earlier waiter for a conflicting lock stops only other waiters, and for no
+longer than `FAIR_S`. After that, and for an owner that has a lock on the file already, a free range is free,
+as on one machine. Otherwise two waiters could block each other by our rules alone.
+
+Used by `meta/operations/lock` (decide), `meta/sessions/lock_waiters` and `meta/server/service`. Makes
+decisions, never waits, reports turns through `on_turn`.
 """
 
 from __future__ import annotations
@@ -32,13 +35,15 @@ LOCKS_PER_SESSION_MAX = 65_536
 WAITERS_PER_SESSION_MAX = 4096
 WAITERS_MAX = 65_536
 TURN_S = 5.0
-"""For how long a lock is kept for who has its turn; a client comes within a round trip."""
+"""Time for which a lock is reserved for the waiter whose turn it is. A client comes within a round trip."""
 SILENT_S = 10.0
-"""After which a place is given up for which nobody asks."""
+"""Time after which a waiter loses its place if its client does not ask for it."""
 FAIR_S = 1.0
 
 
 class Owner(NamedTuple):
+    """Owner of file locks: the lock's kind, the client's session, and the owner within the client."""
+
     kind: int
     session: int
     owner: int
@@ -58,9 +63,9 @@ class Waiter:
         self.mode = mode
         self.pid = pid
         self.born_s = self.heard_s = now_s
-        """heard_s: when somebody last asked for the place; infinite while a question is open."""
+        """heard_s: time when the client last asked for the place; infinite while its request is open."""
         self.turn_s = math.inf
-        """Since when it has its turn."""
+        """Time since which it has its turn."""
 
     @property
     def has_turn(self) -> bool:
@@ -68,7 +73,10 @@ class Waiter:
 
 
 class Step(NamedTuple):
-    """A request that is decided. `waiter`: who leaves the queue where it is granted, else who is in it from now on."""
+    """A decided request.
+
+    `waiter`: leaves the queue if the lock is granted, else is in the queue from now on.
+    """
 
     inode: int
     owner: Owner
@@ -79,12 +87,16 @@ class Step(NamedTuple):
 
 
 class InTheWay(NamedTuple):
+    """A conflicting range and its owner. `waits`: the owner waits for it and does not have it yet."""
+
     owner: Owner
     span: Span
     waits: bool = False
 
 
 class _File:
+    """Locked ranges and queue of one file."""
+
     __slots__ = ("spans", "queue")
 
     def __init__(self) -> None:
@@ -93,30 +105,35 @@ class _File:
 
 
 class LockTable:
+    """File locks and waiters of one shard."""
+
     def __init__(self, clock: Clock, hold_s: float) -> None:
-        """hold_s: for how long the locks of a session are kept that has ended without saying so."""
+        """hold_s: seconds for which locks of a session are kept that has ended without being closed by its
+        client."""
         self.hold_s = hold_s
         self._now_s = clock.boottime_s
-        self._next_ticket = int.from_bytes(clock.secret(7), "big")  # those of before a restart are unknown ones
+        # random: tickets from before a restart must be unknown
+        self._next_ticket = int.from_bytes(clock.secret(7), "big")
         self.files: dict[int, _File] = {}
         self.counts: dict[int, int] = {}
-        """Ranges by session."""
+        """Number of locked ranges by session."""
         self._of_session: dict[int, dict[tuple[int, Owner], None]] = {}
         self._waiters: dict[int, Waiter] = {}
         self._waits_of: dict[Owner, list[Waiter]] = {}
         self._waits_by_session: dict[int, int] = {}
         self.dead: dict[int, float] = {}
-        """Sessions that have ended and whose locks are not given on before this time: their grants live on."""
+        """Ended sessions -> time before which their locks are not released, because their grants may still be
+        valid."""
         self.on_turn: Callable[[Waiter], None] = lambda waiter: None
         self.full: frozenset[int] = frozenset()
-        """Sessions of peers that have too many in all; see Sessions.weigh."""
+        """Sessions of peers that have too many locks in all; see Sessions.weigh."""
         self.client_of: Callable[[int], str] = lambda session: ""
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def decide(self, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int = 0, wait: bool = False,
                ticket: int = 0) -> Step:
-        """What the request comes to; nothing is changed. WouldDeadlock, TooManyLocks."""
+        """Decide a lock request; nothing is changed. WouldDeadlock, TooManyLocks."""
         file = self.files.get(inode)
         waiter = self._waiters.get(ticket)
         if waiter is not None and (waiter.inode, waiter.owner) != (inode, owner):
@@ -127,7 +144,8 @@ class LockTable:
         if not self._is_blocked(file, asker, wait):
             return self._take(inode, owner, start, end, mode, pid, waiter)
         if owner.kind == WHOLE and owner in file.spans:
-            # flock(2): the lock that one has is given up first, or two that want more would wait for each other for ever
+            # flock(2): the owner's own lock is given up first, or two owners that want more would wait for
+            # each other for ever
             step = self._take(inode, owner, start, end, UNLOCKED, pid, None)._replace(granted=False)
         else:
             step = Step(inode, owner, False)
@@ -158,7 +176,7 @@ class LockTable:
         return Step(inode, owner, True, change, tuple(effects), waiter)
 
     def commit(self, step: Step) -> None:
-        """What was decided is in the records: now it is so. Whose turn it is thereby, hears of it."""
+        """Update the table after a decided step is in the records, and report new turns."""
         waiter = step.waiter
         if step.change is not None:
             self._change(step.inode, step.owner, step.change)
@@ -195,7 +213,10 @@ class LockTable:
             self.files.pop(inode, None)
 
     def in_the_way(self, inode: int, owner: Owner, start: int, end: int, mode: int) -> Iterator[InTheWay]:
-        """What others have that stands against such a lock; a lock whose turn somebody has counts as held."""
+        """Locks of other owners that conflict with such a lock.
+
+        A lock that is reserved for a turn counts as held.
+        """
         file = self.files.get(inode)
         if file is not None:
             yield from self._conflicts(file, owner, start, end, mode)
@@ -212,7 +233,7 @@ class LockTable:
                 yield InTheWay(waiter.owner, Span(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
 
     def locks_on(self, inode: int) -> Iterator[InTheWay]:
-        """All that are held or waited for."""
+        """All locks that are held or waited for."""
         file = self.files.get(inode)
         if file is not None:
             for owner, spans in file.spans.items():
@@ -235,7 +256,8 @@ class LockTable:
         return False
 
     def _closes_a_circle(self, file: _File, asker: Waiter) -> bool:
-        """Whether those in the way wait, over however many others, for something that the asker has."""
+        """Whether the request closes a deadlock: a conflicting owner waits, directly or not, for the asker's
+        lock."""
         seen: set[Owner] = set()
         left = [one.owner for one in self._conflicts(file, asker.owner, asker.start, asker.end, asker.mode)]
         while left:
@@ -288,7 +310,7 @@ class LockTable:
         return waiter if waiter is not None and waiter.owner.session == session else None
 
     def give_up(self, waiter: Waiter) -> None:
-        """Nobody waits here any more."""
+        """Remove a waiter from its queue."""
         self._leave(waiter)
         self._give_turns(waiter.inode)
 
@@ -297,7 +319,7 @@ class LockTable:
         return len(self._waiters)
 
     def tick(self) -> None:
-        """About once a second: take places and turns from who does not come, give turns for which it is time."""
+        """Called about once a second: drop silent waiters and unused turns, and give turns that are due."""
         now_s = self._now_s()
         silent: set[int] = set()
         for waiter in list(self._waiters.values()):
@@ -308,21 +330,24 @@ class LockTable:
                 self.give_up(waiter)
         for waiter in list(self._waiters.values()) if silent else ():
             if waiter.owner.session in silent and waiter.heard_s < math.inf:
-                self.give_up(waiter)  # or each of them would hold up the others for as long
+                self.give_up(waiter)  # otherwise each of them would delay the others for as long
         for inode in {waiter.inode for waiter in self._waiters.values()}:
             self._give_turns(inode)
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def load(self, inode: int, owner: Owner, span: Span) -> None:
-        """A range that the records have, in their order. What contradicts those before it is left to fsck."""
+        """Load a range from the records, in their order.
+
+        A range that contradicts earlier ones is left to fsck.
+        """
         spans = self.spans_of(inode, owner)
         if span.start <= span.end and (not spans or spans[-1].end < span.start):
             self._change(inode, owner, Change(len(spans), len(spans), [span]))
 
     @property
     def sessions(self) -> list[int]:
-        """Those that hold locks."""
+        """Sessions that have locks."""
         return list(self._of_session)
 
     def spans_of(self, inode: int, owner: Owner) -> list[Span]:
@@ -330,7 +355,7 @@ class LockTable:
         return file.spans.get(owner, []) if file is not None else []
 
     def forget(self, inode: int) -> None:
-        """The inode is not there, whatever the records said."""
+        """Forget an inode that does not exist here, whatever the records said."""
         file = self.files.get(inode)
         if file is not None:
             for waiter in list(file.queue):
@@ -339,7 +364,7 @@ class LockTable:
                 self._change(inode, owner, Change(0, len(spans), []))
 
     def sessions_in(self, partitions: frozenset[int]) -> set[int]:
-        """Those that hold locks on inodes of these partitions."""
+        """Sessions that have locks on inodes of these partitions."""
         return {session for session, held in self._of_session.items()
                 if any(partition_of(inode) in partitions for inode, _ in held)}
 
@@ -347,7 +372,7 @@ class LockTable:
         return [waiter for waiter in self._waiters.values() if partition_of(waiter.inode) in partitions]
 
     def renaming(self, old: int, new: int) -> list[tuple[bytes, bytes | None]]:
-        """The effects of `rename_session`."""
+        """Effects of `rename_session`."""
         effects: list[tuple[bytes, bytes | None]] = []
         for inode, owner in self._of_session.get(old, ()):
             heir = owner._replace(session=new)
@@ -357,7 +382,10 @@ class LockTable:
         return effects
 
     def rename_session(self, old: int, new: int) -> None:
-        """All that the one holds the other holds from here on: they are the same client's. The records say so already."""
+        """Move all locks of session `old` to session `new` of the same client.
+
+        The records are changed already.
+        """
         for inode, owner in list(self._of_session.get(old, ())):
             spans = list(self.files[inode].spans[owner])
             self._change(inode, owner, Change(0, len(spans), []))
@@ -365,7 +393,10 @@ class LockTable:
                 self.load(inode, owner._replace(session=new), span)
 
     def end_session(self, session: int, hold_s: float | None = None) -> int:
-        """The session is over: nobody waits for it, its locks are given on after `hold_s` (see `ended`). How many it has."""
+        """End a session: remove its waiters, release its locks after `hold_s` (see `ended`).
+
+        Return its lock count.
+        """
         for waiter in [waiter for waiter in self._waiters.values() if waiter.owner.session == session]:
             self.give_up(waiter)
         if session in self._of_session:
@@ -373,8 +404,11 @@ class LockTable:
         return self.counts.get(session, 0)
 
     def ended(self, limit: int, serves: Callable[[int], bool] = lambda partition: True) -> list[Step]:
-        """Releases of locks whose time has come, some `limit` ranges in all; none when there are none left but in partitions
-        that we do not serve at the moment."""
+        """Releases of locks whose time has come, about `limit` ranges in all.
+
+        Empty if no locks are left to release, except in partitions that this shard does not serve at the
+        moment.
+        """
         steps: list[Step] = []
         for session, until_s in list(self.dead.items()):
             if session not in self._of_session:

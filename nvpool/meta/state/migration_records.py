@@ -1,12 +1,16 @@
-"""What a shard keeps of partitions that come and go, among its own records (golden values in tests/golden/moving_records.json).
+"""Stored records about partitions that migrate (golden values in tests/golden/moving_records.json).
 
-    0x8010 coming    giver u32 BE                   version u8 · term u64 · attempt u64 · number u64 · inodes u64 · whole u8 ·
-                                                    partitions u16 each: what is here of them is not ours yet
+    0x8010 coming    giver u32 BE                   version u8 · term u64 · attempt u64 · number u64 ·
+                                                    inodes u64 · whole u8 · partitions u16 each: their
+                                                    records here are not ours yet
     0x8011 arrived   giver u32 BE · session u64 BE  a session that came with them, as a session's value
-    0x8012 gone      partition u16 BE               version u8: what is here of it is another shard's, and is being removed
-    0x8013 seen      -                              version u8 · epoch u64 of the newest map by which partitions came or went
+    0x8012 gone      partition u16 BE               version u8: the records here belong to another shard, and
+                                                    are being removed
+    0x8013 seen      -                              version u8 · epoch u64 of the newest map by which
+                                                    partitions came or went
 
-Values are little-endian. Used by this folder's modules only.
+They are among the shard's own records. Values are little-endian; "giver" is the source shard. Used by
+`meta/migration` only.
 """
 
 from __future__ import annotations
@@ -32,8 +36,11 @@ COMING_RANGE = _PREFIX.pack(COMING), _PREFIX.pack(COMING + 1)
 
 
 class Coming(NamedTuple):
-    """One hand-over to this shard. `number`: of the last message that is in the records; `inodes`: how many are among them;
-    `whole`: all has come, and only the map is to say that they are ours."""
+    """State of one migration to this shard.
+
+    `number`: last message that is in the records. `inodes`: number of inodes among the received records.
+    `whole`: all records have arrived, and only the pool map must still say that the partitions are ours.
+    """
 
     term: int
     attempt: int

@@ -1,8 +1,9 @@
-"""The use of volumes: counted by every change in the same transaction, and held against their limits.
+"""Volume quotas: usage is counted in the transaction of each change and checked against the limits.
 
-`Rooms` knows what sessions are promised beside the use, for bytes that they have taken and not told of yet: memory of this
-shard alone. After a restart, or when a partition has come, sessions say again what they were promised; until they had the time
-for it nobody is promised anything new. Called by `view.Draft` and `meta/volumes/handlers`; nothing here waits.
+`Rooms` holds the quota reservations of sessions: bytes beside the usage that clients may write before they
+report them. Reservations are in the memory of this shard only. After a restart, or after a partition has
+migrated here, sessions state their reservations again; until they had the time for that, no new reservation
+is made. Called by `transaction.Draft` and `meta/volumes/handlers`; nothing here waits.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ if TYPE_CHECKING:
 
 
 class Rooms:
-    """What sessions are promised, by volume."""
+    """Quota reservations of sessions, by volume."""
 
     def __init__(self, clock: Clock, grace_s: float) -> None:
         self._clock = clock
         self._grace_s = grace_s
         self.by_volume: dict[int, dict[int, int]] = {}
-        """Volume -> session -> bytes."""
+        """Volume -> session -> reserved bytes."""
         self._grace_of: dict[int, float] = {}
 
     def begin_grace(self, partitions: frozenset[int]) -> None:
-        """Sessions may have been promised something in these partitions that is not known here."""
+        """Start the grace period of partitions in which sessions may hold reservations that are not known
+        here."""
         self._grace_of.update(dict.fromkeys(partitions, self._clock.boottime_s() + self._grace_s))
 
     def grace_left_s(self, volume: int) -> float:
-        """How long nobody is promised anything new in the volume."""
+        """Seconds for which no new reservation is made in the volume."""
         until_s = self._grace_of.get(partition_of(volume))
         if until_s is None:
             return 0.0
@@ -44,7 +46,7 @@ class Rooms:
         return max(0.0, left_s)
 
     def promised(self, volume: int) -> int:
-        """To all sessions."""
+        """Bytes reserved by all sessions together."""
         known = self.by_volume.get(volume)
         return sum(known.values()) if known else 0
 
@@ -53,7 +55,7 @@ class Rooms:
         return known.get(session, 0) if known else 0
 
     def promise(self, volume: int, session: int, byte_count: int) -> None:
-        """The session is promised this many, instead of what it was before."""
+        """Set the session's reservation to `byte_count`."""
         known = self.by_volume.setdefault(volume, {})
         if byte_count > 0:
             known[session] = byte_count
@@ -63,7 +65,7 @@ class Rooms:
             del self.by_volume[volume]
 
     def spend(self, volume: int, session: int, byte_count: int) -> None:
-        """So many bytes of the session have come into the use."""
+        """Reduce the session's reservation by bytes that now count as usage."""
         if volume in self.by_volume:
             self.promise(volume, session, self.of(volume, session) - byte_count)
 
@@ -72,13 +74,13 @@ class Rooms:
             self.promise(volume, session, 0)
 
     def forget(self, partitions: frozenset[int]) -> None:
-        """These are another shard's."""
+        """Drop the reservations in these partitions, which belong to another shard now."""
         for volume in [volume for volume in self.by_volume if partition_of(volume) in partitions]:
             del self.by_volume[volume]
 
 
 class Account:
-    """One volume in one change: its limits and its use, read once."""
+    """One volume during one change: its limits and its usage, read once."""
 
     __slots__ = ("number", "record", "use", "_view", "_use_key", "grown")
 
@@ -93,11 +95,14 @@ class Account:
         self.grown: tuple[int, int] | None = None
 
     def effect(self) -> tuple[bytes, bytes | None]:
-        """None where the volume is gone: files that outlive it, for whoever still has them, are counted nowhere."""
+        """Effect that stores the usage; deletes it if the volume is gone.
+
+        Files that outlive their volume, because a client still has them open, are counted nowhere.
+        """
         return self._use_key, encode_use(self.use) if self.record is not None else None
 
     def add_file(self) -> None:
-        """One more inode. QuotaExceeded."""
+        """Count one more inode. QuotaExceeded: the volume is full."""
         record, use = self.record, self.use
         if record is not None and record.files_max and use.files >= record.files_max:
             raise QuotaExceeded(f"volume {record.name} holds {use.files} files, which is its quota; remove "
@@ -106,8 +111,11 @@ class Account:
         use.files += 1
 
     def grow(self, byte_count: int, session: int, reported: bool) -> None:
-        """A file has so many bytes more. `reported`: the session has taken them before, as far as it was promised any.
-        QuotaExceeded, with nothing counted."""
+        """Count that a file has grown by `byte_count`.
+
+        `reported`: the session has used bytes of its reservation for this, as far as it has one.
+        QuotaExceeded: nothing is counted.
+        """
         record, use = self.record, self.use
         rooms = self._view.rooms
         if record is not None and record.bytes_max and rooms is not None:
@@ -124,12 +132,13 @@ class Account:
 
 
 def _purging(record: VolumeRecord) -> str:
-    """What else removing takes where what is removed stays, and is counted, for a while."""
+    """Advice for an error text if the volume has a trash, in which removed files still count."""
     return f" and purge its trash (nvpool trash purge POOL {record.name})" if record.trash_s else ""
 
 
 def account(view: View, number: int) -> Account | None:
-    """None where what is known of the volume can not be read: then nothing is counted, and fsck says so."""
+    """Account of a volume; None if its records can not be read: then nothing is counted, and fsck reports
+    it."""
     try:
         return Account(view, number)
     except CorruptRecord:

@@ -1,7 +1,8 @@
-"""Records that are held for changes over several shards: who reads or changes one waits until it is known what became of it.
+"""Record locks of cross-shard transactions: reads of a locked record wait for the transaction's outcome.
 
-Holds are records, so that they outlive the process; what is held is looked up in memory. As long as nothing is held the view
-reads straight from the engine. Used by `participant` and, for the turn at the root's own shard, by `coordinator`.
+Locks are stored as records, so they outlive the process; look-ups use memory. As long as nothing is locked,
+the view reads directly from the engine. Used by `transactions/participant` and, for the turn at the root's
+own shard, by `transactions/coordinator`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import SpanId, partition_of_held
 
 HELD_S = 5.0
-"""For who meets a held record: it takes milliseconds, or somebody is away and the asker should come again."""
+"""Limit for a request that waits for a locked record: a lock takes milliseconds, or a shard is away. The
+client retries."""
 
 T = TypeVar("T")
 
 
 class Hold:
+    """Lock of one cross-shard transaction on a set of records."""
+
     __slots__ = ("span", "order", "keys", "done", "since_s", "durable")
 
     def __init__(self, span: SpanId, order: int, since_s: float) -> None:
@@ -31,21 +35,21 @@ class Hold:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.since_s = since_s
         self.durable = False
-        """Whether there is a record of it."""
+        """Whether a stored record of the lock exists."""
 
     def gives_way_to(self, order: int, span: SpanId) -> bool:
-        """Whether the change with this order is the older one: it may wait for us, we never wait for it."""
+        """Whether the transaction with this order is older: it may wait for ours, ours never waits for it."""
         return (order, span) < (self.order, self.span)
 
 
 class Held(Exception):
-    """A record is held. For the service only; it waits and decides anew."""
+    """A record is locked. Only the service sees it, waits, and decides again."""
 
     def __init__(self, hold: Hold) -> None:
         self.hold = hold
 
     async def wait(self) -> None:
-        """Until it is not. Unavailable after HELD_S."""
+        """Wait until the record is unlocked. Unavailable after HELD_S."""
         await until_free(self.hold)
 
 
@@ -59,7 +63,7 @@ async def until_free(hold: Hold) -> None:
 
 
 async def when_free(read: Callable[[], T]) -> T:
-    """What `read` returns when it meets nothing that is held. Unavailable after HELD_S."""
+    """Call `read` again until it meets no locked record; return its result. Unavailable after HELD_S."""
     while True:
         try:
             return read()
@@ -68,22 +72,28 @@ async def when_free(read: Callable[[], T]) -> T:
 
 
 class Reads(Protocol):
-    """What requests read by: a Kv, which looks whether what is read is ours and not closed (`meta/migration/ownership`)."""
+    """Read interface of requests: a Kv that checks whether the data is ours and open
+    (`meta/migration/ownership`)."""
 
     get: Callable[[bytes], bytes | None]
     get_many: Callable[[list[bytes]], list[bytes | None]]
     scan: Callable[[bytes, bytes, int], list[tuple[bytes, bytes]]]
 
     def check_partition(self, partition: int) -> None:
-        """Held, WrongShard, Unavailable, as reading a record of it."""
+        """Held, WrongShard, Unavailable: as for a read of a record of the partition."""
 
     def closed(self, partition: int) -> Hold | None:
-        """What holds the whole partition."""
+        """Lock of the whole partition, if any."""
 
 
 class Holds:
+    """All record locks of a shard."""
+
     def __init__(self, kv: Reads, view: View, clock: Callable[[], float]) -> None:
-        """What is not held is read from `kv`; whoever changes its `get`, `get_many` or `scan` calls `look_through`."""
+        """`kv` serves reads of records that are not locked.
+
+        After a change of its `get`, `get_many` or `scan` call `look_through`.
+        """
         self._kv = kv
         self._view = view
         self._now_s = clock
@@ -94,7 +104,7 @@ class Holds:
         return self._by_key.get(key)
 
     def take(self, span: SpanId, order: int, keys: list[bytes]) -> Hold:
-        """Hold these too. None of them is held by another."""
+        """Lock these records too. No other transaction may have locked any of them."""
         hold = self.by_span.get(span)
         if hold is None:
             hold = self.by_span[span] = Hold(span, order, self._now_s())
@@ -105,7 +115,7 @@ class Holds:
         return hold
 
     def release(self, span: SpanId) -> None:
-        """It holds nothing any more: who waits goes on."""
+        """Release all locks of the transaction; requests that wait for them continue."""
         hold = self.by_span.pop(span, None)
         if hold is None:
             return
@@ -116,7 +126,7 @@ class Holds:
             hold.done.set_result(None)
 
     async def quiet(self, partitions: Collection[int]) -> None:
-        """Return when nothing in these partitions, which are closed, is held, or is being cut at the targets."""
+        """Return when nothing in these closed partitions is locked or being truncated at the targets."""
         while True:
             waits = [hold.done for hold in self.by_span.values()
                      if any(partition_of_held(key) in partitions for key in hold.keys)]
@@ -126,7 +136,7 @@ class Holds:
             await asyncio.wait(waits)
 
     def look_through(self) -> None:
-        """Have requests read through this where something is held."""
+        """Route the view's reads through this table if anything is locked, else directly to the engine."""
         view, kv = self._view, self._kv
         if self._by_key:
             view.get, view.get_many, view.scan = self._get, self._get_many, self._scan

@@ -1,8 +1,9 @@
 """Keys and values of a metadata shard: packed, versioned, part of the format (golden values in tests/golden).
 
-Every key begins with 16 bits big-endian: partition (12) and kind (3) of what belongs to a partition, so that a partition
-is one range of keys that can be copied; or the top bit and a kind of what belongs to the shard. Every value begins with
-its version. Decoding what makes no sense raises CorruptRecord, never anything else.
+Every key begins with 16 bits, big-endian. For a record of a partition they are partition (12) and kind (3),
+so that a partition is one range of keys that can be copied. For a record of the shard itself they are the top
+bit and a kind. Every value begins with its version. Decoding an invalid value raises CorruptRecord, never
+anything else.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from nvpool.poolmap.layout import Layout
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 INODE, DENTRY, XATTR, ORPHAN, COLLECT, INTENT, LOCK, OTHER = range(8)
-"""Kinds of a partition's records. After OTHER a second kind byte follows: `meta/state/volume_records`."""
+"""Kinds of a partition's records. After OTHER a second byte gives the kind: `meta/state/volume_records`."""
 SHARD = 0x8000
 IDENTITY, BOUNDS, SESSION, SLOT, COUNTS, DAMAGED, HELD, DECIDED, TURN = range(SHARD, SHARD + 9)
 PART = SHARD + 32
-"""Kinds of the shard's own records. HELD, DECIDED and TURN belong to changes over several shards (`meta/transactions`), PART to
-wide directories (`meta/state/striped_dirs`)."""
+"""Kinds of the shard's own records. HELD, DECIDED and TURN belong to cross-shard transactions
+(`meta/transactions`), PART to striped directories (`meta/state/striped_dirs`)."""
 
 _KIND_BITS = 3
 _DENTRY_KEY, _PREFIX = struct.Struct(">HQ"), struct.Struct(">H")
@@ -33,19 +34,20 @@ IDENTITY_KEY, BOUNDS_KEY, COUNTS_KEY = _PREFIX.pack(IDENTITY), _PREFIX.pack(BOUN
 _PART_PREFIX = _PREFIX.pack(PART)
 END_OF_KEYS = b"\xff\xff"
 _SCATTER_1, _SCATTER_2 = 0x5851F42D4C957, 0x2545F4914F6CD
-"""Odd numbers, by which counters are scattered one to one over 51 bits (multiply, fold, multiply). Keys that rise within each
-of 4,096 ranges leave B-tree pages half full (each range ends within one): 99 bytes of LMDB an inode. Scattered: 67 bytes."""
+"""Odd numbers that scatter counters one to one over 51 bits (multiply, fold, multiply). Keys that rise within
+each of 4,096 ranges leave B-tree pages half full, because each range ends within a page: 99 bytes of LMDB per
+inode. Scattered: 67 bytes."""
 _GATHER_1, _GATHER_2 = pow(_SCATTER_1, -1, 1 << COUNTER_BITS), pow(_SCATTER_2, -1, 1 << COUNTER_BITS)
 HASH_AT, NAME_AT = 10, 17
 
 
 def prefix(partition: int, kind: int) -> bytes:
-    """Where the keys of this kind of a partition begin. They end before prefix(partition, kind + 1)."""
+    """First possible key of this kind in a partition. The keys end before prefix(partition, kind + 1)."""
     return _PREFIX.pack(partition << _KIND_BITS | kind)
 
 
 def kind_of(key: bytes) -> int:
-    """The kind: 0..7 for a partition's record, above SHARD for the shard's own."""
+    """Kind of a key: 0..7 for a partition's record, above SHARD for the shard's own."""
     head = key[0] << 8 | key[1]
     return head if head & SHARD else head & (1 << _KIND_BITS) - 1
 
@@ -55,7 +57,7 @@ def partition_of_key(key: bytes) -> int:
 
 
 def numbered_key(kind: int, inode: int) -> bytes:
-    """9 bytes: 16 bits of partition and kind, 56 of the inode's counter, scattered."""
+    """9 bytes: 16 bits of partition and kind, 56 bits of the inode's counter, scattered."""
     x = inode * _SCATTER_1 & COUNTER_MASK
     return ((inode >> COUNTER_BITS << _KIND_BITS | kind) << 56 | (x ^ x >> 26) * _SCATTER_2 & COUNTER_MASK).to_bytes(9, "big")
 
@@ -66,13 +68,13 @@ def inode_key(inode: int) -> bytes:
 
 
 def inode_of_key(key: bytes) -> int:
-    """The inode number in the key of any record but a dentry."""
+    """Inode number in the key of any record except a dentry."""
     x = int.from_bytes(key[2:9], "big") * _GATHER_2 & COUNTER_MASK
     return partition_of_key(key) << COUNTER_BITS | (x ^ x >> 26) * _GATHER_1 & COUNTER_MASK
 
 
 def dentry_key(partition: int, directory: int, name_hash: bytes, name: bytes) -> bytes:
-    """17 bytes and the name: prefix, directory u64, hash of the name (7 bytes)."""
+    """Key of a directory entry: 17 bytes (prefix, directory u64, hash of the name) and the name."""
     return _DENTRY_KEY.pack(partition << _KIND_BITS | DENTRY, directory) + name_hash + name
 
 
@@ -86,7 +88,7 @@ def directory_of_key(key: bytes) -> int:
 
 
 def is_numbered(kind: int, key: bytes) -> bool:
-    """Whether it is a key of this kind, of an inode that can be."""
+    """Whether this is a valid key of this kind with a possible inode number."""
     number = inode_of_key(key)
     return bool(number & COUNTER_MASK) and numbered_key(kind, number) == (key[:9] if kind in (XATTR, LOCK) else key)
 
@@ -100,7 +102,7 @@ def xattr_range(inode: int) -> tuple[bytes, bytes]:
 
 
 def lock_key(inode: int, kind: int, session: int, owner: int, start: int) -> bytes:
-    """34 bytes: 9 as all of the inode's, kind u8, session u64, owner u64, first byte u64."""
+    """34 bytes: 9 as for all records of the inode, kind u8, session u64, owner u64, first byte u64."""
     return numbered_key(LOCK, inode) + _LOCK_KEY.pack(kind, session, owner, start)
 
 
@@ -131,7 +133,7 @@ def session_of_key(key: bytes) -> int:
 
 
 def part_key(directory: int, shard: int) -> bytes:
-    """12 bytes: kind, directory u64, the shard that keeps it u16."""
+    """Key of a stripe, 12 bytes: kind, directory u64, shard that stores the stripe u16."""
     return _PART_KEY.pack(PART, directory, shard)
 
 
@@ -143,7 +145,7 @@ def part_of_key(key: bytes) -> tuple[int, int]:
 
 
 def part_range(from_directory: int = 0) -> tuple[bytes, bytes]:
-    """All parts of this shard, from a directory on."""
+    """Key range of all stripes at this shard, from a directory on."""
     return _DENTRY_KEY.pack(PART, from_directory), _PREFIX.pack(PART + 1)
 
 
@@ -152,19 +154,21 @@ def is_part_key(key: bytes) -> bool:
 
 
 def damaged_key(key: bytes) -> bytes:
-    """Where fsck lays the raw value of a record that it can not read."""
+    """Key under which fsck stores the raw value of an unreadable record."""
     return _PREFIX.pack(DAMAGED) + key
 
 
 # -- inodes ----------------------------------------------------------------------------------------------------------
 
 HAS_XATTRS, SEALED, WIDE, APPEND_ONLY, IMMUTABLE, DIVIDED, TRASHED, HAS_ACL = (1 << bit for bit in range(8))
-"""DIVIDED: shards have parts of the directory (`meta/state/striped_dirs`). TRASHED: a volume's trash has it
-(`meta/operations/trash`). HAS_ACL: one of its extended attributes is an access control list."""
+"""DIVIDED: shards have stripes of the directory (`meta/state/striped_dirs`). TRASHED: the inode is in its
+volume's trash (`meta/operations/trash`). HAS_ACL: one of its extended attributes is an access control
+list."""
 TOUCHED = 1 << 8
-"""A write grant was given at some time: there may be chunks. Flags from here up are not shown to clients."""
+"""A write grant was given at some time, so there may be chunks. Flags from here up are not shown to
+clients."""
 LINKABLE = 1 << 9
-"""A file that was made without a name (O_TMPFILE), and may get one."""
+"""A file that was created without a name (O_TMPFILE) and may get one."""
 SHOWN_FLAGS = 0xFF
 
 _VERSION = 1
@@ -181,18 +185,19 @@ _structs: dict[int, struct.Struct] = {}
 
 
 def blocks_of(size: int) -> int:
-    """512-byte blocks of a file of this size without holes."""
+    """Number of 512-byte blocks of a file of this size without holes."""
     return (size + 4095 >> 12) << 3
 
 
 class Inode:
-    """One inode, to be read, changed and encoded again. Times are ns since 1970, blocks are of 512 bytes.
+    """One inode record, decoded. Times are ns since 1970, blocks are of 512 bytes.
 
-    `size` of a directory is the number of its entries, of a symlink the length of its target. `parent` is a directory's.
-    `change` grows with each change, `cut` with each truncation and hole that may have had something to cut; the last `punches`
-    of its numbers were holes, so the file ends where it was reported to end under any of them. `volume`: of its root, or 0.
-    `reserved`: end of the places given to appends that were not reported yet; none are open where it is not above `size`.
-    `birth_ns`: when it was made; 0 in records that were made before that was kept.
+    `size`: of a directory the number of its entries, of a symlink the length of its target. `parent`: of a
+    directory. `change` is raised by each change. `cut`, the truncate epoch, is raised by each truncation and
+    hole that may concern chunks; the last `punches` of its values were holes, so a size reported under any of
+    them is still valid. `volume`: inode number of the volume's root, or 0. `reserved`: end of the
+    reservations of appends that are not reported yet; no reservation is open unless it is above `size`.
+    `birth_ns`: creation time; 0 in records from before it was stored.
     """
 
     __slots__ = ("number", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change",
@@ -241,7 +246,8 @@ class Inode:
 
 
 def _inode_struct(head: int) -> struct.Struct:
-    """The layout of an inode whose first 32 bits are `head`: version (8 bits) and which fields follow how wide (24)."""
+    """Layout of an inode record by its first 32 bits: version (8) and the presence and width of each field
+    (24)."""
     size, owner, ctime, atime = head >> _SIZE & 3, head >> _OWNER & 3, head >> _CTIME & 3, head >> _ATIME & 3
     if head & 0xFF != _VERSION or head & ~_KNOWN or ctime > 2 or atime > 2:
         raise CorruptRecord(f"no inode record begins with {head:#010x}")
@@ -256,7 +262,7 @@ def _inode_struct(head: int) -> struct.Struct:
 
 
 def encode_inode(i: Inode) -> bytes:
-    """Fields that have their usual value take no room: about 30 bytes for a file."""
+    """Fields with their usual value take no space: a file needs about 30 bytes."""
     head, mtime, size, uid, gid = _VERSION, i.mtime_ns, i.size, i.uid, i.gid
     if i.change > 0xFF:
         head |= _CHANGE
@@ -342,7 +348,7 @@ def decode_inode(number: int, raw: bytes) -> Inode:
 
 
 def inode_fields(number: int, raw: bytes) -> tuple:
-    """What Inode is made of, in its order: for who looks at many and changes none."""
+    """Fields of an Inode in its order, for callers that read many inodes and change none."""
     try:
         head, = _HEAD.unpack_from(raw)
         layout = _structs.get(head) or _inode_struct(head)
@@ -414,12 +420,15 @@ def inode_fields(number: int, raw: bytes) -> tuple:
 # -- dentries --------------------------------------------------------------------------------------------------------
 
 KINDS = frozenset((1, 2, 4, 6, 8, 10, 12))
-"""Of directory entries: FIFO, character device, directory, block device, file, symlink, socket."""
+"""File types of directory entries: FIFO, character device, directory, block device, file, symlink, socket."""
 
 
 def encode_dentry(partition: int, inode: int, kind: int) -> bytes:
-    """Version (4 bits) and kind (4), then the inode number: only the significant bytes of its counter where it is of
-    the dentry's own partition, else all eight."""
+    """Encode a dentry: version (4 bits), kind (4 bits), inode number.
+
+    Of an inode in the dentry's own partition only the significant bytes of its counter are stored, else all
+    eight bytes of the number.
+    """
     counter = inode & COUNTER_MASK
     if inode >> COUNTER_BITS == partition:
         return (_VERSION << 4 | kind).to_bytes() + counter.to_bytes((counter.bit_length() + 7) >> 3, "big")
@@ -440,8 +449,11 @@ def decode_dentry(partition: int, raw: bytes) -> tuple[int, int]:
 
 
 class Intent(NamedTuple):
-    """A truncation that is decided: every target of the table has to cut the inode to `size` under the number `cut`. With an
-    `end` a hole from `size` to there, of which only those hear that may hold its chunks."""
+    """A decided truncation, which every target of the table must carry out.
+
+    The targets truncate the inode to `size` under the truncate epoch `cut`. With an `end` it is a hole from
+    `size` to `end`, of which only targets are notified that may have its chunks.
+    """
 
     cut: int
     size: int
@@ -451,14 +463,15 @@ class Intent(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """An inode that is gone: its chunks wait to be removed from the targets of the table."""
+    """A deleted inode whose chunks wait to be removed from the targets of the table."""
 
     table: int
     chunk_bits: int
 
 
 class Identity(NamedTuple):
-    """Of a shard: its number, the pool's name key, and whether a load has begun and not ended."""
+    """Identity of a shard: its number, the pool's name key, and whether a load was started and not
+    finished."""
 
     shard: int
     name_key: bytes
@@ -466,7 +479,7 @@ class Identity(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Numbers below these may have been given; a start begins with them."""
+    """Upper bounds: numbers below them may have been given; a start continues with them."""
 
     inode: int
     session: int
@@ -476,7 +489,8 @@ _INTENT, _HOLE_INTENT, _COLLECT = struct.Struct("<BQQBB"), struct.Struct("<BQQBB
 _IDENTITY = struct.Struct("<BI16sB")
 _BOUNDS, _COUNTS, _LOCK = struct.Struct("<BQQ"), struct.Struct("<BQ"), struct.Struct("<BBQI")
 ORPHAN_VALUE = bytes((_VERSION,))
-ORPHAN_COUNTED = bytes((_VERSION + 1,))  # of a volume's inode that was open when it lost its last name: it counts there still
+# for an inode that was open when it lost its last name: it still counts in its volume
+ORPHAN_COUNTED = bytes((_VERSION + 1,))
 XATTR_HEAD = bytes((_VERSION,))
 
 

@@ -1,9 +1,10 @@
-"""Records of sessions and of their slots: who has opened a session, and the last change of each slot with its answer.
+"""Stored records of sessions and slots: a session's owner, and each slot's last change with its answer.
 
-A restart of the shard, a standby that follows and another shard to which partitions move read them. What was added later stands
-where software from before takes it for something that it does not mind, so members of a shard may differ in their versions: the
-owner of a session ends the name of its client, and the mark of a request follows the answer as a field that no message has.
-Formats in golden files. Keys are in `meta/state/records`. No I/O.
+They are read by a restarted shard, by a standby, and by another shard to which partitions migrate. Fields
+that were added later stand at places where older software accepts and ignores them, so members of a shard may
+run different versions: the owner of a session is appended to the name of its client, and the fingerprint of a
+request follows the answer as a protobuf field that no message uses. Formats have golden files. Keys are in
+`meta/state/records`. No I/O.
 """
 
 from __future__ import annotations
@@ -17,33 +18,40 @@ SECRET_BYTES = 16
 _VERSION = 1
 _CLIENT_BYTES_MAX = 255
 _END_OF_CLIENT = b"\0"
-"""Between the name of a client and the owner; the name itself has none."""
+"""Separator between the name of a client and the owner; the name itself contains none."""
 _SESSION, _SLOT = struct.Struct("<B16sq"), struct.Struct("<BQQ")
 _MARK_TAG = bytes((0xFD, 0xFF, 0xFF, 0xFF, 0x0F))
-"""Of the field 2^29 - 1, the last that there can be, with four bytes: protocol buffers, encoding, I32."""
+"""Tag of the field 2^29 - 1, the highest possible number, with four bytes: protocol buffers, encoding,
+I32."""
 _MARK = struct.Struct("<5sI")
 
 
 class SessionRecord(NamedTuple):
+    """Stored part of a session."""
+
     secret: bytes
     opened_ns: int
     client: str
     watches: bool = False
-    """It may have leases, which a restart of the shard does not know."""
+    """Whether the session may have leases, which a restarted shard does not know."""
     identity: int = 0
-    """The client's, the same at every shard; 0: he did not say."""
+    """Identity of the client, the same at every shard; 0: the client stated none."""
     owner: str | None = None
-    """Who has opened it, as `rpc/access_control` names callers ("" is a node); None in records from before that was kept."""
+    """Caller that opened the session, as `rpc/access_control` names it ("" is a node); None in older
+    records."""
 
 
 class SlotRecord(NamedTuple):
-    """The last change of a slot. The answer waits while the inode `waits_for` (0: none) is being cut."""
+    """Last change of a slot.
+
+    The answer must wait while the inode `waits_for` (0: none) is being truncated.
+    """
 
     sequence: int
     waits_for: int
     answer: bytes
     mark: int | None = None
-    """Of the request that was answered; None in records from before that was kept."""
+    """Fingerprint of the answered request; None in older records."""
 
 
 def encode_session(record: SessionRecord) -> bytes:

@@ -1,4 +1,4 @@
-"""Whose records these are: a shard's identity, and the first records of an empty one. Used by `meta/server/service`."""
+"""Identity of a shard, and the first records of an empty one. Used by `meta/server/service`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from nvpool.poolmap.shards.partitions import NAME_KEY_BYTES
 
 
 def take_identity(kv: Kv, shard: int, secret: bytes, pool_map: PoolMap | None, now_ns: int) -> records.Identity:
-    """The identity that the records tell. An empty shard gets one, and a root where it is to hold that. WrongFormat: the
-    records are another shard's."""
+    """Read the identity from the records.
+
+    An empty shard gets an identity, and the root directory if it owns the root's partition. WrongFormat: the
+    records belong to another shard.
+    """
     raw = kv.get(records.IDENTITY_KEY)
     if raw is not None:
         identity = records.decode_identity(raw)
         if identity.shard != shard:
             raise WrongFormat(f"these are the records of shard {identity.shard}, not of shard {shard}")
         return identity
-    # Kept from here on: a new grant secret must not change where names are.
+    # Stored, and used from here on: a new grant secret must not change the places of names.
     identity = records.Identity(shard, hashlib.blake2b(secret, digest_size=NAME_KEY_BYTES, person=b"nvpool names").digest())
     settings = pool_map.settings if pool_map is not None else None
     layout = layout_of(settings.chunk_bytes, settings.replicas) if settings is not None else Layout()
@@ -37,5 +40,5 @@ def take_identity(kv: Kv, shard: int, secret: bytes, pool_map: PoolMap | None, n
 
 
 def has_root(shard: int, pool_map: PoolMap | None) -> bool:
-    """Whether the root of the pool is this shard's."""
+    """Whether this shard owns the root directory of the pool."""
     return pool_map is None or not pool_map.partitions or pool_map.shard_of_partition[partition_of(ROOT_INODE)] == shard

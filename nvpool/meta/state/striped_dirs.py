@@ -1,17 +1,21 @@
-"""Parts of wide directories whose names are spread over several shards: what a shard keeps of one.
+"""Striped directories: one shard's stripe (part) of a wide directory that is spread over several shards.
 
-A wide directory is *divided* (its flag says so) from the first name on that another shard than its own changes by itself. Each
-shard that does has a part then, the directory's own too: how many entries and subdirectories have come and gone by its changes
-(signed: a name may be made by one shard and be removed by another, when its partition has moved), when the last did, and a copy
-of what a birth needs of the directory. The directory's own record stays as it is meanwhile. Its attributes are that record and
-all parts together: sums, and the latest of the times; so parts need not move with partitions.
+The names of a wide directory are spread over all partitions. It becomes *divided* (its flag says so) when a
+shard other than its own changes one of its names by itself. From then on each shard that changes names has a
+stripe, the directory's own shard too. A stripe counts how many entries and subdirectories were added and
+removed by its shard, and holds the time of the last change and a copy of the attributes that the creation of
+a file needs. The counts are signed, because one shard may create a name and another may remove it after its
+partition has migrated. The directory's own record does not change meanwhile. The attributes of the directory
+are its record and all stripes together: the sums, and the latest of the times. So stripes need not migrate
+with partitions.
 
-Whoever makes a part holds the directory's record for it, and whoever changes that record otherwise (attributes, removal) holds
-the parts of all shards and takes them into it, after which it is not divided. So a copy is true as long as its part is there.
-Part of the format; the key is told in `records`. Used by `view`, `changes`, `queries` and `fsck`.
+A transaction that creates a stripe locks the directory's record. A transaction that changes this record in
+another way (attributes, removal) locks the stripes of all shards and merges them into the record; then the
+directory is not divided any more. So a copy is valid as long as its stripe exists. Part of the format; the
+key is described in `records`. Used by `transaction`, `meta/operations` and `meta/fsck`.
 
-    value     version u8 = 1 · flags u16 · mode u16 · uid u32 · gid u32 · table u8 · chunk_bits u8 · entries i64 ·
-              subdirectories i64 · mtime ns i64 · ctime ns i64 · change u64
+    value     version u8 = 1 · flags u16 · mode u16 · uid u32 · gid u32 · table u8 · chunk_bits u8 ·
+              entries i64 · subdirectories i64 · mtime ns i64 · ctime ns i64 · change u64
 """
 
 from __future__ import annotations
@@ -26,13 +30,13 @@ from nvpool.meta.state.records import DIVIDED, Inode
 _VERSION = 1
 _PART = struct.Struct("<BHHIIBBqqqqQ")
 COPIED_FLAGS = records.WIDE | records.HAS_ACL
-"""Of the directory's flags, those that a birth needs."""
+"""Flags of the directory that the creation of a file needs."""
 LINKS_BASE = 1 << 40
-"""Of a part in memory: who looks at the links of a directory only wants to know that it was not removed."""
+"""Link count of a stripe in memory: readers of the count only check that the directory was not removed."""
 
 
 class Counts(NamedTuple):
-    """What changes of names at one shard have done to a directory."""
+    """Effect of one shard's changes of names on a directory."""
 
     entries: int
     subdirectories: int
@@ -42,8 +46,11 @@ class Counts(NamedTuple):
 
 
 class Part(Inode):
-    """A directory as changes of names see it at this shard. `size` counts from 0 and may be negative, `links` from LINKS_BASE.
-    `whole` is the directory's record where this part is new: it has to be marked with it."""
+    """A directory as seen by changes of names at this shard.
+
+    `size` counts from 0 and may be negative, `links` counts from LINKS_BASE. `whole` is the directory's
+    record if this stripe is new: the record must then be marked as divided together with it.
+    """
 
     __slots__ = ("shard", "whole")
 
@@ -79,7 +86,7 @@ def decode_part(key: bytes, raw: bytes) -> Part:
 
 
 def part_here(key: bytes, raw: bytes, shard: int) -> Part:
-    """As `decode_part`, where the part is that shard's; else CorruptRecord."""
+    """As `decode_part`. CorruptRecord: the stripe is not that shard's."""
     part = decode_part(key, raw)
     if part.shard != shard:
         raise CorruptRecord(f"shard {shard} has a part of directory {part.number} that belongs to shard {part.shard}")
@@ -87,7 +94,7 @@ def part_here(key: bytes, raw: bytes, shard: int) -> Part:
 
 
 def take_in(directory: Inode, counts: Counts) -> None:
-    """What a part says is in the directory's record from here on. Only all parts together are a size."""
+    """Merge a stripe's counts into the directory's record. Only all stripes together give a valid size."""
     directory.size += counts.entries
     directory.links += counts.subdirectories
     directory.mtime_ns = max(directory.mtime_ns, counts.mtime_ns)
@@ -96,7 +103,7 @@ def take_in(directory: Inode, counts: Counts) -> None:
 
 
 def effects_of(inode: Inode) -> dict[bytes, bytes]:
-    """The records of a changed inode, or part."""
+    """Effects that store a changed inode or stripe."""
     if not isinstance(inode, Part):
         return {records.inode_key(inode.number): records.encode_inode(inode)}
     made = {records.part_key(inode.number, inode.shard): encode_part(inode)}

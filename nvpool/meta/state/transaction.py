@@ -1,8 +1,9 @@
-"""What decisions read and what they produce: a View of the shard, a Draft of one change.
+"""Inputs and outputs of decisions: a View of the shard's records, and a Draft of one change.
 
-A decision is a plain function (view, request, now) -> Draft with the reply in it. It reads through the view, changes inodes
-in the draft, and touches nothing else: the service applies the draft's effects in one step, or none of them. Nothing here
-or in `changes` waits; what has to wait first is said by CutInProgress, which only the service sees.
+A decision is a plain function (view, request, now) -> Draft; the draft contains the reply. The decision reads
+through the view, changes inodes in the draft, and touches nothing else. The service applies all effects of
+the draft in one step, or none of them. Nothing here or in `meta/operations` waits: a decision that needs a
+wait first raises CutInProgress, which only the service sees.
 """
 
 from __future__ import annotations
@@ -39,23 +40,27 @@ from nvpool.rpc.v1 import meta_pb2
 from nvpool.security.volume_keys import PoolKeys
 
 GRANT_RIGHTS = 3
-"""Read and write: what a client may ask for. The right over all inodes is the service's own."""
+"""Read and write: the rights that a client may request. The right over all inodes is for services only."""
 
 SEALED_LEASE_MS = 3_600_000
-"""What is in a sealed volume does not change; a change of its rights, and its removal, end all leases."""
+"""Lease time in a sealed volume, whose contents do not change. A change of its rights, and its removal, end
+all leases."""
 
 _FLAGS = Inode.__slots__.index("flags")
 
 
 class CutInProgress(Exception):
-    """The decision needs the inode's truncation to end first. For the service only; it waits and decides anew."""
+    """The decision needs the inode's truncation to end first.
+
+    Only the service sees it, waits, and decides again.
+    """
 
     def __init__(self, inode: int) -> None:
         self.inode = inode
 
 
 class View:
-    """Typed reads of one shard, as of now, and what decisions have to know beside the records."""
+    """Typed reads of one shard's current records, and other facts that decisions need."""
 
     def __init__(self, kv: Kv, identity: records.Identity, grant_secret: bytes, grant_s: float, locks: LockTable) -> None:
         self.locks = locks
@@ -63,7 +68,8 @@ class View:
         self.get_many = kv.get_many
         self.scan = kv.scan
         self.snapshot: Callable[[], Any] = kv.snapshot
-        """All records of one moment, as Kv.snapshot, but those of partitions that are not ours."""
+        """Snapshot of all records as Kv.snapshot, without those of partitions that this shard does not
+        own."""
         self.shard = identity.shard
         self.name_key = identity.name_key
         self.name_hash = name_hasher(identity.name_key)
@@ -71,32 +77,37 @@ class View:
         self.grant_ms = int(grant_s * 1000)
         self.pool_keys = PoolKeys()
         self.next_number = 0
-        """The counter that the next inode gets. Moved on by the service when a draft that used it is applied."""
+        """Counter of the next inode number. The service advances it when it applies a draft that used it."""
         self.inode_count = 0
         self.serves: Callable[[int], bool] = lambda partition: True
-        """Whether what is here of the partition is ours, and not on its way to another shard."""
+        """Whether this shard owns the partition, and is not migrating it to another shard."""
         self.check_partition: Callable[[int], None] = lambda partition: None
-        """Raises where records of the partition are here and can not be read or written by requests: see Ranges."""
+        """Raises if the partition's records are here but closed to requests: see `Ranges`."""
         self.cutting: dict[int, Any] = {}
-        """Inodes whose truncation is decided and not yet done by all targets."""
+        """Inodes whose truncation is decided, but not done by all targets yet."""
         self.owners: tuple[int, ...] = ()
         self.shards: tuple[int, ...] = (identity.shard,)
         self.tables: frozenset[int] = frozenset((1,))
         self.map_epoch = 0
         self.lease_ms = 0
         self.promise: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: ()
-        """See Watches.lend."""
+        """Gives leases: `Watches.lend`."""
         self.rooms: Rooms | None = None
         self.appends: Appends | None = None
         self.access = Access()
         self.trashes: set[int] = set()
-        """Volumes that may have something in their trash."""
+        """Volumes whose trash may not be empty."""
         self.is_open: Callable[[int], bool] = lambda inode: False
-        """Whether a session has the inode open, as far as it is known."""
+        """Whether a session is known to have the inode open."""
 
     def lend(self, session: int, inode: Inode) -> int:
-        """Milliseconds for which the session may rely on what it is told of the inode: 0 also while targets cut it."""
-        if not inode.links or inode.number in self.cutting or inode.flags & DIVIDED:  # the collector tells nobody, nor do parts
+        """Give the session a lease on the inode; return its milliseconds, 0 for none.
+
+        There is no lease while the targets truncate the inode.
+        """
+        # the collector recalls no lease of an unlinked inode, and a stripe changes a divided directory
+        # without a recall
+        if not inode.links or inode.number in self.cutting or inode.flags & DIVIDED:
             return 0
         if not self.promise(session, (inode.number,)):
             return 0
@@ -105,7 +116,10 @@ class View:
         return self.lease_ms
 
     def lend_all(self, session: int, inodes: list[tuple]) -> Collection[int]:
-        """As `lend`, of many, by their `inode_fields`: on which of them the session may rely for `lease_ms`."""
+        """As `lend`, for many inodes given by their `inode_fields`.
+
+        Return the inodes with a lease of `lease_ms`.
+        """
         cutting = self.cutting
         return self.promise(session, [fields[0] for fields in inodes if fields[2] and fields[0] not in cutting
                                       and not fields[_FLAGS] & DIVIDED])
@@ -120,7 +134,7 @@ class View:
         self.access.taken = frozenset((one.volume, one.member) for one in pool_map.rights_taken)
 
     def inode(self, number: int) -> Inode:
-        """NotFound when there is none, WrongShard when another shard would know."""
+        """Read an inode. NotFound: it does not exist. WrongShard: another shard owns its partition."""
         raw = self.get(records.inode_key(number)) if 0 < number < 1 << 63 else None
         if raw is None:
             self._check_owner(number >> COUNTER_BITS)
@@ -131,11 +145,11 @@ class View:
         return inode
 
     def is_elsewhere(self, partition: int) -> bool:
-        """Whether the partition belongs to another shard."""
+        """Whether another shard owns the partition."""
         return bool(self.owners) and partition < len(self.owners) and self.owners[partition] != self.shard
 
     def owner_of(self, partition: int) -> int:
-        """The shard that has the partition."""
+        """Shard that owns the partition."""
         return self.owners[partition] if self.owners else self.shard
 
     def _check_owner(self, partition: int) -> None:
@@ -143,33 +157,49 @@ class View:
             raise WrongShard(f"partition {partition} belongs to shard {self.owners[partition]}")
 
     def record(self, key: bytes) -> bytes | None:
-        """The record under a key of any partition. WrongShard when another shard would know."""
+        """Record under a key of any partition; None if there is none.
+
+        WrongShard: another shard owns the partition.
+        """
         self._check_owner(records.partition_of_key(key))
         return self.get(key)
 
     def xattr(self, number: int, name: bytes) -> bytes | None:
-        """The value of an extended attribute. WrongShard when another shard would know."""
+        """Value of an extended attribute; None if there is none.
+
+        WrongShard: another shard owns the partition.
+        """
         raw = self.record(records.xattr_key(number, name))
         return records.decode_xattr(raw) if raw is not None else None
 
     def ancestor(self, number: int) -> Inode:
-        """As `inode`, of a directory above one that is to move."""
+        """As `inode`, for an ancestor of a directory that is to be moved."""
         return self.inode(number)
 
     def take_turn(self) -> None:
-        """A directory is to get another parent. Changes that span shards do that one at a time in the pool; what is decided
-        by one shard's records alone needs no turn: whoever moves one of these directories has to hold it here."""
+        """Take the turn before a directory gets another parent.
+
+        Cross-shard transactions do this one at a time in the whole pool. A change that this shard decides by
+        its own records alone needs no turn: a cross-shard transaction that moves one of these directories
+        must lock it here.
+        """
 
     def number_of_birth(self, partition: int) -> int:
-        """A new inode number in another shard's partition."""
+        """New inode number in another shard's partition."""
         raise WrongShard(f"partition {partition} belongs to shard {self.owners[partition]}")
 
     def directory(self, number: int) -> Inode:
-        """NotADirectory when it is something else. One that was removed is there while it is held open: see `entered`."""
+        """Read a directory. NotADirectory: the inode is something else.
+
+        A removed directory is still there while it is open: see `entered`.
+        """
         return _directory(self.inode, number)
 
     def holder(self, number: int) -> Inode:
-        """What changes of names in the directory count in: its record, or this shard's part of it. As `directory`."""
+        """Record that counts changes of names in the directory: its inode, or this shard's stripe.
+
+        Errors as of `directory`.
+        """
         if self.owners and self.is_elsewhere(number >> COUNTER_BITS):
             found = self._part(number)
             if found is None:
@@ -187,20 +217,22 @@ class View:
         return striped_dirs.decode_part(key, raw) if raw is not None else None
 
     def counts_of_part(self, number: int) -> striped_dirs.Counts | None:
-        """Of this shard's part of the directory."""
+        """Counts of this shard's stripe of the directory."""
         part = self._part(number)
         return part.counts if part is not None else None
 
     def parts_of(self, number: int) -> list[Part]:
-        """Those that all shards have of the directory."""
+        """Stripes of the directory at all shards. WrongShard: there may be other shards that have one."""
         if any(shard != self.shard for shard in self.shards):
             raise WrongShard(f"other shards have parts of directory {number}")
         part = self._part(number)
         return [part] if part is not None else []
 
     def has_names(self, directory: Inode) -> bool:
-        """Whether there is a name in it: looked up, not believed from a count. WrongShard where others have some of a wide
-        directory's partitions."""
+        """Whether the directory has a name; searched, because a count could be wrong.
+
+        WrongShard: other shards own some partitions of a wide directory.
+        """
         if not directory.flags & WIDE:
             return self._has_names(directory.number, (directory.number >> COUNTER_BITS,))
         if self.owners:
@@ -208,15 +240,18 @@ class View:
         return self._has_names(directory.number, range(PARTITION_COUNT))
 
     def has_names_here(self, number: int) -> bool:
-        """Of a wide directory, in the partitions of this shard: 3 µs for each."""
+        """Whether a wide directory has names in this shard's partitions: 3 µs for each partition."""
         return self._has_names(number, (partition for partition in range(PARTITION_COUNT) if not self.is_elsewhere(partition)))
 
     def _has_names(self, number: int, partitions: Iterable[int]) -> bool:
         return any(self.scan(*records.dentry_range(partition, number), 1) for partition in partitions)
 
     def searched(self, number: int, name: bytes, spread: bool) -> Inode:
-        """The directory, for who only looks for a name in it: where it is `spread` only what is needed for that.
-        SpreadDirectory: it is, and others have the name's partition."""
+        """The directory in which a caller looks up a name.
+
+        If it is `spread`, it has only the fields needed for that. SpreadDirectory: the caller did not know
+        that it is spread, and another shard owns the name's partition.
+        """
         if spread:
             return _spread_directory(number)
         found = self.directory(number)
@@ -226,7 +261,7 @@ class View:
         return found
 
     def listed(self, number: int, from_hash: bytes, spread: bool) -> Inode:
-        """As `searched`, for a listing from that hash on."""
+        """As `searched`, for a listing that starts at that hash."""
         if spread:
             self._check_owner(partition_of_name(number, True, from_hash))
             return _spread_directory(number)
@@ -236,7 +271,10 @@ class View:
         return found
 
     def place(self, directory: Inode, name: bytes) -> tuple[int, bytes, bytes]:
-        """(partition, hash, key) of a name, whether it exists or not. Refuses what can be no name."""
+        """(partition, hash, key) of a name, whether it exists or not.
+
+        InvalidRequest, NameTooLong: it can be no name.
+        """
         if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
             raise InvalidRequest(f"{name!r} can not be a name")
         if len(name) > NAME_BYTES_MAX:
@@ -248,7 +286,7 @@ class View:
         return partition, name_hash, records.dentry_key(partition, directory.number, name_hash, name)
 
     def named(self, directory: Inode, name: bytes) -> tuple[bytes, int, int]:
-        """(key, inode number, kind) of an existing name; NotFound."""
+        """(key, inode number, kind) of an existing name. NotFound: there is no such name."""
         partition, _, key = self.place(directory, name)
         raw = self.get(key)
         if raw is None:
@@ -256,18 +294,21 @@ class View:
         return key, *records.decode_dentry(partition, raw)
 
     def grant(self, inode: Inode, rights: int, session: int, now_ns: int) -> bytes:
-        """A signed right to the chunks of a file; waits for a truncation, since its number must not be given before the
-        stores know it. An inode whose flag TOUCHED is not set may not get WRITE: the caller sets it first."""
+        """Signed access token (grant) for the chunks of a file.
+
+        CutInProgress: the grant must wait for a truncation, whose number must not be given to clients before
+        the stores know it. For WRITE the inode's flag TOUCHED must be set; the caller sets it first.
+        """
         if inode.number in self.cutting:
             raise CutInProgress(inode.number)
         return self.signed(rights & GRANT_RIGHTS, session, inode.number, inode.cut, inode.table, inode.volume, now_ns)
 
     def signed(self, rights: int, session: int, number: int, cut: int, table: int, volume: int, now_ns: int) -> bytes:
-        """A grant of a file with these attributes to who asks, whatever speaks against one."""
+        """Grant for a file with these attributes, without any check."""
         ends_ms = now_ns // 1_000_000 + self.grant_ms
         if volume in self.access.encrypted:
             rights |= ENCRYPTED
-        if not volume:  # then there is no right that could be taken back
+        if not volume:  # then there is no right that could be revoked
             return sign(Grant(rights, 0, session, number, cut, ends_ms, table), self.grant_secret)
         return sign(Grant(rights, 0, session, number, cut, ends_ms, table, self.map_epoch & EPOCH_MASK, volume_tag(volume),
                           member_tag(self.access.asker or "")), self.grant_secret)
@@ -284,14 +325,14 @@ def _directory(find: Callable[[int], Inode], number: int) -> Inode:
 
 
 def _spread_directory(number: int) -> Inode:
-    """As its asker says; whether there is one only its own shard knows."""
+    """Directory as the caller describes it; only the shard of its inode knows whether it exists."""
     if not 0 < number < 1 << 63:
         raise DirectoryGone(f"there is no directory {number} any more")
     return Inode(number, 0o040000, flags=WIDE)
 
 
 class Draft:
-    """One change as it is being decided: inodes that were read (each once), those to be written, and other effects."""
+    """One change while it is decided: inodes read (each once), inodes to be written, and other effects."""
 
     __slots__ = ("view", "now_ns", "inodes", "dirty", "effects", "reply", "opened", "linked", "closed", "intent", "born",
                  "orphans", "adds", "sync", "parent", "then", "accounts")
@@ -304,24 +345,24 @@ class Draft:
         self.effects: dict[bytes, bytes | None] = {}
         self.reply: Any = None
         self.opened = 0
-        """Inode of which the session gets one more handle."""
+        """Inode on which the session gets one more handle."""
         self.linked = 0
-        """Inode that has one more name, and of which the session gets a lease."""
+        """Inode that has one more name, and on which the session gets a lease."""
         self.closed = 0
         self.intent: tuple[int, Intent] | None = None
-        """A truncation that the targets have to be told of before the answer is given."""
+        """Truncation of which the targets must be notified before the answer is sent."""
         self.born = False
         self.orphans: list[int] = []
         self.adds = False
-        """Whether it is to be refused when there is no room. What does not add records works always."""
+        """Whether the change is refused in a full engine. A change that adds no records always works."""
         self.sync = False
         self.then: Callable[[], None] | None = None
-        """What is to be done in memory when the effects are applied."""
+        """Callback that updates memory when the effects are applied."""
         self.parent: Inode | None = None
-        """Directory whose attributes go with the first answer (the kernel asks for them after each change of a name), but not
-        into the kept one."""
+        """Directory whose attributes go with the first answer, because the kernel asks for them after each
+        change of a name. The stored answer does not contain them."""
         self.accounts: dict[int, Account] | None = None
-        """Of the volumes whose use changes."""
+        """Accounts of the volumes whose usage changes."""
 
     def inode(self, number: int) -> Inode:
         found = self.inodes.get(number)
@@ -333,42 +374,42 @@ class Draft:
         return _directory(self.inode, number)
 
     def entered(self, number: int) -> Inode:
-        """A directory that can take names: one that was removed can not, though somebody has it open."""
+        """A directory that can take names. DirectoryGone: it was removed, even if a session has it open."""
         found = self.directory(number)
         if not found.links or found.flags & TRASHED:
             raise DirectoryGone(f"directory {number} was removed")
         return found
 
     def holder(self, number: int) -> Inode:
-        """As View.holder."""
+        """As `View.holder`, with each record read once."""
         found = self.inodes.get(number)
         if found is None:
             found = self.inodes[number] = _directory(self.view.holder, number)
-        elif not found.is_directory:  # of a request that names a file twice, once as the directory
+        elif not found.is_directory:  # a request may name a file twice, once as the directory
             raise NotADirectory(f"inode {number} is not a directory")
         return found
 
     def entered_holder(self, number: int) -> Inode:
-        """As `entered`, for a change of names."""
+        """As `entered`, for a change of names: returns the record that counts them."""
         found = self.holder(number)
         if not found.links or found.flags & TRASHED:
             raise DirectoryGone(f"directory {number} was removed")
         return found
 
     def take_parts(self, directory: Inode, at_least: bool = True) -> None:
-        """All that shards keep of the directory goes into its record, which is to be changed: it is divided no more."""
+        """Merge the stripes of all shards into the directory's record; it is divided no more."""
         if not directory.flags & DIVIDED:
             return
         for part in self.view.parts_of(directory.number):
             striped_dirs.take_in(directory, part.counts)
             self.effects[records.part_key(directory.number, part.shard)] = None
-        if at_least:  # what damage has made impossible
+        if at_least:  # repairs values that only damage can cause
             directory.size, directory.links = max(0, directory.size), max(2, directory.links)
         directory.flags &= ~DIVIDED
         self.dirty[directory.number] = directory
 
     def account(self, volume: int) -> Account | None:
-        """To be changed: what it counts is written with this change."""
+        """Account of a volume that this change updates; None if it can not be read."""
         if self.accounts is None:
             self.accounts = {}
         found = self.accounts.get(volume)
@@ -377,11 +418,14 @@ class Draft:
         return found
 
     def resized(self, inode: Inode, size: int, session: int = 0, reported: bool = False) -> None:
-        """The file gets this size; where it is in a volume that is counted. QuotaExceeded. `reported`: as Account.grow."""
+        """Set the file's size, and count the change in its volume if it has one.
+
+        QuotaExceeded. `reported`: as in `Account.grow`.
+        """
         if inode.volume and size != inode.size and (found := self.account(inode.volume)) is not None:
             grown = size - inode.size
             if not inode.links and not self._counts(inode):
-                found.use.files += 1  # written by who opened it when it had lost its last name already
+                found.use.files += 1  # a client that had it open writes to it after its last name was removed
                 grown = size
                 self.effects[records.numbered_key(records.ORPHAN, inode.number)] = records.ORPHAN_COUNTED
             if grown > 0:
@@ -399,7 +443,10 @@ class Draft:
         return (self.effects.get(key) or self.view.get(key)) == records.ORPHAN_COUNTED
 
     def stamp(self, inode: Inode, content: bool = False) -> None:
-        """The inode changes now: ctime (mtime too where its content does) and the change counter. Never backwards."""
+        """Set ctime to now (and mtime, if the content changes) and raise the change counter.
+
+        Times never go back.
+        """
         now = self.now_ns if self.now_ns > inode.ctime_ns else inode.ctime_ns
         inode.ctime_ns = now
         if content:
@@ -408,16 +455,17 @@ class Draft:
         self.dirty[inode.number] = inode
 
     def keep(self, inode: Inode) -> None:
-        """Write the record of a file of which nothing has changed that clients see."""
+        """Write the record of a file in which nothing has changed that clients see."""
         self.effects[records.inode_key(inode.number)] = records.encode_inode(inode)
 
     def birth(self, partition: int, **fields) -> Inode:
-        """A new inode with the next number; all its times are now."""
+        """Create an inode with the next number; all its times are now."""
         view, self.adds = self.view, True
         if view.owners and view.is_elsewhere(partition):
-            number = view.number_of_birth(partition)  # who holds it there counts it, too
+            number = view.number_of_birth(partition)  # the participant that locks the number counts it, too
         else:
-            view.check_partition(partition)  # nothing of it has been read: who makes a directory chooses any
+            # no record of it has been read: a new directory may choose any partition
+            view.check_partition(partition)
             number = inode_number(partition, view.next_number)
             self.born = True
             self.effects[records.COUNTS_KEY] = records.encode_counts(view.inode_count + 1)
@@ -429,13 +477,16 @@ class Draft:
         return born
 
     def put_acl(self, inode: Inode, name: bytes, acl: Acl) -> None:
-        """Keep an access control list of the inode, which is to be written."""
+        """Store an access control list of the inode, which is to be written."""
         inode.flags |= records.HAS_XATTRS | records.HAS_ACL
         self.adds = True
         self.effects[records.xattr_key(inode.number, name)] = records.XATTR_HEAD + encode_acl(acl)
 
     def discard(self, inode: Inode, directory: int, name: bytes) -> None:
-        """As `drop_name`, of this name; with the last the inode goes into the trash of its volume, where that has one."""
+        """As `drop_name`, for this name.
+
+        The last name puts the inode into its volume's trash, if there is one.
+        """
         if inode.volume and (inode.is_directory or inode.links == 1) and inode.number != inode.volume:
             found = self.account(inode.volume)
             record = found.record if found is not None else None
@@ -450,7 +501,10 @@ class Draft:
         self.drop_name(inode)
 
     def drop_name(self, inode: Inode) -> None:
-        """The inode loses a name (a directory its only one); with the last it becomes an orphan, kept while it is open."""
+        """Remove one name of the inode (a directory has only one).
+
+        Without names the inode becomes an orphan, which is kept while a session has it open.
+        """
         inode.links = 0 if inode.is_directory else inode.links - 1
         self.stamp(inode)
         if not inode.links:
@@ -465,7 +519,7 @@ class Draft:
             self.orphans.append(inode.number)
 
     def grant(self, inode: Inode, rights: int, session: int) -> bytes:
-        """A grant for a file, b"" where none is wanted or there is nothing to grant."""
+        """Grant for a file; b"" if none is wanted, or there is nothing to grant."""
         if not rights & GRANT_RIGHTS or not inode.is_file:
             return b""
         if inode.volume and rights & WRITE and self.view.access.restricted:
@@ -474,18 +528,22 @@ class Draft:
             inode.flags |= records.TOUCHED
             self.dirty[inode.number] = inode
         if self.intent is not None and self.intent[0] == inode.number:
-            # The answer that carries it is given only when all targets have cut.
+            # The answer that carries the grant is sent only when all targets have done the truncation.
             return self.view.signed(rights & GRANT_RIGHTS, session, inode.number, inode.cut, inode.table, inode.volume,
                                     self.now_ns)
         return self.view.grant(inode, rights, session, self.now_ns)
 
     def cut(self, inode: Inode, size: int) -> None:
-        """End the file at `size`, which is not above its present one. Where there may be chunks, this raises the cut
-        number and leaves an intent, by which the targets are told also after a crash."""
+        """Truncate the file at `size`, which is not above its present size.
+
+        If there may be chunks, the truncate epoch is raised, and an intent is stored by which the targets are
+        notified even after a crash.
+        """
         if inode.number in self.view.cutting:
             raise CutInProgress(inode.number)
         self.resized(inode, size)
-        if inode.reserved:  # what is on its way to there was written before, and goes with what is cut
+        # the bytes on their way were written before the truncation, and are removed with the rest
+        if inode.reserved:
             inode.reserved = 0
             self.then = partial(self.view.appends.ended, inode.number)
         inode.blocks = min(inode.blocks, records.blocks_of(size))
@@ -495,7 +553,7 @@ class Draft:
         self.stamp(inode, content=True)
 
     def punch(self, inode: Inode, offset: int, end: int) -> None:
-        """[offset, end) of the file becomes a hole; its size stays. As `cut` otherwise."""
+        """Make a hole of [offset, end) in the file; its size stays. Otherwise as `cut`."""
         if inode.number in self.view.cutting:
             raise CutInProgress(inode.number)
         if inode.flags & records.TOUCHED:
@@ -510,7 +568,7 @@ class Draft:
         self.intent = inode.number, intent
 
     def finish(self) -> dict[bytes, bytes | None]:
-        """All effects; the changed inodes are encoded here, once each."""
+        """All effects of the change; each changed inode is encoded here, once."""
         effects = self.effects
         if self.accounts is not None:
             effects.update(found.effect() for found in self.accounts.values())
@@ -529,7 +587,7 @@ Decision = Callable[[View, Any, int], Draft]
 
 
 def fill_attr(attr: meta_pb2.Attr, inode: Inode) -> None:
-    """Write an inode into a message in place: no message is made twice on the hot path."""
+    """Write an inode into a message in place: on the hot path no message is copied."""
     attr.inode = inode.number
     attr.mode = inode.mode
     attr.links = inode.links
@@ -549,7 +607,7 @@ def fill_attr(attr: meta_pb2.Attr, inode: Inode) -> None:
             attr.punches = inode.punches
     if inode.flags & records.SHOWN_FLAGS:
         attr.flags = inode.flags & records.SHOWN_FLAGS
-        if inode.flags & TRASHED:  # the trash's own is no name
+        if inode.flags & TRASHED:  # the trash entry counts as a link, but is no name
             attr.links = 0 if inode.is_directory else inode.links - 1
     if inode.rdev:
         attr.rdev = inode.rdev
@@ -560,7 +618,7 @@ def fill_attr(attr: meta_pb2.Attr, inode: Inode) -> None:
 
 
 def fill_elsewhere(entry: meta_pb2.Entry, number: int, kind: int) -> None:
-    """What a name says of an inode of another shard."""
+    """Fill an entry for an inode of another shard with what its name says: number and kind."""
     entry.elsewhere = True
     entry.attr.inode = number
     entry.attr.mode = kind << 12

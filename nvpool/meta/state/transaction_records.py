@@ -1,12 +1,14 @@
-"""What is kept of changes over several shards: the holds of those that take part, the decisions of those that decide.
+"""Stored records of cross-shard transactions: locks of the participants, decisions of the coordinator.
 
-Part of the format (golden values in tests/golden). Keys begin as all of a shard's own records do (`meta/state/records`).
+Part of the format (golden values in tests/golden). Keys begin like all of a shard's own records
+(`meta/state/records`).
 
     held      key    kind u16 · coordinator u16 · incarnation u64 · number u64
-              value  version u8 = 1 · order u64 · then each key that is held: length u16, key
+              value  version u8 = 1 · order u64 · then each locked key: length u16, key
     decided   key    kind u16 · coordinator u16 · incarnation u64 · number u64
-              value  version u8 = 1 · turn u8 · then each shard that is to be told, in order: shard u16 · effects u32, each:
-                     length of the key u16 · key · length of the value u32 (all bits set: deleted) · value
+              value  version u8 = 1 · turn u8 · then each shard to be notified, in order: shard u16 ·
+                     number of effects u32, each: length of the key u16 · key · length of the value u32 (all
+                     bits set: deleted) · value
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ _LENGTH = struct.Struct("<H")
 _VALUE = struct.Struct("<I")
 _DELETED = (1 << 32) - 1
 TURN_KEY = TURN.to_bytes(2, "big")
-"""Held at the root's shard by a change that gives a directory another parent. No record has this key."""
+"""Lock at the root's shard for a transaction that gives a directory another parent. No record has this
+key."""
 NO_TURN, TURN_LAST, TURN_HERE = range(3)
-"""Who has the turn of a decided change: nobody, the shard that is told last, or the coordinator."""
+"""Shard that has the turn of a decided transaction: none, the shard that is notified last, or the
+coordinator."""
 
 
 class SpanId(NamedTuple):
-    """Names a change over several shards, for ever."""
+    """Identifier of a cross-shard transaction; never reused."""
 
     shard: int
     incarnation: int
@@ -41,14 +45,17 @@ class SpanId(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What is to be told to the others: by shard, in order, the effects of each."""
+    """A committed transaction's effects at other shards: by shard, in the order of notification."""
 
     turn: int
     effects: dict[int, list[Effect]]
 
 
 def partition_of_held(key: bytes) -> int:
-    """The partition with which the record goes from shard to shard, also of what has none: the turn goes with the root."""
+    """Partition with which the locked record migrates.
+
+    The turn has no partition: it moves with the root's.
+    """
     return 0 if key == TURN_KEY else (key[0] << 8 | key[1]) >> 3
 
 

@@ -1,9 +1,11 @@
-"""Who may do what in a volume: looked at only where a volume restricts something, so that all others pay nothing for it.
+"""Access rights in volumes.
 
-`restricted` holds the volumes of this shard that are sealed, listed or being removed, `encrypted` those that are encrypted;
-what is about all that a shard has is for nodes anyway (rpc/access_control). The service says on whose behalf it decides
-(`asker`); what it does by itself (fsck, the collector, removal) has none and may do all. Used by `meta/state/transaction`; part
-of `View`. """
+They are checked only for volumes that restrict something, so that all other volumes cost nothing.
+`restricted` holds the volumes of this shard that are sealed, listed or being removed; `encrypted` those that
+are encrypted. Requests about everything that a shard has are for nodes anyway (rpc/access_control). The
+service says on whose behalf it decides (`asker`). Its own work (fsck, the collector, removal) has no asker
+and may do everything. Used by `meta/state/transaction`; part of `View`.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ _FOR_READERS = (pb.VolumeRequest.ATTACH, pb.VolumeRequest.DETACH, pb.VolumeReque
 
 
 def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
-    """AccessDenied: the asker may not wish that. Rights are given and taken on nodes of the pool; of a listed volume only
-    those who may write in it change the rest, and those who may read say that they use it."""
+    """AccessDenied: the asker may not send this admin command.
+
+    Rights are granted and revoked on nodes of the pool. In a listed volume only clients that may write there
+    change anything else, and clients that may read report that they use the volume.
+    """
     wish = request.wish
     if not asker:
         return
@@ -42,7 +47,7 @@ def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> N
 
 
 def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
-    """AccessDenied, ReadOnly: the asker may not look into the trash, or change what is in it."""
+    """AccessDenied, ReadOnly: the asker may not look into the trash, or may not change it."""
     right = dict(record.grants).get(asker) if asker and record.flags & LISTED else True
     if right is None or (change and not right):
         raise AccessDenied(f"{asker} has no right to do that with the trash of volume {record.name}")
@@ -51,17 +56,20 @@ def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
 
 
 class Access:
+    """Access checks of one shard, for the asker on whose behalf the shard decides now."""
+
     def __init__(self) -> None:
         self.restricted: dict[int, VolumeRecord] = {}
         self.encrypted: dict[int, bytes] = {}
-        """Their wrapped keys."""
+        """Wrapped keys of the encrypted volumes."""
         self.asker: str | None = None
-        """The member of the pool for whom it is decided, "" for who has the rights of a node; None: for ourselves."""
+        """Member of the pool on whose behalf the shard decides; "" for rights of a node; None for the shard
+        itself."""
         self.taken: frozenset[tuple[int, str]] = frozenset()
-        """Volumes and members whose rights were taken back not long ago, for the text of a refusal."""
+        """Volumes and members whose rights were revoked recently; only for the text of a refusal."""
 
     def note(self, number: int, record: VolumeRecord | None) -> None:
-        """The volume's record is this now; None: it is gone."""
+        """Use this record of the volume from now on; None: the volume is gone."""
         if record is not None and record.is_restricted:
             self.restricted[number] = record
         else:
@@ -72,7 +80,7 @@ class Access:
             self.encrypted.pop(number, None)
 
     def note_effects(self, effects: Iterable[tuple[bytes, bytes | None]]) -> None:
-        """As `note`, of the volumes whose records are among these. What can not be read is left to fsck."""
+        """As `note`, for all volume records among these effects. Unreadable records are left to fsck."""
         for key, raw in effects:
             try:
                 if kind_of(key) == OTHER and kind_of_volume_key(key) == VOLUME:
@@ -85,7 +93,7 @@ class Access:
         return record is not None and bool(record.flags & SEALED)
 
     def check(self, number: int) -> None:
-        """NotFound, AccessDenied: the asker may not see what is in the volume."""
+        """NotFound, AccessDenied: the asker may not see the contents of the volume."""
         record = self.restricted.get(number)
         if record is None or self.asker is None:
             return
@@ -98,7 +106,7 @@ class Access:
                                f"POOL {record.name} {self.asker} ro (or rw)")
 
     def may_see(self, number: int) -> bool:
-        """Whether `check` lets the asker pass; 0 is what is in no volume."""
+        """Whether `check` lets the asker pass; number 0 stands for no volume."""
         if number in self.restricted:
             try:
                 self.check(number)
@@ -107,7 +115,7 @@ class Access:
         return True
 
     def check_change(self, number: int) -> None:
-        """As `check`, for who changes something in it. ReadOnly: nobody may."""
+        """As `check`, for a change of the contents. ReadOnly: the volume is sealed."""
         record = self.restricted.get(number)
         if record is None or self.asker is None:
             return

@@ -1,15 +1,19 @@
-"""Keys and values of volumes' records: part of the format (golden values in tests/golden/volume_records.json).
+"""Keys and values of volume records: part of the format (golden values in tests/golden/volume_records.json).
 
-A volume is named by the inode number of its root directory, and all that belongs to it lies in the partition of that number. So
-it moves, is shipped and is dumped with that, and a change of a name and of the use are one change.
+A volume is identified by the inode number of its root directory, and all its records lie in the partition of
+that number. So a volume migrates, is replicated and is dumped with its partition, and a change of a name and
+of the usage are one transaction.
 
-    key       u16 partition and kind OTHER · kind u8 · counter of the root directory, scattered, 7 bytes · of an attachment: who
-    VOLUME    version u8 = 1 · flags u8 (1 sealed, 2 listed, 4 removing, 8 encrypted) · bytes_max u64 · files_max u64 ·
-              trash s u32 · created ns i64 · files at removal u64 · name length u8, name · grants u16, of each: write u8 ·
-              length u8, member · with the flag 8: the volume's key, wrapped (security/volume_keys)
-    USE       version u8 = 1 · bytes u64 · files u64: of what is in it, the root directory left out
+    key       u16 partition and kind OTHER · kind u8 · counter of the root directory, scattered, 7 bytes ·
+              of an attachment: its holder
+    VOLUME    version u8 = 1 · flags u8 (1 sealed, 2 listed, 4 removing, 8 encrypted) · bytes_max u64 ·
+              files_max u64 · trash s u32 · created ns i64 · files at removal u64 · name length u8, name ·
+              grants u16, of each: write u8 · length u8, member · with the flag 8: the volume's key, wrapped
+              (security/volume_keys)
+    USE       version u8 = 1 · bytes u64 · files u64: contents of the volume without the root directory
     ATTACHED  version u8 = 1 · since ns i64
-    TRASH     (key: inode u64 BE behind it) version u8 = 1 · removed ns i64 · expires ns i64 · directory u64 · name
+    TRASH     (key: inode u64 BE behind it) version u8 = 1 · removed ns i64 · expires ns i64 · directory u64 ·
+              name
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ VOLUME, USE, ATTACHED, TRASH = 1, 2, 3, 4
 SEALED, LISTED, REMOVING, ENCRYPTED = 1, 2, 4, 8
 GRANTS_MAX, ATTACHMENTS_MAX = 256, 1024
 KNOWN_MAX = 4096
-"""Volumes of which something computed is kept."""
+"""Size of the caches of computed values, in volumes."""
 _VERSION = 1
 _HEAD = struct.Struct("<BBQQIqQ")
 _USE = struct.Struct("<BQQ")
@@ -38,7 +42,7 @@ _KIND_AT, KEY_BYTES = 2, 10
 
 
 class VolumeRecord(NamedTuple):
-    """`grants`: members of the pool, and whether they may write."""
+    """Settings and state of a volume. `grants`: members of the pool, and whether they may write."""
 
     name: str
     bytes_max: int = 0
@@ -49,16 +53,16 @@ class VolumeRecord(NamedTuple):
     files_removing: int = 0
     grants: tuple[tuple[str, bool], ...] = ()
     wrapped_key: bytes = b""
-    """Of an encrypted volume."""
+    """Wrapped key of an encrypted volume."""
 
     @property
     def is_restricted(self) -> bool:
-        """Whether requests for what is in it have to be looked at."""
+        """Whether requests for the volume's contents must be checked."""
         return bool(self.flags & ~ENCRYPTED)
 
 
 class Trashed(NamedTuple):
-    """An entry of the trash: the name that it stands for, and until when it is kept."""
+    """Trash entry: the name that was removed, and the time until which it is kept."""
 
     removed_ns: int
     expires_ns: int
@@ -67,7 +71,7 @@ class Trashed(NamedTuple):
 
 
 class Use:
-    """What is in a volume, as it is counted in one change."""
+    """Usage of a volume, as counted in one change."""
 
     __slots__ = ("bytes", "files")
 
@@ -77,19 +81,19 @@ class Use:
 
 
 def volume_key(kind: int, number: int, rest: bytes = b"") -> bytes:
-    """Of a record of the volume with that root directory."""
+    """Key of a record of the volume with that root directory."""
     plain = numbered_key(OTHER, number)
     return plain[:_KIND_AT] + bytes((kind,)) + plain[_KIND_AT:] + rest
 
 
 @lru_cache(KNOWN_MAX)
 def keys_of(number: int) -> tuple[bytes, bytes]:
-    """Of the records VOLUME and USE, which each change in a volume asks for."""
+    """Keys of the records VOLUME and USE, which each change in a volume reads."""
     return volume_key(VOLUME, number), volume_key(USE, number)
 
 
 def kind_of_volume_key(key: bytes) -> int:
-    """CorruptRecord where it is no key of a volume."""
+    """Kind of a volume record by its key. CorruptRecord: no volume record has this key."""
     kind = key[_KIND_AT] if len(key) >= KEY_BYTES else 0
     if kind not in (VOLUME, USE, ATTACHED, TRASH) or (kind in (VOLUME, USE) and len(key) != KEY_BYTES) \
             or (kind == TRASH and len(key) != KEY_BYTES + 8):
@@ -100,13 +104,13 @@ def kind_of_volume_key(key: bytes) -> int:
 
 
 def volume_of_key(key: bytes) -> int:
-    """The root directory's number."""
+    """Inode number of the volume's root directory."""
     counter = inode_of_key(key[:_KIND_AT] + key[_KIND_AT + 1:KEY_BYTES]) & COUNTER_MASK
     return partition_of_key(key) << COUNTER_BITS | counter
 
 
 def range_of(kind: int, partition: int) -> tuple[bytes, bytes]:
-    """Keys of this kind of all volumes of the partition."""
+    """Key range of this kind for all volumes of the partition."""
     head = prefix(partition, OTHER)
     return head + bytes((kind,)), head + bytes((kind + 1,))
 
@@ -129,7 +133,7 @@ def encode_volume(volume: VolumeRecord) -> bytes:
 
 @lru_cache(KNOWN_MAX)
 def decode_volume(raw: bytes) -> VolumeRecord:
-    """Kept for the same bytes: each change in a volume asks."""
+    """Decode a volume record. Cached by its bytes, because each change in a volume needs it."""
     try:
         version, flags, bytes_max, files_max, trash_s, created_ns, files_removing = _HEAD.unpack_from(raw)
         at = _HEAD.size
@@ -168,7 +172,7 @@ def encode_attached(since_ns: int) -> bytes:
 
 
 def decode_attached(raw: bytes) -> int:
-    """Since when, ns."""
+    """Time since which the volume is attached, in ns."""
     if len(raw) != _ATTACHED.size or raw[0] != _VERSION:
         raise CorruptRecord("an attachment of a volume can not be read")
     return _ATTACHED.unpack(raw)[1]

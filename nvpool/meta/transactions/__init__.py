@@ -1,1 +1,1 @@
-"""Transactions over several shards: two-phase commit."""
+"""Cross-shard transactions: two-phase commit."""

@@ -1,16 +1,21 @@
-"""The shard that decides a change over several: two phases, and what is not decided has never been.
+"""Coordinator of a cross-shard transaction: two phases; a transaction that is not committed never happened.
 
-    gather    the records of other shards that the decision reads are held there (HOLD, durable) and sent here
-    decide    the decision runs over them and our own records, which are not held: it runs again, without a wait up to the
-              commit, when all is here. So our part is as any other change: it sees all before it
-    commit    our effects, the kept answer of the slot and the decision (what the others are to do) are one change of our
-              engine. It is the moment at which the whole has happened; the client is answered
-    tell      when that is durable the others are told (SETTLE) until each has said that it is done, durably; then the decision
-              is dropped. A restart goes on with telling
+    gather    prepare: the records of other shards that the decision reads are locked there (HOLD, durable)
+              and sent here
+    decide    the decision runs over these records and our own, which are not locked. When all records are
+              here, the decision runs again, without a wait up to the commit. So our part is like any other
+              change: it sees all changes before it
+    commit    our effects, the slot's stored answer and the decision (the effects for other shards) are one
+              change of our engine. At this point the whole transaction has happened; the client is answered
+    tell      when the commit is durable, the other shards are notified (SETTLE) until each has acknowledged
+              that its part is done, durably; then the decision is deleted. After a restart this continues
 
-A change that is not decided leaves nothing here: whoever holds for it and asks is told that it never will be, which is true
-for every change of an earlier process without a decision. Of two changes that want the same record the older waits and the
-younger gives back all that it has and begins again, so that nobody waits in a circle. Used by `meta/server/service` and `door`.
+A transaction that is not committed leaves nothing here. A participant that asks for its outcome is answered
+that it will never happen; this is true for every transaction of an earlier process without a stored decision.
+
+If two transactions want the same record, the older one waits, and the younger one releases all its locks and
+starts again. So no two transactions wait for each other. Used by `meta/server/service` and
+`meta/transactions/service`.
 """
 
 from __future__ import annotations
@@ -51,17 +56,18 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 _log = logging.getLogger(__name__)
 
 HOLD_S = 5.0
-"""For one HOLD: a client that is dead is waited for no longer than three seconds there."""
+"""Timeout of one HOLD; a participant waits at most three seconds for a dead client."""
 SPAN_S = 10.0
-"""For all of it: then the asker is told to come again, and everybody else has his turn."""
+"""Limit for the phases before the commit. After it the client gets Unavailable and retries, and other
+transactions get a turn."""
 SETTLE_S = 5.0
 PAUSE_S, PAUSE_S_MAX = 0.005, 0.5
 ROUNDS_MAX = 100_000
-"""Of asking for more: a path is not deeper."""
+"""Limit for the rounds of gathering records; no path is deeper."""
 
 
 class _Asked:
-    """What one shard is asked for."""
+    """Records that one HOLD requests from a shard."""
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
@@ -72,6 +78,8 @@ class _Asked:
 
 
 class Coordinator:
+    """Coordinator of the cross-shard transactions that this shard decides."""
+
     def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, reads: Reads, holds: Holds, peers: Peers,
                  clock: Clock, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
         self._shard = shard
@@ -90,7 +98,7 @@ class Coordinator:
         self.decided = self.begun_again = 0
 
     def load(self) -> None:
-        """Go on with what a restart left to be told."""
+        """Resume the notifications that a restart interrupted."""
         first, end = range_of(records.DECIDED)
         while pairs := self._kv.scan(first, end, 1000):
             for key, raw in pairs:
@@ -107,24 +115,27 @@ class Coordinator:
     # -- up to the decision --------------------------------------------------------------------------------------------
 
     def begin(self, identity: int) -> Span:
-        """A change on behalf of that client. `end` has to be called whatever becomes of it."""
+        """Start a transaction on behalf of that client. The caller must call `end` in every case."""
         self._number += 1
         span = Span(SpanId(self._shard, self._incarnation, self._number), self._clock.wall_ns(), identity)
         self._active.add(span.id)
         return span
 
     def end(self, span: Span) -> None:
-        """Where it was not decided it never will be, and everybody who holds for it is told so, as far as he can be reached."""
+        """End a transaction; if it was not committed, release its locks at all shards that can be reached."""
         if not span.decided:
             self._give_back(span)
         self._active.discard(span.id)
 
     async def decide(self, span: Span, decide: Decide, request: Any) -> Draft:
-        """A draft for which all that it needs of others is held. Nothing has waited since it was decided: who goes on at once
-        commits it, who has to wait for something decides anew.
+        """Draft of the transaction; all records of other shards that it needs are locked.
 
-        Refused     as the decision says
-        Unavailable somebody whom it takes did not answer, or there was too much coming and going, or a cut went on, for SPAN_S
+        Nothing has waited since it was decided. A caller that continues without a wait may commit it; a
+        caller that waits must decide again.
+
+        Refused      as raised by the decision
+        Unavailable  for SPAN_S a participant did not answer, other transactions were in the way, or a
+                     truncation was in progress
         """
         until_s = self._clock.boottime_s() + SPAN_S
         for _ in range(ROUNDS_MAX):
@@ -148,7 +159,10 @@ class Coordinator:
         raise Unavailable("a change over several shards needs more of them than can be")
 
     async def _gather(self, span: Span, need: Need, until_s: float) -> None:
-        """Have what is needed held and sent. Busy and what passes: it begins again, or ends after a while."""
+        """Lock and fetch what the decision needs.
+
+        On Busy and other passing errors it starts again, up to a limit.
+        """
         if need.turn and await self._turn_here(span, until_s):
             return
         asked = self._by_shard(need)
@@ -164,7 +178,10 @@ class Coordinator:
         return self._view.owner_of(partition_of(ROOT_INODE))
 
     async def _turn_here(self, span: Span, until_s: float) -> bool:
-        """Whether the turn is given by this shard: then we have it on return, or have begun again."""
+        """Take the turn if this shard gives it; return whether it does.
+
+        On return we have the turn, or have started again.
+        """
         if self._root_shard() != self._shard:
             return False
         other = self._holds.of(TURN_KEY) or self._reads.closed(partition_of(ROOT_INODE))
@@ -200,7 +217,7 @@ class Coordinator:
         return asked
 
     def _owner(self, key: bytes) -> int:
-        """The shard that keeps the record; of what belongs to a shard and is no part of a directory, this one."""
+        """Shard that stores the record; this shard for its own records, except stripes of directories."""
         if records.is_part_key(key):
             return records.part_of_key(key)[1]
         return self._shard if key[0] & 0x80 else self._view.owner_of(records.partition_of_key(key))
@@ -224,7 +241,11 @@ class Coordinator:
         span.records.update((records.inode_key(number), None) for number in reply.births)
 
     async def _begin_again(self, span: Span, until_s: float, error: NvpoolError | None = None) -> None:
-        """Without anything that was held, after a while; `error`, or that there is too much going on, when there is no time."""
+        """Release all locks and start again after a pause.
+
+        If the time is over, this raises Unavailable with `error`, or because other transactions are in the
+        way.
+        """
         self._give_back(span)
         self.begun_again += 1
         span.tries += 1
@@ -242,7 +263,8 @@ class Coordinator:
         for shard in span.shards:
             self._spawn(self._tell_never(span.id, shard))
         if span.shards:
-            # Under another name from here on: the word that this one is over may arrive after what is held next.
+            # The next attempt needs a new id: the message that this attempt is over may arrive after the next
+            # locks.
             self._active.discard(span.id)
             self._number += 1
             span.id = SpanId(self._shard, self._incarnation, self._number)
@@ -258,8 +280,11 @@ class Coordinator:
     # -- from the decision on --------------------------------------------------------------------------------------------
 
     def split(self, span: Span, draft: Draft) -> tuple[dict[bytes, bytes | None], Decision | None]:
-        """Our effects of the draft, with the decision among them, which is None where nobody else has anything to do. Who
-        can not write them says `not_written` where that is certain: an engine that fails may have."""
+        """Split the draft: our effects, with the decision among them, and the decision.
+
+        The decision is None if no other shard has effects. A caller that can not apply them calls
+        `not_written` if it is certain that nothing was written. An engine that fails may have written them.
+        """
         ours: dict[bytes, bytes | None] = {}
         others: dict[int, list[Effect]] = {}
         owner_of = self._view.owner_of
@@ -272,28 +297,29 @@ class Coordinator:
         draft.orphans = [number for number in draft.orphans if owner_of(partition_of(number)) == self._shard]
         if not others and span.turn in (0, self._shard):
             return ours, None
-        span.decided = True  # from here on only who knows that it was not written may say so
+        span.decided = True  # from here on only a caller that knows that nothing was written may reset this
         turn = NO_TURN
         if span.turn == self._shard:
             turn = TURN_HERE
         elif span.turn:
             turn = TURN_LAST
-            others[span.turn] = others.pop(span.turn, [])  # to the end
+            others[span.turn] = others.pop(span.turn, [])  # moved to the end of the order
         decision = Decision(turn, others)
         ours[decided_key(span.id)] = encode_decision(decision)
         return ours, decision
 
     def not_written(self, span: Span) -> None:
-        """The engine has refused the change that `split` has told: nothing of it is anywhere."""
+        """Note that the engine has refused the change of `split`: no part of it exists anywhere."""
         span.decided = False
 
     def committed(self, span: Span, decision: Decision | None) -> None:
-        """The change that `split` has told has just been made. Others are told from here on."""
+        """Note that the change of `split` has just been applied, and start to notify other shards."""
         if decision is None:
             return
         self.decided += 1
         for shard in span.shards - decision.effects.keys():
-            self._spawn(self._tell_never(span.id, shard))  # it has nothing to do, and holds for nothing
+            # this shard has no effects; it only releases its locks
+            self._spawn(self._tell_never(span.id, shard))
         self._begin_telling(span.id, decision)
 
     def _begin_telling(self, span: SpanId, decision: Decision) -> None:
@@ -303,7 +329,7 @@ class Coordinator:
         task.add_done_callback(self._telling.discard)
 
     async def _tell(self, span: SpanId, decision: Decision) -> None:
-        # Not before it is durable: what others have done can not be taken back.
+        # Only after the commit is durable: effects at other shards can not be undone.
         await durable(self._kv)
         shards = list(decision.effects)
         last = [shards.pop()] if decision.turn == TURN_LAST else []
@@ -319,7 +345,8 @@ class Coordinator:
     async def _settle(self, span: SpanId, shard: int, effects: list[Effect]) -> None:
         request = pb.SettleRequest(id=id_message(span), decided=True, effects=effect_messages(effects))
         pause_s = PAUSE_S
-        while not self._peers.has_left(shard):  # it had done its part by then, and only its answer was lost
+        # a shard leaves only after it has done its part; its reply was lost
+        while not self._peers.has_left(shard):
             try:
                 await self._peers.ask(shard, wire.META_SETTLE, request, pb.SettleReply, SETTLE_S)
                 return
@@ -330,7 +357,7 @@ class Coordinator:
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
     async def outcome(self, span: SpanId, shard: int) -> pb.OutcomeReply:
-        """What `shard`, which holds for the change, is to do."""
+        """Outcome of a transaction for `shard`, which has locks for it."""
         if span in self._active and span not in self._decisions:
             return pb.OutcomeReply(outcome=pb.OutcomeReply.UNDECIDED)
         await durable(self._kv)
@@ -340,18 +367,18 @@ class Coordinator:
         return pb.OutcomeReply(outcome=pb.OutcomeReply.DECIDED, effects=effect_messages(decision.effects[shard]))
 
     async def all_told(self) -> None:
-        """Return when everybody has heard of what is decided."""
+        """Return when all participants have been notified of all committed transactions."""
         while self._telling:
             await asyncio.wait(self._telling)
 
     @property
     def to_tell(self) -> int:
-        """Decisions that somebody has not heard of yet."""
+        """Committed transactions of which some participant has not been notified yet."""
         return len(self._decisions)
 
 
 async def _all(works: list[Coroutine]) -> None:
-    """All to their ends, so that nothing is asked for behind our back; then the first error."""
+    """Run all to their ends, so that no request continues unnoticed; then raise the first error."""
     for error in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(error, BaseException):
             raise error

@@ -1,5 +1,7 @@
-"""What a change over several shards will need, as far as its request tells: asked for together, where decisions would ask for
-one after the other. A guess that is wrong holds something in vain for a moment.
+"""Lock hints: records that a cross-shard transaction will probably need, guessed from its request.
+
+They are requested together, where the decision would request one after the other. A wrong guess only locks a
+record for a moment without need.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ def foreseen(view: View, request: Any) -> Need | None:
         return records.dentry_key(directory >> records.COUNTER_BITS, directory, view.name_hash(directory, name), name)
 
     def named(directory: int, name: bytes) -> None:
-        """The inode that has this name here; with what is in it where it is a directory that may have to be empty."""
+        """Add the inode that has this name here.
+
+        If it is a directory that rmdir must find empty, a read of its names is added too.
+        """
         if (raw := view.get(key_of(directory, name))) is not None:
             number, kind = records.decode_dentry(directory >> records.COUNTER_BITS, raw)
             if inode(number) and kind == _DIRECTORY and isinstance(request, pb.UnlinkRequest):

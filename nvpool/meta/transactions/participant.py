@@ -1,11 +1,12 @@
-"""A shard that takes part in a change over several: it holds records until the coordinator says what became of the change.
+"""Participant in a cross-shard transaction: locks records until the coordinator reports the outcome.
 
-A hold is durable, with what was promised to clients about these inodes recalled, before it is answered. From then on this shard
-does nothing with these records by itself: it makes the effects when it hears that the change is decided, gives the records
-free when it hears that it never will be, and asks the coordinator when it hears nothing. Repeated messages change nothing:
-who has no hold has heard it before.
+Before a lock is acknowledged, it is durable, and the clients' leases on the locked inodes are recalled. From
+then on this shard does not change these records by itself. It applies the effects when it learns that the
+transaction is committed, releases the locks when it learns that the transaction will never happen, and asks
+the coordinator when it hears nothing. Repeated messages change nothing: if there is no lock, the message was
+processed before.
 
-Called by `door`; the coordinator is on another shard. Owned by `meta/server/service`.
+Called by `meta/transactions/service`; the coordinator is on another shard. Owned by `meta/server/service`.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 _log = logging.getLogger(__name__)
 
 ASK_AFTER_S = 2.0
-"""A coordinator that lives says sooner what became of the change."""
+"""Age of a lock after which the participant asks for the outcome. A live coordinator reports it sooner."""
 ASK_S = 2.0
 ASKED_MAX = 64
-"""Of one coordinator, at once."""
+"""Highest number of concurrent requests to one coordinator."""
 KEYS_MAX = 4096
 KEY_BYTES_MIN = 2
 
 
 async def durable(kv: Kv, sequence: int | None = None) -> None:
-    """Return when the change (default: the last) survives the loss of power here, and of this member where there are others."""
+    """Return when the change (default: the last) is durable here, and on the standbys if there are any.
+
+    It then survives a power loss, and with standbys the loss of this member.
+    """
     sequence = kv.sequence if sequence is None else sequence
     await kv.sync(sequence)
     history = getattr(kv, "history", None)
@@ -57,10 +61,15 @@ async def durable(kv: Kv, sequence: int | None = None) -> None:
 
 
 class Participant:
+    """This shard's part in transactions that other shards coordinate."""
+
     def __init__(self, kv: Kv, view: View, reads: Reads, holds: Holds, numbers: Numbers, peers: Peers, clock: Clock,
                  recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
                  orphaned: Callable[[int], None]) -> None:
-        """`recall(identity, inodes)` ends the leases of all but that client; what it returns is to be waited for."""
+        """`recall(identity, inodes)` recalls the leases of all other clients.
+
+        It returns a wait for that, if needed.
+        """
         self._kv = kv
         self._view = view
         self._reads = reads
@@ -73,7 +82,7 @@ class Participant:
         self._asking: set[SpanId] = set()
 
     def load(self) -> None:
-        """Take up the holds that a restart left; what can not be read is left to fsck."""
+        """Load the locks that a restart left; unreadable ones are left to fsck."""
         first, end = range_of(records.HELD)
         while pairs := self._kv.scan(first, end, 1000):
             for key, raw in pairs:
@@ -87,8 +96,12 @@ class Participant:
             hold.since_s -= ASK_AFTER_S
 
     async def hold(self, request: pb.HoldRequest) -> pb.HoldReply:
-        """Busy: an older change has one of the records, or it is on its way to another shard: give back what is held, begin
-        again. WrongShard: one of them is not ours. StaleEpoch: others have parts of a directory, too. NoSpace, Fenced."""
+        """Lock the requested records and return them, with other requested reads.
+
+        Busy: an older transaction has one of the records, or its partition is being migrated; the coordinator
+        must release its locks and start again. WrongShard: one of the records is not ours. StaleEpoch: the
+        pool has other shards, which may have stripes of a directory too. NoSpace, Fenced.
+        """
         span, keys = id_of(request.id), list(request.keys)
         if len(keys) + len(request.births) > KEYS_MAX:
             raise InvalidRequest(f"{KEYS_MAX} records at most are held at once")
@@ -140,7 +153,8 @@ class Participant:
         for key in (*keys, *request.looks):
             raw = self._kv.get(key)
             reply.records.add(key=key, put=raw is not None, value=raw or b"")
-        # what others hold is looked at, too: who was decided counts where it was, who was not finds what we hold
+        # Reads ignore locks of other transactions: a committed one counts where it was decided, and one that
+        # is not committed will find the records that we lock.
         ours = [partition for partition in range(PARTITION_COUNT) if not self._view.is_elsewhere(partition)]
         reply.named.extend(any(self._kv.scan(*records.dentry_range(partition, number), 1) for partition in ours)
                            for number in request.named)
@@ -160,7 +174,8 @@ class Participant:
         if any(shard != self._view.shard for _, shard in parts):
             raise WrongShard(f"this is shard {self._view.shard}, which keeps no parts of others")
         if parts and (others := set(self._view.shards).difference(request.shards)):
-            # Whoever has given them partitions knows them, so one of us who are asked does: they may have parts, too.
+            # A shard that has given them partitions knows them, and one of the requested shards has: they may
+            # have stripes, too.
             raise StaleEpoch(f"the pool has the shards {sorted(others)}, too")
         for partition in self._partitions(request):
             if self._view.is_elsewhere(partition):
@@ -169,13 +184,17 @@ class Participant:
                 self._reads.check_partition(partition)
 
     def _closed(self, request: pb.HoldRequest) -> Hold | None:
-        """Partitions on their way to another shard."""
+        """Lock of a partition of the request that is being migrated, if any."""
         return next((closed for partition in self._partitions(request)
                      if (closed := self._reads.closed(partition)) is not None), None)
 
     def _is_waited_for(self, span: SpanId) -> bool:
-        """Whether the partitions do not go before this change has ended, since it holds something in them (`Holds.quiet`). Who
-        holds something elsewhere is not waited for: what it took now would be left behind, and its effects be lost."""
+        """Whether the migration waits for this transaction.
+
+        It does if the transaction has a lock in the partitions (`Holds.quiet`). A transaction with locks only
+        elsewhere is not waited for: a lock that it takes now would be left behind, and its effects would be
+        lost.
+        """
         known = self._holds.by_span.get(span)
         return known is not None and any(self._reads.closed(partition_of_held(key)) is not None for key in known.keys)
 
@@ -188,7 +207,10 @@ class Participant:
         return pb.SettleReply()
 
     def end(self, span: SpanId, effects: list[Effect]) -> None:
-        """Make the effects and give free what is held, in one change. Nothing without the hold: it was done before."""
+        """Apply the effects and release the locks in one change.
+
+        If the locks are gone, this was done before, and nothing happens.
+        """
         hold = self._holds.by_span.get(span)
         if hold is None or not hold.durable:
             return
@@ -209,7 +231,7 @@ class Participant:
         self._holds.release(span)
 
     async def run_once(self) -> None:
-        """Ask about what is held for long: each coordinator, since others may be silent."""
+        """Ask for the outcome of old locks; each coordinator separately, because some may be silent."""
         now_s = self._clock.boottime_s()
         late: dict[int, list[SpanId]] = {}
         for hold in self._holds.by_span.values():
@@ -228,6 +250,7 @@ class Participant:
             self.end(span, effects_of(reply.effects) if reply.outcome == pb.OutcomeReply.DECIDED else [])
         except NvpoolError as error:
             if self._peers.has_left(span.shard):
-                self.end(span, [])  # which it does when all that it has decided was heard
+                # a shard leaves only after all its committed transactions are acknowledged
+                self.end(span, [])
                 return
             _log.info("what became of a change of shard %d is not known yet: %s", span.shard, error)

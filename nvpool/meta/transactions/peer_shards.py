@@ -1,7 +1,7 @@
-"""The other shards of the pool, found by its map, and the messages between them.
+"""Client of the other shards of the pool, which it finds in the pool map.
 
-Requests are not repeated here. Each carries the right of a service, which only processes of the pool can sign: that is what
-the door looks at. Used by `coordinator` and `participant`.
+Requests are not retried here. Each carries the grant of a service, which only processes of the pool can sign;
+the receiving service checks it. Used by `coordinator` and `participant`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from nvpool.rpc.target_calls import Dialer
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 SHARD_MAX = 0xFFFF
-"""A number of a shard has two bytes in keys."""
+"""Highest shard number: keys have two bytes for it."""
 
 
 class Peers:
+    """Client of all other shards."""
+
     def __init__(self, dialer: Dialer | None, clock: Clock, right: ServiceRight) -> None:
         self._dialer = dialer
         self._clock = clock
@@ -35,12 +37,18 @@ class Peers:
         self._map = pool_map
 
     def has_left(self, shard: int) -> bool:
-        """Whether it was in the pool and is not any more, for ever: no number is given twice. It leaves when all that it has
-        decided was heard, and when it holds for nobody (node/admin/shards)."""
+        """Whether the shard has left the pool; this is final, because no number is used twice.
+
+        A shard leaves when all its committed transactions are acknowledged, and it has no locks for others
+        (node/admin/shards).
+        """
         return self._map is not None and shard not in self._map.shard_by_id and shard <= shards_given(self._map)
 
     async def ask(self, shard: int, method: int, request: Any, reply_type: Any, wait_s: float) -> Any:
-        """The answer of the shard's primary; any NvpoolError. Unreachable also where our map does not know the shard yet."""
+        """Reply of the shard's primary; any NvpoolError.
+
+        Unreachable also if our map does not know the shard yet.
+        """
         known = self._map.shard_by_id.get(shard) if self._map is not None else None
         if known is None:
             raise WrongShard(f"shard {shard} has left the pool") if self.has_left(shard) else \
@@ -58,7 +66,7 @@ def id_message(span: SpanId) -> pb.SpanId:
 
 
 def id_of(message: pb.SpanId) -> SpanId:
-    """InvalidRequest: no shard has that number."""
+    """Decode a transaction id. InvalidRequest: no shard has that number."""
     if not 0 < message.shard <= SHARD_MAX:
         raise InvalidRequest(f"a change over several shards is decided by a shard from 1 to {SHARD_MAX}, not {message.shard}")
     return SpanId(message.shard, message.incarnation, message.number)

@@ -1,6 +1,7 @@
-"""Where a metadata service and changes over several shards meet: what it asks of them, and the messages of other shards.
+"""Cross-shard transaction service: connects the metadata service with coordinator and participant.
 
-Only who can sign the right of a service is answered. Made and owned by `meta/server/service`.
+It serves the messages of other shards, and answers only processes that can sign the grant of a service.
+Created and owned by `meta/server/service`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 
 
 class Spanning:
+    """Cross-shard transactions of one shard, as coordinator and as participant."""
+
     METHODS = (wire.META_HOLD, wire.META_SETTLE, wire.META_OUTCOME)
 
     def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, numbers: Numbers, targets: Targets, clock: Clock,
@@ -40,13 +43,13 @@ class Spanning:
         self.coordinator = Coordinator(shard, incarnation, kv, view, reads, self.holds, self._peers, clock, spawn)
         self.participant = Participant(kv, view, reads, self.holds, numbers, self._peers, clock, recall, orphaned)
         self.under_way: dict[tuple[int, int], asyncio.Future[None]] = {}
-        """By session and slot: changes over several shards that are being carried out for clients."""
+        """By session and slot: cross-shard transactions that run now on behalf of clients."""
 
     def use_map(self, pool_map: PoolMap) -> None:
         self._peers.use_map(pool_map)
 
     def load(self) -> None:
-        """Take up what a restart left."""
+        """Resume the transactions that a restart interrupted."""
         self.participant.load()
         self.coordinator.load()
 
@@ -54,7 +57,10 @@ class Spanning:
         await self.participant.run_once()
 
     def begin(self, call: Call, place: tuple[int, int], carry_out: Callable[[], Awaitable[None]]) -> None:
-        """`carry_out` answers the call; it is under way at that place until it ends. Busy."""
+        """Start `carry_out`, which answers the call; until it ends, `place` is in `under_way`.
+
+        Busy: too many requests wait already.
+        """
         done = self.under_way[place] = asyncio.get_running_loop().create_future()
 
         def ended() -> None:

@@ -1,7 +1,7 @@
-"""The view by which a change over several shards is decided: this shard's records, and those of others as they were sent here.
+"""View of a cross-shard transaction: this shard's records, and records that other shards have sent.
 
-The decisions of `meta/operations` run over it as they do over the view of one shard. What is missing is said by Need; the
-coordinator asks for it and decides anew. Pure but for that.
+The decisions of `meta/operations` run over it as over the view of one shard. A missing record raises Need;
+the coordinator fetches it and decides again. Pure except for that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ Range = tuple[bytes, bytes, int]
 
 
 class Need(Exception):
-    """The decision needs these of other shards: records to be held, records and ranges to be read, numbers for births; the
-    turn; or to know whether a directory has names at a shard. For the coordinator only."""
+    """The decision needs data of other shards; only the coordinator sees this.
+
+    `keys`: records to lock; `looks`: records to read without a lock; `ranges`: ranges to read; `births`:
+    partitions in which a new inode number is needed; `turn`: the turn; `named`: (directory, shard) pairs for
+    which we need to know whether the directory has names there.
+    """
 
     def __init__(self, *, keys: tuple[bytes, ...] = (), looks: tuple[bytes, ...] = (), ranges: tuple[Range, ...] = (),
                  births: tuple[int, ...] = (), turn: bool = False,
@@ -32,7 +36,7 @@ class Need(Exception):
 
 
 class Span:
-    """One change over several shards before it is decided: what was asked for, and who holds something for it."""
+    """A cross-shard transaction before its commit: records fetched so far, and shards with locks for it."""
 
     __slots__ = ("id", "order", "identity", "shards", "records", "looks", "ranges", "births", "turn", "decided", "tries",
                  "named")
@@ -46,20 +50,20 @@ class Span:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is held any more, so nothing is known."""
+        """Forget all fetched records, because their locks are released."""
         self.shards: set[int] = set()
         self.records: dict[bytes, bytes | None] = {}
         self.looks: dict[bytes, bytes | None] = {}
         self.ranges: dict[Range, list[tuple[bytes, bytes]]] = {}
         self.births: dict[int, int] = {}
         self.named: dict[tuple[int, int], bool] = {}
-        """By directory and shard, whose part of it is held: whether the directory has names there."""
+        """By directory and shard whose stripe is locked: whether the directory has names at that shard."""
         self.turn = 0
-        """The shard at which we have it; 0: we do not."""
+        """Shard that gave us the turn; 0: we do not have it."""
 
 
 class SpanView(View):
-    """Over the view `base` of this shard. Made anew for each attempt."""
+    """Extends the view `base` of this shard. Each attempt of a decision creates a new one."""
 
     def __init__(self, base: View, span: Span) -> None:
         self.__dict__.update(base.__dict__)
@@ -88,10 +92,10 @@ class SpanView(View):
         return self.is_elsewhere(records.partition_of_key(key))
 
     def _check_owner(self, partition: int) -> None:
-        """All shards are ours to ask."""
+        """Refuse nothing: a cross-shard transaction may ask all shards."""
 
     def xattr(self, number: int, name: bytes) -> bytes | None:
-        """Not held: what is inherited is what was there a moment ago."""
+        """Read without a lock: an inherited attribute may be the one of a moment ago."""
         key = records.xattr_key(number, name)
         if not self._is_others(key) or key in self._span.records:
             return super().xattr(number, name)
@@ -101,7 +105,10 @@ class SpanView(View):
         return records.decode_xattr(raw) if raw is not None else None
 
     def ancestor(self, number: int) -> Inode:
-        """Not held: under the turn no directory gets another parent, and who has entries is not removed."""
+        """Read without a lock.
+
+        Under the turn no other directory gets another parent, and a directory with entries is not removed.
+        """
         key = records.inode_key(number)
         if not self._is_others(key) or key in self._span.records:
             return self.inode(number)
@@ -111,7 +118,8 @@ class SpanView(View):
         return self.inode(number) if raw is None else records.decode_inode(number, raw)
 
     def holder(self, number: int) -> Inode:
-        """Where we have no part of a divided directory yet, or it is to be divided, a new one."""
+        """As `View.holder`; a new stripe if we have none of a divided directory, or it becomes divided
+        now."""
         if not self.is_elsewhere(number >> COUNTER_BITS):
             return self._own_holder(number)
         found = self._part(number)
@@ -132,8 +140,11 @@ class SpanView(View):
             raise Need(keys=missing, named=named)
 
     def has_names(self, directory: Inode) -> bool:
-        """Every shard looks when its part is held: from then on no shard changes names in the directory by itself, and what is
-        changed from its own shard or from ours counts there."""
+        """Whether the directory has a name; each shard checks while its stripe is locked.
+
+        From then on no shard changes names in the directory by itself. Changes from its own shard or from
+        ours count there.
+        """
         if not directory.flags & WIDE:
             return super().has_names(directory)
         number, named, others = directory.number, self._span.named, [shard for shard in self.shards if shard != self.shard]

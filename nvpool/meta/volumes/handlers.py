@@ -1,7 +1,8 @@
-"""What a metadata service answers about volumes, and what it does for them in the background.
+"""Handlers of volume requests, and the background work on volumes.
 
-A part of `meta/server/service`, which owns all that is used here. Wishes say how a volume is to be, so they need no slot:
-repeated, they find that it is so. They are durable when they are answered.
+A part of `meta/server/service`, which owns all state used here. An admin command states the desired state of
+a volume, so it needs no slot: if it is repeated, it finds that state already there. A command is durable when
+it is answered.
 """
 
 from __future__ import annotations
@@ -48,24 +49,29 @@ from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 LIST_STEP = 128
-"""Partitions that are looked through, or volumes, before others get their turn: a millisecond."""
+"""Partitions or volumes that are scanned before other requests get their turn: a millisecond."""
 UNLIMITED_S = 10.0
-"""After which a writer asks again whether a volume without a quota has one now."""
+"""Seconds after which a writer checks again whether a volume without a quota has one now."""
 AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
-"""What a writer is promised beyond what it needs: so much, or this part of what is free, where that is less."""
+"""Quota reserved for a writer beyond its need: this many bytes, or this share of the free quota if less."""
 CLOSES_S, CLOSES_LOOK_S = 1.0, 0.05
-"""A client tells of closes some tenths of a second behind them: so long is waited for them before a volume is called in use,
-looking so often."""
+"""A client reports closes some tenths of a second late. A volume counts as in use only if files are still
+open after CLOSES_S; they are checked every CLOSES_LOOK_S."""
 TRASH_LISTED, TRASH_LOOKED_AT, PURGED_AT_ONCE = 500, 1000, 10_000
 _log = logging.getLogger(__name__)
 _Wish = pb.VolumeRequest
 
 
 class VolumeAnswers:
+    """Volume part of `MetaService`."""
+
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def take_volumes(self, partitions: Iterable[int], promises_lost: bool) -> None:
-        """These partitions are ours from here on. `promises_lost`: sessions may have been promised room in them."""
+        """Add partitions that belong to this shard from here on.
+
+        `promises_lost`: sessions may hold quota reservations in them that are not known here.
+        """
         found = set()
         for partition in partitions:
             for key, raw in self._kv.scan(*range_of(VOLUME, partition), 1000):
@@ -89,16 +95,22 @@ class VolumeAnswers:
             self._removals.pop(number, None)
 
     def _check_here(self, volume: int) -> None:
-        """WrongShard where it is another shard's; Held, Unavailable where that is not settled."""
+        """Check that the volume belongs to this shard and can be used now.
+
+        WrongShard: it is another shard's. Held, Unavailable: its ownership is not settled.
+        """
         partition = partition_of(volume)
         if partition < PARTITION_COUNT and self._view.is_elsewhere(partition):
             raise WrongShard(f"volume {volume} belongs to another shard")
         self._view.check_partition(partition)
 
     async def _may_change(self, volume: int, session: int, inodes: Callable[[], list[int]]) -> bool:
-        """Whether these inodes of the volume may be changed now on behalf of the session, everybody else with a lease on them
-        having been told; not where the volume moves, or has moved. After each wait all is looked at anew: nothing has waited on
-        return. What is to be changed may be held all the same."""
+        """Whether the session may change these inodes of the volume now.
+
+        Leases of all other sessions on them are recalled first. False: the volume is being, or was, migrated.
+        After each wait all conditions are checked again, so on return nothing has waited since the last
+        check. The records may be locked nevertheless.
+        """
         partition = partition_of(volume)
         while self._view.serves(partition) and not self._view.is_elsewhere(partition):
             if self._kv.full:
@@ -111,7 +123,7 @@ class VolumeAnswers:
                 return True
         return False
 
-    # -- questions -----------------------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------
 
     def _volumes(self, call: Call) -> None:
         self._sessions.of(pb.VolumesRequest.FromString(call.message).session, self._owner(call))
@@ -131,7 +143,7 @@ class VolumeAnswers:
                         volume_policy.state_of(view, number, decode_volume(raw), volume_policy.use_of(view, number))
                     )
                 except CorruptRecord:
-                    continue  # fsck's
+                    continue  # left to fsck
             steps += 1
             if steps >= LIST_STEP:
                 steps = 0
@@ -175,7 +187,7 @@ class VolumeAnswers:
                         lambda: self._reply_volume(call, request.inode, reply), may_be_applied=True)
 
     def _reply_key(self, call: Call, request: _Wish, record: VolumeRecord) -> None:
-        """For who may read in the volume. AccessDenied; KeyMissing."""
+        """Reply with the volume's key if the caller may read in the volume. AccessDenied; KeyMissing."""
         check_wish(self._owner(call), record, request)
         reply = pb.VolumeReply()
         if record.wrapped_key:
@@ -183,7 +195,7 @@ class VolumeAnswers:
         call.reply(reply.SerializeToString())
 
     async def _settle(self, number: int, sequence: int, reply: pb.VolumeReply) -> None:
-        """Have what was changed stored, and rights that were taken back refused by the stores."""
+        """Wait until the change is durable and the stores refuse revoked rights."""
         await self._kv.sync(sequence)
         if self._revocations.owes(number):
             reply.revoked_in_s = ceil(await self._revocations.settle(number))
@@ -194,7 +206,7 @@ class VolumeAnswers:
         call.reply(reply.SerializeToString())
 
     def _carry_out(self, request: _Wish, record: VolumeRecord, use: volume_policy.Use) -> None:
-        """Nothing waits in here."""
+        """Apply the command. Nothing waits in here."""
         number, wish, access = request.inode, request.wish, self._view.access
         if wish in (_Wish.ATTACH, _Wish.DETACH):
             self._attach(request, record)
@@ -211,7 +223,8 @@ class VolumeAnswers:
         elif wish == _Wish.REVOKE:
             new = volume_policy.revoked(record, request.grant.client)
             if record.flags & LISTED:
-                self._revocations.owe(number, {request.grant.client: ALL})  # once more, where a process has died over it
+                # again, in case a process died before finishing it
+                self._revocations.owe(number, {request.grant.client: ALL})
         else:
             raise InvalidRequest(f"nothing is known that could be done with a volume under the number {wish}")
         if new == record:
@@ -220,7 +233,7 @@ class VolumeAnswers:
         access.note(number, new)
         self._revocations.owe(number, lost_rights(record, new))
         if (new.flags, new.grants) != (record.flags, record.grants):
-            self._watches.end_all()  # who has no right any more relies on nothing that he was told
+            self._watches.end_all()  # a client that lost its right must not rely on cached state
 
     def _attach(self, request: _Wish, record: VolumeRecord) -> None:
         key = volume_policy.attached_key(request.inode, check_holder(request.holder))
@@ -234,7 +247,7 @@ class VolumeAnswers:
             self._kv.apply([(key, encode_attached(self._clock.wall_ns()))])
 
     def _opened_in(self, number: int) -> dict[str, int]:
-        """Of the volume: how many inodes each client has open."""
+        """Number of open inodes of the volume per client."""
         found: dict[str, int] = {}
         partition, view = partition_of(number), self._view
         for session in self._sessions.by_number.values():
@@ -250,14 +263,14 @@ class VolumeAnswers:
         return found
 
     def _check_no_writers(self, record: VolumeRecord, number: int) -> None:
-        """InUse while files of it are open, which may be written: sealed is for ever."""
+        """InUse: files of the volume are open and may be written; a seal is final."""
         opened = self._opened_in(number)
         promised = self._view.rooms.promised(number)
         if opened or promised:
             who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
             raise InUse(f"volume {record.name} is not sealed while files of it are open: {who or 'a writer is not done'}")
 
-    # -- room for writers ----------------------------------------------------------------------------------------------
+    # -- quota reservations ----------------------------------------------------------------------------------
 
     def _volume_room(self, call: Call) -> None:
         self._counters["requests"] += 1
@@ -279,7 +292,8 @@ class VolumeAnswers:
         others = rooms.promised(number) - before
         free = max(0, record.bytes_max - use.bytes - others)
         if request.again and rooms.grace_left_s(number):
-            reply.bytes = request.bytes  # the process or shard before us has promised it: there is room for it
+            # the previous process or shard has reserved it, so it fits into the quota
+            reply.bytes = request.bytes
         elif request.bytes <= before:
             reply.bytes = request.bytes
         elif (grace_s := rooms.grace_left_s(number)) > 0:
@@ -294,7 +308,10 @@ class VolumeAnswers:
     # -- removal -------------------------------------------------------------------------------------------------------
 
     async def _remove_volume(self, request: _Wish) -> None:
-        """It has no name any more on return, and what is in it goes; durably. InUse, with who holds it."""
+        """Remove the volume's name, durably; its contents are removed in the background.
+
+        InUse: the volume is attached or has open files; the error names the holders.
+        """
         number = request.inode
 
         def check(record: VolumeRecord) -> None:
@@ -310,7 +327,7 @@ class VolumeAnswers:
         try:
             record, _ = await when_free(lambda: volume_policy.read_volume(self._view, number))
             self._view.access.note(number, record)
-            self._watches.end_all()  # whatever anybody was promised of what is in it
+            self._watches.end_all()  # all leases on the contents of the volume
         except NotFound:
             self._view.access.note(number, None)
         self._view.rooms.by_volume.pop(number, None)
@@ -352,7 +369,7 @@ class VolumeAnswers:
         await self._kv.sync()
 
     async def _purge_on_request(self, request: pb.TrashRequest, session: int, reply: pb.TrashReply) -> None:
-        """One entry, or some of all: `next` says that there are more."""
+        """Purge one entry, or some of all entries; `next` in the reply says that there are more."""
         while True:
             try:
                 await self._purge_asked(request, session, reply)
@@ -377,8 +394,10 @@ class VolumeAnswers:
                 reply.next = 1
 
     async def _purge(self, volume: int, inodes: list[int], session: int) -> int:
-        """These leave the trash, when everybody with a lease on them has been told; how many. Held, WrongShard, Unavailable:
-        they are not ours to purge now."""
+        """Remove these inodes from the trash after a recall of all leases on them. Return the count.
+
+        Held, WrongShard, Unavailable: this shard can not purge them now.
+        """
         if not await self._may_change(volume, session, lambda: inodes):
             self._check_here(volume)
         draft = trash.purged(self._view, volume, inodes, self._clock.wall_ns())
@@ -390,7 +409,10 @@ class VolumeAnswers:
         return len(draft.orphans)
 
     async def purge_more(self) -> int:
-        """What has been in the trash for long enough goes, of some entries of each volume at a time; how many inodes."""
+        """Remove expired entries from the trashes, some entries of each volume at a time.
+
+        Return how many inodes.
+        """
         gone, now_ns = 0, self._clock.wall_ns()
         for volume in list(self._view.trashes):
             if not self._view.serves(partition_of(volume)):
@@ -409,7 +431,7 @@ class VolumeAnswers:
                     gone += await self._purge(volume, over[at:at + STEP], 0)
                     await asyncio.sleep(0)
             except Held:
-                continue  # until the next time
+                continue  # tried again at the next round
             except NvpoolError as error:
                 _log.warning("the trash of volume %d is left as it is: %s", volume, error)
         return gone
@@ -422,7 +444,10 @@ class VolumeAnswers:
                 await self.purge_more()
 
     async def remove_more(self) -> int:
-        """Some of what is in volumes that are being removed goes; how many inodes. In steps of a few milliseconds."""
+        """Remove some contents of volumes that are being removed; return how many inodes.
+
+        Takes steps of a few ms.
+        """
         gone = 0
         for number, record in list(self._view.access.restricted.items()):
             if not record.flags & REMOVING:
@@ -437,7 +462,7 @@ class VolumeAnswers:
                     gone += removal.step()
                     await asyncio.sleep(0)
             except Held:
-                continue  # until the next time
+                continue  # tried again at the next round
             except NvpoolError as error:
                 _log.warning("volume %s can not be removed further yet: %s", record.name, error)
                 self._removals.pop(number, None)

@@ -1,7 +1,8 @@
-"""The end of a volume: it loses its name at once, and what is in it goes in steps.
+"""Removal of a volume: its name disappears immediately, its contents in steps.
 
-All of it lies in one partition, so a step is one change of this shard alone. Nothing is kept of how far it has come but the
-tree that is left: after a restart the removal begins again at its root. Owned by `meta/volumes/handlers`.
+All contents lie in one partition, so each step is a change of this shard alone. The remaining tree is the
+only record of the progress: after a restart the removal starts again at the root. Owned by
+`meta/volumes/handlers`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from nvpool.meta.state.volume_records import (
 )
 
 STEP = 128
-"""Names in a change: two milliseconds."""
+"""Names removed in one change: two milliseconds."""
 
 
 def removed(view: View, number: int, check: Callable[[VolumeRecord], None], now_ns: int) -> Draft:
-    """The volume's name goes, and the volume is marked; one in which nothing is goes altogether. Nothing where that is so
-    already. `check` may refuse."""
+    """Draft that removes the volume's name and marks the volume as being removed.
+
+    An empty volume is removed completely. If the volume is marked already, the draft is empty. `check` may
+    refuse.
+    """
     from nvpool.meta.operations.volume_policy import read_volume
     draft = Draft(view, now_ns)
     record, use = read_volume(view, number)
@@ -44,7 +48,7 @@ def removed(view: View, number: int, check: Callable[[VolumeRecord], None], now_
     try:
         root = draft.directory(number)
     except NotFound:
-        draft.effects.update(ended(view, number))  # fsck has met it
+        draft.effects.update(ended(view, number))  # fsck has removed the root directory
         return draft
     parent = draft.holder(root.parent)
     partition, _, key = view.place(parent, record.name.encode())
@@ -64,14 +68,17 @@ def removed(view: View, number: int, check: Callable[[VolumeRecord], None], now_
 
 
 def ended(view: View, number: int) -> dict[bytes, bytes | None]:
-    """The effects by which nothing is known of a volume any more."""
+    """Effects that delete all records of a volume."""
     keys = [volume_key(VOLUME, number), volume_key(USE, number)]
     keys += [key for key, _ in view.scan(*attached_range(number), ATTACHMENTS_MAX)]
     return dict.fromkeys(keys)
 
 
 class Removal:
-    """Of one volume. `step` until `done`; between two of them anything may happen but a change in the volume."""
+    """Removal of one volume's contents.
+
+    Call `step` until `done`. Between two steps anything may happen except a change in the volume.
+    """
 
     def __init__(self, kv: Kv, view: View, collector: Collector, clock: Clock, number: int) -> None:
         self._kv = kv
@@ -81,7 +88,7 @@ class Removal:
         self._number = number
         self._partition = partition_of(number)
         self._way = [(number, b"")]
-        """Directories from the root down to where we are, with the keys of their names."""
+        """Directories from the root down to the current one, each with the key of its name."""
         self.done = False
 
     def _names(self) -> list[tuple[bytes, bytes]]:
@@ -91,14 +98,16 @@ class Removal:
         return [inode_of_trash_key(key) for key, _ in self._kv.scan(*trash_range(self._number), STEP)]
 
     def next(self) -> list[int]:
-        """The inodes that the next step changes."""
+        """Inodes that the next step changes."""
         if trashed := self._trashed():
             return trashed
         return [self._way[-1][0], *(records.decode_dentry(self._partition, raw)[0] for _, raw in self._names())]
 
     def step(self) -> int:
-        """The next names go, in one change; how many inodes have lost their last. CorruptRecord: fsck first. Held: nothing has
-        happened, and the step may be made later."""
+        """Remove the next names in one change; return how many inodes have lost their last name.
+
+        CorruptRecord: run fsck first. Held: nothing has happened; call `step` again later.
+        """
         if trashed := self._trashed():
             draft = purged(self._view, self._number, trashed, self._clock.wall_ns())
             self._apply(draft)
@@ -129,7 +138,10 @@ class Removal:
         return gone
 
     def _leave(self, draft: Draft, top: int, own_key: bytes) -> int:
-        """Nothing is left in the directory: it goes, and its parent is the next; the root takes the volume with it."""
+        """Remove the current directory, which is empty, and continue in its parent.
+
+        The root ends the volume.
+        """
         if len(self._way) == 1:
             draft.effects.update(ended(self._view, self._number))
             self._apply(draft)

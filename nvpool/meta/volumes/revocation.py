@@ -1,10 +1,12 @@
-"""Revocation of rights to volumes, from the shard's side: the pool map is made to say what was taken back.
+"""Revocation of rights to volumes: the shard's part, which puts revoked rights into the pool map.
 
-A right is taken back in two steps. First the volume's record changes, durably: from then on no grant is given by it. Then the
-pool map says so, and stores refuse the grants from before (poolmap/grant_revocation). A step that fails is owed, and done with
-the next wish about that volume; where this process ends in between, grants from before live as long as they say. The locks of
-clients that were removed from the pool are given on when all stores have hung up on them. Used by `meta/volumes/handlers` and
-`meta/server/service`.
+A right is revoked in two steps. First the volume's record changes, durably; from then on the shard gives no
+grant by this right. Then the pool map lists the revocation, and the stores refuse earlier grants
+(poolmap/grant_revocation). If the second step fails, it stays owed, and the next admin command about the
+volume repeats it. If this process ends in between, earlier grants stay valid until they expire.
+
+The locks of clients that were removed from the pool are released when all stores have disconnected those
+clients. Used by `meta/volumes/handlers` and `meta/server/service`.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from nvpool.rpc.v1.meta_pb2 import TakeRightRequest
 TakeRight = Callable[[TakeRightRequest], Awaitable[list[int]]]
 ALL = READ | WRITE
 WAIT_S = 4.0
-"""For the map to change and for stores to know it: an operator gets an answer within the time in which it is to be in force."""
+"""Limit for the map to change and for the stores to receive it. An operator's answer comes within the time in
+which the revocation should take effect."""
 _PAUSE_S = 0.1
 _log = logging.getLogger(__name__)
 
 
 def lost_rights(before: VolumeRecord, after: VolumeRecord) -> dict[str, int]:
-    """Whose rights are fewer now, and which; under no name: everybody's."""
+    """Rights that `after` no longer gives, by member; the empty name stands for all members."""
     if after.flags & LISTED and not before.flags & LISTED:
         return {"": ALL}
     lost = {"": WRITE} if after.flags & SEALED and not before.flags & SEALED else {}
@@ -44,19 +47,24 @@ def lost_rights(before: VolumeRecord, after: VolumeRecord) -> dict[str, int]:
 
 
 class Revocations:
+    """Revocations that the pool map must still list, and removed clients whose locks are still kept."""
+
     def __init__(self, clock: Clock, options: MetaOptions, take_right: TakeRight | None, epoch: Callable[[], int]) -> None:
-        """`take_right(request)` asks who keeps the map, and returns the targets that do not know it yet; None: there is no map
-        (tests, tools), and nothing is done. `epoch()`: of the map that this shard knows."""
+        """`take_right(request)` asks the pool map's coordinator, and returns the targets unaware of it.
+
+        None: there is no map (tests, tools), and nothing is done. `epoch()`: epoch of the map that this shard
+        knows.
+        """
         self._clock = clock
         self._take_right = take_right
         self._epoch = epoch
         self._life_s = max(options.grant_s, MetaOptions().grant_s) + 2 * CLOCK_SKEW_S
         self._owed: dict[tuple[int, str], int] = {}
         self._removed: dict[int, int] = {}
-        """Sessions of clients that were removed -> epoch of the map that says it."""
+        """Sessions of clients that were removed -> epoch of the map that removed them."""
 
     def owe(self, volume: int, lost: dict[str, int]) -> None:
-        """These rights were taken back in the volume's record."""
+        """Note rights that the volume's record has revoked and the pool map must list."""
         if self._take_right is not None:
             for member, rights in lost.items():
                 self._owed[volume, member] = self._owed.get((volume, member), 0) | rights
@@ -65,8 +73,11 @@ class Revocations:
         return any(number == volume for number, _ in self._owed)
 
     async def settle(self, volume: int) -> float:
-        """Have stores refuse grants from before. For how many seconds some store may still take one: 0 when all know it.
-        Unavailable: the map can not be changed now, so all of them may."""
+        """Make the stores refuse earlier grants. Return for how many seconds some store may still accept one.
+
+        0: all stores know the revocation. Unavailable: the map can not be changed now, so all stores may
+        accept them.
+        """
         until_s = self._clock.boottime_s() + WAIT_S
         unaware: list[int] = []
         for (number, member), rights in list(self._owed.items()):
@@ -75,7 +86,7 @@ class Revocations:
             request = TakeRightRequest(volume=volume, member=member, rights=rights, life_ms=int(self._life_s * 1000))
             try:
                 unaware = await self._ask(request, until_s)
-            except InvalidRequest as error:  # its supervisor is of an older version
+            except InvalidRequest as error:  # the supervisor is of an older version
                 _log.warning("stores are not told that a right to volume %d was taken back: %s", volume, error)
                 return self._life_s
             except NvpoolError as error:
@@ -105,12 +116,12 @@ class Revocations:
     # -- clients that were removed -------------------------------------------------------------------------------------------
 
     def removed(self, session: int) -> None:
-        """The client of this session, which has ended, is in the pool no more."""
+        """Note the ended session of a client that is no longer in the pool."""
         if self._take_right is not None:
             self._removed[session] = self._epoch()
 
     async def cut_off(self) -> list[int]:
-        """Those of the sessions whose clients no store listens to any more. Each is told once."""
+        """Sessions whose removed clients no store serves any more; each session is returned once."""
         if not self._removed:
             return []
         try:
