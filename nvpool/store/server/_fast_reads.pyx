@@ -378,8 +378,7 @@ cdef class Reads:
             return reply
         return self._begin(at, in_work, side, reply, start, to + before, fd if fd >= 0 else self._fd, place, length)
 
-    # -- reads from the drive
-    # ----------------------------------------------------------------------------------------
+    # -- reads from the drive ----------------------------------------------------------------------------------------------
 
     cdef bint _opened(self) except -1:
         """Whether there is a ring whose completions the event loop watches."""

@@ -531,8 +531,7 @@ class StoreService(WritesOne, Telling):
         else:
             call.fail(error)
 
-    # -- other requests
-    # ----------------------------------------------------------------------------------------------
+    # -- other requests ----------------------------------------------------------------------------------------------
 
     def _flush(self, call: Call) -> None:
         self._parse(pb.FlushRequest, call)
