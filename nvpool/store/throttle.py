@@ -34,6 +34,9 @@ class Throttle:
             await asyncio.sleep(begin_s - now_s)
 
     async def leave(self, worked_s: float, others_busy: bool = False) -> None:
-        """Pause for as long as the last piece of work took, if clients wait here or `others_busy` is set."""
+        """Yield to waiting requests after a piece of work that took `worked_s`.
+
+        Pauses for the same time, at most YIELD_S_MAX, if client requests wait here or `others_busy` is set.
+        """
         if others_busy or self.busy():
             await asyncio.sleep(min(worked_s, YIELD_S_MAX))

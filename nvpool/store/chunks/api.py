@@ -93,12 +93,19 @@ class StoreOptions:
     cached_segments: int = 65_536
     """Decoded index segments in memory. Each needs about 1 KiB and describes 256 KiB of data."""
     reserve_share: float = 0.02
-    """Share of the capacity that new data may not use, so that overwriting, repair and removal have space."""
+    """Share of the capacity that new data may not use.
+
+    The share leaves space for overwriting, repair and removal.
+    """
     give_back: bool = True
-    """Punch freed runs of 256 KiB or more out of a data file, so that its file system gets the space back."""
+    """Punch freed runs of 256 KiB or more out of a data file.
+
+    This returns the space to the file system.
+    """
     replay_bytes_max: int = 512 * MIB
-    """Bytes written since the last index checkpoint that trigger the next one. The bound limits the data that
-    a replay must check.
+    """Bytes written since the last index checkpoint that trigger the next one.
+
+    The bound limits the data that a replay must check.
     """
     lend_s: float = LEND_S
     """Lifetime of location leases for clients on this host. 0 disables them; `direct` also disables them."""
@@ -210,8 +217,9 @@ class VersionsStep(NamedTuple):
 
 
 class ChunkState(NamedTuple):
-    """State for detecting a concurrent change: the chunk's version (0: no chunk) and the inode's truncate
-    epoch.
+    """State for the detection of a concurrent change.
+
+    `version` is that of the chunk, 0 for no chunk. `cut` is the truncate epoch of the inode.
     """
 
     version: int
@@ -244,9 +252,9 @@ class ChunkCopy:
 
 
 def check_table(table: int) -> None:
-    """Raise InvalidRequest for a chain table that no record can name, such as one of a later version.
+    """Check that a record can name this chain table; else InvalidRequest.
 
-    0 means no table and is accepted.
+    A later version may have made a higher table. 0 means no table and is accepted.
     """
     if table > TABLE_MAX:
         raise InvalidRequest(f"chunks of chain table {table} can not be kept here, of {TABLE_MAX} at most")
@@ -324,7 +332,9 @@ class ChunkStore(Protocol):
         """
 
     async def finish_read(self, batch: ReadBatch) -> None:
-        """Wait for the drive until `batch` is complete. The caller calls this once, if `missed` is not empty.
+        """Wait for the drive until `batch` is complete.
+
+        The caller calls this once, if `missed` is not empty.
         """
 
     def begin_finish(self, batch: ReadBatch, on_done: Callable[[BaseException | None], None]) -> None:
@@ -339,20 +349,19 @@ class ChunkStore(Protocol):
         """Whether to stage such a write before it is applied: the write is large and covers whole blocks."""
 
     async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
-        """Write the bytes to free blocks of the drive without blocking the event loop, for a later
-        `write_now`.
+        """Stage a write: write its bytes to free blocks, for a later `write_now`.
 
-        The buffer must stay unchanged until return. The caller passes the result to `write_now` and then, in
-        every case, to `drop_placed`.
+        The call does not block the event loop. The buffer must stay unchanged until return. The caller passes
+        the result to `write_now` and then, in every case, to `drop_placed`.
 
         NoSpace, Busy, DriveFailed, Fenced: nothing was done. The caller may cancel this call.
         """
 
     async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
                       cipher: BlockCipher | None = None) -> Placed:
-        """Do the part of a write that can fail, and start to write its bytes to the drive.
+        """Prepare a write: do everything that can fail, and start writing the bytes.
 
-        This part merges partial blocks, compares checksums and finds space. A later `write_now` with the
+        The call merges partial blocks, compares checksums and finds space. A later `write_now` with the
         result, called when its `writing` is done, does not fail for any of these reasons. Otherwise like
         `place`; also raises ChecksumMismatch like `write_now`.
         """
@@ -361,17 +370,19 @@ class ChunkStore(Protocol):
         """Free the staged blocks, unless a write has named them."""
 
     def held(self, inode: int, index: int) -> HeldChunk:
-        """Return the chunk's version (0: no chunk) and last requests, and its inode's truncate epoch and
+        """Return the state of a chunk without its bytes.
+
+        The state is the chunk's version (0: no chunk) and last requests, and its inode's truncate epoch and
         version floor.
 
         CorruptRecord: the record of the chunk or of the inode cannot be read.
         """
 
     def changing(self, inode: int, index: int) -> None:
-        """Invalidate location leases of the chunk, because it may change soon, perhaps on another target
-        first.
+        """Invalidate location leases of the chunk: the chunk may change soon.
 
-        From now on, clients of this host discard bytes that they read from the leased locations.
+        The change may come first on another target. From now on, clients of this host discard bytes that they
+        read from the leased locations.
         """
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
@@ -388,7 +399,7 @@ class ChunkStore(Protocol):
 
         `epoch` is the epoch of the chain. `version` is the version that the head of a chain passes to its
         successors. `placed` is the result of `place` for this buffer. `table` is the chain table of the
-        inode, stored with the chunk; 0 keeps the present table, and a new chunk gets table 1. `cipher` is the
+        inode, stored with the chunk; 0 keeps the current table, and a new chunk gets table 1. `cipher` is the
         cipher of an encrypted volume, given with each write and truncation of its files: blocks are stored,
         summed and read in encrypted form, while `buffer` and `checksums` are plain.
 
@@ -421,7 +432,7 @@ class ChunkStore(Protocol):
                   cipher: BlockCipher | None = None) -> int:
         """Truncate the file to `size`, or punch a hole from `size` to `end`.
 
-        On return the change is durable, and nobody reads the removed bytes again, not from a partial block
+        On return the change is durable, and no later read returns the removed bytes, not from a partial block
         either. The store refuses writes with a smaller truncate epoch from now on. If the block at an edge is
         damaged, its remaining bytes are given up: the block stays bad, see LOST_CHECKSUM. Returns the bytes
         of the blocks that this call freed. The call may be repeated and works on a full drive.
@@ -432,11 +443,13 @@ class ChunkStore(Protocol):
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
         """Remove all chunks of the inodes; return (chunks, bytes) freed.
 
-        The call may be repeated and works on a full drive. The removal is not flushed.
+        The call may be repeated and works on a full drive. The removal is durable only after a flush.
         """
 
     def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
-        """Return up to `limit` chunks of the inode from index `first` on, in order, and whether more follow.
+        """List up to `limit` chunks of the inode from index `first` on.
+
+        Returns the chunks in order, and whether more follow.
         """
 
     def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -463,16 +476,18 @@ class ChunkStore(Protocol):
         """
 
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
-        """Return up to `limit` inodes above `after` that have chunks here, in order, and whether more follow.
+        """List up to `limit` inodes above `after` that have chunks here.
+
+        Returns the inodes in order, and whether more follow.
         """
 
     def versions(self, after: tuple[int, int] | None, limit: int, wanted: ChainSet | None = None,
                  until: tuple[int, int] | None = None) -> VersionsStep:
-        """List up to `limit` chunks after (inode, index) `after`, up to and including `until`, with their
-        versions.
+        """List up to `limit` chunks with their versions.
 
-        The chunks are in this order, and belong to the `wanted` chains only. The step also has the inodes of
-        this range that were truncated. The number of records examined is bounded, so a step may end early.
+        The chunks come after (inode, index) `after`, up to and including `until`, in this order. They belong
+        to the `wanted` chains only. The step also has the inodes of this range that were truncated. The
+        number of records examined is bounded, so a step may end early.
         """
 
     def state(self, inode: int, index: int) -> ChunkState:
@@ -488,14 +503,14 @@ class ChunkStore(Protocol):
         """
 
     async def install(self, copies: Sequence[tuple[ChunkCopy, ChunkState]]) -> list[bool]:
-        """Replace each chunk with its copy, whatever its version is, if its state is still the given one.
+        """Replace each chunk whose state is still the given one with its copy.
 
-        Returns for each chunk whether it was replaced. The truncate epoch of the inode becomes at least that
-        of the copy. Blocks that are bad in the copy stay bad: a read of them fails with ChecksumMismatch. The
-        call may be repeated.
+        The version of the chunk does not matter. Returns for each chunk whether it was replaced. The truncate
+        epoch of the inode becomes at least that of the copy. Blocks that are bad in the copy stay bad: a read
+        of them fails with ChecksumMismatch. The call may be repeated.
 
         A chunk is the old or the new one, never a mixture, also after a loss of power. The change survives
-        the death of this process; it is not flushed.
+        the death of this process; it is durable only after a flush.
 
         NoSpace, Busy, DriveFailed, ChecksumMismatch (the received bytes do not match their checksums),
         InvalidRequest: chunks before the failed one may have been replaced.
@@ -505,10 +520,10 @@ class ChunkStore(Protocol):
         """Whether a record of the chunk cannot be read."""
 
     async def install_over(self, copy: ChunkCopy) -> bool:
-        """Replace an unreadable chunk with its copy, if the store and the copy know the same truncations.
+        """Replace an unreadable chunk with its copy.
 
-        Returns whether the chunk was replaced: not if the store knows a truncation of the inode that the copy
-        does not know, or the reverse. Otherwise like `install`.
+        Returns whether the chunk was replaced. It is not replaced if the store knows a truncation of the
+        inode that the copy does not know, or the reverse. Otherwise like `install`.
         """
 
     def note(self) -> bytes:
@@ -519,15 +534,15 @@ class ChunkStore(Protocol):
     async def discard(self, inode: int, index: int, is_wanted: Callable[[], bool] | None = None) -> int:
         """Remove the chunk, even if it is unreadable; return the bytes that the chunk occupied.
 
-        The truncate epoch of the inode stays. The removal is not flushed. The store calls `is_wanted` in the
-        step that removes, after all waits, and removes nothing if it returns false.
+        The truncate epoch of the inode stays. The removal is durable only after a flush. The store calls
+        `is_wanted` in the step that removes, after all waits, and removes nothing if it returns false.
         """
 
     on_bad: Callable[[], None] | None
     """Callback for each bad block, called when the store records the block; None at first."""
 
     def table_of(self, inode: int, index: int) -> int:
-        """Return the chain table that is stored with the chunk, 0 if there is no chunk."""
+        """Return the chain table stored with the chunk, 0 if there is no chunk."""
 
     async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview, *, checksum: bytes = b"",
                    version: int = 0) -> bool:
@@ -542,12 +557,13 @@ class ChunkStore(Protocol):
         """
 
     async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
-        """Raise the stored truncate epochs to these, where these are newer, for writes that missed a
-        truncation.
+        """Raise the stored truncate epochs to these, where these are newer.
+
+        This covers truncations that this store missed.
         """
 
     async def scrub(self, cursor: bytes, blocks: int, repair: bool = False) -> ScrubStep:
-        """Check about `blocks` blocks after the cursor against their checksums, and at the end the free map.
+        """Scrub about `blocks` blocks after the cursor: compare them with their checksums.
 
         The cursor b"" starts at the beginning; pass the cursor of an unfinished step to the next one. At the
         end the step compares the free map with the index. With `repair` the step corrects the free map where
@@ -690,7 +706,7 @@ async def open_chunk_store(path: str | os.PathLike[str], target: int = 0, option
     InUse         another process has the store open
     CorruptRecord, DriveFailed   the drive needs attention
     """
-    # imported here, since that module implements this interface
+    # Imported here, since that module implements this interface and imports this module.
     from nvpool.store.chunks.block_store import open_block_store
 
     where = Path(path)

@@ -1,6 +1,7 @@
-"""The chunk store on blocks of a data file or raw device, with a kv index.
+"""Chunk store on blocks of a data file or raw device, with a kv index.
 
-`api.py` has the contract. The store service and the replication code use this class through that interface.
+`api.py` has the contract. The store service and the replication and maintenance code use this class through
+that interface.
 
 A write runs in this order. The pieces are compared with their checksums. Partially written blocks are merged
 with the old blocks, which are checked first. The new blocks go to free places on the drive. One kv change
@@ -22,8 +23,8 @@ Order of durable steps:
 The interval sync of the journal is not enough for the fourth step. The journal may name data that is not on
 the drive yet, and then the old bytes must still exist.
 
-Everything runs on one event loop, and the state is complete at every await. A thread runs fdatasync and hole
-punching.
+Everything runs on one event loop, and the state is consistent at every await. A thread runs fdatasync and
+hole punching.
 """
 
 from __future__ import annotations
@@ -354,10 +355,10 @@ class BlockChunkStore(WholeChunks):
                                  table)
 
     def segments_at(self, chunk: Chunk, first: int, places: array, sums: bytes) -> list[tuple[int, Segment, int, int]]:
-        """Build the segments of a chunk whose blocks from `first` on lie at `places` (0: a hole) with
-        checksums `sums`.
+        """Build the segments of a chunk with new blocks from `first` on.
 
-        The result is the argument of `apply_segments`; all of these blocks are fresh.
+        The blocks lie at `places` (0: a hole) and have the checksums `sums`. The result is the argument of
+        `apply_segments`; all of these blocks are fresh.
         """
         segments: list[tuple[int, Segment, int, int]] = []
         block, end = first, first + len(places)
@@ -410,12 +411,12 @@ class BlockChunkStore(WholeChunks):
 
     def apply(self, transaction: Transaction, effects: list[Effect], inode: int = 0, indexes: Sequence[int] = (), *,
               reclaims: bool = False) -> None:
-        """Apply one index change to these chunks of an inode, and the transaction to the free map.
+        """Apply one kv change: index records of these chunks, and the free map.
 
         `inode` 0: the inode of the blocks is unknown. If this raises, neither change happened; the caller
         drops the transaction.
         """
-        # before the change: a client that reads the old locations from now on asks again
+        # Before the change: a client that reads the old locations from now on asks again for the locations.
         self.lender.changing(inode, indexes)
         if transaction.freed:
             transaction.until = self.lender.until(inode)
@@ -470,7 +471,9 @@ class BlockChunkStore(WholeChunks):
             self._sync_task = None
 
     async def _release(self) -> None:
-        """Release for allocation the blocks that durable changes have freed. The caller holds the flush lock.
+        """Release for allocation the blocks that durable changes have freed.
+
+        The caller holds the flush lock.
         """
         limit, now_s = min(self._durable, self.readings.oldest()), self.clock.boottime_s()
         if self.kind == "directory" and (self.options.give_back or self.room.missing):

@@ -1,8 +1,8 @@
 """The chunk index in decoded form, with a cache of recently used records.
 
 The cache has two generations: a used entry moves to the young one; when the young one reaches half of the
-bound, the old one is dropped and the two swap roles. So a hit costs one dict look-up, and nothing is sorted.
-The bound counts segments (about 1 KiB each).
+bound, it replaces the old one and a new, empty one begins. So a hit costs one dict look-up, and nothing is
+sorted. The bound counts segments (about 1 KiB each).
 
 An entry belongs to the event loop, and the write that changes the chunk changes the entry in place; no caller
 may keep an entry over an await. The users are the block store and its readers.
@@ -41,8 +41,9 @@ _NO_RECORD = InodeRecord()
 
 
 class Chunk:
-    """Cached chunk. `version` 0: no such chunk. `segments[n]` None, or after the end of the list: not read
-    yet.
+    """Cached chunk.
+
+    `version` 0: no such chunk. `segments[n]` None, or after the end of the list: not read yet.
     """
 
     __slots__ = ("inode", "index", "version", "cut", "requests", "table", "segments")
@@ -173,9 +174,10 @@ class Index:
 
     def records(self, inode: int, first: int, limit: int,
                 until: int = 1 << 32) -> list[tuple[tuple[int, int, int], bytes, bytes]]:
-        """Return up to `limit` segment records of an inode from chunk index `first` to before `until`.
+        """Return up to `limit` segment records of an inode.
 
-        Each is ((inode, index, segment), key, value).
+        They are in the chunks from index `first` to before `until`. Each is ((inode, index, segment), key,
+        value).
         """
         end = segment_key(inode, until, 0) if until < 1 << 32 else inode_end_key(inode)
         pairs = self._kv.scan(segment_key(inode, min(first, 0xFFFFFFFF), 0), end, limit)

@@ -10,16 +10,16 @@ A lease protects blocks. The table prevents readers from returning old bytes: 65
 with clients, which can only read the table. Before a change of a chunk is applied, the chunk's counter is
 raised. A client checks the counter after it has read, and discards the bytes if the counter differs from the
 one that came with the location. So after a write, a truncation or a removal was acknowledged, no read that
-begins later returns the old bytes, exactly as if the client had asked the store. After the counters the table
-has the end of this target's serving lease (`serve_until`; store/server/serving_lease), since other targets
-may have replaced this target.
+begins later returns the old bytes, exactly as if the client had asked the store. Behind the counters, the
+table stores the end of this target's serving lease (`serve_until`; store/server/serving_lease), since other
+targets may have replaced this target.
 
 The table can outlive a process if the supervisor keeps its memory (`KeptTable`). The next process raises all
 counters before it serves, so that no client returns bytes that it reads at locations from the dead process.
 Without a kept table, the counters of the dead process never change, and truncations are not acknowledged
 until its leases have ended. A process that ends in order raises all counters last (`end`) and records this.
-In each case every inode counts as leased for that time. The existence of leases is recorded, once for each
-process, before the first lease is issued:
+In each of these cases every inode counts as leased until the leases of the previous process have ended. The
+existence of leases is recorded, once for each process, before the first lease is issued:
 
     L                   boot id (36 bytes, of Linux) · lease lifetime in milliseconds u32 (little-endian)
     E                   boot id: no client returns what it reads at any location leased until now
@@ -57,7 +57,9 @@ SLOT_BITS = 16
 TABLE_BYTES = (4 << SLOT_BITS) + 8
 """Size of the table: the counters, then a double with seconds on the store's CLOCK_BOOTTIME."""
 INODES_MAX = 200_000
-"""Inodes remembered as leased. Beyond this number every inode counts as leased, until the set is forgotten.
+"""Inodes remembered as leased.
+
+Beyond this number every inode counts as leased, until the set is forgotten.
 """
 LENT_KEY = b"L"
 ENDED_KEY = b"E"
@@ -66,8 +68,9 @@ _LIFE = struct.Struct("<I")
 _F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _F_SEAL_SEAL, _F_SEAL_SIZE = 0x1, 0x2 | 0x4
 _F_SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1: nobody can map the memory for writing any more. Before that only the descriptor's mode prevents
-this.
+"""Linux 5.1: nobody can map the memory for writing any more.
+
+Before that only the descriptor's mode prevents this.
 """
 
 
@@ -82,7 +85,7 @@ def encode_said(target: int, token: bytes, now_s: float) -> bytes:
 
 
 class KeptTable(NamedTuple):
-    """A memfd of ours that the processes serving this target have used for the table since `since_s`.
+    """A lease table in a memfd, used by this target's processes since `since_s`.
 
     An empty memfd has not been used yet.
     """
@@ -142,7 +145,7 @@ class Lender:
             if os.fstat(self._fd).st_size != TABLE_BYTES:
                 os.ftruncate(self._fd, TABLE_BYTES)
             self._memory = mmap.mmap(self._fd, TABLE_BYTES)
-            # so a mapping never extends past the end of the memory
+            # With this seal, no mapping ever extends past the end of the memory.
             fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SIZE)
             if not kept:  # else the next process must be able to write; only we hold the memfd
                 with contextlib.suppress(OSError):
@@ -156,7 +159,7 @@ class Lender:
         self._table = memoryview(self._memory)[:4 << SLOT_BITS].cast("I")
         self._serving = memoryview(self._memory)[4 << SLOT_BITS:].cast("d")
         if kept:
-            self.changing_all()  # before clients may trust the time after the counters
+            self.changing_all()  # before clients may trust the time behind the counters
         self._serving[0] = math.inf
 
     def end(self) -> None:
@@ -219,7 +222,7 @@ class Lender:
         return life_s
 
     def stamp(self, inode: int, index: int) -> tuple[int, int]:
-        """Return (slot, present value of its counter)."""
+        """Return (slot, current value of its counter)."""
         slot = slot_of(inode, index)
         return slot, self._table[slot]
 
@@ -269,9 +272,9 @@ class Lender:
                 table[slot] = table[slot] + 1 & 0xFFFFFFFF
 
     def until(self, inode: int) -> float:
-        """Return until when clients may read blocks that were leased before now for the inode (0: any inode).
+        """Return until when clients may read blocks leased so far for the inode.
 
-        0 if there are no such leases.
+        Inode 0 means any inode. Returns 0 if there are no such leases.
         """
         if self.life_s:
             now_s = self._turn()

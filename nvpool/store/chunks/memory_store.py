@@ -1,6 +1,6 @@
 """The chunk store in memory, a fake for tests and simulations.
 
-This store keeps chunks in a dict, honours the whole chunk store contract, and remembers which state was
+This store keeps chunks in a dict, fulfils the whole chunk store contract, and remembers which state was
 flushed. `crash` simulates a loss of power: each chunk returns to its last flushed state. Tests of the client
 and simulations use the fake. It has no drive, no thread and no index, so it shares nothing with the block
 store but the contract.
@@ -284,7 +284,10 @@ class MemoryChunkStore:
     @staticmethod
     def _without(name: tuple[int, int], block: tuple[bytes, int], number: int, first: int, last: int,
                  cipher: BlockCipher | None) -> tuple[bytes, int] | None:
-        """Return the block with bytes [first, last) of its chunk zeroed, or None if only zeros remain."""
+        """Zero the bytes [first, last) of the chunk in one block.
+
+        Returns the new block, or None if only zeros remain.
+        """
         begin, end = max(0, first - number * BLOCK_BYTES), min(BLOCK_BYTES, last - number * BLOCK_BYTES)
         if begin >= end:
             return block

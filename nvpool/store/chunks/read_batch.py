@@ -66,7 +66,7 @@ class Readings:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Register a read that looks at the index now and then waits, for the duration of the context."""
+        """Context of a read that looks at the index now and waits later."""
         number = self.begin(self._kv.sequence)
         try:
             yield
@@ -74,7 +74,9 @@ class Readings:
             self.end(number)
 
     def oldest(self) -> float:
-        """Return the sequence of the change at which the oldest waiting read began; infinite if none waits.
+        """Return the sequence of the change at which the oldest waiting read began.
+
+        Infinite if none waits.
         """
         return min(self._begun.values(), default=math.inf)
 
@@ -100,7 +102,7 @@ class _Work:
 
 
 _TOGETHER_MIN = 7
-"""Remaining reads of a batch from which one look-up for all their chunks is worth its cost.
+"""Smallest number of remaining reads that is worth a common chunk look-up.
 
 The look-up saves 3 % of 7 µs for each read with 8 reads, and 11 % with 1,024.
 """
@@ -271,7 +273,7 @@ class BatchReader:
     def finish(self, batch: ReadBatch, on_done: Callable[[BaseException | None], None]) -> None:
         """See ChunkStore.begin_finish."""
         work, missed = batch.work, batch.missed
-        # later changes may have freed the blocks that the batch reads
+        # Changes after this sequence may have freed the blocks that the batch reads.
         number = self._readings.begin(work.sequence)
         try:
             self._device.begin_read([work.offsets[at] for at in missed], [work.lengths[at] for at in missed],

@@ -65,8 +65,9 @@ Write = Callable[[list, int], None]
 
 
 class _Block(NamedTuple):
-    """Block of a segment: disk block (0: a hole), checksum, and the change that wrote it (-1: before the
-    journal).
+    """Block of a segment: disk block (0: a hole), checksum, and writer.
+
+    The writer is the number of the change that wrote the block, -1 for one before the journal.
     """
 
     place: int
@@ -75,7 +76,9 @@ class _Block(NamedTuple):
 
 
 _OF_NO_WRITE = 1 << 31
-"""Bit in the counter of a version: a head's counters restart with each epoch of its chain and stay below it.
+"""Bit in the counter of a version.
+
+A head's counters restart with each epoch of its chain and stay below this bit.
 """
 _HOLE = _Block(0, ZERO_BLOCK_CHECKSUM.to_bytes(4, "little"), -1)
 
@@ -170,9 +173,9 @@ def _blocks(key: bytes, raw: bytes | None) -> list[_Block]:
 
 
 def _merged(changes: list[list[Effect]], segments: dict[bytes, list[_Block]]) -> list[list[Effect]]:
-    """Return the changes, with the last record of each segment that a rejection affects stored merged.
+    """Return the changes with merged records for the segments that a rejection affects.
 
-    The original record is stored beside the merged one.
+    Only the last record of each such segment is merged. The original record is stored beside the merged one.
     """
     found: list[list[Effect]] = []
     seen: set[bytes] = set()

@@ -23,7 +23,7 @@ _TRIES_MAX = 1000
 
 
 def _segments(store: BlockChunkStore, inode: int, index: int) -> tuple[list[Segment], bool]:
-    """Return the readable segments of the chunk, and whether all records are readable, the head included."""
+    """Return the readable segments of the chunk, and whether all records are readable."""
     found, whole = [], True
     for number in range(_SEGMENTS_MAX):
         key = segment_key(inode, index, number)

@@ -1,12 +1,13 @@
-"""Transfer of whole chunks out of a block store and into it, and the listing of their versions.
+"""Transfer of whole chunks out of a block store and into it.
 
-This is the store's side of copies between targets. A chunk is installed by one kv change that names all its
-new blocks, frees all old ones, and has the version, the requests and the inode's truncate epoch. The blocks
-are on the drive before the change (one sync for all chunks installed together). So a replay has nothing to
-check, and a loss of power leaves the old chunk or the new one. A block that was bad at its source gets zeros
-under its correct checksum: a reader gets the mismatch here as there.
+The module also lists the versions of chunks. This is the store's side of copies between targets. A chunk is
+installed by one kv change that names all its new blocks, frees all old ones, and has the version, the
+requests and the inode's truncate epoch. The blocks are on the drive before the change (one sync for all
+chunks installed together). So a replay has nothing to check, and a loss of power leaves the old chunk or the
+new one. A block that was bad at its source gets zeros under its correct checksum: a reader gets the mismatch
+here as there.
 
-The block store inherits this class; callers use the ChunkStore interface.
+The block store inherits from `WholeChunks`; callers use the ChunkStore interface.
 """
 
 from __future__ import annotations
@@ -265,12 +266,16 @@ class WholeChunks:
         self.name_copy(transaction, copy, gone)
 
     def name_copy(self, transaction: Transaction, copy: ChunkCopy, effects: dict[bytes, bytes | None]) -> None:
-        """Apply the one change that installs the copy, in place of the records that `effects` removes."""
+        """Apply the one change that installs the copy.
+
+        The copy replaces the records that `effects` removes.
+        """
         inode, index = copy.inode, copy.index
         if copy.version:
             head = Head(copy.version, copy.cut, copy.requests, copy.table)
             for number, segment in _segments(copy, transaction.taken):
-                # a replay must not check the bad blocks and reject the good ones for them
+                # A copy with bad blocks has no fresh ones: a replay would find the bad ones and reject the
+                # whole change.
                 fresh = 0 if copy.bad else len(segment.disk)
                 effects[segment_key(inode, index, number)] = encode_segment(segment, None if number else head, 0, fresh)
         healed = self.quarantine.within(inode, range(index, index + 1))

@@ -1,8 +1,8 @@
 """Truncation, hole punching and removal, in bounded steps of one kv change each.
 
-Whole chunks are removed in one step, since their segments need their head. The version floor of the inode
-keeps the versions of removed chunks as long as the inode lives, so that a version never has two contents. The
-user is the block store.
+A whole chunk is removed in one step, since its segments are useless without its head record. The version
+floor of the inode keeps the versions of removed chunks as long as the inode lives, so that a version never
+has two contents. The user is the block store.
 
 A truncation can be repeated, and can continue late if its caller did not wait for it. Chunks written under
 its truncate epoch belong to the time after the truncation, since writers get that epoch only when all targets
@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STEP_RECORDS = 256
-"""Segment records in one change: 64 MiB of a file, about 10 KiB of journal. More than the 64 of the largest
-chunk.
+"""Segment records in one change: 64 MiB of a file, about 10 KiB of journal.
+
+More than the 64 of the largest chunk.
 """
 STEP_RUNS = 2048
 """Runs freed in one change before the next chunk goes to another change: each run may be in its own group."""
@@ -250,8 +251,8 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
                 store.room.with_reserve(partial(store.write_runs, runs, written))
                 await store.sync_data()
             if b"" in edges.values():
-                # else a replay could reject the change that wrote the damaged block, and restore its old
-                # place
+                # Without this flush a replay could reject the change that wrote the damaged block, and
+                # restore its old place.
                 await store.flush()
             if edges:
                 if store.index.chunk(inode, index) is not chunk or chunk.version != version or store.kv.full:

@@ -182,7 +182,7 @@ class Scrub:
         return at < len(now.disk) and now.disk[at] == segment.disk[at]
 
     async def _map_against_index(self, repair: bool, problems: list[str], mended: list[str]) -> None:
-        """Find blocks that the free map calls used and that no record named during the pass."""
+        """Find leaked blocks: used in the free map, but named by no record."""
         store, allocator, seen = self._store, self._store.allocator, self._seen
         if seen is None:
             return

@@ -46,8 +46,10 @@ GROUP_BITS = 13
 GROUP_BLOCKS = 1 << GROUP_BITS
 _GROUP_MASK = GROUP_BLOCKS - 1
 DELTAS_MAX = 24
-"""Changes in a list before folding. The journal bytes of a group's change, 2 n for the list and 1,024 / n for
-the folding, are least for n near 23.
+"""Changes in a list before folding.
+
+The journal bytes of a group's change, 2 n for the list and 1,024 / n for the folding, are least for n near
+23.
 """
 FOLDED_MAX = 512
 """Bitmaps in one change, as long as the lists allow it: half a MiB of journal."""
@@ -55,13 +57,15 @@ _DELTAS_LIMIT = 200
 """Longest list; its count is one byte."""
 GROUPS_CACHED = 2048
 LARGE_RUN_BLOCKS = 16
-"""Runs of this size or more have their own cursor, so that small files do not fragment the space of large
-ones.
+"""Size from which runs have their own cursor.
+
+So small files do not fragment the space of large ones.
 """
 ROOMY_BLOCKS = GROUP_BLOCKS // 8
 RESTING_MAX = 50_000
-"""Changes whose blocks wait for leases to end: some 20 MB. Above this limit no leases are issued, so the wait
-ends within one lease lifetime.
+"""Changes whose blocks wait for leases to end: some 20 MB.
+
+Above this limit no leases are issued, so the wait ends within one lease lifetime.
 """
 _ALL = (1 << GROUP_BLOCKS) - 1
 _FREED = 1 << 31
@@ -145,8 +149,9 @@ class Transaction:
         self.taken: list[Run] = []
         self.freed: list[Run] = []
         self.until = 0.0
-        """Time on CLOCK_BOOTTIME until which clients may read the freed blocks, 0 for none. Set it before
-        Allocator.effects.
+        """Time on CLOCK_BOOTTIME until which clients may read the freed blocks, 0 for none.
+
+        Set it before Allocator.effects.
         """
         self._key = b""
         self._after: dict[int, tuple[int, array | None]] = {}
@@ -217,7 +222,9 @@ class Allocator:
         return {0, self.group_count - 1}
 
     def _fixed_mask(self, group: int) -> int:
-        """Return blocks that are never allocated: the reserved front, and blocks after the end of the drive.
+        """Return the blocks that are never allocated.
+
+        These are the reserved front, and blocks after the end of the drive.
         """
         mask = _mask(0, min(RESERVED_BLOCKS, self.block_count)) if group == 0 else 0
         if group == self.group_count - 1:
@@ -358,8 +365,9 @@ class Allocator:
     # -- ending a transaction ----------------------------------------------------------------------------------------
 
     def effects(self, transaction: Transaction) -> list[Effect]:
-        """Return the free map effects for the kv change. Call commit or drop next, without an await in
-        between.
+        """Return the free map effects for the kv change.
+
+        Call commit or drop next, without an await in between.
 
         InvariantBroken: a block to be freed is not in use.
         """
@@ -409,8 +417,9 @@ class Allocator:
         after[group] = used, deltas
 
     def commit(self, transaction: Transaction, sequence: int) -> None:
-        """Record that the change was applied as `sequence`; its freed blocks are held until
-        release(sequence).
+        """Record that the change was applied as `sequence`.
+
+        Its freed blocks are held until release(sequence).
         """
         for group, (used, deltas) in transaction._after.items():
             now = self._group(group)
@@ -455,8 +464,9 @@ class Allocator:
         return runs
 
     def release(self, sequence: int, now_s: float = math.inf) -> list[bytes]:
-        """Free blocks of changes up to `sequence`, which are durable, unless clients may still read the
-        blocks.
+        """Release blocks that durable changes, those up to `sequence`, have freed.
+
+        Blocks that clients may still read stay held.
 
         Returns the keys of obsolete records; the caller removes them at some later time.
         """
@@ -483,10 +493,10 @@ class Allocator:
             self._unhold(run, give_back=True)
 
     def rest(self, now_s: float, until_max_s: float) -> list[bytes]:
-        """Hold blocks that the previous process freed and that clients may still read, from its records.
+        """Hold blocks that the previous process freed and that clients may still read.
 
-        The blocks are held until `until_max_s` at most. Call before any allocation. Returns the keys of
-        obsolete records.
+        The records of that process list the blocks. They are held until `until_max_s` at most. Call before
+        any allocation. Returns the keys of obsolete records.
         """
         past: list[bytes] = []
         found: list[tuple[float, bytes, list[Run]]] = []
@@ -495,7 +505,7 @@ class Allocator:
             until = min(until, until_max_s)
             held: list[Run] = []
             for place, count in runs if until > now_s else ():
-                # one block at a time: few have such records
+                # One block at a time, since only few blocks have such records.
                 for block in range(place, min(place + count, self.block_count)):
                     group, at = block >> GROUP_BITS, block & GROUP_BLOCKS - 1
                     if self._free_mask(group) >> at & 1:
@@ -520,7 +530,7 @@ class Allocator:
 
     @property
     def scarce(self) -> bool:
-        """Whether so little space is free that freed blocks should not have to wait for leases."""
+        """Whether space is too scarce for new leases, which delay the reuse of blocks."""
         return self._available < self.block_count >> 4 or len(self._resting) > RESTING_MAX
 
     @property

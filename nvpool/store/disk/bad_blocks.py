@@ -17,8 +17,9 @@ from nvpool.store.disk.index_records import bad_key, split_bad_key
 log = logging.getLogger(__name__)
 
 KEPT_MAX = 1000
-"""Recorded bad blocks. Further ones are only logged, and the next scrub finds them again: replace a drive
-that has more.
+"""Recorded bad blocks.
+
+Further ones are only logged, and the next scrub finds them again: replace a drive that has more.
 """
 
 BadName = tuple[int, int, int]
@@ -57,7 +58,10 @@ class Quarantine:
             log.warning("%s: the bad block could not be recorded: %s", self._where, error)
 
     def within(self, inode: int, indexes: range, blocks: range | None = None) -> list[BadName]:
-        """Return the bad blocks in these chunks (and blocks), for a change that replaces or removes them."""
+        """Return the bad blocks in these chunks (and blocks).
+
+        A change that replaces or removes them then calls `forget`.
+        """
         if not self._texts:
             return []
         return [name for name in self._texts

@@ -1,6 +1,7 @@
-"""Block device of a store: the only module that reads and writes chunk data on a drive.
+"""Access to a store's drive: a data file, a raw block device, or a fake in memory.
 
-There are two implementations: a data file or raw block device, and a fake in memory for tests.
+All chunk data passes through this module, except that the compiled fast paths in `store/server` use its file
+descriptor directly.
 
 Reads come in batches of (disk offset, length, position in the buffer). `read_now` fills the data that the
 page cache has and returns the missing reads (preadv with RWF_NOWAIT, Linux 4.14). `read` waits for the
@@ -47,8 +48,9 @@ the cache and 60 to the drive. The kernel keeps both coherent, and no block is r
 time: a written block is free until the index names it.
 """
 SMALL_BYTES = 16 * 1024
-"""Largest read whose memory comes from the allocator, which is faster than a search for a free buffer of
-ours.
+"""Largest read that gets new memory instead of a pooled buffer.
+
+The memory allocator is faster here than the search for a free buffer.
 """
 _DIRECT_THREADS = 4
 """Concurrent direct writes: a single one leaves most of a drive idle."""
@@ -61,12 +63,15 @@ class Device(Protocol):
     lacks_room: bool
     """Whether a write met a full file system since this was last set to False."""
     writes: str
-    """For `status`: `direct` if large writes bypass the page cache, `cached` if the drive does not support
-    that.
+    """For `status`: how large writes are made.
+
+    `direct` bypasses the page cache; `cached` means that the drive does not support this.
     """
 
     def buffer(self, byte_count: int) -> memoryview:
-        """Return a buffer of this size, with arbitrary contents. It is free again when no view of it exists.
+        """Return a buffer of this size, with arbitrary contents.
+
+        It is free again when no view of it exists.
         """
 
     def read_now(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
@@ -92,8 +97,9 @@ class Device(Protocol):
         """Read and block the event loop: for the start only. DriveFailed."""
 
     def write(self, buffers: list, offset: int) -> None:
-        """Write the buffers one after another. NoSpace, DriveFailed: any part of the range may have been
-        written.
+        """Write the buffers one after another.
+
+        NoSpace, DriveFailed: any part of the range may have been written.
         """
 
     def lend(self) -> int:
@@ -119,7 +125,9 @@ class Device(Protocol):
         """
 
     async def discard(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Mark these (offset, length) ranges as unused, so that their space may be given back. Best effort.
+        """Mark these (offset, length) ranges as unused, so that their space may be given back.
+
+        Best effort.
         """
 
     async def close(self) -> None: ...
@@ -259,10 +267,10 @@ class FileDevice:
             at += length
 
     def _note_run(self, start: int, end: int) -> None:
-        """Start writeback of a long sequential run early, so that the later sync has little to write.
+        """Start writeback of a long sequential run early.
 
-        The kernel alone would start when a tenth of the memory is dirty. This is only advice: nothing waits,
-        and errors are ignored.
+        Then the later sync has little to write. The kernel alone would start when a tenth of the memory is
+        dirty. This is only advice: nothing waits, and errors are ignored.
         """
         if start == self._run_end:
             self._run_end = end
@@ -336,8 +344,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _punch(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
-    """Punch holes with fallocate(2), which the os module lacks. A file system without support keeps the
-    space.
+    """Punch holes with fallocate(2), which the os module lacks.
+
+    A file system without support keeps the space.
     """
     for offset, length in ranges:
         _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(_FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE), ctypes.c_long(offset),

@@ -1,9 +1,9 @@
-"""Direct reads, which bypass the page cache of the drive, for clients that cache data themselves.
+"""Direct reads, which bypass the page cache, for clients that cache data themselves.
 
 The kernel of a mount has its own page cache. Data read once should not evict data from our page cache that
 others read again. So larger reads of such clients bypass our page cache. Data that is read again a short time
-later, in the same pieces, goes through the cache: then another node probably does the same work (2Q: T.
-Johnson, D. Shasha, VLDB 1994). The user is `device`.
+later, in the same pieces, goes through the cache: then another node probably does the same work. The
+algorithm is 2Q (T. Johnson, D. Shasha, VLDB 1994). The user is `device`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from nvpool.blockio.reader import DIRECT_READ_BYTES, cached_pages, open_direct, 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 
 AGAIN_S = 20.0
-"""Lifetime of a remembered read: reads this recent are remembered for sure, and reads up to twice as old
-perhaps.
+"""Lifetime of a remembered read.
+
+Reads this recent are remembered for sure, and reads up to twice as old perhaps.
 """
 PLACES_MAX = 32768
 """Size of each of the two sets of remembered reads: 64 GiB of reads of 1 MiB, some 6 MB of memory."""
@@ -75,8 +76,9 @@ class DirectReads:
             self._reader.begin(self._direct, offsets, lengths, positions, into, came)
 
     def _known(self, reads: Sequence[int]) -> bool:
-        """Whether one of these reads was made recently; records all of them. (Offset | blocks; less than 16
-        MiB.)
+        """Whether one of these reads was made recently; records all of them.
+
+        (Offset | blocks; less than 16 MiB.)
         """
         now_s = self._now_s()
         if now_s >= self._turn_s or len(self._new) >= PLACES_MAX:

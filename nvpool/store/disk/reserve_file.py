@@ -1,4 +1,4 @@
-"""Space reserve on the file system of a data file, for operations that must work when it is full.
+"""Space reserve on a data file's file system, for truncations on a full drive.
 
 The data file is sparse, so a block that is free in our free map may have no space behind it. A truncation
 within a block rewrites one block, and a full drive must accept this write. So a file `reserve` beside the
@@ -27,7 +27,9 @@ from nvpool.core.units import KIB, MIB
 RESERVE_BYTES = MIB
 """Size of the reserve: 256 concurrent truncations, before the first of them frees its old block."""
 PIECE_BYTES = 32 * KIB
-"""Size of a released piece. More than a block, since the file system may need some space for its own tables.
+"""Size of a released piece.
+
+More than a block, since the file system may need some space for its own tables.
 """
 AGAIN_BYTES = 8 * MIB
 """Free space besides the reserve before the file system no longer counts as full.
@@ -41,18 +43,23 @@ log = logging.getLogger(__name__)
 
 class HostRoom:
     def __init__(self, path: Path | None, what: str):
-        """Create the reserve. `path` is the reserve file, None for no reserve. `what` names the target in the
-        log.
+        """Create the reserve.
+
+        `path` is the reserve file, None for no reserve. `what` names the target in the log.
         """
         self.path = path
         self._what = what
         self.full = False
-        """Set when a write finds no space, until there is space for the reserve and AGAIN_BYTES."""
+        """Set when a write finds no space.
+
+        Cleared when there is space for the reserve and AGAIN_BYTES.
+        """
         self.missing = False
         """Set while the reserve is incomplete."""
         self.spending = False
-        """Set while a write is tried with released space: `keep`, which runs in a thread, takes no space
-        then.
+        """Set while a write is tried with released space.
+
+        Then `keep`, which runs in a thread, takes no space.
         """
 
     def refused(self) -> None:
@@ -97,8 +104,9 @@ class HostRoom:
             raise from_os_error(error, f"giving back {self.path}") from None
 
     def tend(self) -> None:
-        """Complete the reserve if there is space, and update `full`. Blocks on the file system: run in a
-        thread.
+        """Complete the reserve if there is space, and update `full`.
+
+        Blocks on the file system: run in a thread.
         """
         if self.path is None or not (self.missing or self.full):
             return

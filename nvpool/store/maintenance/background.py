@@ -23,8 +23,9 @@ from nvpool.store.replication.transfer_client import OtherTargets
 from nvpool.store.throttle import Throttle
 
 RESYNC_BYTES_PER_S = 128 * MIB
-"""A fifth of the bytes that one core of a store moves, so that serving keeps its latency; see [store]
-resync_bytes_s.
+"""Default rate limit of background work; see [store] resync_bytes_s.
+
+The limit is a fifth of the bytes that one core of a store moves, so that serving keeps its latency.
 """
 
 

@@ -39,14 +39,19 @@ ChainName = tuple[int, int]
 log = logging.getLogger(__name__)
 
 STAY_S = 60.0
-"""Longer than the lifetime of a location lease (5 s), and than a client waits before it fetches the map
-again.
+"""Time from leaving a chain to the removal of its chunks.
+
+The time is longer than the lifetime of a location lease (5 s), and than a client waits before it fetches the
+map again.
 """
 DRAINED_STAY_S = 10.0
 LATE_S = 600.0
 """Age of an orphan after which it counts as left behind: `leaves` no longer says that it goes by itself."""
 AGAIN_S = 30.0
-"""Interval at which a drained target that is not empty looks for chunks that arrived after its last pass."""
+"""Interval between passes on a drained target that is not empty.
+
+The passes find chunks that arrived later.
+"""
 CHUNK_COST_BYTES = 64 << 10
 """Cost of a removal for the throttle: two thousand removals a second at the default rate."""
 _STEP = 256
@@ -192,14 +197,18 @@ class Strays:
         return self.removed_chunks - before
 
     def _goes(self, name: ChainName, version: int) -> bool:
-        """Whether to remove a chunk of the chain with this version now; version 0 means an unreadable chunk.
+        """Whether to remove a chunk of the chain with this version now.
+
+        Version 0 means an unreadable chunk.
         """
         if not self._is_due(name):
             return not version and self._are_due(name[1])
         return version_parts(version)[0] <= self._epochs[name] or self._is_caught_up()
 
     def leaves(self, name: ChainName) -> bool:
-        """Whether chunks of this chain are orphans that will go by themselves; False for long overdue ones.
+        """Whether chunks of this chain are orphans that will go by themselves.
+
+        False for long overdue ones.
         """
         return name in self._open and self._clock.boottime_s() < self._lost_s[name] + LATE_S
 

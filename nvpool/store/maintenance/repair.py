@@ -31,8 +31,9 @@ from nvpool.store.throttle import Throttle
 log = logging.getLogger(__name__)
 
 RETRY_S, RETRY_S_MAX = 1.0, 60.0
-"""Delay between two attempts. It doubles each time and starts again with each new map and each newly found
-block.
+"""Delay between two attempts.
+
+It doubles each time and starts again with each new map and each newly found block.
 
 The longest delay limits the cost for a pool that cannot repair a thousand bad blocks: one request for each
 block to each of two other members.
@@ -91,7 +92,9 @@ class Repair:
                 delay_s = min(delay_s * 2, RETRY_S_MAX)
 
     async def repaired(self, bad: Iterable[BadBlock]) -> list[BadBlock]:
-        """Repair these blocks; return those that are good now. Fenced, NoSpace, DriveFailed: from this store.
+        """Repair these blocks; return those that are good now.
+
+        Fenced, NoSpace, DriveFailed: from this store.
         """
         found = []
         for one in bad:
@@ -145,7 +148,9 @@ class Repair:
         return False
 
     def _sources(self, one: BadBlock) -> list[tuple[int, int]]:
-        """Return (target, table) to ask: the other holders of the chunk's chain, nearest to the tail first.
+        """Return the (target, table) pairs to ask.
+
+        These are the other holders of the chunk's chain, nearest to the tail first.
         """
         if self._map is None:
             return []

@@ -79,7 +79,7 @@ class Rounds:
         self._task: asyncio.Task | None = None
         self._saved_s = 0.0
         self._speed: tuple[float, int] | None = None
-        """Time when this process began its part of the round, and the blocks of the round done by then."""
+        """Start time of this process's part of the round, and blocks done before."""
 
     def start(self) -> None:
         if self._task is None:

@@ -1,9 +1,9 @@
 """Writes to replicated chunks: one chain member's part of the protocol in poolmap/chains/protocol.
 
 The head queues the writes to a chunk and runs one at a time. Each member holds the undecided write as
-*pending*: its bytes are already on the drive or in memory, and partial blocks, checksums and space are dealt
-with (ChunkStore.prepare). So the commit, after the next member has committed, does not fail. A member that
-nevertheless cannot commit its pending write must not continue: it fences itself.
+*pending*: its bytes are already on the drive or in memory, partial blocks are merged, checksums compared and
+space allocated (ChunkStore.prepare). So the commit, after the successors have committed, does not fail. A
+member that nevertheless cannot commit its pending write must not continue: it fences itself.
 
 A pending write exists only in the memory of this process. A process that dies leaves its chains before it
 serves again (the manager ensures this), and then copies the state of the other members. So a record on the
@@ -62,14 +62,16 @@ log = logging.getLogger(__name__)
 QUEUED_MAX = 256
 """Writes that may wait for their turn at one chunk."""
 LED_BYTES_MAX = 256 << 20
-"""Bytes of undecided writes that this head has accepted from clients, waiting ones included. Above this limit
-clients get Busy.
+"""Bytes of undecided writes that this head has accepted from clients, waiting ones included.
+
+Above this limit clients get Busy.
 """
 AGAIN_S, AGAIN_S_MAX = 0.01, 0.5
 """First and longest delay before an offer with an unknown outcome is repeated."""
 READ_WAIT_S = 1.0
-"""How long a read waits for a pending write. Then the client may try another replica, which may know the
-outcome.
+"""How long a read waits for a pending write.
+
+Then the client may try another replica, which may know the outcome.
 """
 CUT_WAIT_S = 3.0
 """How long a truncation waits for a pending write. Then the caller repeats the truncation."""
@@ -152,7 +154,7 @@ class ChainWrites:
             self._led_bytes -= size
             raise
         task = self._own(self._lead(write))
-        # also if no caller waits any more
+        # Retrieves the exception even if no caller waits any more.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 
@@ -190,7 +192,7 @@ class ChainWrites:
         try:
             above = 0
             while True:
-                # from a time when this target was not the head
+                # A pending write may be left from a time when this target was not the head.
                 while (before := self.pending.get(write.name)) is not None:
                     await asyncio.wait([before.decided])
                 place = self._place_of(write.table, *write.name)
@@ -229,7 +231,7 @@ class ChainWrites:
         poolmap/chains/protocol. Busy: nothing was done; offer the write again.
         """
         if link >> 32 == self._links.get(offer.sender, 0) >> 32 and link < self._links[offer.sender]:
-            # later than an offer over the next connection
+            # An offer over a newer connection has arrived before this one.
             raise StaleEpoch("this came over a connection that was given up")
         self._links[offer.sender] = link
         try:
@@ -346,7 +348,7 @@ class ChainWrites:
             pending.decided.set_result(outcome)
 
     async def _in_line(self, pending: Pending, source: int) -> None:
-        """Fetch the chunk from the predecessor, so that it has the version on which the write builds."""
+        """Fetch the chunk from the predecessor: the write builds on its version."""
         write = pending.write
         if self.fetch is None:
             raise Busy("this target has another version of the chunk")

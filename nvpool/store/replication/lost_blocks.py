@@ -26,7 +26,7 @@ class Losing:
         self._store = store
         self._target = target
         self._chains: dict[int, dict[int, tuple[int, Loss]]] = {}
-        """Table -> chain of this target with lost data -> (lowest version given since the loss, the loss)."""
+        """Table -> chain with lost data -> (lowest version given since the loss, the loss)."""
 
     def __bool__(self) -> bool:
         return bool(self._chains)
@@ -41,9 +41,9 @@ class Losing:
                         self._chains.setdefault(table.id, {})[number] = lost
 
     def since(self, table: int, inode: int, index: int) -> int | None:
-        """Return the lowest version that the chunk can have got since its chain lost data of the inode.
+        """Return the lowest version of the chunk given after its chain lost data.
 
-        None if the chain has not lost such data. Table 0 means any table.
+        None if the chain has not lost data of the inode. Table 0 means any table.
         """
         if not self._chains:
             return None
@@ -85,8 +85,9 @@ class Losing:
             return False
 
     def without_lost(self, reads: bytes, owners: list[int], tables: list[int]) -> tuple[bytes, list[int]]:
-        """Return the read headers, with empty reads in place of those with lost blocks, and the numbers of
-        these.
+        """Replace reads with lost blocks by empty reads.
+
+        Returns the new headers, and the numbers of the replaced reads.
         """
         if not self._chains:
             return reads, []

@@ -1,10 +1,10 @@
 """Connections of a chain member to the other stores, with write authorization and flow control.
 
-The guarantee: data on its way to one store never blocks the replies that this store reads from us. Bytes and
-requests are bounded for each successor and each *hop* (the distance of the sender from the head). A request
-on its last hop waits only for a drive, so it ends; then the requests one hop before it end too. Without this
-bound, three stores that are each the head for the next could wait for one another forever. This module never
-repeats a request: `store/replication/chain` does.
+The guarantee: requests in flight to one store never fill the amount of data that this store receives from us
+at a time. Bytes and requests are bounded for each successor and each *hop* (the distance of the sender from
+the head). A request on its last hop waits only for a drive, so it ends; then the requests one hop before it
+end too. Without this bound, three stores that are each the head for the next could wait for one another
+forever. This module never repeats a request: `store/replication/chain` does.
 
 `daemons/store` creates the connections through `store/server/service`. The user is `store/replication/chain`,
 on its event loop.
@@ -32,8 +32,9 @@ from nvpool.rpc.v1.wire_pb2 import DATA_PEER_WRITE
 from nvpool.security.volume_keys import VolumeKey
 
 ON_WAY_BYTES = 20 << 20
-"""Bytes in flight to one successor on one hop. Three times this is less than the 64 MiB of one peer that a
-connection receives at a time.
+"""Bytes in flight to one successor on one hop.
+
+Three times this is less than the 64 MiB of one peer that a connection receives at a time.
 """
 ON_WAY_MAX = 256
 """Requests in flight to one successor on one hop. Four times this is the limit of a connection."""
@@ -169,7 +170,9 @@ class Peers:
             self._left(sending)
 
     def suspects(self) -> set[int]:
-        """Return targets that have not answered a peer write for SUSPECT_S, or to which no connection exists.
+        """Return targets that may be unreachable.
+
+        These have not answered a peer write for SUSPECT_S, or have a peer write but no connection.
         """
         before_s = self._clock.boottime_s() - SUSPECT_S
         found = set()
@@ -182,7 +185,9 @@ class Peers:
         return found
 
     def elsewhere(self, target: int) -> tuple[str, ...] | None:
-        """Return the endpoints of a target of the pool on another node, or None if there is no such target.
+        """Return the endpoints of a target on another node.
+
+        None if the pool has no such target on another node.
         """
         known = self._map.target_by_id if self._map is not None else {}
         own, other = known.get(self._target), known.get(target)
@@ -256,8 +261,9 @@ class Peers:
             self._pump(way)
 
     def authority(self) -> bytes:
-        """Return a service grant over all inodes for the stores of this pool, renewed at half of its
-        lifetime.
+        """Return a service grant over all inodes for the stores of this pool.
+
+        The grant is renewed at half of its lifetime.
         """
         now_ms = self._clock.wall_ns() // 1_000_000
         if self._authority_ends_ms - now_ms < AUTHORITY_S * 500:

@@ -1,11 +1,12 @@
-"""Report of unreachable targets on other nodes, which a store sends to the manager with its heartbeats.
+"""Report of unreachable targets on other nodes, sent with the heartbeats to the manager.
 
 The manager receives heartbeats from both ends of a broken link between two nodes. Without this report the
 chains that cross the link would wait until the link is repaired, since neither end is silent.
 
 A target is probed when it has not answered a write of a chain for some time. The probe uses its own
 connection: a store that is slow, or that has much data to receive, accepts the connection and is not
-reported. A reported target is probed until it can be reached again, so that it does not join again before.
+reported. A reported target is probed until it can be reached again, so that it does not rejoin its chains
+while it is unreachable.
 
 `daemons/heartbeat` creates this object. It runs its own loop, which ends with the heartbeats. Each probe has
 a deadline.

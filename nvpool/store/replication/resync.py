@@ -130,9 +130,7 @@ class Resync:
         self._on_fail = on_fail
         self.guard = Guard()
         self.equal: dict[Chain, int] = {}
-        """Chains that this target joins and has completely, with the epoch for which this is true. For the
-        manager.
-        """
+        """Joined chains that are complete here, with their epoch at that time. For the manager."""
         self.progress = Progress()
         self._map: PoolMap | None = None
         self._joining: dict[Chain, tuple[int, int]] = {}  # epoch, source
@@ -146,7 +144,7 @@ class Resync:
         self._closed = False
 
     def update_map(self, pool_map: PoolMap) -> None:
-        """Catch up with the chains that this target joins by this map, and with no others."""
+        """Catch up with exactly the chains that this target joins by this map."""
         self._map = pool_map
         self._joining = {(table.id, number): (chain.epoch, chain.targets[-1])
                          for table in pool_map.tables for number, chain in enumerate(table.chains)
@@ -194,8 +192,9 @@ class Resync:
                 if its_source == source and self.equal.get(chain) != epoch}
 
     def _valid(self, one: _Pass) -> set[Chain]:
-        """Return the chains of the pass that its source can still supply at the epoch at which the pass
-        began.
+        """Return the chains of the pass that its source can still supply.
+
+        Their epoch must be the one at which the pass began.
         """
         return {chain for chain, epoch in one.chains.items() if self._joining.get(chain) == (epoch, one.source)}
 
@@ -332,7 +331,7 @@ class Resync:
             await self._throttle.take(sum([CHUNK_COST_BYTES + chunk.blocks * BLOCK_BYTES for chunk in left]))
             began_s = self._clock.boottime_s()
             asked = self.guard.came
-            # before the source is asked
+            # Read before the request: a change in the meantime shows as a different state.
             seen = [await self._state(chunk.inode, chunk.index) for chunk in left]
             fetched, busy = await self._others.fetch(one.source, [(c.inode, c.index, c.table) for c in left])
             ready: list[tuple[_Differing, ChunkCopy, ChunkState]] = []
@@ -359,8 +358,9 @@ class Resync:
             return self._store.state(inode, index)
 
     def _is_ready(self, one: _Pass, chunk: _Differing, found: Fetched, before: ChunkState, asked: int) -> bool:
-        """Whether to install the chunk. Otherwise the chunk is already equal, or is recorded for another
-        attempt.
+        """Whether to install the chunk.
+
+        Otherwise the chunk is already equal, or is recorded for another attempt.
         """
         if found.damage is not None:
             one.damaged[chunk] = f"chunk {chunk.index} of inode {chunk.inode}: {found.damage}"
@@ -402,11 +402,11 @@ class Resync:
     # -- single chunks ---------------------------------------------------------------------------------------------------
 
     async def pull(self, table: int, inode: int, index: int, asked: int = 0) -> int:
-        """Make the chunk now what its chain has committed, for a write based on a version that is missing
-        here.
+        """Fetch the committed state of a chunk now.
 
-        `asked` is the target that sent this write. The source is this target if it holds the chain, else the
-        chain's tail. Returns the version that is here afterwards, 0 for none.
+        A write is based on a version that is missing here. `asked` is the target that sent this write. The
+        source is this target if it holds the chain, else the chain's tail. Returns the version that is here
+        afterwards, 0 for none.
 
         Unavailable, Stale: no source could be asked; nothing was done. Damaged, NoSpace: likewise, and a
         retry will not help soon.
@@ -488,8 +488,9 @@ class Resync:
         return any(self.equal.get(chain) != epoch for chain, (epoch, _) in self._joining.items())
 
     def _unseen_bytes(self, one: _Pass) -> int:
-        """Estimate the bytes after the comparison position, from this pass's share of all chains that the
-        source holds.
+        """Estimate the bytes of the source that are not compared yet.
+
+        The estimate uses this pass's share of all chains that the source holds.
         """
         if self._map is None:
             return 0

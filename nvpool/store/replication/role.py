@@ -2,7 +2,8 @@
 
 In a chain with one member, the target is head and tail. So `write_now` commits a write in the step that gives
 it a version, at no extra cost. For a chunk with several members (`is_shared`), `store/replication/chain`
-handles the writes. The caller is `store/server/service`; no other code writes client data to the store.
+handles the writes. The caller is `store/server/service`. Apart from the fast path for first writes
+(server/fast_first_writes), no other code writes client data to the store.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Replica:
         self._store = store
         self._target = target
         self._chain_epochs: dict[int, list[int]] | None = None
-        """Epochs of the chains by table, 0 for a chain without this target. Table 0: the highest epoch of all
-        tables.
+        """Epochs of the chains by table.
+
+        0 stands for a chain without this target. Table 0 has the highest epoch of all tables.
         """
         self._places: dict[int, list[Place | None]] = {}
         self.shares = False
@@ -72,7 +74,7 @@ class Replica:
         return places[chain_of(inode, index)] if places is not None else None
 
     def is_full_member(self, number: int) -> bool:
-        """Whether this target is a full member of the chain with this number, in each table."""
+        """Whether this target is a full member of this chain in each table."""
         return all((place := places[number]) is not None and place.number < place.full for places in self._places.values())
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -170,7 +172,9 @@ class Replica:
             await self.writes.wait_to_read(decisions, deadline_s)
 
     async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int, cipher: BlockCipher | None = None) -> int:
-        """See ChunkStore.cut. A chunk may become shared during the wait, so writes are refused in every case.
+        """See ChunkStore.cut.
+
+        A chunk may become shared during the wait, so writes are refused in every case.
         """
         if self.writes is None:
             return await self._store.cut(inode, size, cut, chunk_bits, end, cipher)

@@ -2,8 +2,8 @@
 
 A metadata service truncates and removes on all targets of a chain, on some a little later than on others. A
 target that catches up could truncate first and then fetch a chunk from a source that has not truncated yet.
-Nobody would truncate that copy later. So while chunks are copied, the target remembers recent truncations and
-removals. It fetches an older copy again until the source has done them too.
+No later request would truncate that copy. So while chunks are copied, the target remembers recent truncations
+and removals. It fetches an older copy again until the source has done them too.
 
 The memory is bounded: the oldest entries are dropped. By then every target has answered their requests, or
 the requests are repeated anyway. The users are `store/server/service` and `store/replication/resync`.
@@ -71,7 +71,7 @@ class Guard:
             del self._removed[next(iter(self._removed))]
 
     def allows(self, copy: ChunkCopy, asked: int) -> bool:
-        """Whether the source of the copy had done every truncation and removal that this target has done.
+        """Whether the copy includes every truncation and removal that this target has done.
 
         `asked` is the value of `came` when the source was asked.
         """

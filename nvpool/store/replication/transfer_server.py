@@ -34,8 +34,9 @@ _RUN = struct.Struct("<II")
 VERSIONS_MAX = 4096
 """Chunk versions in one answer: 135 KiB."""
 FETCH_BYTES = 4 * MIB
-"""Bytes in one answer, and in one piece of a chunk. An answer below this limit may exceed it with its last
-chunk.
+"""Bytes in one answer, and in one piece of a chunk.
+
+An answer below this limit may exceed it with its last chunk.
 """
 FETCH_CHUNKS_MAX = 64
 
@@ -136,7 +137,10 @@ class Giving:
         return self._map.epoch if self._map is not None else 0
 
     def _check(self, epoch: int, chains: Iterable[tuple[int, int]]) -> None:
-        """Raise Busy until our map is as new as the caller's, and WrongTarget for a chain not held here."""
+        """Check a request's map and chains.
+
+        Busy: our map is older than the caller's. WrongTarget: by our map, a chain is not held here.
+        """
         if self._map is None:
             return
         if epoch > self._epoch:
@@ -179,8 +183,9 @@ def decode_versions(reply: pb.VersionsReply) -> tuple[list[ChunkVersion], list[I
 
 
 def decode_fetched(reply: pb.FetchReply, payload: memoryview) -> list[tuple[pb.FetchedChunk, ChunkCopy]]:
-    """Return the chunks of an answer, each with its part of the payload. CorruptFrame: the sizes do not
-    match.
+    """Return the chunks of an answer, each with its part of the payload.
+
+    CorruptFrame: the sizes do not match.
     """
     found, at = [], 0
     for one in reply.chunks:

@@ -251,10 +251,10 @@ cdef class NewWrites:
         return boottime_s() if self._is_system else self._clock.boottime_s()
 
     def answer(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint64_t epoch, dict in_work, tally, list out):
-        """Answer the frame at `begin` of a buffer with `end` valid bytes, for the map of this epoch.
+        """Answer the frame at `begin` of the buffer, which has `end` valid bytes.
 
-        Appends the reply to `out` and returns the number of bytes that the frame took. 0: the frame takes the
-        slow path, and nothing has happened.
+        `epoch` is that of the served map. Appends the reply to `out` and returns the number of bytes that the
+        frame took. 0: the frame takes the slow path, and nothing has happened.
         """
         cdef Request r
         cdef double since_s = self._now_s()
@@ -310,7 +310,10 @@ cdef class NewWrites:
         return FRAME_BYTES + r.length
 
     cdef bint _taken(self, const uint8_t *at, Py_ssize_t count, uint64_t epoch, Request *r) except -1:
-        """Whether a complete frame has one write to the first block of a chunk, with a sufficient grant."""
+        """Whether the frame is one permitted write to the first block of a chunk.
+
+        The frame must be complete. Fills in `r`.
+        """
         cdef const uint8_t *message = at + HEADER_BYTES
         cdef const uint8_t *entry = message + ENTRY_AT
         cdef const uint8_t *grant = message + 13
@@ -333,8 +336,8 @@ cdef class NewWrites:
         if get32(entry + 32) != r.length or entry[36] or entry[37] or r.offset + <uint64_t>r.length > BLOCK or not r.session \
                 or not 0 < r.slot < 128:
             return False
-        # The grant is checked like in grants.verify and single_write. A new grant is not cached: its file is
-        # now written.
+        # The grant is checked like in grants.verify and single_write. A new grant is not cached, since its
+        # file is then already written.
         cdef uint64_t now_ms = (wall_ns() if self._is_system else <long long>self._clock.wall_ns()) // 1_000_000
         r.table = grant[36] if grant[36] else 1
         return (grant[0] == 1 and grant[1] & may_write and not grant[1] & special and get64(grant + 12) == r.inode
@@ -388,7 +391,7 @@ cdef class NewWrites:
         if is_folded:
             effects.append((numbered_group(c"g", group_number), encode_bitmap(used)))
         effects.append((delta, delta_record(deltas, 0 if is_folded else count, not is_folded, place, used.bit_count())))
-        # Before the change: a client that reads the old locations from now on asks again.
+        # Before the change: a client that reads the old locations from now on asks again for the locations.
         cdef uint64_t slot
         if lender.life_s:
             slot = (r.inode * <uint64_t>0x9E3779B97F4A7C15 + r.index * <uint64_t>0xC2B2AE3D27D4EB4F) >> 64 - SLOT_BITS

@@ -210,8 +210,9 @@ cdef class Reads:
         return wall_ns() // 1_000_000 if self._is_system else self._clock.wall_ns() // 1_000_000
 
     def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
-        """Like PlainReads.answer. With `side`, blocks that are not in memory are read from the drive and
-        answered there.
+        """Like PlainReads.answer.
+
+        With `side`, blocks that are not in memory are read from the drive and answered there.
         """
         if end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")
@@ -269,7 +270,10 @@ cdef class Reads:
         return 0
 
     cdef object _reply(self, const uint8_t *at, dict in_work, side):
-        """Return the reply frame, a Cold if the drive is reading the blocks, or None for the slow path."""
+        """Try to answer one read request.
+
+        Returns the reply frame, a Cold if the drive is reading the blocks, or None for the slow path.
+        """
         cdef const uint8_t *message = at + HEADER_BYTES
         cdef const uint8_t *entry = message + 75
         cdef PyObject *found
@@ -428,7 +432,7 @@ cdef class Reads:
         self.submit()
 
     def reap(self):
-        """Answer completed reads, a few at a time, so that clients get the first answers early."""
+        """Answer completed reads, a few at a time: clients get the first answers early."""
         cdef uint64_t token
         cdef int result
         cdef Py_ssize_t count = REAP_MAX, total = 0
@@ -492,7 +496,9 @@ cdef class Reads:
         return 0
 
     def give_up(self):
-        """Pass all waiting reads to the slow path, which refuses them. Data that arrives for them is dropped.
+        """Pass all waiting reads to the slow path, which refuses them.
+
+        Data that arrives for them is dropped.
         """
         cdef Cold one
         cdef dict waits = self._waits

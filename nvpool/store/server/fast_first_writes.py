@@ -1,4 +1,4 @@
-"""Fast path for the first write of a new small file, from request frame to reply frame.
+"""Fast path for the first write of a new small file, from frame to frame.
 
 Most of the cost of such a write is a hundred small decisions: decode a message and a grant, look up a chunk
 and an inode that do not exist, choose a block, make two records. This path makes them together, in compiled
@@ -7,7 +7,7 @@ code (`_fast_first_writes`).
 The path takes a request only under all of these conditions:
 
 * The frame is complete, with one write within the first block of a chunk, by one grant of that inode and
-  session, with the present map.
+  session, with the current map epoch.
 * The index has nothing of the inode, which is known without a look-up.
 * The target is the only member of all its chains, its drive and index have space, and no client watches the
   I/O statistics.
@@ -37,7 +37,10 @@ _fast_first_writes = load_compiled("nvpool.store.server._fast_first_writes")
 
 
 def answer_new_writes(service: StoreService, secret: bytes) -> None:
-    """Add this fast path to the service's fast reads, if both are compiled and the store is on a drive."""
+    """Add this fast path to the service's fast reads.
+
+    Does nothing unless both are compiled and the store is on a drive.
+    """
     reads, store = service.at_once, service.store
     if _fast_first_writes is None or fast_reads._fast_reads is None or type(reads) is not fast_reads._fast_reads.Reads:
         return

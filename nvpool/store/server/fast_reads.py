@@ -8,9 +8,9 @@ implementation in Python and gives the same answers.
 The path takes a request only under all of these conditions:
 
 * The frame is complete, with one read of up to BLOCKS_MAX whole blocks, by one grant that was verified
-  before, with the present map.
-* The chunk and the segment are in the memory of the index, without a hole, a damaged block, an undecided
-  write or lost data.
+  before, with the current map epoch.
+* The chunk and the segment are in the index cache, without a hole, a damaged block, lost data, or a write
+  that the chain has not decided yet.
 * No client watches the I/O statistics.
 
 Any other request takes the slow path (store/server/service), which also reports errors; the fast path reports
@@ -170,7 +170,7 @@ class PlainReads:
         """Answer reads that the drive has completed."""
 
     def give_up(self) -> None:
-        """Pass reads that wait for the drive to the slow path, which refuses them by now."""
+        """Pass reads that wait for the drive to the slow path, which refuses them."""
 
     def close(self) -> None:
         """Release the resources. Call when no read waits any more."""
@@ -197,7 +197,7 @@ Reads = PlainReads if _fast_reads is None else _fast_reads.Reads
 
 def reads_at_once(target: int, grants: dict[bytes, grants.Grant], store: ChunkStore, pending: dict, tenure: Tenure, use: Use,
                   clock: Clock) -> Any | None:
-    """Return the fast reads of a store, or None if the store does not support them.
+    """Create the fast reads of a store, or return None.
 
     Stores in memory, stores on a test device and stores with O_DIRECT do not support them.
     """

@@ -31,8 +31,9 @@ ROW = struct.Struct("<QQQQdQQdQQ")
 ROWS_MAX = 4096
 FOR_S_MAX = 60.0
 PAST_READS_MAX, PAST_BYTES_MAX = 1 << 32, 1 << 50
-"""Limits for one inode in one client message. Larger values are a client error and would spoil the figures of
-other clients.
+"""Limits for one inode in one client message.
+
+Larger values are a client error and would spoil the figures of other clients.
 """
 
 

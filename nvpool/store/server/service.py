@@ -187,7 +187,10 @@ class StoreService(WritesOne, Telling):
                 log.warning("target %d: tending failed: %s", self.target, error)
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Refuse new requests, wait up to `drain_s` for pending ones, then flush and close the store."""
+        """Refuse new requests, wait for pending ones, then flush and close the store.
+
+        The wait is at most `drain_s`.
+        """
         self._draining = True
         if self.at_once is not None:
             await close_at_once(self.at_once, drain_s)
@@ -212,7 +215,7 @@ class StoreService(WritesOne, Telling):
         await self.store.close()
 
     def update_map(self, pool_map: PoolMap) -> None:
-        """Use this map if it is newer than the present one."""
+        """Use this map if it is newer than the current one."""
         if pool_map.epoch <= self._epoch:
             return
         before, self._map, self._epoch = self._map, pool_map, pool_map.epoch
@@ -291,7 +294,7 @@ class StoreService(WritesOne, Telling):
             call.fail(error)
 
     def _check_epoch(self, epoch: int, chunks: Callable[[], Iterable[tuple[int, int]]]) -> None:
-        """Raise StaleEpoch if the chain of one of these chunks has changed since the map of the caller.
+        """Check that these chunks' chains have not changed since the caller's map; else StaleEpoch.
 
         A newer map makes the service fetch that map. Until the map arrives, the service raises Busy if its
         own map assigns a chunk to another target: a chunk that is missing here would look like a hole.
@@ -332,7 +335,7 @@ class StoreService(WritesOne, Telling):
             self.store.lender.changing_all()
 
     def volume_key(self, wrapped: bytes) -> VolumeKey | None:
-        """Return the volume key for the wrapped key of a request, or None if the request has none.
+        """Return the volume key for a request's wrapped key, None if it is empty.
 
         KeyMissing: this store cannot unwrap the key.
         """
@@ -402,7 +405,7 @@ class StoreService(WritesOne, Telling):
             call.fail(error)
 
     def _answer_read(self, call: Call, epoch: int, reads: bytes, batch: ReadBatch) -> None:
-        # while the read waited for a write or the drive, chains may have continued without us
+        # While the read waited for a write or the drive, chains may have continued without this target.
         if epoch != self._epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         if self.tenure.shared:
@@ -482,7 +485,8 @@ class StoreService(WritesOne, Telling):
                 if call.cancelled:
                     return
                 await until()
-                # the client gave up and may have written again: this write must not come later
+                # The client gave up and may have written again: this write must not be applied after that
+                # one.
                 if call.cancelled:
                     return
                 if call.deadline_s < self.clock.boottime_s():
@@ -582,7 +586,9 @@ class StoreService(WritesOne, Telling):
                                    next=goes_on).SerializeToString())
 
     def _check_right(self, raw: bytes, inode: int, rights: int) -> grants.Grant:
-        """Return the grant, if it is valid, covers this inode and has one of these rights; else StaleGrant.
+        """Return the grant after a check.
+
+        StaleGrant: the grant is not valid, does not cover this inode, or has none of these rights.
         """
         grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
         if grant is None or not grant.rights & (rights | grants.SERVICE) or \
@@ -599,7 +605,7 @@ class StoreService(WritesOne, Telling):
         right = self._check_right(request.write_grant, request.inode, grants.WRITE)
         if not right.rights & grants.SERVICE and (request.cut > right.cut or right.session != request.session != 0):
             raise StaleGrant
-        # data encrypted for one position does not decrypt at another
+        # Data encrypted for one position does not decrypt at another.
         if (source.rights | right.rights) & grants.ENCRYPTED:
             raise NotSupported("chunks of encrypted volumes are copied by reading and writing them")
         table = 0 if right.rights & grants.SERVICE else right.table

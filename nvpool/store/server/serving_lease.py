@@ -4,8 +4,8 @@ A target whose chains have other members is replaced when it sends no heartbeats
 no other target can have replaced it: until the end of a lease. The lease counts from the time when the
 answered heartbeat was sent, on CLOCK_BOOTTIME. The service checks the lease after the work and before the
 answer, so that a process that was stopped in between does not answer with an old state. A target that was
-taken out and returns must first have the map that says so (`epoch_min`). A target that is the only member of
-its chains needs no lease: no other target can replace it.
+removed from its chains and returns must first know the map that removed it (`epoch_min`). A target that is
+the only member of its chains needs no lease: no other target can replace it.
 
 A target that may have lost unstable writes (store/disk/write_verifier) answers no request, not even from a
 target that would copy from it, before the map records the possible loss. A client that asks later whether a
@@ -82,8 +82,7 @@ class Tenure:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether the followed map is at least as new as every map that an earlier process of this target
-        followed.
+        """Whether the followed map is as new as all maps of this target's earlier processes.
 
         This is true once the map has reached the epoch that a leader first reported to this process. Later
         maps are newer in any case.

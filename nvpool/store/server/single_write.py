@@ -26,9 +26,9 @@ class WritesOne:
     def _write_one(self: StoreService, call: Call) -> bool:
         """Try to apply and answer the write; return whether it was answered here.
 
-        This path takes one write within a block, by one grant, with the present map, to a chunk that no other
-        target has, for which there is space. Otherwise nothing has happened, and the request takes the slow
-        path.
+        This path takes one write within a block, by one grant, with the current map epoch, to a chunk that no
+        other target has, for which there is space. Otherwise nothing has happened, and the request takes the
+        slow path.
         """
         found = decode_write_request(call.message)
         if found is None or found[0] != self._epoch or found[1] != self.target or self.use.on:

@@ -1,4 +1,4 @@
-"""Status of a store: its state, contents, users and metrics.
+"""Status of a store: its state, contents, I/O statistics and metrics.
 
 A part of `store/server/service`, which owns all objects used here. Nothing is computed before a request asks
 for it.
@@ -58,7 +58,10 @@ class Telling:
         call.reply(self.use.tell(self._parse(pb.UseRequest, call)).SerializeToString())
 
     def _describe(self, call: Call) -> None:
-        """List the chunks of an inode, for callers with a right to the inode and for nodes."""
+        """List the chunks of an inode.
+
+        Permitted for callers with a right to the inode and for nodes.
+        """
         request = self._parse(pb.DescribeRequest, call)
         if self._callers.of(call.peer).role != Role.NODE:
             self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)

@@ -1,4 +1,4 @@
-"""Cache of verified access tokens (grants), and the grants refused because a right was revoked.
+"""Cache of verified access tokens (grants), with a check for revoked rights.
 
 The store verifies the signature of a grant once; later requests check only its expiry. When the pool map
 revokes rights (poolmap/grant_revocation), the cache is cleared, so the next request with a grant verifies it

@@ -32,8 +32,7 @@ async def _breathe() -> None:
 
 
 def check_key(grant: grants.Grant, wrapped_key: bytes) -> None:
-    """Raise InvalidRequest unless the write has a volume key exactly if its file is in an encrypted volume.
-    """
+    """Check that writes to encrypted volumes, and only these, have a volume key; else InvalidRequest."""
     if bool(grant.rights & grants.ENCRYPTED) != bool(wrapped_key):
         raise InvalidRequest("the write brings the key of a volume, and the file is in none that is encrypted" if wrapped_key
                              else "the file is in an encrypted volume, and the write does not bring the volume's key")
@@ -125,7 +124,7 @@ class WriteBatch:
         return None
 
     async def _discard(self, number: int) -> None:
-        """Remove the local state of the chunk, which is older than the reset of its chain."""
+        """Remove the local chunk, which is older than the reset of its chain."""
         inode, cut, _, index, offset, length, grant_number, flags = self.headers[number]
         losing, table = self._replica.losing, self._check_grant(grant_number, inode, cut)
         try:
@@ -174,7 +173,9 @@ class WriteBatch:
             RESULT.pack_into(self.results, number * RESULT.size, code, 0, 0, 0)
 
     def _check_grant(self, number: int, inode: int, cut: int) -> int:
-        """Return the chain table of the grant, 0 for none. StaleGrant: the grant does not allow this write.
+        """Return the chain table of the grant, 0 for none.
+
+        StaleGrant: the grant does not allow this write.
         """
         grant = self._grants[number] if number < len(self._grants) else None
         if grant is None or not grant.rights & (grants.WRITE | grants.SERVICE):
