@@ -599,7 +599,8 @@ def create_chunk_store(path: str | os.PathLike[str], target: int, pool_id: str, 
     (capacity 0: the whole device). Nothing is preallocated.
 
     AlreadyExists      `path` is a store already; or, without `force`, the device holds a store of any pool
-    InvalidRequest     the capacity is too small or does not fit the device
+    InvalidRequest     the capacity is too small or does not fit the device, or `device` is not a block
+                       device
     """
     path = Path(path)
     blocks = capacity_bytes // BLOCK_BYTES
