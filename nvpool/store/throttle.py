@@ -1,6 +1,7 @@
-"""How fast background work may go: so many bytes a second over all of it, and not more than half the time while others wait.
+"""Rate limit of background work: bytes per second, and half the time at most while clients wait.
 
-Called by store/replication/resync, store/maintenance/repair and store/maintenance/orphan_chunks.
+The limit covers all background work of a store together. The users are `store/replication/resync`,
+`store/maintenance/repair` and `store/maintenance/orphan_chunks`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Callable
 from nvpool.core.clock import Clock
 
 BURST_S = 0.1
-"""What was not used for longer is lost: a pause is not followed by a flood."""
+"""Unused budget older than this expires, so a pause is not followed by a burst."""
 YIELD_S_MAX = 0.25
 
 
 class Throttle:
-    """`busy` says whether requests of clients wait here."""
+    """Rate limiter. `busy` returns whether client requests wait at this store."""
 
     def __init__(self, bytes_per_s: float, clock: Clock, busy: Callable[[], bool]) -> None:
         self.bytes_per_s = bytes_per_s
@@ -25,7 +26,7 @@ class Throttle:
         self._next_s = 0.0
 
     async def take(self, byte_count: int) -> None:
-        """Wait until so many bytes more may be moved."""
+        """Wait until the limit allows to move `byte_count` more bytes."""
         now_s = self._clock.boottime_s()
         begin_s = max(self._next_s, now_s - BURST_S)
         self._next_s = begin_s + byte_count / self.bytes_per_s
@@ -33,6 +34,9 @@ class Throttle:
             await asyncio.sleep(begin_s - now_s)
 
     async def leave(self, worked_s: float, others_busy: bool = False) -> None:
-        """After so long a piece of work: leave as long to others, where some wait."""
+        """Yield to waiting requests after a piece of work that took `worked_s`.
+
+        Pauses for the same time, at most YIELD_S_MAX, if client requests wait here or `others_busy` is set.
+        """
         if others_busy or self.busy():
             await asyncio.sleep(min(worked_s, YIELD_S_MAX))

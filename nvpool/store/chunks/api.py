@@ -1,20 +1,22 @@
-"""The contract of a chunk store, and where one is made and opened.
+"""The chunk store interface, and functions that create and open a store.
 
-A store keeps the chunks of one target: bytes in blocks of 4 KiB with the checksums of their writers. What it answered survives
-the death of its process; what it flushed survives the loss of power; in both cases a chunk holds the old bytes of a write
-or the new, never a mixture. Implementations: `store/chunks/block_store` (a data file or raw device, an index in a kv) and
-`store/chunks/memory_store` (the twin). Both pass `testing/contracts/chunk_store`. Used by store/server/service on one event
-loop.
+A store keeps the chunks of one target: bytes in blocks of 4 KiB, each with the checksum that its writer made.
+An acknowledged write survives the death of the store's process. A flushed write survives the loss of power.
+In both cases a chunk holds either the old bytes of a write or the new ones, never a mixture.
 
-A store has a directory of its own (`DIR/targets/N`), whatever its drive is:
+Implementations: `store/chunks/block_store` (a data file or raw device, with an index in a kv store) and
+`store/chunks/memory_store` (the fake for tests). Both pass `testing/contracts/chunk_store`. The caller is
+`store/server/service`, on one event loop.
+
+A store has its own directory (`DIR/targets/N`), whatever its drive is:
 
     FORMAT     text "nvpool chunk store 1\\n"
-    lock       flock of the daemon that has it open
+    lock       flock of the daemon that has the store open
     data       the data file, sparse; or a symbolic link to the raw block device
     index/     LmdbKv
 
-An index can not live on a raw device, since LMDB wants a file system; it is small (1 to 2 % of the data at most) and belongs
-on one that survives with the device.
+An index cannot live on a raw device, because LMDB needs a file system. The index is small (1 to 2 % of the
+data at most). Put the index on a file system that survives together with the device.
 """
 
 from __future__ import annotations
@@ -54,61 +56,80 @@ if TYPE_CHECKING:
 FORMAT_TEXT = "nvpool chunk store 1\n"
 CAPACITY_BYTES_MIN = MIB
 ALL_INODES = -1
-"""As an owner in read_now: the grant is a service's and covers every inode."""
+"""Owner in `read_now`: the grant belongs to a service and covers every inode."""
 READ_BATCH_BYTES_MAX = 32 * MIB
 NO_INODE = -2
-"""As an owner in read_now: the grant is not valid."""
+"""Owner in `read_now`: the grant is not valid."""
 CHUNK_BLOCKS_MAX = CHUNK_BYTES_MAX // BLOCK_BYTES
 _REQUESTS_MAX = 16
 TABLE_MAX = 8
-"""Chain tables that a chunk can be of."""
+"""Highest number of a chain table that a chunk can belong to."""
 LOST_CHECKSUM = 0x74736F6C
-"""Of a block that did not fit its own when a cut had to keep a part of it. Of the bytes that are left nobody here can tell the
-checksum; and the old one would let what the cut has taken away come back from a member that has not cut yet. So the chunk's
-version alone says who has the block. Also where bytes have this checksum by chance: then it is only harder to mend."""
+"""Marker checksum of a damaged block of which a truncation had to keep a part.
+
+The store cannot know the checksum of the bytes that remain. The old checksum would allow repair to bring the
+truncated bytes back from a chain member that has not truncated yet. So only the version of the chunk shows
+which member has the block. Bytes may have this checksum by chance; such a block is only harder to repair.
+"""
 UNCHECKED = 1
-"""Flag of a read's result: the store has not compared block and checksum itself."""
+"""Flag of a read result: the store has not compared the block with its checksum."""
 
 
 LEND_S = 5.0
-"""Of a location. Long enough that renewals cost little beside reads, short enough that what is freed meanwhile is little, and
-that nobody minds the wait of a cut in the first seconds after a crash of supervisor and store."""
+"""Lifetime of a location lease in seconds.
+
+The lifetime is long enough that renewals cost little compared with the reads. The lifetime is short enough
+that little space is freed in the meantime, and that a truncation waits only briefly in the first seconds
+after a crash of supervisor and store.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     direct: bool = False
-    """O_DIRECT: the page cache is not used."""
+    """Use O_DIRECT, which bypasses the page cache."""
     uring: bool = True
-    """Use io_uring where the probe says it works."""
+    """Use io_uring if the probe says that io_uring works."""
     cached_segments: int = 65_536
-    """Decoded index segments in memory, about 1 KiB each; each describes 256 KiB."""
+    """Decoded index segments in memory. Each needs about 1 KiB and describes 256 KiB of data."""
     reserve_share: float = 0.02
-    """Of the capacity: kept from what would grow, so that overwriting, repair and removal have room."""
+    """Share of the capacity that new data may not use.
+
+    The share leaves space for overwriting, repair and removal.
+    """
     give_back: bool = True
-    """Punch freed runs of 256 KiB and more out of a data file, so that its file system has the space again."""
+    """Punch freed runs of 256 KiB or more out of a data file.
+
+    This returns the space to the file system.
+    """
     replay_bytes_max: int = 512 * MIB
-    """Written since the last checkpoint of the index; beyond it one is made, so that a replay has no more to check."""
+    """Bytes written since the last index checkpoint that trigger the next one.
+
+    The bound limits the data that a replay must check.
+    """
     lend_s: float = LEND_S
-    """Lifetime of locations that are given to clients of the host; 0: none are, nor with `direct`."""
+    """Lifetime of location leases for clients on this host. 0 disables them; `direct` also disables them."""
     kept_table: KeptTable | None = None
-    """See store/chunks/location_leases."""
+    """Persistent lease table; see store/chunks/location_leases."""
     sync_interval_s: float = 0.1
     index_bytes_max: int = 1 << 40
     doubted: bool = False
-    """The process before this one could not vouch for what it had not flushed."""
+    """Set if the previous process could not guarantee that its unstable writes reached the drive."""
 
 
 class MustWait(Exception):
-    """Raised by `write_now` only, with nothing done: await `until()`, then repeat."""
+    """Raised by `write_now` only, with nothing done: await `until()`, then repeat the call."""
 
     def __init__(self, until):
         self.until = until
 
 
 class Placed:
-    """Blocks on the drive that nothing names yet; see ChunkStore.place and prepare. `sums`: of those blocks, which were made
-    for `version` of the chunk; None: whatever it is. They are on the drive when `writing` is done."""
+    """Staged blocks: on the drive, not yet named by the index; see ChunkStore.place and prepare.
+
+    `sums` are the checksums of those blocks, which were prepared for `version` of the chunk. None means that
+    the blocks fit any version. The blocks are on the drive when `writing` is done.
+    """
 
     __slots__ = ("transaction", "runs", "sums", "version", "writing")
 
@@ -121,7 +142,7 @@ class Placed:
 
 
 class HeldChunk(NamedTuple):
-    """What a store has of a chunk, without its bytes: see poolmap/chains/protocol.Held."""
+    """State of a chunk without its bytes; see poolmap/chains/protocol.Held."""
 
     version: int
     floor: int
@@ -133,8 +154,12 @@ Room = Callable[[int], memoryview | None]
 
 
 class ReadBatch:
-    """The outcome of a batch. `results`, `checksums` and `payload` are as ReadReply in data.proto says, once nothing is
-    missing: while `missed` is not empty, `begin_finish` or await `finish_read`."""
+    """Result of a read batch.
+
+    `results`, `checksums` and `payload` have the layout of ReadReply in data.proto once the batch is
+    complete. While `missed` is not empty, the batch is incomplete: call `begin_finish` or await
+    `finish_read`.
+    """
 
     __slots__ = ("results", "checksums", "payload", "missed", "work")
 
@@ -147,7 +172,7 @@ class ReadBatch:
 
 
 class Located(NamedTuple):
-    """The first blocks of a chunk: where they lie (runs as in LocateReply) and their checksums."""
+    """Location and checksums of the first blocks of a chunk. `runs` have the layout of LocateReply."""
 
     version: int
     blocks: int
@@ -165,7 +190,7 @@ class ChunkDescription(NamedTuple):
 
 
 class ChunkVersion(NamedTuple):
-    """`version` 0: there is a chunk, and its record can not be read."""
+    """Version and size of one chunk. `version` 0: the chunk exists, but its record cannot be read."""
 
     inode: int
     index: int
@@ -176,7 +201,7 @@ class ChunkVersion(NamedTuple):
 
 
 class InodeCut(NamedTuple):
-    """What a store knows of an inode besides its chunks; see records.InodeRecord."""
+    """State of an inode in a store besides its chunks; see records.InodeRecord."""
 
     inode: int
     cut: int
@@ -188,11 +213,14 @@ class VersionsStep(NamedTuple):
     chunks: list[ChunkVersion]
     inodes: list[InodeCut]
     end: tuple[int, int] | None
-    """The last chunk that this step was about, for the next one; None: there is nothing behind it."""
+    """The last chunk of this step, from which the next step continues. None: no chunk follows."""
 
 
 class ChunkState(NamedTuple):
-    """What tells whether a chunk was changed since it was looked at: its version, 0 for none, and the cut of its inode."""
+    """State for the detection of a concurrent change.
+
+    `version` is that of the chunk, 0 for no chunk. `cut` is the truncate epoch of the inode.
+    """
 
     version: int
     cut: int
@@ -200,10 +228,14 @@ class ChunkState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkCopy:
-    """A chunk, or the blocks of it from `first` on, outside a store; with `version` 0 that there is none. `runs` are its blocks
-    that are no holes, (first, count), counted from the chunk's beginning; `checksums` four bytes for each of them, as their
-    writer summed them; `content` their bytes. Those in `bad` did not fit where they come from, and have zeros in `content`.
-    `more`: the chunk has further blocks behind these."""
+    """A chunk outside a store, or its blocks from `first` on. `version` 0 means that no chunk exists.
+
+    * `runs` are the blocks that are not holes, as (first, count), counted from the beginning of the chunk.
+    * `checksums` has four bytes for each of these blocks, as the writer computed them.
+    * `content` has the bytes of these blocks.
+    * `bad` lists blocks that did not match their checksums in the source store. `content` has zeros for them.
+    * `more` says that the chunk has further blocks after these.
+    """
 
     inode: int
     index: int
@@ -220,13 +252,20 @@ class ChunkCopy:
 
 
 def check_table(table: int) -> None:
-    """InvalidRequest: no record can name this chain table, as one that a later version made; 0 is none."""
+    """Check that a record can name this chain table; else InvalidRequest.
+
+    A later version may have made a higher table. 0 means no table and is accepted.
+    """
     if table > TABLE_MAX:
         raise InvalidRequest(f"chunks of chain table {table} can not be kept here, of {TABLE_MAX} at most")
 
 
 def check_copy(copy: ChunkCopy) -> None:
-    """ChecksumMismatch where bytes that should do so do not fit their checksums, InvalidRequest for what is no chunk."""
+    """Check a chunk copy before it is installed.
+
+    ChecksumMismatch   bytes of a block outside `bad` do not match their checksum
+    InvalidRequest     the copy is malformed or contradicts itself
+    """
     count, end = 0, 0
     for first, blocks in copy.runs:
         if blocks <= 0 or first < end:
@@ -262,213 +301,306 @@ class ScrubStep(NamedTuple):
     bad: list[BadBlock]
     problems: list[str]
     mended: list[str]
-    """Problems that are none any more."""
+    """Problems that this step repaired."""
 
 
 class ChunkStore(Protocol):
     def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None) -> ReadBatch:
-        """Read a batch from memory as far as that goes. `reads`: 24 bytes each, see data.proto; `owners[grant]` is the inode
-        that grant allows to read, NO_INODE for none, ALL_INODES for all.
+        """Read a batch as far as memory can answer it.
 
-        Never raises for a single read: its result has the status. `verify`: every block is checked before it is answered,
-        and a bad one is remembered. `room` (Call.room): where the bytes may go when all of them are in memory and none is to
-        be checked; the payload is then that memory. Elsewhere it is the store's own.
-        InvalidRequest for a batch that is no batch or asks for more than 32 MiB.
+        `reads` has 24 bytes for each read; see data.proto. `owners[grant]` is the inode that this grant
+        allows to read, NO_INODE for none, ALL_INODES for all.
+
+        A failed read never raises an error: its result has the status. With `verify` every block is checked
+        before it is returned, and a bad block is recorded. `room` (Call.room) gives memory for the bytes if
+        all of them are in memory and none needs a check; the payload is then that memory. Otherwise the
+        payload is memory of the store.
+
+        InvalidRequest: the batch is malformed or asks for more than 32 MiB.
         """
 
     lender: Lender | None
-    """None where there is nothing that could be lent."""
+    """The issuer of location leases, or None if this store can issue none."""
 
     def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, Located] | None:
-        """(life, slot, stamp, where the first `blocks` blocks of the chunk lie), for clients of this host that read there
-        themselves; None where the chunk has none, or has bad ones, or while space is scarce. For `life` seconds at most, and
-        not longer than `life_s`, nothing else is written there. See store/chunks/location_leases.
+        """Issue a location lease for the first `blocks` blocks of a chunk.
+
+        Returns (life, slot, stamp, location) for clients of this host that read the drive themselves
+        (short-circuit reads). Returns None if the chunk has no such blocks, if it has bad ones, or while
+        space is scarce. For `life` seconds, at most `life_s`, the store writes nothing else to these blocks.
+        See store/chunks/location_leases.
         """
 
     async def finish_read(self, batch: ReadBatch) -> None:
-        """Wait for the drive until `batch` is complete. Called once when `missed` is not empty."""
+        """Wait for the drive until `batch` is complete.
+
+        The caller calls this once, if `missed` is not empty.
+        """
 
     def begin_finish(self, batch: ReadBatch, on_done: Callable[[BaseException | None], None]) -> None:
-        """As `finish_read`, without a task: `on_done` is called in a later turn of the loop, once, with None when the batch is
-        complete, or with what went wrong with all of it. It must not raise. What it names is not used again before."""
+        """Complete `batch` like `finish_read`, without a task.
+
+        The store calls `on_done` once, in a later event-loop iteration: with None if the batch is complete,
+        or with the error that failed the whole batch. `on_done` must not raise. The caller must not use the
+        batch before that call.
+        """
 
     def places_first(self, offset: int, length: int) -> bool:
-        """Whether such a write had better be placed before it is made: it is large, and of whole blocks."""
+        """Whether to stage such a write before it is applied: the write is large and covers whole blocks."""
 
     async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
-        """Bring the bytes to free blocks of the drive without holding up the loop, for a `write_now` that names them. Nobody
-        changes the buffer meanwhile. The caller gives the result to that and then, in any case, to `drop_placed`. NoSpace,
-        Busy, DriveFailed, Fenced: nothing was done. May be cancelled."""
+        """Stage a write: write its bytes to free blocks, for a later `write_now`.
+
+        The call does not block the event loop. The buffer must stay unchanged until return. The caller passes
+        the result to `write_now` and then, in every case, to `drop_placed`.
+
+        NoSpace, Busy, DriveFailed, Fenced: nothing was done. The caller may cancel this call.
+        """
 
     async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
                       cipher: BlockCipher | None = None) -> Placed:
-        """Do of a write what can be refused: merge, compare, find room; and begin to bring its bytes to the drive. A
-        `write_now` with the result, when its `writing` is done, does not fail for any of that. As `place` in all else, and
-        ChecksumMismatch as of `write_now`."""
+        """Prepare a write: do everything that can fail, and start writing the bytes.
+
+        The call merges partial blocks, compares checksums and finds space. A later `write_now` with the
+        result, called when its `writing` is done, does not fail for any of these reasons. Otherwise like
+        `place`; also raises ChecksumMismatch like `write_now`.
+        """
 
     def drop_placed(self, placed: Placed) -> None:
-        """The blocks are free again, unless a write names them."""
+        """Free the staged blocks, unless a write has named them."""
 
     def held(self, inode: int, index: int) -> HeldChunk:
-        """The chunk's version (0: there is none) and last requests, its inode's cut and floor of versions. CorruptRecord."""
+        """Return the state of a chunk without its bytes.
+
+        The state is the chunk's version (0: no chunk) and last requests, and its inode's truncate epoch and
+        version floor.
+
+        CorruptRecord: the record of the chunk or of the inode cannot be read.
+        """
 
     def changing(self, inode: int, index: int) -> None:
-        """The chunk may be another one soon, elsewhere perhaps before here: what clients of this host read from now on where it
-        lies is thrown away by them."""
+        """Invalidate location leases of the chunk: the chunk may change soon.
+
+        The change may come first on another target. From now on, clients of this host discard bytes that they
+        read from the leased locations.
+        """
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                   request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
                   table: int = 0, cipher: BlockCipher | None = None) -> int:
-        """Make `buffer` part of the chunk; return its new version. offset is in bytes from the start of the chunk and need not
-        be aligned; `checksums` has the packed CRC32C of each piece into which block borders divide the buffer.
+        """Make `buffer` part of the chunk and return the new version of the chunk.
 
-        On return the bytes survive the death of this process. If this raises, or the process dies, the chunk holds the old
-        bytes or the new, never a mixture. A request that was done already, or whose slot has done a later one to this chunk,
-        is answered with the chunk's version and changes nothing. `epoch` is the chain's; `version` is given by the head of a
-        chain to its successors. `placed`: where `place` has put this buffer. `table` is the chain table of the inode, kept with
-        the chunk; 0: as it was, 1 for a new one. `cipher`: of the volume, where that is encrypted, in each write and cut of its
-        files: blocks are stored, summed and read as it encrypts them, `buffer` and `checksums` are plain.
+        `offset` is in bytes from the start of the chunk and need not be aligned. `checksums` has the packed
+        CRC32C of each piece into which block borders divide the buffer.
+
+        On return the bytes survive the death of this process. If this raises, or the process dies, the chunk
+        holds either the old bytes or the new ones, never a mixture. A replayed request, or one whose slot has
+        already done a later request to this chunk, changes nothing and returns the version of the chunk.
+
+        `epoch` is the epoch of the chain. `version` is the version that the head of a chain passes to its
+        successors. `placed` is the result of `place` for this buffer. `table` is the chain table of the
+        inode, stored with the chunk; 0 keeps the current table, and a new chunk gets table 1. `cipher` is the
+        cipher of an encrypted volume, given with each write and truncation of its files: blocks are stored,
+        summed and read in encrypted form, while `buffer` and `checksums` are plain.
 
         MustWait           nothing was done: await its `until()`, then repeat
-        StaleCut           the file was cut since: refresh, send again what still applies
-        NoSpace            nothing was done and repeating will not help
-        ChecksumMismatch   the buffer is not what its writer summed (send again), or the block to be merged with is bad (EIO)
-        DriveFailed        the drive gave an error; nothing was done
-        Fenced             a sync failed: nothing is taken until the store is opened anew
+        StaleCut           the file was truncated since: refresh, then send again the writes that still apply
+        NoSpace            nothing was done and a retry will not help
+        ChecksumMismatch   the buffer does not match its writer's checksums (send it again), or the block to
+                           merge with is bad (EIO)
+        DriveFailed        the drive returned an error; nothing was done
+        Fenced             a sync failed: the store accepts nothing until it is reopened
         """
 
     async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                     request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0,
                     cipher: BlockCipher | None = None) -> int:
-        """write_now, repeated after each wait."""
+        """Call `write_now` and repeat it after each wait."""
 
     verifier: int
-    """Not 0. Another one, when the store is opened, where what was answered before and not flushed may have been lost."""
+    """Write verifier, not 0. It changes at open if acknowledged but unflushed writes may have been lost."""
 
     async def flush(self) -> None:
-        """On return all that was answered before the call survives the loss of power. All who wait share one sync.
+        """Make every write that was acknowledged before the call survive the loss of power.
 
-        Fenced when a sync failed, now or before: it is never repeated, the store must be opened anew.
+        All concurrent callers share one sync.
+
+        Fenced: a sync failed, now or before. The store never repeats a failed sync; it must be reopened.
         """
 
     async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0,
                   cipher: BlockCipher | None = None) -> int:
-        """The file ends at `size`, or has a hole from there to `end`: nothing of that is ever read again, not from a partial
-        block either; writes that knew a smaller cut are refused from now on. Of a damaged block at an edge the rest is given
-        up: it stays bad, see LOST_CHECKSUM. Durable on return. May be repeated; works on a full drive. Returns the bytes of
-        the blocks that this call freed.
+        """Truncate the file to `size`, or punch a hole from `size` to `end`.
 
-        StaleCut: a later cut is known here, nothing was done.
+        On return the change is durable, and no later read returns the removed bytes, not from a partial block
+        either. The store refuses writes with a smaller truncate epoch from now on. If the block at an edge is
+        damaged, its remaining bytes are given up: the block stays bad, see LOST_CHECKSUM. Returns the bytes
+        of the blocks that this call freed. The call may be repeated and works on a full drive.
+
+        StaleCut: the store knows a later truncation; nothing was done.
         """
 
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
-        """Remove all chunks of the inodes; return (chunks, bytes) freed. May be repeated; works on a full drive. Not
-        flushed."""
+        """Remove all chunks of the inodes; return (chunks, bytes) freed.
+
+        The call may be repeated and works on a full drive. The removal is durable only after a flush.
+        """
 
     def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
-        """Up to `limit` chunks of the inode from index `first` on, in order, and whether there are more."""
+        """List up to `limit` chunks of the inode from index `first` on.
+
+        Returns the chunks in order, and whether more follow.
+        """
 
     def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
-        """(chunk index, first block, blocks) of what is no hole in chunks from `first` to before `until`, in order, no two of a
-        chunk touching; and the chunk before which the answer ends: `until`, or one from which to ask again."""
+        """List the data extents of an inode in the chunks from `first` to before `until`.
+
+        Returns (chunk index, first block, blocks) for everything that is not a hole, in order; extents of one
+        chunk do not touch. Also returns the chunk before which the answer ends: `until`, or the chunk from
+        which to call again.
+        """
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
                    request: RequestId | None = None, epoch: int = 1,
                    given_up: Callable[[], bool] = bool, table: int = 0) -> tuple[int, int]:
-        """Make whole blocks of a chunk part of another, or of the same: `length` bytes from source (inode, index, offset), with
-        their checksums, holes as holes. Returns the new version and the bytes that are no holes.
+        """Copy whole blocks to a chunk from another chunk, or from the same one.
 
-        Guarantees and errors as of `write`; the source's blocks are compared with their checksums first, ChecksumMismatch when
-        one is bad. What is copied is what the source held at one moment of the call. Cancelled, with nothing done, when
-        `given_up()` says so after a wait.
+        The call copies `length` bytes from `source` (inode, index, offset) with their checksums, and holes as
+        holes. Returns the new version and the number of bytes that are not holes.
+
+        Guarantees and errors are those of `write`. The blocks of the source are compared with their checksums
+        first; ChecksumMismatch if one is bad. The copied bytes are the state of the source at one instant
+        during the call.
+
+        Cancelled: `given_up()` returned true after a wait; nothing was done.
         """
 
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
-        """Up to `limit` inodes above `after` that have chunks here, in order, and whether there are more."""
+        """List up to `limit` inodes above `after` that have chunks here.
+
+        Returns the inodes in order, and whether more follow.
+        """
 
     def versions(self, after: tuple[int, int] | None, limit: int, wanted: ChainSet | None = None,
                  until: tuple[int, int] | None = None) -> VersionsStep:
-        """Up to `limit` chunks behind (inode, index) `after`, not behind `until`, in that order, with their versions, those
-        of `wanted` chains only. And the inodes up to there that were cut. Bounded in what it looks at, so it may end early."""
+        """List up to `limit` chunks with their versions.
+
+        The chunks come after (inode, index) `after`, up to and including `until`, in this order. They belong
+        to the `wanted` chains only. The step also has the inodes of this range that were truncated. The
+        number of records examined is bounded, so a step may end early.
+        """
 
     def state(self, inode: int, index: int) -> ChunkState:
-        """For `install`. CorruptRecord."""
+        """Return the state of a chunk for a later `install`. CorruptRecord: its record cannot be read."""
 
     async def fetch(self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX) -> ChunkCopy:
-        """What makes the chunk, with its blocks from `first` on, `blocks` of the chunk at most; all of one moment of the call.
-        Each block is compared with its checksum; a bad one is remembered, and said to be. CorruptRecord, DriveFailed."""
+        """Read a chunk for transfer, with at most `blocks` blocks from block `first` on.
+
+        All parts of the copy are from one instant during the call. Each block is compared with its checksum;
+        a bad block is recorded and listed in the copy.
+
+        CorruptRecord, DriveFailed: the chunk cannot be read.
+        """
 
     async def install(self, copies: Sequence[tuple[ChunkCopy, ChunkState]]) -> list[bool]:
-        """Make each chunk what its copy says, whatever version is here, provided that its state still is the one given; for
-        each, whether that was so. The inode's cut becomes at least the copy's. Blocks that were bad stay so: who reads them
-        meets a ChecksumMismatch. May be repeated.
+        """Replace each chunk whose state is still the given one with its copy.
 
-        A chunk is the old or the new, never a mixture, after a loss of power too. Survives the death of this process; not
-        flushed. NoSpace, Busy, DriveFailed, ChecksumMismatch (what came is not what was summed), InvalidRequest: those
-        before the one that failed may have been done.
+        The version of the chunk does not matter. Returns for each chunk whether it was replaced. The truncate
+        epoch of the inode becomes at least that of the copy. Blocks that are bad in the copy stay bad: a read
+        of them fails with ChecksumMismatch. The call may be repeated.
+
+        A chunk is the old or the new one, never a mixture, also after a loss of power. The change survives
+        the death of this process; it is durable only after a flush.
+
+        NoSpace, Busy, DriveFailed, ChecksumMismatch (the received bytes do not match their checksums),
+        InvalidRequest: chunks before the failed one may have been replaced.
         """
 
     def unreadable(self, inode: int, index: int) -> bool:
-        """Whether a record of the chunk can not be read."""
+        """Whether a record of the chunk cannot be read."""
 
     async def install_over(self, copy: ChunkCopy) -> bool:
-        """Make a chunk that is unreadable what its copy says, unless a cut of its inode is known here that the copy does not
-        know, or the other way round; whether that was done. As `install` in all else."""
+        """Replace an unreadable chunk with its copy.
+
+        Returns whether the chunk was replaced. It is not replaced if the store knows a truncation of the
+        inode that the copy does not know, or the reverse. Otherwise like `install`.
+        """
 
     def note(self) -> bytes:
-        """What `keep_note` was last given, b"" for nothing: kept as other changes are."""
+        """Return the bytes last given to `keep_note`, or b"". They are as durable as other changes."""
 
     def keep_note(self, raw: bytes) -> None: ...
 
     async def discard(self, inode: int, index: int, is_wanted: Callable[[], bool] | None = None) -> int:
-        """Remove the chunk, also one that can not be read; the bytes that it occupied. The inode's cut stays. Not flushed.
+        """Remove the chunk, even if it is unreadable; return the bytes that the chunk occupied.
 
-        `is_wanted` is asked in the step that removes, after all waits; nothing is removed when it says no.
+        The truncate epoch of the inode stays. The removal is durable only after a flush. The store calls
+        `is_wanted` in the step that removes, after all waits, and removes nothing if it returns false.
         """
 
     on_bad: Callable[[], None] | None
-    """Called for each block that is found to be bad, when it is noted; None at first."""
+    """Callback for each bad block, called when the store records the block; None at first."""
 
     def table_of(self, inode: int, index: int) -> int:
-        """The chain table that is kept with the chunk, 0 where there is none."""
+        """Return the chain table stored with the chunk, 0 if there is no chunk."""
 
     async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview, *, checksum: bytes = b"",
                    version: int = 0) -> bool:
-        """Write a block of the chunk anew with these bytes, if they fit the checksum that it has; whether they did. Where that
-        is LOST_CHECKSUM: if `version`, which the chunk had where they come from, is the chunk's, and they fit `checksum`, which
-        they had there; no content then: a hole. The chunk's version stays. Survives what an install survives. NoSpace, Busy,
-        DriveFailed: nothing was done."""
+        """Rewrite one block of the chunk with `content` if the bytes match the block's checksum.
+
+        Returns whether they matched. For a block with LOST_CHECKSUM two other conditions hold instead:
+        `version`, the chunk's version on the member that supplied the bytes, equals the chunk's version here;
+        and the bytes match `checksum`, which they had there. Empty content then means a hole. The version of
+        the chunk stays. The repair is as durable as an install.
+
+        NoSpace, Busy, DriveFailed: nothing was done.
+        """
 
     async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
-        """Know these cuts, where they are newer than what is known; for writes that were not told of them."""
+        """Raise the stored truncate epochs to these, where these are newer.
+
+        This covers truncations that this store missed.
+        """
 
     async def scrub(self, cursor: bytes, blocks: int, repair: bool = False) -> ScrubStep:
-        """Check about `blocks` blocks behind the cursor (b"": from the start) against their checksums, and at the end the free
-        map against the index. The cursor of an unfinished step is given to the next one. `repair`: the free map is brought in
-        line with the index where that is certain, durably when the last step returns. Steps that are asked for at once are
-        done one after the other."""
+        """Scrub about `blocks` blocks after the cursor: compare them with their checksums.
+
+        The cursor b"" starts at the beginning; pass the cursor of an unfinished step to the next one. At the
+        end the step compares the free map with the index. With `repair` the step corrects the free map where
+        the index proves it wrong; the correction is durable when the last step returns. Concurrent calls run
+        one after the other.
+        """
 
     def bad_blocks(self) -> list[BadBlock]: ...
 
     def status(self) -> dict:
-        """state, fenced_because, capacity_bytes, used_bytes, chunks (-1: not counted), device, kind, read_path, direct (whether
-        opened with O_DIRECT), writes (how large ones go: direct, cached), host_full (a sentence when the file system below it
-        is full), counters."""
+        """Return the status of the store as a dict.
+
+        Keys: state, fenced_because, capacity_bytes, used_bytes, chunks (-1: not counted), device, kind,
+        read_path, direct (whether opened with O_DIRECT), writes (how large writes are made: direct, cached),
+        host_full (a sentence if the underlying file system is full), counters.
+        """
 
     async def tend(self) -> None:
-        """One step of background work: give held space back. Called every second or so; tests call it themselves."""
+        """Run one step of background work: free held space. The service calls this about once a second.
+
+        Tests call this directly.
+        """
 
     async def close(self) -> None:
-        """Flush and release. May be called twice."""
+        """Flush, then release all resources. May be called twice."""
 
 
 def create_chunk_store(path: str | os.PathLike[str], target: int, pool_id: str, capacity_bytes: int = 0, *,
                        device: str | os.PathLike[str] | None = None, clock: Clock = SYSTEM_CLOCK, force: bool = False) -> None:
-    """Make the directory `path` a chunk store: on a data file of capacity_bytes in it, or on the block device `device`
-    (capacity 0: all of it). Nothing is preallocated.
+    """Make the directory `path` a chunk store.
 
-    AlreadyExists      there is one already; or, without `force`, the device holds one of any pool
-    InvalidRequest     the capacity makes no sense
+    The data is in a data file of `capacity_bytes` in this directory, or on the block device `device`
+    (capacity 0: the whole device). Nothing is preallocated.
+
+    AlreadyExists      `path` is a store already; or, without `force`, the device holds a store of any pool
+    InvalidRequest     the capacity is too small or does not fit the device, or `device` is not a block
+                       device
     """
     path = Path(path)
     blocks = capacity_bytes // BLOCK_BYTES
@@ -502,7 +634,8 @@ def create_chunk_store(path: str | os.PathLike[str], target: int, pool_id: str, 
             os.fsync(fd)
         finally:
             os.close(fd)
-        # Last, so that what was interrupted is begun anew and never opened.
+        # FORMAT is written last: an interrupted creation has no FORMAT, so it is never opened and can be
+        # repeated.
         fd = os.open(path / "FORMAT", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             os.write(fd, FORMAT_TEXT.encode())
@@ -519,7 +652,7 @@ def create_chunk_store(path: str | os.PathLike[str], target: int, pool_id: str, 
 
 
 def lock_store(path: Path) -> tuple[int, Superblock]:
-    """The locked descriptor and the superblock of the store in `path`.
+    """Lock the store in `path`; return the locked descriptor and the superblock.
 
     InUse, WrongFormat, NotFound, CorruptRecord, BadConfiguration: nothing was changed.
     """
@@ -562,17 +695,20 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
 
 async def open_chunk_store(path: str | os.PathLike[str], target: int = 0, options: StoreOptions | None = None, *,
                            clock: Clock = SYSTEM_CLOCK, on_fence: Callable[[str], None] | None = None) -> ChunkStore:
-    """Open the store in the directory `path`; `target` 0: whichever it is. Blocks named by replayed index records are checked
-    before this returns, and what was answered before is durable. `on_fence` is told the reason, once, when the store can not
-    vouch for its drive any more: end the process, or open it anew.
+    """Open the store in the directory `path`; `target` 0 accepts the store of any target.
 
-    NotFound      there is none: create it
-    WrongFormat   of another version: use the nvpool that made it
-    WrongTarget   it belongs to another target
-    InUse         another process has it open
+    Before this returns, blocks named by replayed index records are checked, and all writes acknowledged
+    before the open are durable. The store calls `on_fence` once with the reason when it can no longer
+    guarantee the contents of its drive: end the process, or reopen the store.
+
+    NotFound      there is no store: create one
+    WrongFormat   the store has another format version: use the nvpool that made it
+    WrongTarget   the store belongs to another target
+    InUse         another process has the store open
     CorruptRecord, DriveFailed   the drive needs attention
     """
-    from nvpool.store.chunks.block_store import open_block_store  # here, since that module implements this one's contract
+    # Imported here, since that module implements this interface and imports this module.
+    from nvpool.store.chunks.block_store import open_block_store
 
     where = Path(path)
     lock, superblock = lock_store(where)

@@ -1,23 +1,30 @@
-"""The chunk store on blocks of a data file or raw device, with its index in a kv. See api.py for the contract.
+"""Chunk store on blocks of a data file or raw device, with a kv index.
 
-A write: the pieces are compared with their checksums; blocks that are not written wholly are merged with the old ones, which
-are checked first; the new blocks go to free places on the drive; one kv change names them, frees the old ones and holds the
-chunk's new version and the request. What fails before that change has done nothing: the places are still free.
+`api.py` has the contract. The store service and the replication and maintenance code use this class through
+that interface.
+
+A write runs in this order. The pieces are compared with their checksums. Partially written blocks are merged
+with the old blocks, which are checked first. The new blocks go to free places on the drive. One kv change
+names them, frees the old blocks, and records the chunk's new version and the request. A write that fails
+before this change has done nothing: its places are still free.
 
 Order of durable steps:
 
-    data is written before the change that names it is applied                      (write_now, place)
-    data is synced before the index commits to LMDB what names it                   (before_checkpoint)
-    a flush syncs data, then the journal                                            (flush)
-    freed blocks are given out again when the change that freed them is flushed, its data included, and no read that began
-    before it is under way, and no lifetime runs that was given out for them        (flush, Allocator.release,
-    location_leases.py) a cut syncs the zeroed tail before it names it, and the whole before it answers (cut)
-    after an unclean stop, blocks named by replayed records are read and compared   (recovery.py)
+    1. data is written before the change that names it is applied                      (write_now, place)
+    2. data is synced before the index commits to LMDB a record that names it          (before_checkpoint)
+    3. a flush syncs data, then the journal                                            (flush)
+    4. freed blocks are allocated again only when the change that freed them and its   (flush,
+       data are flushed, no read that began before it is running, and no location      Allocator.release,
+       lease for them is valid                                                         location_leases.py)
+    5. a truncation syncs the zeroed tail before it names the tail, and everything     (cut)
+       before it returns
+    6. after an unclean stop, blocks named by replayed records are read and compared   (recovery.py)
 
-The journal's own interval sync is not enough for the fourth: it may name data that is not on the drive yet, and then the old
-bytes must still be there.
+The interval sync of the journal is not enough for the fourth step. The journal may name data that is not on
+the drive yet, and then the old bytes must still exist.
 
-Everything runs on one event loop; between two awaits nothing is half done. A thread does fdatasync and hole punching.
+Everything runs on one event loop, and the state is consistent at every await. A thread runs fdatasync and
+hole punching.
 """
 
 from __future__ import annotations
@@ -100,7 +107,7 @@ DISCARD_BLOCKS_MIN = 64
 
 async def open_block_store(path: Path, superblock: Superblock, lock: int, options: StoreOptions, clock: Clock,
                            on_fence: Callable[[str], None] | None = None) -> BlockChunkStore:
-    """The store in `path`, whose lock the caller holds and gives over when this returns."""
+    """Open the store in `path`, whose lock the caller holds. On return the store owns the lock."""
     device = FileDevice(str(path / "data"), direct=options.direct, uring=options.uring)
     kv = None
     try:
@@ -128,7 +135,10 @@ async def open_block_store(path: Path, superblock: Superblock, lock: int, option
 
 
 class BlockChunkStore(WholeChunks):
-    """Made by open_block_store; or, over twins, directly: `attach(kv)` follows."""
+    """Chunk store on a `Device` and a kv index. `open_block_store` creates it.
+
+    Tests create it directly over fakes, then call `attach(kv)`.
+    """
 
     def __init__(self, device: Device, block_count: int, *, target: int, options: StoreOptions, clock: Clock):
         self.device = device
@@ -136,7 +146,7 @@ class BlockChunkStore(WholeChunks):
         self.target = target
         self.options = options
         self.clock = clock
-        self.kv: Kv = None  # attached before anything else is called
+        self.kv: Kv = None  # attached before any other call
         self.lock = -1
         self.path = self.boot = ""
         self.kind = "memory"
@@ -145,7 +155,7 @@ class BlockChunkStore(WholeChunks):
         self.fenced_because = ""
         self.on_fence: Callable[[str], None] | None = None
         self._closed = False
-        self._written = 1  # the process before us may have written what is not synced yet
+        self._written = 1  # the previous process may have left unsynced writes
         self._synced = 0
         self._tended = -1
         self._checkpointed = 0
@@ -157,10 +167,11 @@ class BlockChunkStore(WholeChunks):
         self.flush_count = 0
 
     async def attach(self, kv: Kv, identity: bytes = b"") -> None:
-        """Take the index and settle what a replay left. WrongFormat when it belongs to another data file."""
+        """Take the index and resolve what a replay left. WrongFormat: it belongs to another data file."""
         self.kv = kv
         self.readings = Readings(kv)
-        direct = self.device.direct  # past the page cache there is nothing that a client could read at once
+        # O_DIRECT bypasses the page cache, so a client could not read anything fast
+        direct = self.device.direct
         self.lender = Lender(kv, self.clock, 0.0 if direct else self.options.lend_s, self.options.kept_table)
         known = kv.get(IDENTITY_KEY)
         if known is None:
@@ -260,7 +271,7 @@ class BlockChunkStore(WholeChunks):
             buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
         elif placed.version == chunk.version and placed.transaction is not None:
             buffers, sums = [], placed.sums
-        else:  # made for what the chunk was
+        else:  # prepared for an older version of the chunk
             self.drop_placed(placed)
             placed = None
             buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums, cipher)
@@ -297,11 +308,11 @@ class BlockChunkStore(WholeChunks):
         return new_version
 
     def note_written(self, byte_count: int) -> None:
-        """So much is on its way to the drive, and will be looked after by the next sync."""
+        """Count bytes on their way to the drive; the next sync covers them."""
         self._written += byte_count
 
     def was_written(self) -> None:
-        """A write is done: begin what has to follow many of them."""
+        """Finish a write: start the checkpoint or the flush that many writes together make necessary."""
         self.write_count += 1
         if self._written - self._checkpointed > self.options.replay_bytes_max:
             self._checkpoint_soon()
@@ -344,8 +355,11 @@ class BlockChunkStore(WholeChunks):
                                  table)
 
     def segments_at(self, chunk: Chunk, first: int, places: array, sums: bytes) -> list[tuple[int, Segment, int, int]]:
-        """The segments of a chunk whose blocks from `first` on lie at these places (0: a hole) with these checksums, as
-        apply_segments wants them: all of it is fresh."""
+        """Build the segments of a chunk with new blocks from `first` on.
+
+        The blocks lie at `places` (0: a hole) and have the checksums `sums`. The result is the argument of
+        `apply_segments`; all of these blocks are fresh.
+        """
         segments: list[tuple[int, Segment, int, int]] = []
         block, end = first, first + len(places)
         while block < end:
@@ -372,9 +386,10 @@ class BlockChunkStore(WholeChunks):
 
     def apply_segments(self, transaction: Transaction, chunk: Chunk, segments: list[tuple[int, Segment, int, int]],
                        head: Head, overwritten: range, *, reclaims: bool = False) -> None:
-        """One change: these segments, the head, the free map. Afterwards the chunk in memory is that; before it nothing is.
+        """Apply one change: these segments, the head of the chunk, the free map.
 
-        A segment is (number, what it is now, first fresh block, fresh blocks).
+        On return the chunk in memory has the new state; if this raises, nothing changed. A segment is
+        (number, its new state, first fresh block, number of fresh blocks).
         """
         inode, index = chunk.inode, chunk.index
         effects: list[Effect] = []
@@ -396,9 +411,13 @@ class BlockChunkStore(WholeChunks):
 
     def apply(self, transaction: Transaction, effects: list[Effect], inode: int = 0, indexes: Sequence[int] = (), *,
               reclaims: bool = False) -> None:
-        """One change of the index, of these chunks of an inode (0: of blocks whose inode nobody knows), together with what the
-        transaction does to the free map. If it raises, neither happened; the caller drops the transaction."""
-        self.lender.changing(inode, indexes)  # before: who reads from now on where the old blocks lie, asks again
+        """Apply one kv change: index records of these chunks, and the free map.
+
+        `inode` 0: the inode of the blocks is unknown. If this raises, neither change happened; the caller
+        drops the transaction.
+        """
+        # Before the change: a client that reads the old locations from now on asks again for the locations.
+        self.lender.changing(inode, indexes)
         if transaction.freed:
             transaction.until = self.lender.until(inode)
         effects += self.allocator.effects(transaction)
@@ -415,7 +434,8 @@ class BlockChunkStore(WholeChunks):
             if self._durable < wanted:
                 sequence = self.kv.sequence
                 await self.sync_data()
-                # Tells a replay that blocks of earlier changes were on the drive: one that does not fit is damaged.
+                # This record tells a replay that blocks of earlier changes were on the drive: a mismatch
+                # means damage.
                 await self.kv.room()
                 mark = self.kv.apply([(FLUSHED_KEY, encode_flushed(sequence, self.kv.sequence + 1))], reclaims=True)
                 await self.kv.sync(mark)
@@ -424,15 +444,18 @@ class BlockChunkStore(WholeChunks):
             await self._release()
 
     async def sync_data(self) -> None:
-        """What was written to the drive before the call survives the loss of power. Also called by the kv before a
-        checkpoint. Fenced when the drive refuses; never repeated then."""
+        """Make all data written before the call survive the loss of power.
+
+        The kv also calls this before a checkpoint. Fenced: the drive failed to sync; a failed sync is never
+        repeated.
+        """
         wanted = self._written
         while self._synced < wanted:
             if self.fenced_because:
                 self._refuse()
             if self._sync_task is None:
                 self._sync_task = asyncio.get_running_loop().create_task(self._sync_once())
-            # Shielded: who waits may be cancelled, but the outcome of a sync must never be lost.
+            # Shielded: a waiting caller may be cancelled, but the outcome of a sync must never be lost.
             await asyncio.shield(self._sync_task)
         if self.fenced_because:
             self._refuse()
@@ -448,7 +471,10 @@ class BlockChunkStore(WholeChunks):
             self._sync_task = None
 
     async def _release(self) -> None:
-        """Give out again what durable changes have freed. Under the flush lock."""
+        """Release for allocation the blocks that durable changes have freed.
+
+        The caller holds the flush lock.
+        """
         limit, now_s = min(self._durable, self.readings.oldest()), self.clock.boottime_s()
         if self.kind == "directory" and (self.options.give_back or self.room.missing):
             least = 1 if self.room.missing else DISCARD_BLOCKS_MIN
@@ -466,7 +492,7 @@ class BlockChunkStore(WholeChunks):
 
     async def make_room(self) -> None:
         await self.flush()
-        if self.allocator.held_blocks:  # a read under way keeps them, or a lifetime
+        if self.allocator.held_blocks:  # a running read keeps them, or a location lease
             await asyncio.sleep(min(0.05, max(0.001, self.allocator.next_rest_s - self.clock.boottime_s()))
                                 if self.allocator.resting_changes else 0.001)
 
@@ -489,7 +515,7 @@ class BlockChunkStore(WholeChunks):
             log.error("target %d: background work failed: %s", self.target, task.exception())
 
     def fence(self, reason: str) -> None:
-        """Serve nothing from now on: what the drive holds can not be vouched for."""
+        """Refuse all service from now on: the contents of the drive are not guaranteed."""
         if not self.fenced_because:
             self.fenced_because = reason
             log.error("target %d is fenced: %s", self.target, reason)
@@ -516,7 +542,7 @@ class BlockChunkStore(WholeChunks):
         self.refuse_when_fenced()
         return await store_truncate.remove(self, inodes)
 
-    # -- telling -----------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
         self.refuse_when_fenced()
@@ -540,7 +566,7 @@ class BlockChunkStore(WholeChunks):
     def status(self) -> dict:
         return store_status.status(self)
 
-    # -- the rest ----------------------------------------------------------------------------------------------------
+    # -- background work, closing ------------------------------------------------------------------------------------
 
     async def tend(self) -> None:
         if self.device.lacks_room:
@@ -574,13 +600,14 @@ class BlockChunkStore(WholeChunks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             try:
-                # Its last checkpoint asks for sync_data: without that, what is in the journal stays there for the next start.
+                # The last checkpoint of the kv calls `sync_data`. If that fails, the journal keeps its
+                # records for the next start.
                 await self._close_kv()
             finally:
                 await self._let_go()
 
     async def abandon(self) -> None:
-        """Release everything as the death of this process would. For tests, and after a fence."""
+        """Release all resources like the death of this process would. For tests, and after a fence."""
         self._closed = True
         tasks = [*self._tasks, *([self._sync_task] if self._sync_task else [])]
         for task in tasks:

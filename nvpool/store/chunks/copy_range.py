@@ -1,7 +1,7 @@
-"""Copies of blocks from chunk to chunk of one store: read, compared, written to new places, named by one kv change.
+"""Copy of blocks between chunks of one store: read, check, write to new places, name in one change.
 
-The checksums are those of the source's writer: the bytes are compared with them before they are written, and nobody makes new
-ones. Holes become holes. Called by the block store.
+The copy keeps the checksums of the source's writer: the bytes are compared with them before they are written,
+and no new checksums are computed. Holes become holes. The user is the block store.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
             if content:
                 store.write_runs(runs, content)
                 if any(before and not new for new, before in zip(there, old, strict=True)):
-                    # After a loss of power blocks that did not reach the drive give way to those before them, and a hole would
-                    # not: so that it is all of the copy or nothing, it is on the drive before it is named.
+                    # After a loss of power, blocks that did not reach the drive are replaced by the previous
+                    # blocks, but a hole is not. The copy must be applied completely or not at all, so its
+                    # data is synced before the change names it.
                     await store.sync_data()
                     if (given_up() or store.index.chunk(inode, index) is not chunk or chunk.version != version
                             or store.index.inode(inode) != record or store.kv.full):
@@ -94,7 +95,7 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
 async def _write(store: BlockChunkStore, inode: int, index: int, offset: int, content: memoryview, sums: bytes, cut: int,
                  request: RequestId | None, epoch: int, given_up: Callable[[], bool],
                  table: int) -> int:
-    """As ChunkStore.write, where there is no hole."""
+    """Write like ChunkStore.write, for a copy without holes."""
     placed = None
     try:
         for _ in range(_TRIES_MAX):
@@ -115,7 +116,11 @@ async def _write(store: BlockChunkStore, inode: int, index: int, offset: int, co
 
 
 async def _read(store: BlockChunkStore, source: tuple[int, int, int], length: int) -> tuple[list[bool], list, bytes]:
-    """Of each block whether it is there; the bytes of those that are, checked; the checksums of all."""
+    """Read the source.
+
+    Returns for each block whether it exists, the checked bytes of the existing blocks, and the checksums of
+    all.
+    """
     inode, index, offset = source
     there = [place > 0 for place in store.index.places(store.index.chunk(inode, index), offset >> 12, length >> 12)]
     batch = store.read_now(READ.pack(inode, index, offset, length, 0, 0), [ALL_INODES], True)

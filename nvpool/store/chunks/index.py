@@ -1,10 +1,11 @@
-"""The chunk index as the store reads it: decoded records, the recently used ones kept.
+"""The chunk index in decoded form, with a cache of recently used records.
 
-A cache of two generations: what is used moves to the young one; when that is half of the bound the old one is dropped and
-they change places. So a hit costs one dict look-up and nothing is sorted. The bound counts segments (about 1 KiB each).
+The cache has two generations: a used entry moves to the young one; when the young one reaches half of the
+bound, it replaces the old one and a new, empty one begins. So a hit costs one dict look-up, and nothing is
+sorted. The bound counts segments (about 1 KiB each).
 
-An entry belongs to the event loop and is changed in place by the write that changes the chunk; nobody keeps one over an await.
-Called by the block store and its readers.
+An entry belongs to the event loop, and the write that changes the chunk changes the entry in place; no caller
+may keep an entry over an await. The users are the block store and its readers.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ from nvpool.store.disk.index_records import (
 
 SEGMENTS_MAX = CHUNK_BYTES_MAX >> 12 >> SEGMENT_BITS
 EXTENT_RECORDS = 1024
-"""Looked at for one answer about extents: 256 MiB without holes, three milliseconds."""
+"""Records examined for one answer about extents: 256 MiB without holes, three milliseconds."""
 _NO_RECORD = InodeRecord()
 
 
 class Chunk:
-    """`version` 0: there is no such chunk. `segments[n]` None: not read yet; behind the end of the list: likewise."""
+    """Cached chunk.
+
+    `version` 0: no such chunk. `segments[n]` None, or after the end of the list: not read yet.
+    """
 
     __slots__ = ("inode", "index", "version", "cut", "requests", "table", "segments")
 
@@ -64,7 +68,7 @@ class Index:
         self._inodes: dict[int, InodeRecord] = {}
 
     def chunk(self, inode: int, index: int) -> Chunk:
-        """CorruptRecord, WrongFormat as the record says."""
+        """Return the chunk. CorruptRecord, WrongFormat: its record is unreadable."""
         name = (inode, index)
         found = self.young.get(name)
         if found is None:
@@ -76,8 +80,11 @@ class Index:
         return found
 
     def look_up(self, names: set[tuple[int, int]]) -> None:
-        """Which of those chunks (inode, index) are not in memory are looked up in one transaction, as far as one generation
-        holds them. Where one is damaged nothing is done: who asks for it by itself is told."""
+        """Look up those of these chunks (inode, index) that are not cached, in one transaction.
+
+        At most half a generation of chunks is looked up. If a record is damaged, nothing is cached: a later
+        look-up of that chunk alone reports the error.
+        """
         keys = {segment_key(inode, index, 0): (inode, index) for inode, index in islice(names, self._half // 2)
                 if (inode, index) not in self.young and (inode, index) not in self._old}
         if len(keys) < 2:
@@ -123,7 +130,7 @@ class Index:
         return found
 
     def places(self, chunk: Chunk, block: int, count: int) -> list[int]:
-        """Disk blocks of `count` blocks, 0 for each hole."""
+        """Return the disk blocks of `count` blocks, 0 for each hole."""
         places: list[int] = []
         end = block + count
         while block < end:
@@ -137,7 +144,7 @@ class Index:
 
     @staticmethod
     def store(chunk: Chunk, number: int, segment: Segment) -> None:
-        """Keep what a segment is from now on."""
+        """Set the cached state of a segment."""
         segments = chunk.segments
         if number >= len(segments):
             segments.extend([None] * (number + 1 - len(segments)))
@@ -167,8 +174,11 @@ class Index:
 
     def records(self, inode: int, first: int, limit: int,
                 until: int = 1 << 32) -> list[tuple[tuple[int, int, int], bytes, bytes]]:
-        """Up to `limit` segment records of an inode from chunk index `first` to before `until`: ((inode, index, segment), key,
-        value)."""
+        """Return up to `limit` segment records of an inode.
+
+        They are in the chunks from index `first` to before `until`. Each is ((inode, index, segment), key,
+        value).
+        """
         end = segment_key(inode, until, 0) if until < 1 << 32 else inode_end_key(inode)
         pairs = self._kv.scan(segment_key(inode, min(first, 0xFFFFFFFF), 0), end, limit)
         return [(split_segment_key(key), key, raw) for key, raw in pairs]
@@ -202,7 +212,7 @@ class Index:
         records = self.records(inode, first, EXTENT_RECORDS, until)
         goes_on = until
         if len(records) == EXTENT_RECORDS:
-            goes_on = records[-1][0][1]  # perhaps not all of it
+            goes_on = records[-1][0][1]  # the last chunk may be incomplete
         found: list[tuple[int, int, int]] = []
         for (_, index, segment), key, raw in records:
             if index == goes_on:
@@ -225,7 +235,7 @@ class Index:
                 if not pairs:
                     return found, False
                 key = pairs[0][0]
-            except CorruptRecord as error:  # its inode has something here, whatever that was
+            except CorruptRecord as error:  # a damaged record: its inode has something here
                 if not first <= error.key < b"d":
                     raise
                 key = error.key

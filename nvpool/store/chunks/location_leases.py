@@ -1,28 +1,33 @@
-"""What a store has told clients of its host about where blocks lie, and until when they may read there.
+"""Location leases: which blocks clients of this host may read directly, and until when.
 
-A location that was given out may be read until its lifetime has ended. So a block is not given to another write, and not
-punched out of its file, before every lifetime has ended that may name it: what a change frees of an inode with lent
-locations rests that long (`until`, kept by the allocator, in the index too). Lifetimes count on CLOCK_BOOTTIME: in the store
-from the answer, in the client from the sending of its request, which is earlier.
+A client may read a leased location until the lease ends (short-circuit reads). So the store does not allocate
+a block again, and does not punch it out of its file, before every lease that may name the block has ended.
+Blocks that a change frees of an inode with leases are held that long (`until`; the allocator keeps the time,
+also in the index). Lease times are on CLOCK_BOOTTIME: the store counts from its answer, the client from the
+sending of its request, which is earlier.
 
-A lifetime protects blocks; that readers do not see old bytes is what the table is for: 65,536 counters in memory that is
-shared with clients, who can only read it. Before a change of a chunk is applied, its counter is raised; a client looks at it
-after it has read, and throws away what it read when the counter is not what came with the location. So after a write, a cut
-or a removal was answered, no read that begins later returns what was there before, as if it had asked the store. Behind the
-counters stands until when this target may serve at all (`serve_until`; store/server/serving_lease): others may have taken its
-place since.
+A lease protects blocks. The table prevents readers from returning old bytes: 65,536 counters in memory shared
+with clients, which can only read the table. Before a change of a chunk is applied, the chunk's counter is
+raised. A client checks the counter after it has read, and discards the bytes if the counter differs from the
+one that came with the location. So after a write, a truncation or a removal was acknowledged, no read that
+begins later returns the old bytes, exactly as if the client had asked the store. Behind the counters, the
+table stores the end of this target's serving lease (`serve_until`; store/server/serving_lease), since other
+targets may have replaced this target.
 
-The memory of the table outlives a process where its supervisor keeps it (`KeptTable`): its successor raises all counters
-before it serves, so that no client returns what it reads at locations of the dead. Without that counters of the dead process
-stand still, and until the lifetimes that it gave out have ended cuts are not answered. One that ends in order raises all of
-them last (`end`), and says so. In each case every inode counts as lent for so long. That there were any is recorded, once for
-a process, before the first location is given out:
+The table can outlive a process if the supervisor keeps its memory (`KeptTable`). The next process raises all
+counters before it serves, so that no client returns bytes that it reads at locations from the dead process.
+Without a kept table, the counters of the dead process never change, and truncations are not acknowledged
+until its leases have ended. A process that ends in order raises all counters last (`end`) and records this.
+In each of these cases every inode counts as leased until the leases of the previous process have ended. The
+existence of leases is recorded, once for each process, before the first lease is issued:
 
-    L                   boot id (36 bytes, of Linux) · lifetime in milliseconds u32 (little-endian)
-    E                   boot id: no client returns what it reads at any location that was given out until now
-    h number u64 (BE)   until, milliseconds on CLOCK_BOOTTIME u64 · runs: u64 each, disk block above 16 bits of (blocks - 1)
+    L                   boot id (36 bytes, of Linux) · lease lifetime in milliseconds u32 (little-endian)
+    E                   boot id: no client returns what it reads at any location leased until now
+    h number u64 (BE)   until, milliseconds on CLOCK_BOOTTIME u64 · runs: u64 each, disk block above 16 bits
+                        of (blocks - 1)
 
-A reboot ends all clients of the host with their lifetimes. Called by the block store on its event loop.
+A reboot ends all clients of the host together with their leases. The user is the block store, on its event
+loop.
 """
 
 from __future__ import annotations
@@ -50,9 +55,12 @@ from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_BLOCKS
 
 SLOT_BITS = 16
 TABLE_BYTES = (4 << SLOT_BITS) + 8
-"""Counters, then a double: seconds on the store's CLOCK_BOOTTIME."""
+"""Size of the table: the counters, then a double with seconds on the store's CLOCK_BOOTTIME."""
 INODES_MAX = 200_000
-"""Remembered as lent; beyond it every inode counts as lent, until the set is forgotten."""
+"""Inodes remembered as leased.
+
+Beyond this number every inode counts as leased, until the set is forgotten.
+"""
 LENT_KEY = b"L"
 ENDED_KEY = b"E"
 TOKEN_BYTES = 16
@@ -60,31 +68,40 @@ _LIFE = struct.Struct("<I")
 _F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _F_SEAL_SEAL, _F_SEAL_SIZE = 0x1, 0x2 | 0x4
 _F_SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1: nobody maps it for writing any more. Before that only the descriptor's mode says so."""
+"""Linux 5.1: nobody can map the memory for writing any more.
+
+Before that only the descriptor's mode prevents this.
+"""
 
 
 def slot_of(inode: int, index: int) -> int:
-    """The counter of a chunk; of several, as it comes."""
+    """Return the counter of a chunk. Several chunks may share a counter."""
     return (inode * 0x9E3779B97F4A7C15 + index * 0xC2B2AE3D27D4EB4F & 0xFFFFFFFFFFFFFFFF) >> 64 - SLOT_BITS
 
 
 def encode_said(target: int, token: bytes, now_s: float) -> bytes:
-    """What is said with the descriptors of a target, at `now_s` on CLOCK_BOOTTIME."""
+    """Encode the message that accompanies the descriptors of a target, at `now_s` on CLOCK_BOOTTIME."""
     return LENT.pack(target, 1 << SLOT_BITS, token, now_s)
 
 
 class KeptTable(NamedTuple):
-    """A memfd of ours that whoever serves this target has used for its table since `since_s`; empty: nobody yet."""
+    """A lease table in a memfd, used by this target's processes since `since_s`.
+
+    An empty memfd has not been used yet.
+    """
 
     descriptor: int
     since_s: float
 
 
 class Lender:
-    """`life_s` 0: nothing is lent, and everything here costs nothing."""
+    """Issuer of location leases. `life_s` 0: no leases are issued, and all calls cost nothing."""
 
     def __init__(self, kv: Kv, clock: Clock, life_s: float, kept: KeptTable | None = None) -> None:
-        """Reads what a process before us recorded. The descriptor of `kept` is ours from now on. CorruptRecord."""
+        """Read the records of the previous process and create the table.
+
+        On return this object owns the descriptor of `kept`. CorruptRecord: a record is malformed.
+        """
         self._kv = kv
         self._clock = clock
         self.life_s = life_s
@@ -97,9 +114,9 @@ class Lender:
         self.given = 0
         now_s = clock.boottime_s()
         self.dead_until_s = now_s
-        """Until then lifetimes run that a process before us gave out."""
+        """End of the leases that a previous process issued."""
         self.unseen_until_s = now_s
-        """Until then some of them run with a table that is not ours."""
+        """End of those of these leases whose table is not ours."""
         raw = kv.get(LENT_KEY)
         if raw is not None:
             if len(raw) < _LIFE.size:
@@ -128,12 +145,13 @@ class Lender:
             if os.fstat(self._fd).st_size != TABLE_BYTES:
                 os.ftruncate(self._fd, TABLE_BYTES)
             self._memory = mmap.mmap(self._fd, TABLE_BYTES)
-            fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SIZE)  # a mapping of it never meets its end
-            if not kept:  # else our successor has to write there; that it is ours keeps others from it
+            # With this seal, no mapping ever extends past the end of the memory.
+            fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SIZE)
+            if not kept:  # else the next process must be able to write; only we hold the memfd
                 with contextlib.suppress(OSError):
                     fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
                 fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SEAL)
-        except OSError:  # a system without: nothing is lent there
+        except OSError:  # the system lacks this: no leases are issued
             self.life_s = 0.0
             self.unseen_until_s = self.dead_until_s
             self.close()
@@ -141,12 +159,15 @@ class Lender:
         self._table = memoryview(self._memory)[:4 << SLOT_BITS].cast("I")
         self._serving = memoryview(self._memory)[4 << SLOT_BITS:].cast("d")
         if kept:
-            self.changing_all()  # before its clients may believe anything that stands behind the counters
+            self.changing_all()  # before clients may trust the time behind the counters
         self._serving[0] = math.inf
 
     def end(self) -> None:
-        """Nothing is changed or served any more: no client returns what it reads from now on at locations that it has, and
-        whoever opens the store next knows that. Not where some have theirs from a process whose table is not ours."""
+        """End all leases in order: from now on no client returns bytes that it reads at its locations.
+
+        The next open of the store knows this from a record. Does nothing while leases from a process with
+        another table are valid.
+        """
         if not self.life_s or self._clock.boottime_s() < self.unseen_until_s or self._kv.full:
             return
         self.changing_all()
@@ -167,7 +188,10 @@ class Lender:
             self._fd = -1
 
     def table(self) -> int:
-        """A descriptor of the table for another process, for reading. The caller closes it. NotSupported, DriveFailed."""
+        """Return a read-only descriptor of the table for another process. The caller closes it.
+
+        NotSupported, DriveFailed: no descriptor.
+        """
         if not self.life_s:
             raise NotSupported("nothing is lent here")
         try:
@@ -175,10 +199,10 @@ class Lender:
         except OSError as error:
             raise from_os_error(error, "opening the table of changes for a reader") from None
 
-    # -- giving out ------------------------------------------------------------------------------------------------------
+    # -- issuing ---------------------------------------------------------------------------------------------------------
 
     def lend(self, inode: int, life_s: float) -> float:
-        """Note that locations of the inode are given out now, for at most `life_s`; for how long they are."""
+        """Record that locations of the inode are leased now, for at most `life_s`; return the lifetime."""
         life_s = min(life_s, self.life_s)
         if life_s <= 0.0:
             return 0.0
@@ -198,12 +222,15 @@ class Lender:
         return life_s
 
     def stamp(self, inode: int, index: int) -> tuple[int, int]:
-        """(slot, what it holds)."""
+        """Return (slot, current value of its counter)."""
         slot = slot_of(inode, index)
         return slot, self._table[slot]
 
     def _turn(self) -> float:
-        """Forget inodes whose lifetimes have ended: each is in a set for one lifetime at least. The time."""
+        """Forget inodes whose leases have ended; return the time.
+
+        Each inode stays in a set for at least one lease lifetime.
+        """
         now_s = self._clock.boottime_s()
         if now_s > self._turn_s + self.life_s:
             self._old = self._young if now_s <= self._turn_s + 2 * self.life_s else set()
@@ -211,15 +238,21 @@ class Lender:
             self._turn_s = now_s
         return now_s
 
-    # -- who serves ------------------------------------------------------------------------------------------------------
+    # -- serving lease ---------------------------------------------------------------------------------------------------
 
     def serve_until(self, until_s: float) -> None:
-        """From now on no client returns what it reads at our locations at `until_s` and later. `inf`: we serve alone."""
+        """Make clients discard bytes that they read at our locations at `until_s` or later.
+
+        `inf`: the target is the only member of its chains.
+        """
         if self.life_s:
             self._serving[0] = until_s
 
     def changing_all(self) -> None:
-        """Chains are not ours to be read from any more: no client returns what it reads at any location that it has."""
+        """Invalidate all leases, since some chains may no longer be read here.
+
+        From now on no client returns bytes that it reads at any of its locations.
+        """
         if self.life_s:
             table = self._table
             table[:] = memoryview(array("I", [count + 1 & 0xFFFFFFFF for count in table]))
@@ -227,8 +260,11 @@ class Lender:
     # -- changes ---------------------------------------------------------------------------------------------------------
 
     def changing(self, inode: int, indexes: Iterable[int]) -> None:
-        """These chunks are about to change: from now on no client returns what it reads at locations that it has of them.
-        Called before the change is applied; if it then fails, they have only to ask again."""
+        """Invalidate leases of these chunks, which are about to change.
+
+        From now on no client returns bytes that it reads at its locations of these chunks. Call this before
+        the change is applied. If the change then fails, the clients only have to ask again.
+        """
         if self.life_s:
             table = self._table
             for index in indexes:
@@ -236,7 +272,10 @@ class Lender:
                 table[slot] = table[slot] + 1 & 0xFFFFFFFF
 
     def until(self, inode: int) -> float:
-        """Until when blocks may be read that were named for the inode (0: for any) before now; 0 when there are none."""
+        """Return until when clients may read blocks leased so far for the inode.
+
+        Inode 0 means any inode. Returns 0 if there are no such leases.
+        """
         if self.life_s:
             now_s = self._turn()
             any_lent = not inode and (self._young or self._old)
@@ -246,13 +285,16 @@ class Lender:
         return self.dead_until_s if self._clock.boottime_s() < self.dead_until_s else 0.0
 
     async def clients_of_the_dead(self) -> None:
-        """Who does not see our table may read what was cut or punched until his lifetimes have ended."""
+        """Wait for the end of leases whose holders cannot see our table.
+
+        Such a client may still read bytes that were truncated or punched out.
+        """
         while (left_s := self.unseen_until_s - self._clock.boottime_s()) > 0:  # noqa: ASYNC110 - a clock, no event
             await asyncio.sleep(min(left_s, 0.05))
 
 
 def located(index: Index, chunk: Chunk, blocks: int) -> Located:
-    """Where the first `blocks` blocks of a chunk lie; holes behind the last that is there may be left out."""
+    """Return the locations of the first `blocks` blocks of a chunk. Trailing holes may be omitted."""
     runs: list[list[int]] = []
     sums: list[bytes] = []
     at = 0

@@ -1,7 +1,9 @@
-"""The twin of the block store: chunks in a dict, with every promise of the contract and a memory of what was flushed.
+"""The chunk store in memory, a fake for tests and simulations.
 
-`crash` is a loss of power: each chunk is again what it was at the last flush. Used by tests of the client and by simulations;
-has no drive, no thread and no index, so nothing is shared with the block store but the contract.
+This store keeps chunks in a dict, fulfils the whole chunk store contract, and remembers which state was
+flushed. `crash` simulates a loss of power: each chunk returns to its last flushed state. Tests of the client
+and simulations use the fake. It has no drive, no thread and no index, so it shares nothing with the block
+store but the contract.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class _Chunk(NamedTuple):
     cut: int
     requests: tuple[tuple[int, int, int], ...]
     blocks: dict[int, tuple[bytes, int]]
-    """Bytes and checksum of each block that is there."""
+    """Bytes and checksum of each block that is not a hole."""
     table: int = 1
 
 
@@ -71,7 +73,7 @@ class MemoryChunkStore:
         self._block_count = capacity_bytes // BLOCK_BYTES
         self._limit = self._block_count - int(self._block_count * reserve_share)
         self._chunks: dict[tuple[int, int], _Chunk] = {}
-        self._inodes: dict[int, tuple[int, int]] = {}  # cut, floor of versions
+        self._inodes: dict[int, tuple[int, int]] = {}  # truncate epoch, version floor
         self._flushed = dict(self._chunks), dict(self._inodes)
         self._used = 0
         self._bad: dict[tuple[int, int, int], str] = {}
@@ -126,7 +128,7 @@ class MemoryChunkStore:
         return found, chunk.version
 
     def locate(self, inode: int, index: int, blocks: int, life_s: float) -> None:
-        return None  # there is no drive that somebody else could read
+        return None  # there is no drive that a client could read
 
     async def finish_read(self, batch: ReadBatch) -> None:
         raise AssertionError("nothing is ever missed in memory")
@@ -260,7 +262,7 @@ class MemoryChunkStore:
             chunk = self._chunks[name]
             first = max(0, size - name[1] * whole)
             last = min(whole, end - name[1] * whole) if end else whole
-            if first >= last or chunk.cut >= cut:  # written under this number, so after the first time it came
+            if first >= last or chunk.cut >= cut:  # written after this truncation came first
                 continue
             if (first, last) == (0, whole):
                 floor = raised(floor, chunk.version)
@@ -282,7 +284,10 @@ class MemoryChunkStore:
     @staticmethod
     def _without(name: tuple[int, int], block: tuple[bytes, int], number: int, first: int, last: int,
                  cipher: BlockCipher | None) -> tuple[bytes, int] | None:
-        """The block after bytes [first, last) of its chunk have become zeros; None where nothing else is left of it."""
+        """Zero the bytes [first, last) of the chunk in one block.
+
+        Returns the new block, or None if only zeros remain.
+        """
         begin, end = max(0, first - number * BLOCK_BYTES), min(BLOCK_BYTES, last - number * BLOCK_BYTES)
         if begin >= end:
             return block
@@ -355,7 +360,7 @@ class MemoryChunkStore:
         self._forget_bad()
         return len(gone), blocks * BLOCK_BYTES
 
-    # -- telling -----------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
         indexes = sorted(index for its_inode, index in self._chunks if its_inode == inode and index >= first)
@@ -560,7 +565,7 @@ class MemoryChunkStore:
         pass
 
     def fence(self, reason: str) -> None:
-        """Answer nothing more; told once."""
+        """Refuse all calls from now on. `on_fence` is called once."""
         if not self.fenced_because:
             self.fenced_because = reason
             if self.on_fence is not None:
@@ -569,14 +574,14 @@ class MemoryChunkStore:
     # -- for tests ---------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """Power is lost: what was not flushed is gone."""
+        """Simulate a loss of power: unflushed changes are lost."""
         self._chunks, self._inodes = dict(self._flushed[0]), dict(self._flushed[1])
         self._used = sum(len(chunk.blocks) for chunk in self._chunks.values())
         self.fenced_because = ""
         self.verifier += 1
 
     def flip(self, inode: int, index: int, block: int) -> None:
-        """One bit of a block is another from now on."""
+        """Flip one bit of a stored block."""
         chunk = self._chunks[inode, index]
         data, checksum = chunk.blocks[block]
         self._chunks[inode, index] = chunk._replace(blocks={**chunk.blocks, block: (bytes([data[0] ^ 1]) + data[1:], checksum)})

@@ -1,8 +1,8 @@
-"""Making whole blocks of a write that begins or ends within one: the old block is read, checked and overlaid.
+"""Read-modify-write of the partial blocks at the edges of a write.
 
-The reading never waits: what is not in memory is fetched by `MustWait.until` and kept, under its place and checksum, for the
-repetition. A bad old block, as is one that the drive does not give, is never merged into a good one. Called by the block store
-and by trim.
+The old block is read, checked and overlaid with the new bytes. A merge never waits: a block that is not in
+memory is read by `MustWait.until` and cached, by its place and checksum, for the repeated call. A bad or
+unreadable old block is never merged into a good one. The users are the block store and `truncate`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_MASK
 
 _BLOCK_MASK = BLOCK_BYTES - 1
 _WARM_MAX = 256
-"""Old blocks kept for repetitions that may never come."""
+"""Old blocks cached for repeated calls that may never come."""
 
 
 class Merger:
@@ -34,8 +34,13 @@ class Merger:
 
     def whole_blocks(self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes,
                      cipher: BlockCipher | None = None) -> tuple[list, bytes]:
-        """The write as buffers of whole blocks, as they are to be stored, and their checksums. `cipher`: of the volume, where
-        that is encrypted. ChecksumMismatch, MustWait."""
+        """Return the write as buffers of whole blocks, ready to be stored, and their checksums.
+
+        `cipher` is that of the volume if the volume is encrypted.
+
+        ChecksumMismatch: the written bytes or an old block do not match. MustWait: an old block is not in
+        memory.
+        """
         if cipher is None:
             return self._whole_blocks(chunk, offset, buffer, checksums, None)
         buffers, _ = self._whole_blocks(chunk, offset, buffer, checksums, cipher)
@@ -88,7 +93,10 @@ class Merger:
         return merged
 
     def old_block(self, chunk: Chunk, block: int, cipher: BlockCipher | None = None) -> bytes | memoryview:
-        """The block's bytes, checked and decrypted. MustWait when they are not in memory, ChecksumMismatch."""
+        """Return the bytes of a block, checked and decrypted.
+
+        MustWait: the block is not in memory. ChecksumMismatch: the block is bad.
+        """
         found = self._stored_block(chunk, block)
         return found if cipher is None else cipher.decrypt(chunk.inode, chunk.index, block, found)
 

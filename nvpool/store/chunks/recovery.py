@@ -1,30 +1,33 @@
-"""After an unclean stop: the blocks that replayed index records name are read; where one does not fit, the old ones stand.
+"""Recovery after an unclean stop: checks the blocks that replayed index records name.
 
-Only a loss of power can leave such a record: the journal reached the drive and the data did not. Then nothing of that write was
-flushed, and the blocks that it replaced are untouched, since the store gives blocks out again only when data and index of the
-change that freed them are durable. For the same reason only blocks that are named *at the end* of the replay may be judged: one
-that a later change freed can hold the bytes of another chunk by now, perhaps of a write that never came to its record.
+If a block does not match its checksum, the previous blocks stay valid. Only a loss of power can leave such a
+record: the journal reached the drive and the data did not. Then nothing of that write was flushed. The blocks
+that it replaced are untouched, since the store allocates blocks again only when data and index of the change
+that freed them are durable. For the same reason only blocks that are named *at the end* of the replay may be
+judged. A block that a later change freed may already hold the bytes of another chunk, perhaps of a write that
+never got its record.
 
-What a flush covered (it leaves a mark in the journal) was on the drive: a block of it that does not fit is damaged, is no
-business of a replay, and gives an error to whoever reads it, not older bytes.
+Data covered by a flush (which leaves a mark in the journal) was on the drive. A mismatch there means damage:
+the replay ignores it, and a read of the block gets an error, not older bytes.
 
-Two steps, because a replay sees records and not the free map:
+Recovery has two steps, because a replay sees records and not the free map:
 
-1. `ReplayCheck`, called by the kv with all replayed changes, reads the blocks that they wrote and that still count. Where one
-does
-   not fit, its change is rejected as a whole (a write is there wholly or not at all): its blocks give way to those before them,
-   which count from then on and are read too. A record that so changes is stored as merged, and as it was under another key
-   (r…).
-2. `settle_rejected`, after the index is open, brings the free map, which was replayed as the newer record says, in line with
-the
-   merged record, in one change a segment. Interrupted, it goes on at the next start. The chunk's requests are forgotten, so
-   that a repetition is written and not answered from the record; and it gets a version that no head ever gives, above the one
-   whose bytes it lost, so that other targets of its chain are not taken for equal.
+1. The kv calls `ReplayCheck` with all replayed changes. It reads the blocks that they wrote and that are
+   still named. If one does not match, its change is rejected as a whole (a write is applied completely or
+   not at all): its blocks are replaced by the previous ones, which are then read too. A record changed in
+   this way is stored merged, and in its original form under another key (r…).
+2. `settle_rejected`, after the index is open, adapts the free map, which was replayed according to the newer
+   record, to the merged record, in one change for each segment. After an interruption it continues at the
+   next start. The chunk's requests are dropped, so that a repeated request is written and not answered from
+   the record. The chunk gets a version that no head ever assigns, above the one whose bytes it lost, so that
+   other targets of its chain do not count as equal.
 
-Blocks that fit are written once more, with the same bytes: where the store ended because the drive refused to sync, the kernel
-shows them and has forgotten that the drive does not have them. The sync that follows is one of all of them.
+Matching blocks are written once more, with the same bytes. If the store ended because the drive failed to
+sync, the kernel still shows these blocks but has forgotten that the drive does not have them. The next sync
+then covers all of them.
 
-Called by block_chunkstore when a store is opened. Reads blocks and waits for them: nobody is served yet.
+`block_store` calls this module when it opens a store. The module reads blocks synchronously, which is
+acceptable because the store does not serve yet.
 """
 
 from __future__ import annotations
@@ -62,7 +65,10 @@ Write = Callable[[list, int], None]
 
 
 class _Block(NamedTuple):
-    """A block of a segment: its disk block (0 a hole), its checksum, the change that wrote it (-1: one before the journal)."""
+    """Block of a segment: disk block (0: a hole), checksum, and writer.
+
+    The writer is the number of the change that wrote the block, -1 for one before the journal.
+    """
 
     place: int
     checksum: bytes
@@ -70,24 +76,27 @@ class _Block(NamedTuple):
 
 
 _OF_NO_WRITE = 1 << 31
-"""In the counter of a version: a head's counters begin anew with each epoch of its chain and stay below it."""
+"""Bit in the counter of a version.
+
+A head's counters restart with each epoch of its chain and stay below this bit.
+"""
 _HOLE = _Block(0, ZERO_BLOCK_CHECKSUM.to_bytes(4, "little"), -1)
 
 
 class ReplayCheck:
-    """The on_replay of a store's kv."""
+    """The `on_replay` callback of a store's kv."""
 
     def __init__(self, read_whole: ReadWhole, write: Write | None = None):
         self._read_whole = read_whole
         self._write = write
         self._sound: set[int] = set()
-        """Places that were read and fit."""
+        """Places whose blocks were read and match."""
         self._flushed = -1
         """The last change that a flush covered."""
         self.checked_blocks = 0
 
     def __call__(self, changes: list[list[Effect]], stored: Callable[[bytes], bytes | None]) -> list[list[Effect]]:
-        """The changes as they stand. `stored` gives what the long-term store holds under a key."""
+        """Return the valid changes. `stored` returns the value that the long-term store has for a key."""
         self._flushed = _last_flushed(changes)
         rejected: set[int] = set()
         segments = _segments_at_the_end(changes, stored, rejected)
@@ -110,7 +119,8 @@ class ReplayCheck:
         if crc32c(whole) != int.from_bytes(block.checksum, "little"):
             return False
         if self._write is not None:
-            # It may be in the kernel's memory alone: after a failed sync pages count as written. So the next sync writes it.
+            # The block may be only in the kernel's memory: after a failed sync, pages count as written. So it
+            # is written again for the next sync.
             self._write([whole], block.place * BLOCK_BYTES)
         self._sound.add(block.place)
         return True
@@ -128,7 +138,7 @@ def _last_flushed(changes: list[list[Effect]]) -> int:
 
 def _segments_at_the_end(changes: list[list[Effect]], stored: Callable[[bytes], bytes | None],
                          rejected: set[int]) -> dict[bytes, list[_Block]]:
-    """What each segment that the changes touch is after all of them but the rejected."""
+    """Return the blocks of each changed segment after all changes except the rejected ones."""
     writers: dict[int, int] = {}
     segments: dict[bytes, list[_Block]] = {}
     for number, effects in enumerate(changes):
@@ -163,7 +173,10 @@ def _blocks(key: bytes, raw: bytes | None) -> list[_Block]:
 
 
 def _merged(changes: list[list[Effect]], segments: dict[bytes, list[_Block]]) -> list[list[Effect]]:
-    """The changes with the last record of each segment that a rejection changed stored merged, and beside it as it was."""
+    """Return the changes with merged records for the segments that a rejection affects.
+
+    Only the last record of each such segment is merged. The original record is stored beside the merged one.
+    """
     found: list[list[Effect]] = []
     seen: set[bytes] = set()
     for effects in reversed(changes):
@@ -191,8 +204,11 @@ def _segment_of(blocks: list[_Block]) -> Segment:
 
 
 def settle_rejected(kv: Kv, allocator: Allocator, until: float = 0.0) -> int:
-    """Merge what ReplayCheck put aside; returns how many records that were. May be repeated. `until`: what the process before
-    us has lent may be read so long."""
+    """Complete the merge that ReplayCheck prepared; return the number of records.
+
+    The call may be repeated. `until` is the time until which clients may read under location leases of the
+    previous process.
+    """
     settled = 0
     while pairs := kv.scan(b"r", b"s", 100):
         for aside, raw in pairs:
@@ -240,12 +256,15 @@ def _settle(kv: Kv, allocator: Allocator, until: float, aside: bytes, rejected: 
             effects.append((head_key, encode_segment(first, _of_no_write(head, merged))))
     allocator.take_back(transaction)
     effects += allocator.effects(transaction)
-    allocator.commit(transaction, kv.apply(effects, reclaims=True))  # the store opens on a full drive too
+    allocator.commit(transaction, kv.apply(effects, reclaims=True))  # the store must open on a full drive too
 
 
 def _of_no_write(head: Head, merged: Segment) -> Head:
-    """The head of a chunk whose bytes are those of no write. Which ones they are is in the version, as far as 31 bits can say
-    it: two targets that lost different writes differ in it."""
+    """Return the head of a chunk whose bytes are the result of no single write.
+
+    31 bits of the version are a checksum of these bytes: two targets that lost different writes get different
+    versions.
+    """
     epoch, counter = version_parts(head.version)
     content = crc32c(merged.crcs + merged.disk.tobytes(), counter) & _OF_NO_WRITE - 1
     return head._replace(version=version(epoch, _OF_NO_WRITE | content), requests=())

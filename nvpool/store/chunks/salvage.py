@@ -1,7 +1,8 @@
-"""Chunks of which a record of the index can not be read any more: the whole chunk anew, from a copy of another target.
+"""Replacement of chunks with an unreadable index record, from a copy on another target.
 
-Only what is unreadable is replaced, by one change, after the new blocks are on the drive; until then it stays refused. Blocks
-that only the lost record named stay used until a scrub with repair. Called by the block store.
+Only an unreadable chunk is replaced, by one change, after the new blocks are on the drive. Until then the
+chunk stays refused. Blocks that only the lost record named stay in use until a scrub with repair. The user is
+the block store.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TRIES_MAX = 1000
 
 
 def _segments(store: BlockChunkStore, inode: int, index: int) -> tuple[list[Segment], bool]:
-    """The readable segments of the chunk, and whether all are, its head too."""
+    """Return the readable segments of the chunk, and whether all records are readable."""
     found, whole = [], True
     for number in range(_SEGMENTS_MAX):
         key = segment_key(inode, index, number)
@@ -60,11 +61,11 @@ async def install_over(store: BlockChunkStore, copy: ChunkCopy) -> bool:
     try:
         if count:
             store.write_runs(runs, [copy.content])
-            await store.sync_data()  # before they are named
+            await store.sync_data()  # before the change names them
         if store.kv.full:
             await store.kv.room()
         store.refuse_when_fenced()
-        known, whole = _segments(store, copy.inode, copy.index)  # from here to the change nothing waits
+        known, whole = _segments(store, copy.inode, copy.index)  # no wait from here to the change
         if whole or store.index.inode(copy.inode).cut != copy.known.cut:
             store.allocator.drop(transaction)
             return False

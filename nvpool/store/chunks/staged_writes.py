@@ -1,7 +1,8 @@
-"""Writes whose bytes are on the drive before anything names them: large ones, so that the loop is free meanwhile, and those
-of a chain, which are decided elsewhere and must not fail here then.
+"""Staged writes: their bytes are on the drive before the index names them.
 
-Blocks are taken and written; a `write_now` names them, or they are dropped and free again. Called by the block store.
+Staging serves two kinds of writes: large ones, so that the event loop is free in the meantime; and writes to
+a chain, which are decided later and then must not fail here. The blocks are allocated and written. Then a
+`write_now` names them, or they are dropped and free again. The user is the block store.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ async def prepare(store: BlockChunkStore, inode: int, index: int, offset: int, b
 
 
 def drop(store: BlockChunkStore, placed: Placed, transaction: Transaction) -> None:
-    """The blocks are free again: while the drive is still writing them nobody else may have them."""
+    """Free the staged blocks. While the drive is still writing them, no other write may get them."""
     if placed.writing is None or placed.writing.done():
         store.allocator.drop(transaction)
     else:

@@ -1,4 +1,4 @@
-"""What a block store tells of itself. Called by block_chunkstore."""
+"""Status of a block store. The user is `block_store`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Whole chunks out of a block store and into it, and which versions of them it has: what one target copies from another.
+"""Transfer of whole chunks out of a block store and into it.
 
-A chunk is installed by one kv change that names all its new blocks, gives back all old ones and holds version, requests and the
-inode's cut. The blocks are on the drive before it (one sync for all that are installed together), so a replay has nothing to
-check and a loss of power leaves the old chunk or the new. A block that was bad where it came from gets zeros under the checksum
-that it should have: whoever reads it meets the mismatch, here as there.
+The module also lists the versions of chunks. This is the store's side of copies between targets. A chunk is
+installed by one kv change that names all its new blocks, frees all old ones, and has the version, the
+requests and the inode's truncate epoch. The blocks are on the drive before the change (one sync for all
+chunks installed together). So a replay has nothing to check, and a loss of power leaves the old chunk or the
+new one. A block that was bad at its source gets zeros under its correct checksum: a reader gets the mismatch
+here as there.
 
-Part of the block store, which inherits it; called through the ChunkStore contract.
+The block store inherits from `WholeChunks`; callers use the ChunkStore interface.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from nvpool.store.disk.index_records import (
 )
 
 STEP_RECORDS = 512
-"""Looked at in one step, 1 to 2 ms; more than the segments of the largest chunk."""
+"""Records examined in one step, 1 to 2 ms; more than the segments of the largest chunk."""
 _SCAN_RECORDS = 256
 _TRIES_MAX = 1000
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
@@ -63,7 +65,7 @@ _LAST_INDEX = 0xFFFFFFFF
 
 
 class WholeChunks:
-    """The methods; everything they use is the block store's."""
+    """Chunk transfer methods; all attributes that they use belong to the block store."""
 
     def versions(self, after: tuple[int, int] | None, limit: int, wanted: ChainSet | None = None,
                  until: tuple[int, int] | None = None) -> VersionsStep:
@@ -72,7 +74,7 @@ class WholeChunks:
         end = b"d" if until is None else segment_key(*until, 0xFF) + b"\0"
         chunks: list[ChunkVersion] = []
         looked = 0
-        begun = last = None  # the chunk whose records come now, and the last one that is done
+        begun = last = None  # the chunk whose records come now, and the last complete one
         version = cut = table = blocks = 0
         is_wanted = done = False
         while looked < STEP_RECORDS:
@@ -115,7 +117,7 @@ class WholeChunks:
         pairs = self.kv.scan(first, inode_key(last[0]) + b"\0" if last is not None else b"j", STEP_RECORDS)
         inodes = [InodeCut(int.from_bytes(key[1:], "big"), record.cut, record.floor, record.chunk_bits)
                   for key, raw in pairs for record in (decode_inode(key, raw),)]
-        if len(pairs) == STEP_RECORDS:  # go on behind them, with the chunks too
+        if len(pairs) == STEP_RECORDS:  # the next step continues after them, for the chunks too
             end = inodes[-1].inode, _LAST_INDEX
             chunks = [one for one in chunks if one[:2] <= end]
         return VersionsStep(chunks, inodes, end)
@@ -123,7 +125,7 @@ class WholeChunks:
     def state(self, inode: int, index: int) -> ChunkState:
         return ChunkState(self.index.chunk(inode, index).version, self.index.inode(inode).cut)
 
-    # -- out of the store ------------------------------------------------------------------------------------------------
+    # -- reading chunks --------------------------------------------------------------------------------------------------
 
     async def fetch(self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX) -> ChunkCopy:
         self.refuse_when_fenced()
@@ -155,7 +157,7 @@ class WholeChunks:
                          b"".join([checksum for _, _, checksum in there]), content, tuple(bad), more)
 
     async def _content(self, inode: int, index: int, there: list[tuple[int, int, bytes]]) -> tuple[memoryview, list[int]]:
-        """The bytes of these blocks, and which of them are bad."""
+        """Read the bytes of these blocks; return them and the list of bad blocks."""
         into = self.device.buffer(len(there) * BLOCK_BYTES)
         failed: set[int] = set()
         texts: dict[int, str] = {}
@@ -174,7 +176,7 @@ class WholeChunks:
                 for n, error in zip(missed, outcome, strict=True):
                     if error is not None:
                         failed.update(range(positions[n] >> 12, positions[n] + lengths[n] >> 12))
-            if failed:  # of a run only some may be: one by one
+            if failed:  # only some blocks of a run may be bad: read one by one
                 alone = sorted(failed)
                 outcome = await self.device.read([there[n][1] << 12 for n in alone], [BLOCK_BYTES] * len(alone),
                                                  [n << 12 for n in alone], into)
@@ -195,7 +197,7 @@ class WholeChunks:
                 self.quarantine.note(inode, index, block, text)
         return into, [there[n][0] for n in sorted(texts)]
 
-    # -- into the store ----------------------------------------------------------------------------------------------------
+    # -- installing chunks -------------------------------------------------------------------------------------------------
 
     async def install(self, copies: Sequence[tuple[ChunkCopy, ChunkState]]) -> list[bool]:
         self.refuse_when_fenced()
@@ -209,13 +211,13 @@ class WholeChunks:
                 placed.append(transaction)
                 await self._place_copy(transaction, copy)
             if any(transaction.taken for transaction in placed):
-                await self.sync_data()  # before they are named: see above
+                await self.sync_data()  # before the changes name them: see the module docstring
             found = []
             for (copy, expected), transaction in zip(copies, placed, strict=True):
                 if self.kv.full:
                     await self.kv.room()
                 self.refuse_when_fenced()
-                fits = self.state(copy.inode, copy.index) == expected  # from here to the change nothing waits
+                fits = self.state(copy.inode, copy.index) == expected  # no wait from here to the change
                 if fits:
                     self._name_copy(transaction, copy)
                 else:
@@ -244,7 +246,8 @@ class WholeChunks:
         else:
             raise Busy("the store did not find room for the chunk")
         if 0 < self.device.direct_write_bytes <= len(copy.content):
-            # Not cut short by a cancellation: nobody else may have these blocks while the drive is still writing them.
+            # Not aborted by a cancellation: no other write may get these blocks while the drive is still
+            # writing them.
             writing = self.device.write_direct(copy.content, [(place << 12, blocks << 12) for place, blocks in runs])
             try:
                 await asyncio.shield(writing)
@@ -263,12 +266,17 @@ class WholeChunks:
         self.name_copy(transaction, copy, gone)
 
     def name_copy(self, transaction: Transaction, copy: ChunkCopy, effects: dict[bytes, bytes | None]) -> None:
-        """The one change that makes the chunk what the copy says, in place of the records that `effects` removes."""
+        """Apply the one change that installs the copy.
+
+        The copy replaces the records that `effects` removes.
+        """
         inode, index = copy.inode, copy.index
         if copy.version:
             head = Head(copy.version, copy.cut, copy.requests, copy.table)
             for number, segment in _segments(copy, transaction.taken):
-                fresh = 0 if copy.bad else len(segment.disk)  # what is bad must not be held against the others by a replay
+                # A copy with bad blocks has no fresh ones: a replay would find the bad ones and reject the
+                # whole change.
+                fresh = 0 if copy.bad else len(segment.disk)
                 effects[segment_key(inode, index, number)] = encode_segment(segment, None if number else head, 0, fresh)
         healed = self.quarantine.within(inode, range(index, index + 1))
         effects |= {bad_key(*name): None for name in healed}
@@ -349,7 +357,7 @@ class WholeChunks:
             try:
                 if not is_hole:
                     self.write_runs(runs, [content])
-                    await self.sync_data()  # it must not be lost, and the bad one come back for it
+                    await self.sync_data()  # else a loss of power could bring the bad block back
                 if self.index.chunk(inode, index) is not chunk or chunk.version != now or self.kv.full or \
                         self.index.places(chunk, block, 1) != places:
                     self.allocator.drop(transaction)
@@ -388,7 +396,7 @@ def _state(key: bytes, raw: bytes) -> tuple[int, int, int, int]:
 
 
 def _runs(numbers: list[int]) -> tuple[tuple[int, int], ...]:
-    """Neighbours that follow one another as (first, count)."""
+    """Merge consecutive numbers into (first, count) runs."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][0] + runs[-1][1] == number:
@@ -399,7 +407,7 @@ def _runs(numbers: list[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _segments(copy: ChunkCopy, taken: list[tuple[int, int]]) -> list[tuple[int, Segment]]:
-    """The segments of the copy with its blocks at these places; the first one always."""
+    """Return the segments of the copy with its blocks at these places; segment 0 is always included."""
     blocks = [block for first, count in copy.runs for block in range(first, first + count)]
     places = [place for first, count in taken for place in range(first, first + count)]
     found: dict[int, tuple[array, list[bytes]]] = {0: (array("Q"), [])}

@@ -1,10 +1,12 @@
-"""Cut, punch and remove: taking chunks or blocks of them away in bounded steps, each one kv change.
+"""Truncation, hole punching and removal, in bounded steps of one kv change each.
 
-Whole chunks go in one step, since their segments make sense only with their head. The versions of what goes are kept as the
-inode's floor as long as the inode lives, so that a version never has two contents. Called by the block store.
+A whole chunk is removed in one step, since its segments are useless without its head record. The version
+floor of the inode keeps the versions of removed chunks as long as the inode lives, so that a version never
+has two contents. The user is the block store.
 
-A cut can come again, and go on late, when its asker did not wait for it: chunks that were written under its number belong to
-the time after it, since that number is given to writers only when all targets have cut. They are left alone.
+A truncation can be repeated, and can continue late if its caller did not wait for it. Chunks written under
+its truncate epoch belong to the time after the truncation, since writers get that epoch only when all targets
+have truncated. Such chunks are left alone.
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STEP_RECORDS = 256
-"""Segment records in one change: 64 MiB of a file, about 10 KiB of journal. More than the 64 of the largest chunk."""
+"""Segment records in one change: 64 MiB of a file, about 10 KiB of journal.
+
+More than the 64 of the largest chunk.
+"""
 STEP_RUNS = 2048
-"""Runs freed in one change before the next chunk is left to another: each may be in a group of its own."""
+"""Runs freed in one change before the next chunk goes to another change: each run may be in its own group."""
 _TRIES_MAX = 1000
 CHUNK_INDEX_MAX = 0xFFFFFFFF
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
@@ -62,14 +67,14 @@ async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_
     _check_newest(store, inode, number)
     await store.kv.room()
     record = _check_newest(store, inode, number)
-    # First, so that late writes are refused before the first byte goes.
+    # First, so that late writes are refused before the first byte is removed.
     _apply_inode(store, inode, InodeRecord(number, record.floor, chunk_bits), [], Transaction(), ())
     mask = (1 << chunk_bits) - 1
     first, begin = size >> chunk_bits, size & mask
     until, rest = (end >> chunk_bits, end & mask) if end else (CHUNK_INDEX_MAX + 1, 0)
     blocks = 0
     if first == until:
-        if begin < rest:  # else the largest file there is, of which nothing goes
+        if begin < rest:  # else the largest possible file, of which nothing is removed
             blocks = await _cut_within(store, inode, first, begin, rest, number, cipher)
     else:
         if begin:
@@ -83,7 +88,11 @@ async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_
 
 
 def _check_newest(store: BlockChunkStore, inode: int, number: int) -> InodeRecord:
-    """The inode's record. StaleCut when a later cut is known: after each wait, since that one may be done already."""
+    """Return the inode's record.
+
+    StaleCut: a later truncation is known. Call this after each wait, since that truncation may be done
+    already.
+    """
     record = store.index.inode(inode)
     if number < record.cut:
         raise StaleCut(f"inode {inode} was cut ({record.cut}) after this cut ({number})")
@@ -106,7 +115,7 @@ async def remove(store: BlockChunkStore, inodes: Sequence[int]) -> tuple[int, in
 
 def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effects: list[Effect],
                  transaction: Transaction, indexes: Sequence[int]) -> None:
-    """One change with the inode's record and `effects` on these chunks."""
+    """Apply one change: the inode's record, and `effects` on these chunks."""
     effects = [*effects, (inode_key(inode), encode_inode(record))]
     store.apply(transaction, effects, inode, indexes, reclaims=True)
     store.index.set_inode(inode, record)
@@ -114,8 +123,11 @@ def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effect
 
 async def drop(store: BlockChunkStore, inode: int, first: int, number: int | None = None,
                 until: int = CHUNK_INDEX_MAX + 1, is_wanted: Callable[[], bool] | None = None) -> tuple[int, int]:
-    """Remove the chunks of the inode from index `first` to before `until`; (chunks, blocks). With the `number` of a cut only
-    those written before it, and the floor is kept. `is_wanted`: see ChunkStore.discard."""
+    """Remove the chunks of the inode from index `first` to before `until`; return (chunks, blocks).
+
+    With the `number` (truncate epoch) of a truncation, only chunks written before it are removed, and the
+    version floor is kept. `is_wanted`: see ChunkStore.discard.
+    """
     chunks = blocks = 0
     while first < until:
         if store.kv.full:
@@ -137,7 +149,7 @@ async def drop(store: BlockChunkStore, inode: int, first: int, number: int | Non
         floor = 0
         of_chunks = [(index, list(group)) for index, group in groupby(records, key=lambda one: one[0][1])]
         if len(records) == STEP_RECORDS and len(of_chunks) > 1:
-            of_chunks.pop()  # perhaps not all of it
+            of_chunks.pop()  # the last chunk may be incomplete
         for index, group in of_chunks:
             if len(transaction.freed) > STEP_RUNS:
                 break
@@ -173,7 +185,7 @@ async def drop(store: BlockChunkStore, inode: int, first: int, number: int | Non
 
 
 def _cut_of(group: list[tuple[tuple[int, int, int], bytes, bytes]]) -> int:
-    """The cut number that the last writer of a chunk knew; 0 where its head can not be read."""
+    """Return the truncate epoch that the last writer of a chunk knew; 0 if its head is unreadable."""
     _, key, raw = group[0]
     try:
         head = decode_segment(key, raw)[1]
@@ -183,8 +195,10 @@ def _cut_of(group: list[tuple[tuple[int, int, int], bytes, bytes]]) -> int:
 
 
 def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: CorruptRecord, until: int) -> None:
-    """Remove the first record of the inode, from chunk `first` on, that can not be read: what is removed needs no reading. A
-    scan says only that there is one, so its key is found by halving the range. Its blocks stay used until a repair.
+    """Remove the first unreadable record of the inode, from chunk `first` on, without reading it.
+
+    A scan says only that there is such a record, so a binary search finds its key. Its blocks stay in use
+    until a repair.
     """
     low, high = first << 8, until << 8
     while high - low > 1:
@@ -201,14 +215,16 @@ def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: Corrupt
 
 
 def _key(inode: int, place: int) -> bytes:
-    """Of a segment by chunk index and segment as one number."""
+    """Return the key of a segment from chunk index and segment as one number."""
     return segment_key(inode, place >> 8, place & 0xFF) if place < 1 << 40 else inode_end_key(inode)
 
 
 async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int, end: int, number: int,
                       cipher: BlockCipher | None) -> int:
-    """Bytes [begin, end) of the chunk are zeros: whole blocks go, and those at both ends are overwritten in part. Returns how
-    many blocks went."""
+    """Zero the bytes [begin, end) of the chunk; return how many blocks were removed.
+
+    Whole blocks are removed, and the blocks at both ends are overwritten in part.
+    """
     for _ in range(_TRIES_MAX):
         if store.kv.full:
             await store.kv.room()
@@ -230,20 +246,25 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
             continue
         try:
             if written:
-                # On the drive before it is named: after a loss of power the old block must not come back for it.
+                # On the drive before the change names it: after a loss of power the old block must not
+                # return.
                 store.room.with_reserve(partial(store.write_runs, runs, written))
                 await store.sync_data()
             if b"" in edges.values():
-                await store.flush()  # else a replay rejects the change that wrote the damaged block, and its old place stands
+                # Without this flush a replay could reject the change that wrote the damaged block, and
+                # restore its old place.
+                await store.flush()
             if edges:
                 if store.index.chunk(inode, index) is not chunk or chunk.version != version or store.kv.full:
                     store.allocator.drop(transaction)
                     continue
             whole = range(begin + BLOCK_BYTES - 1 >> 12, end >> 12)
             segments, gone = _cut_segments(store, chunk, whole, edges, runs, transaction)
-            # Counted where nothing goes too: another replica may have something there, damaged, where this one has a hole.
+            # The version also changes if nothing is removed here: another replica may have a damaged block
+            # where this one has a hole.
             segments = segments or [(0, store.index.segment(chunk, 0), 0, 0)]
-            # Under this number from here on: a repetition, which some replicas get, must not count once more.
+            # From here on the chunk has this truncate epoch: a repetition, which only some replicas get, must
+            # not change the version again.
             head = Head(after_cut(version), number, chunk.requests, chunk.table)
             store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
             return gone
@@ -255,13 +276,16 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
 
 def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int,
                   cipher: BlockCipher | None) -> dict[int, bytes | None]:
-    """The blocks in which `begin` and `end` lie, with zeros between the two, as they are to be stored; None for one of which
-    nothing is left but zeros, nothing (b"") for a damaged one. Those that need not change are not named."""
+    """Return the new contents of the blocks with `begin` and `end`, zeroed between these positions.
+
+    The contents are in stored form (encrypted if there is a cipher). None means that only zeros are left, and
+    b"" that the block is damaged. Blocks that need no change are not included.
+    """
     edges: dict[int, bytes | None] = {}
     for number in {begin >> 12: 0, end >> 12: 0}:
         first, last = max(begin - (number << 12), 0), min(end - (number << 12), BLOCK_BYTES)
         if first >= last or last - first == BLOCK_BYTES:
-            continue  # the end of one whole block and the beginning of another
+            continue  # the border between two blocks
         try:
             old = store.merger.old_block(chunk, number, cipher)
         except ChecksumMismatch:
@@ -277,8 +301,11 @@ def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int,
 
 def _cut_segments(store: BlockChunkStore, chunk, whole: range, edges: dict[int, bytes | None], runs: list[tuple[int, int]],
                   transaction: Transaction) -> tuple[list, int]:
-    """The segments that change, as apply_segments wants them, and how many blocks go; what they no longer name is freed in the
-    transaction. The blocks of a segment that are written have only holes between them."""
+    """Return the changed segments, as `apply_segments` needs them, and how many blocks are removed.
+
+    Blocks that the segments no longer name are freed in the transaction. The written blocks of a segment have
+    only holes between them.
+    """
     places = iter([place for run, count in runs for place in range(run, run + count)])
     new = {block: (next(places) if content else 0, content) for block, content in sorted(edges.items())}
     changed = []

@@ -1,18 +1,19 @@
-"""Reading what nobody reads: every block against its checksum, the index against the free map and the other way round.
+"""Scrub of a block store: checks every block against its checksum, and the free map against the index.
 
-A pass goes through the index in key order in bounded steps; the cursor is the last key (b"c…"). Each block named is read and
-checked, must lie on the drive, be in use in the free map, and be named once. The blocks seen are kept as one bit each while
-the pass lasts; at its end blocks that are in use and were neither seen nor changed during the pass are reported: nobody names
-them. A pass that was begun before this process, or met a record that can not be read, still checks its blocks, but not the
-last part.
+A pass goes through the index in key order in bounded steps; the cursor is the last key (b"c…"). Each named
+block is read and checked. It must lie on the drive, be in use in the free map, and be named only once. During
+the pass, one bit is kept for each block seen. At its end the pass reports leaked blocks: blocks in use that
+it neither saw nor found changed during the pass. Two kinds of passes still check blocks but skip this last
+part: a pass that began before this process, and a pass that met an unreadable record.
 
-With `repair` the free map follows the index, each time by one change of the kv without a wait since it was looked at. A block
-that is named and called free is marked as used at once, before anybody is given it; until then its chunk could not even be
-removed. Blocks that nobody names are freed as a write frees them: held until that change is flushed, and with it whatever
-change has left them behind, so that no loss of power can bring a record back that names them. Not mended: a block that two
-name (one of them has the other's bytes), and one behind the drive's end.
+With `repair` the free map follows the index. Each correction is one kv change without a wait since the index
+was read. A named block that the map calls free is marked as used immediately, before it can be allocated;
+until then its chunk could not even be removed. Leaked blocks are freed like those of a write: they are held
+until that change is flushed, and with it the change that leaked them. So no loss of power can bring back a
+record that names them. Two problems are not repaired: a block named twice (one of the two has the other's
+bytes), and a block after the end of the drive.
 
-Blocks are read in the device's own background way; writes go on between steps. Called by the block store.
+Blocks are read in the device's background mode; writes continue between steps. The user is the block store.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Scrub:
         self._stepping = asyncio.Lock()
 
     async def step(self, cursor: bytes, blocks: int, repair: bool) -> ScrubStep:
-        """See ChunkStore.scrub. InvalidRequest for a cursor that is none."""
+        """See ChunkStore.scrub. InvalidRequest: the cursor is malformed."""
         if cursor and cursor[:1] != b"c":
             raise InvalidRequest("not a cursor of a scrub")
         async with self._stepping:  # `_seen` is what one pass has seen up to `_expected`, nothing else
@@ -57,7 +58,7 @@ class Scrub:
                 raise
 
     def _blind(self) -> None:
-        """This pass does not see all that is named: the free map can not be held against it."""
+        """Mark the pass as incomplete: the free map cannot be compared with it."""
         self._seen = self._store.allocator.changed_groups = None
 
     async def _step(self, cursor: bytes, blocks: int, repair: bool) -> ScrubStep:
@@ -84,11 +85,11 @@ class Scrub:
                             raise CorruptRecord(f"the record {key.hex()} of a chunk has no head")
                         segments.append((key, segment))
                     except (CorruptRecord, WrongFormat) as error:
-                        self._blind()  # it names blocks, and nobody knows which
+                        self._blind()  # the record names blocks that the pass cannot see
                         problems.append(str(error))
                         inode, index, number = split_segment_key(key)
                         store.quarantine.note(inode, index, number << SEGMENT_BITS, f"can not be found: {error}")
-                for key, segment in segments:  # all before the first await: later the index may say otherwise
+                for key, segment in segments:  # all before the first await: later the index may differ
                     self._against_map(key, segment, repair, problems, mended)
                 for key, segment in segments:
                     checked += await self._check(key, segment, bad)
@@ -103,7 +104,7 @@ class Scrub:
         return ScrubStep(self._expected, False, checked, bad, problems[:PROBLEMS_MAX], mended[:PROBLEMS_MAX])
 
     def _scan(self, first: bytes, problems: list[str]) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """The next records, and the key of a damaged one behind them, or nothing."""
+        """Return the next records, and the key of a damaged record after them, or b""."""
         kv = self._store.kv
         try:
             return kv.scan(first, b"d", _READ_BLOCKS // 64), b""
@@ -138,7 +139,7 @@ class Scrub:
                 self._seen[group] = seen | bit
 
     def _claim(self, place: int) -> bool:
-        """Mark the block as used. False where that has to wait for the next scrub."""
+        """Mark the block as used. False: the block is held, so this must wait for the next scrub."""
         store, transaction = self._store, Transaction()
         if store.kv.full or not store.allocator.claim(transaction, place):
             return False
@@ -157,8 +158,8 @@ class Scrub:
         if not blocks:
             return 0
         into = store.device.buffer(len(blocks) * BLOCK_BYTES)
-        # Always through the waiting way: what is in memory says nothing about the drive, but a full re-read past the page cache
-        # is what O_DIRECT stores do; others at least meet what the kernel has dropped.
+        # Always read with `read`: data in memory says nothing about the drive. Stores with O_DIRECT reread
+        # everything from the drive; other stores at least reread what the kernel has dropped from its cache.
         outcome = await store.device.read([place << 12 for _, place in blocks], [BLOCK_BYTES] * len(blocks),
                                           [n * BLOCK_BYTES for n in range(len(blocks))], into)
         for n, ((at, _), error) in enumerate(zip(blocks, outcome, strict=True)):
@@ -181,11 +182,11 @@ class Scrub:
         return at < len(now.disk) and now.disk[at] == segment.disk[at]
 
     async def _map_against_index(self, repair: bool, problems: list[str], mended: list[str]) -> None:
-        """What the free map calls used, and no record that was there during the pass names."""
+        """Find leaked blocks: used in the free map, but named by no record."""
         store, allocator, seen = self._store, self._store.allocator, self._seen
         if seen is None:
             return
-        # Versions that are pending name blocks too; as long as a chain has one target there are none.
+        # Pending versions name blocks too; while a chain has one target there are none.
         repair = repair and not store.kv.scan(b"p", b"q", 1)
         for group in range(allocator.group_count):
             if not group % 64:

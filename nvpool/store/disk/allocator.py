@@ -1,19 +1,26 @@
-"""Which disk blocks are free: a stored bitmap in groups of 8,192 blocks (32 MiB), loaded as it is needed.
+"""Block allocator: a stored free map as bitmaps in groups of 8,192 blocks (32 MiB), loaded on demand.
 
-A group is two records: its bitmap (1,028 bytes: format u8 = 1, u8, used u16, the bits) and the list of changes since (format
-u8 = 1, count u8, used u16 after them, 4 bytes each). A write adds its changes to the list in the same kv change as its index
-records; the 25th folds the list into the bitmap. So a write journals about 50 bytes of free map, 110 with the folding, and
-nothing is ever rebuilt: at the start only the lists' counts are read (12,208 small records for 100 million blocks).
+A group is two records: its bitmap (1,028 bytes: format u8 = 1, u8, used u16, the bits), and the list of
+changes since the bitmap (format u8 = 1, count u8, used u16 after the changes, 4 bytes for each change). A
+write adds its changes to the list in the same kv change as its index records; the 25th change folds the list
+into the bitmap. So a write journals about 50 bytes of free map, 110 with the folding, and nothing is ever
+rebuilt. At the start only the counts of the lists are read (12,208 small records for 100 million blocks).
 
-A delta, u32: bits 0..12 the first block in the group, 13..25 count - 1, bit 31 set: freed, clear: used.
+A change is a u32: bits 0..12 are the first block in the group, bits 13..25 are count - 1, bit 31 set means
+freed, clear means used.
 
-Guarantees: a block is given to one transaction only; blocks that a change freed are *held* and given to nobody before
-`release` says that the change is durable, its data included, and the time is past until which clients may read them
-(location_leases.py; such blocks have a record too, for who opens the store after us); a transaction that is dropped leaves
-nothing. Memory: 3 bytes a group, and 3 KiB for each of at most GROUPS_CACHED loaded groups, and the held runs (the store
-flushes when they are many).
+Guarantees:
 
-Called by the block store on the event loop. Never waits; reads only the kv.
+* A block is given to one transaction only.
+* Blocks that a change freed are *held*: they are not allocated until `release` confirms that the change and
+  its data are durable, and until clients may no longer read the blocks (location_leases.py). Such blocks also
+  have a record, for the process that opens the store next.
+* A dropped transaction leaves no trace.
+
+Memory: 3 bytes for each group, 3 KiB for each of at most GROUPS_CACHED loaded groups, and the held runs (the
+store flushes when they are many).
+
+The block store calls this module on the event loop. The module never waits and reads only the kv.
 """
 
 from __future__ import annotations
@@ -39,29 +46,39 @@ GROUP_BITS = 13
 GROUP_BLOCKS = 1 << GROUP_BITS
 _GROUP_MASK = GROUP_BLOCKS - 1
 DELTAS_MAX = 24
-"""Journal bytes a change of a group: 2 n for the list and 1,024 / n for the folding are least near 23."""
+"""Changes in a list before folding.
+
+The journal bytes of a group's change, 2 n for the list and 1,024 / n for the folding, are least for n near
+23.
+"""
 FOLDED_MAX = 512
 """Bitmaps in one change, as long as the lists allow it: half a MiB of journal."""
 _DELTAS_LIMIT = 200
-"""Of a list, whose count is one byte."""
+"""Longest list; its count is one byte."""
 GROUPS_CACHED = 2048
 LARGE_RUN_BLOCKS = 16
-"""Runs from this size on have a cursor of their own, so that small files do not cut up the space of large ones."""
+"""Size from which runs have their own cursor.
+
+So small files do not fragment the space of large ones.
+"""
 ROOMY_BLOCKS = GROUP_BLOCKS // 8
 RESTING_MAX = 50_000
-"""Changes whose blocks rest: some 20 MB. Nothing is lent above it, so that it ends within a lifetime."""
+"""Changes whose blocks wait for leases to end: some 20 MB.
+
+Above this limit no leases are issued, so the wait ends within one lease lifetime.
+"""
 _ALL = (1 << GROUP_BLOCKS) - 1
 _FREED = 1 << 31
 _FULL, _SOME, _ROOMY = 0, 1, 2
 RESERVED_BLOCKS = 16
-"""At the front of the drive: superblock and room for what a later format needs."""
+"""Blocks at the front of the drive: the superblock, and space for a later format."""
 
 Run = tuple[int, int]
-"""First disk block and count; within one group where this module gives it out."""
+"""First disk block and count. Runs that this module allocates lie within one group."""
 
 
 class Waiting(Exception):
-    """There is room, but it is held until the changes that freed it are durable: flush, then repeat."""
+    """There is space, but it is held until the changes that freed it are durable: flush, then repeat."""
 
 
 class _Group:
@@ -77,7 +94,10 @@ def _mask(start: int, count: int) -> int:
 
 
 def find_run(free: int, count: int) -> int:
-    """Lowest position of `count` one bits in a row, or -1: the mask is laid over itself, shifted, in doubling steps."""
+    """Return the lowest position of `count` one bits in a row, or -1.
+
+    The mask is combined with itself, shifted, in doubling steps.
+    """
     have = 1
     while have < count and free:
         step = min(have, count - have)
@@ -96,7 +116,7 @@ def decode_bitmap(key: bytes, raw: bytes) -> int:
 
 
 def encode_deltas(deltas: array, used: int) -> bytes:
-    """The list of a group whose blocks in use, after it, are so many."""
+    """Encode the list of a group that has `used` blocks in use after these changes."""
     return struct.pack("<BBH", 1, len(deltas), used) + deltas.tobytes()
 
 
@@ -121,7 +141,7 @@ def with_deltas(used: int, deltas: array) -> int:
 
 
 class Transaction:
-    """Blocks taken and given back by one change. Ended by Allocator.commit or Allocator.drop, exactly once."""
+    """Blocks allocated and freed by one change. Ended by Allocator.commit or Allocator.drop, exactly once."""
 
     __slots__ = ("taken", "freed", "until", "_key", "_after")
 
@@ -129,16 +149,19 @@ class Transaction:
         self.taken: list[Run] = []
         self.freed: list[Run] = []
         self.until = 0.0
-        """On CLOCK_BOOTTIME: until then others may read what is freed, 0 for nobody. To be set before Allocator.effects."""
+        """Time on CLOCK_BOOTTIME until which clients may read the freed blocks, 0 for none.
+
+        Set it before Allocator.effects.
+        """
         self._key = b""
         self._after: dict[int, tuple[int, array | None]] = {}
 
     def free(self, run: Run) -> None:
-        """Blocks that the change no longer names; they stay untouched until it is durable."""
+        """Free blocks that the change no longer names; they stay untouched until the change is durable."""
         self.freed.append(run)
 
     def free_places(self, places) -> None:
-        """As `free`, for single disk blocks; neighbours become one run; 0 is skipped."""
+        """Free single disk blocks; neighbours become one run; 0 is skipped."""
         begin = count = 0
         for place in places:
             if count and place == begin + count:
@@ -153,28 +176,28 @@ class Transaction:
 
 class Allocator:
     def __init__(self, kv: Kv, block_count: int, reserve_blocks: int) -> None:
-        """Reads the counts of all groups. CorruptRecord when a free map record makes no sense."""
+        """Load the counts of all groups. CorruptRecord: a free map record is malformed."""
         self._kv = kv
         self.block_count = block_count
         self.reserve_blocks = reserve_blocks
         groups = (block_count + GROUP_BLOCKS - 1) >> GROUP_BITS
         self.group_count = groups
         self._spare = array("H", [GROUP_BLOCKS]) * groups
-        """Blocks of each group that can be given out now: neither used nor held."""
+        """Blocks of each group that can be allocated now: neither used nor held."""
         self._cached: dict[int, _Group] = {}
         self._held: dict[int, int] = {}
         self._waiting: deque[tuple[int, float, bytes, list[Run]]] = deque()
         self._resting: deque[tuple[float, bytes, list[Run]]] = deque()
-        """Durable, and others may read them still: until, their record, the runs."""
+        """Durably freed runs that clients may still read: end time, key of their record, runs."""
         self._held_number = max((decode_held(key, raw)[0] for key, raw in self._records(b"h", b"i")), default=0)
         self.held_blocks = 0
         self.changed_groups: dict[int, int] | None = None
-        """While a scrub asks for it: the blocks of each group that were taken since."""
+        """While a scrub needs it: the blocks of each group that were allocated since."""
         self._small = 0
         self._large = 0
         self.fixed_blocks = sum(self._fixed_mask(group).bit_count() for group in self._fixed_groups())
         self.fixed_blocks -= (groups << GROUP_BITS) - block_count
-        """Of used_blocks: the reserved front."""
+        """The part of `used_blocks` in the reserved front."""
         self._load_counts()
         self.used_blocks = block_count - sum(self._spare)
         self._available = block_count - self.used_blocks
@@ -199,7 +222,10 @@ class Allocator:
         return {0, self.group_count - 1}
 
     def _fixed_mask(self, group: int) -> int:
-        """Blocks that are never given out: the reserved front, and what lies behind the end of the drive."""
+        """Return the blocks that are never allocated.
+
+        These are the reserved front, and blocks after the end of the drive.
+        """
         mask = _mask(0, min(RESERVED_BLOCKS, self.block_count)) if group == 0 else 0
         if group == self.group_count - 1:
             inside = self.block_count - (group << GROUP_BITS)
@@ -227,20 +253,22 @@ class Allocator:
         return bool(self._group(place >> GROUP_BITS).used >> (place & _GROUP_MASK) & 1)
 
     def used_mask(self, group: int) -> int:
-        """The stored map of a group, without the blocks that are never given out."""
+        """Return the stored map of a group, without the blocks that are never allocated."""
         return self._group(group).used & ~self._fixed_mask(group)
 
     def has_used(self, group: int) -> bool:
         """Whether blocks of the group are in use or held."""
         return self._spare[group] < GROUP_BLOCKS
 
-    # -- giving out --------------------------------------------------------------------------------------------------
+    # -- allocation --------------------------------------------------------------------------------------------------
 
     def allocate(self, transaction: Transaction, count: int, *, grows: bool = True) -> list[Run]:
-        """Take `count` blocks in as few runs as there are. `grows`: the change needs more blocks than it frees, and is
-        refused when the reserve would be touched.
+        """Allocate `count` blocks in as few runs as possible.
 
-        NoSpace: nothing was taken. Waiting: enough is free, but held; nothing was taken.
+        `grows` says that the change needs more blocks than it frees; such a change is refused if it would use
+        the reserve.
+
+        NoSpace: nothing was allocated. Waiting: enough blocks are free, but held; nothing was allocated.
         """
         if self.used_blocks + count > self.block_count - (self.reserve_blocks if grows else 0):
             raise NoSpace("the target is full")
@@ -275,7 +303,7 @@ class Allocator:
         return found if found >= 0 else self._level.find(level, 0, group)
 
     def _gather(self, taken: list[Run], count: int) -> None:
-        """`count` blocks from wherever there are some; there are enough."""
+        """Allocate `count` blocks from any groups; there are enough."""
         want = count
         for level in (_ROOMY, _SOME):
             group = self._next(self._large, level)
@@ -318,8 +346,11 @@ class Allocator:
             self._count(group, count)
 
     def claim(self, transaction: Transaction, place: int) -> bool:
-        """Take this block, which the stored map calls free. False, and nothing was done, where it is held: by a transaction
-        that is about to use it, or for one that gave it up."""
+        """Allocate this block, which the stored map calls free.
+
+        False, with nothing done, if the block is held: by a transaction that is about to use it, or for one
+        that freed it.
+        """
         group, at = place >> GROUP_BITS, place & _GROUP_MASK
         if self._held.get(group, 0) >> at & 1:
             return False
@@ -327,16 +358,18 @@ class Allocator:
         return True
 
     def take_back(self, transaction: Transaction) -> None:
-        """The runs in transaction.taken are these blocks and no others: for a replay, before anything is given out."""
+        """Allocate exactly the runs in `transaction.taken`, for a replay before any other allocation."""
         for place, count in transaction.taken:
             self._take([], place >> GROUP_BITS, place & _GROUP_MASK, count)
 
     # -- ending a transaction ----------------------------------------------------------------------------------------
 
     def effects(self, transaction: Transaction) -> list[Effect]:
-        """What the change must also say. Commit or drop follows without an await in between.
+        """Return the free map effects for the kv change.
 
-        InvariantBroken when a block to be freed is not in use.
+        Call commit or drop next, without an await in between.
+
+        InvariantBroken: a block to be freed is not in use.
         """
         after = transaction._after = {}
         for run in transaction.taken:
@@ -384,7 +417,10 @@ class Allocator:
         after[group] = used, deltas
 
     def commit(self, transaction: Transaction, sequence: int) -> None:
-        """The change was applied as `sequence`: what it freed is held until release(sequence)."""
+        """Record that the change was applied as `sequence`.
+
+        Its freed blocks are held until release(sequence).
+        """
         for group, (used, deltas) in transaction._after.items():
             now = self._group(group)
             now.used, now.deltas = used, deltas
@@ -409,12 +445,12 @@ class Allocator:
             self._waiting.append((sequence, transaction.until, transaction._key, freed))
 
     def drop(self, transaction: Transaction) -> None:
-        """The change was not applied: everything is as before it."""
+        """Undo the transaction: the change was not applied."""
         for run in transaction.taken:
             self._unhold(run, give_back=True)
 
     def releasable(self, sequence: int, now_s: float = math.inf) -> list[Run]:
-        """The runs that release(sequence, now_s) would make free."""
+        """Return the runs that release(sequence, now_s) would make free."""
         runs: list[Run] = []
         for until, _, freed in self._resting:
             if until > now_s:
@@ -428,8 +464,12 @@ class Allocator:
         return runs
 
     def release(self, sequence: int, now_s: float = math.inf) -> list[bytes]:
-        """Changes up to `sequence` are durable: what they freed may be given out again where its time is past. Returns the keys
-        of records that say no longer anything: the caller removes them, some time."""
+        """Release blocks that durable changes, those up to `sequence`, have freed.
+
+        Blocks that clients may still read stay held.
+
+        Returns the keys of obsolete records; the caller removes them at some later time.
+        """
         past: list[bytes] = []
         resting = self._resting
         while resting and resting[0][0] <= now_s:
@@ -453,8 +493,11 @@ class Allocator:
             self._unhold(run, give_back=True)
 
     def rest(self, now_s: float, until_max_s: float) -> list[bytes]:
-        """Hold what the process before us freed and clients may read still, by its records; no longer than `until_max_s`.
-        Before anything is allocated. Returns the keys of records that say no longer anything."""
+        """Hold blocks that the previous process freed and that clients may still read.
+
+        The records of that process list the blocks. They are held until `until_max_s` at most. Call before
+        any allocation. Returns the keys of obsolete records.
+        """
         past: list[bytes] = []
         found: list[tuple[float, bytes, list[Run]]] = []
         for key, raw in self._records(b"h", b"i"):
@@ -462,7 +505,8 @@ class Allocator:
             until = min(until, until_max_s)
             held: list[Run] = []
             for place, count in runs if until > now_s else ():
-                for block in range(place, min(place + count, self.block_count)):  # one at a time: they come with few
+                # One block at a time, since only few blocks have such records.
+                for block in range(place, min(place + count, self.block_count)):
                     group, at = block >> GROUP_BITS, block & GROUP_BLOCKS - 1
                     if self._free_mask(group) >> at & 1:
                         self._take([], group, at, 1)
@@ -481,12 +525,12 @@ class Allocator:
 
     @property
     def next_rest_s(self) -> float:
-        """When the next blocks have rested; infinite when none do."""
+        """Time when the next blocks stop being readable by clients; infinite if there are none."""
         return self._resting[0][0] if self._resting else math.inf
 
     @property
     def scarce(self) -> bool:
-        """So little is free that none of it should have to rest."""
+        """Whether space is too scarce for new leases, which delay the reuse of blocks."""
         return self._available < self.block_count >> 4 or len(self._resting) > RESTING_MAX
 
     @property

@@ -1,6 +1,7 @@
-"""Blocks that are known to be bad: remembered in the index, told in `status`, never returned until they are written again.
+"""Quarantine of blocks that are known to be bad.
 
-Called by the block store, its readers and its scrub.
+Bad blocks are recorded in the index, listed in `status`, and never returned to a reader until they are
+rewritten. The users are the block store, its readers and its scrub.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from nvpool.store.disk.index_records import bad_key, split_bad_key
 log = logging.getLogger(__name__)
 
 KEPT_MAX = 1000
-"""Further ones are logged and found again by the next scrub: a drive with more is to be replaced."""
+"""Recorded bad blocks.
+
+Further ones are only logged, and the next scrub finds them again: replace a drive that has more.
+"""
 
 BadName = tuple[int, int, int]
 """Inode, chunk index, block."""
@@ -28,7 +32,7 @@ class Quarantine:
         self._where = where
         self._texts: dict[BadName, str] = {}
         self.on_bad: Callable[[], None] | None = None
-        """Told of each one that is new."""
+        """Callback for each newly recorded block."""
         self.chunks: set[tuple[int, int]] = set()
         """Chunks with bad blocks: all their blocks are checked when read."""
         for key, text in kv.scan(b"b", b"c", KEPT_MAX):
@@ -37,7 +41,7 @@ class Quarantine:
             self.chunks.add(name[:2])
 
     def note(self, inode: int, index: int, block: int, text: str) -> None:
-        """Remember, in the index too, and log that a block is not what was written."""
+        """Record a bad block in memory and in the index, and log it."""
         name = (inode, index, block)
         if name in self._texts:
             return
@@ -54,14 +58,17 @@ class Quarantine:
             log.warning("%s: the bad block could not be recorded: %s", self._where, error)
 
     def within(self, inode: int, indexes: range, blocks: range | None = None) -> list[BadName]:
-        """The bad blocks among those chunks (and blocks), to be forgotten with the change that replaces or removes them."""
+        """Return the bad blocks in these chunks (and blocks).
+
+        A change that replaces or removes them then calls `forget`.
+        """
         if not self._texts:
             return []
         return [name for name in self._texts
                 if name[0] == inode and name[1] in indexes and (blocks is None or name[2] in blocks)]
 
     def forget(self, names: list[BadName]) -> None:
-        """Their records are gone from the index."""
+        """Forget blocks whose records a change has removed from the index."""
         if names:
             for name in names:
                 del self._texts[name]

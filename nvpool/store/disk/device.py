@@ -1,14 +1,18 @@
-"""The one place where the bytes of chunks meet a drive: a data file or a raw block device, and a twin in memory.
+"""Access to a store's drive: a data file, a raw block device, or a fake in memory.
 
-Reads come in batches of (disk offset, length, place in the buffer). `read_now` fills what the kernel has in memory and names
-what it has not (preadv with RWF_NOWAIT, Linux 4.14); `read` waits for those: through io_uring where the compiled module and
-the kernel allow it, else through a few threads (blockio/reader). Small writes go to the page cache and return;
-large ones may go past it to the drive, in a thread (`write_direct`); `sync` is fdatasync, in a thread.
+All chunk data passes through this module, except that the compiled fast paths in `store/server` use its file
+descriptor directly.
 
-With `direct` the file is opened with O_DIRECT: nothing is ever in memory, all writes go to the drive while the loop waits for
-them, buffers are page-aligned.
+Reads come in batches of (disk offset, length, position in the buffer). `read_now` fills the data that the
+page cache has and returns the missing reads (preadv with RWF_NOWAIT, Linux 4.14). `read` waits for the
+missing ones: through io_uring if the compiled module and the kernel allow it, else through a few threads
+(blockio/reader). Small writes go to the page cache and return. Large writes may bypass the page cache, in a
+thread (`write_direct`). `sync` is fdatasync, in a thread.
 
-A failed sync is the caller's to remember: this module repeats nothing. Called by the block store only.
+With `direct` the file is opened with O_DIRECT: nothing is ever in the page cache, all writes go to the drive
+while the event loop waits for them, and buffers are page-aligned.
+
+This module repeats nothing: the caller must remember a failed sync. The only user is the block store.
 """
 
 from __future__ import annotations
@@ -36,14 +40,20 @@ log = logging.getLogger(__name__)
 
 _IOV_MAX = 1024
 DIRECT_WRITE_BYTES = 128 * 1024
-"""From here on a write goes past the page cache where the file system allows it: 1 MiB took 0.8 ms to the drive, with the
-processor free for others, and 0.9 to 2.8 ms into the cache, whose new pages must be found and which the sync then writes all
-the same. A small one takes 10 µs into the cache and 60 to the drive. The kernel keeps both coherent, and no block is read and
-written at a time: what is written is free until the index names it."""
+"""Size from which a write bypasses the page cache, if the file system allows it.
+
+A write of 1 MiB took 0.8 ms to the drive, with the processor free for other work. Into the cache it took 0.9
+to 2.8 ms: the kernel must find new pages, and the sync must still write them. A small write takes 10 µs into
+the cache and 60 to the drive. The kernel keeps both coherent, and no block is read and written at the same
+time: a written block is free until the index names it.
+"""
 SMALL_BYTES = 16 * 1024
-"""Memory for a read up to here is found sooner by the allocator than by a look at which of our buffers is free."""
+"""Largest read that gets new memory instead of a pooled buffer.
+
+The memory allocator is faster here than the search for a free buffer.
+"""
 _DIRECT_THREADS = 4
-"""Writes past the cache at once: one leaves most of a drive idle."""
+"""Concurrent direct writes: a single one leaves most of a drive idle."""
 
 
 class Device(Protocol):
@@ -51,55 +61,80 @@ class Device(Protocol):
     """For `status`: how reads that must wait are done."""
     direct: bool
     lacks_room: bool
-    """A write has met a full file system since this was last set to False."""
+    """Whether a write met a full file system since this was last set to False."""
     writes: str
-    """For `status`: whether large writes go past the page cache (`direct`) or, the drive taking no such, into it (`cached`)."""
+    """For `status`: how large writes are made.
+
+    `direct` bypasses the page cache; `cached` means that the drive does not support this.
+    """
 
     def buffer(self, byte_count: int) -> memoryview:
-        """A buffer of that size, free again when nobody has a view of it any more. What it holds is arbitrary."""
+        """Return a buffer of this size, with arbitrary contents.
+
+        It is free again when no view of it exists.
+        """
 
     def read_now(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
                  asker_keeps: bool = False) -> list[int]:
-        """Read each (offset, length) to its position in `into`; returns the indexes of those that would have to wait. What the
-        asker keeps need not be kept by the kernel of this machine."""
+        """Read each (offset, length) to its position in `into`; return the indexes of reads that must wait.
+
+        `asker_keeps` says that the client caches the data, so this machine's page cache need not.
+        """
 
     async def read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int],
                    into: memoryview) -> list[NvpoolError | None]:
-        """As read_now, waiting for the drive. One entry for each: None, or why it could not be read."""
+        """Read like `read_now`, but wait for the drive. Returns None or an error for each read."""
 
     def begin_read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
                    asker_keeps: bool, on_done: Callable[[Outcome], None]) -> None:
-        """As `read`, without a task: `on_done` is told the outcome in a later turn of the loop, once. `into` is the device's
-        until then, whoever has gone meanwhile."""
+        """Start reads like `read`, without a task.
+
+        `on_done` is called once with the outcome, in a later event-loop iteration. The device uses `into`
+        until then, even if the caller has gone.
+        """
 
     def read_whole(self, offset: int, length: int) -> memoryview:
-        """Read and wait, on the spot: for the start only. DriveFailed."""
+        """Read and block the event loop: for the start only. DriveFailed."""
 
     def write(self, buffers: list, offset: int) -> None:
-        """Write the buffers behind one another. NoSpace, DriveFailed: any part of the range may have been written."""
+        """Write the buffers one after another.
+
+        NoSpace, DriveFailed: any part of the range may have been written.
+        """
 
     def lend(self) -> int:
-        """A new descriptor for reading, through the page cache, for another process: the caller closes it. NotSupported."""
+        """Return a new descriptor for reads through the page cache by another process.
+
+        The caller closes the descriptor. NotSupported: this device has none.
+        """
 
     direct_write_bytes: int
-    """From which size on `write_direct` is to be had; 0: never."""
+    """Smallest size for `write_direct`; 0: never available."""
 
     def write_direct(self, buffer, ranges: Sequence[tuple[int, int]]) -> asyncio.Future:
-        """Write whole blocks to these (offset, length), one after the other, without holding up the loop; nobody changes the
-        buffer before it is done. The future fails as `write` does, and can not be cancelled: until it is done the ranges are
-        being written."""
+        """Write whole blocks to these (offset, length) ranges, in order, without blocking the event loop.
+
+        The buffer must stay unchanged until the future is done. The future fails with the errors of `write`.
+        It cannot be cancelled: until it is done, the ranges are being written.
+        """
 
     async def sync(self) -> None:
-        """All that was written before the call survives the loss of power. DriveFailed: never to be repeated."""
+        """Make all data written before the call survive the loss of power.
+
+        DriveFailed: the sync failed; never repeat it.
+        """
 
     async def discard(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """These (offset, length) are not needed any more; the space may be given back. Best effort."""
+        """Mark these (offset, length) ranges as unused, so that their space may be given back.
+
+        Best effort.
+        """
 
     async def close(self) -> None: ...
 
 
 class BufferPool:
-    """Buffers that return by themselves: one is free when nothing but the pool refers to it."""
+    """Pool of buffers that return by themselves: a buffer is free when only the pool refers to it."""
 
     def __init__(self, make, kept_bytes_max: int = 32 * MIB):
         self._make = make
@@ -123,10 +158,10 @@ class BufferPool:
 
 
 class FileDevice:
-    """A data file or a block device."""
+    """Device on a data file or a block device."""
 
     def __init__(self, path: str, *, direct: bool = False, uring: bool = True):
-        """Opens it for reading and writing. NotFound, AccessDenied, DriveFailed."""
+        """Open the file for reading and writing. NotFound, AccessDenied, DriveFailed."""
         self.path = os.path.realpath(path)
         self.direct = direct
         self.lacks_room = False
@@ -205,7 +240,7 @@ class FileDevice:
                 if error.errno == errno.EINVAL and fd != self.fd:
                     log.warning("%s refuses direct writes of whole blocks (%s): from now on large writes go through the page "
                                 "cache, which costs processor time", self.path, error.strerror)
-                    fd, self.direct_write_bytes = self.fd, 0  # a drive that wants more than 4 KiB alignment
+                    fd, self.direct_write_bytes = self.fd, 0  # a drive that needs more than 4 KiB alignment
                     continue
                 self.lacks_room |= error.errno in (errno.ENOSPC, errno.EDQUOT)
                 raise from_os_error(error, f"writing to {self.path} at {offset}") from None
@@ -232,8 +267,11 @@ class FileDevice:
             at += length
 
     def _note_run(self, start: int, end: int) -> None:
-        """What is written in one stretch begins its way to the drive now, so that the sync at its end finds little to do: the
-        kernel alone would start when a tenth of the memory is dirty. Advice only: nothing is waited for, no error is taken."""
+        """Start writeback of a long sequential run early.
+
+        Then the later sync has little to write. The kernel alone would start when a tenth of the memory is
+        dirty. This is only advice: nothing waits, and errors are ignored.
+        """
         if start == self._run_end:
             self._run_end = end
         else:
@@ -252,7 +290,7 @@ class FileDevice:
     def lend(self) -> int:
         if self.direct:
             raise NotSupported("a drive that is read past the page cache is not lent")
-        try:  # a new open file description: nobody shares its flags with us, and it is of this very file
+        try:  # a new open file description of this very file: no flags are shared with ours
             return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise from_os_error(error, f"opening {self.path} for a reader") from None
@@ -285,13 +323,13 @@ def _pages(byte_count: int) -> mmap.mmap:
 
 
 def begins_at_page(buffer) -> bool:
-    """Whether it can be written past the page cache from where it is. Memory that may only be read does not tell."""
+    """Whether the buffer can be written with O_DIRECT without a copy. Read-only memory counts as no."""
     buffer = memoryview(buffer)
     return not buffer.readonly and not ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % mmap.PAGESIZE
 
 
 def _open_direct(path: str) -> int:
-    """A second descriptor, past the page cache; -1 on a file system that has none such (tmpfs before Linux 6.6)."""
+    """Open a second descriptor with O_DIRECT; -1 if the file system has none (tmpfs before Linux 6.6)."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -306,17 +344,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _punch(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
-    """fallocate(2) with PUNCH_HOLE, which the os module does not offer. A file system that can not do it keeps the space."""
+    """Punch holes with fallocate(2), which the os module lacks.
+
+    A file system without support keeps the space.
+    """
     for offset, length in ranges:
         _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(_FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE), ctypes.c_long(offset),
                         ctypes.c_long(length))
 
 
 class MemoryDevice:
-    """The twin: blocks in a dict, and a memory of what was synced. `crash` forgets the rest, or the part of it that a seeded
-    choice says; what it keeps it may keep in any order, as a drive's cache does.
+    """Fake device in memory, which remembers the synced blocks.
 
-    Faults for tests: `fail_writes` and `fail_syncs` hold errno numbers for the coming calls; `cold` makes read_now miss.
+    `crash` drops unsynced blocks, or the part of them that a seeded choice says. Kept blocks may be any of
+    them, in any order, as in a drive's cache.
+
+    Faults for tests: `fail_writes` and `fail_syncs` hold errno numbers for the next calls; `cold` makes
+    `read_now` miss.
     """
 
     read_path = writes = "memory"
@@ -403,14 +447,17 @@ class MemoryDevice:
 
     async def sync(self) -> None:
         asked, self._unsynced = self._unsynced, {}
-        await asyncio.sleep(0)  # what is written meanwhile is not part of it
+        await asyncio.sleep(0)  # data written in the meantime is not part of this sync
         if self.fail_syncs and (failing := self.fail_syncs.popleft()):
-            # As a kernel does it: what was to be written is shown, counts as written, and is not on the drive.
+            # Like a kernel: the unsynced data is readable and counts as written, but is not on the drive.
             self._forgotten |= asked
             raise from_os_error(OSError(failing, os.strerror(failing)), "syncing")
 
     def crash(self, keep=None) -> None:
-        """Power is lost. `keep(block number)` says which unsynced blocks reached the drive all the same (default: none)."""
+        """Simulate a loss of power.
+
+        `keep(block number)` says which unsynced blocks reached the drive nevertheless (default: none).
+        """
         for number, before in (self._unsynced | self._forgotten).items():
             if keep is not None and keep(number):
                 continue
@@ -422,7 +469,7 @@ class MemoryDevice:
         self._forgotten.clear()
 
     def flip(self, place: int, byte: int = 100) -> None:
-        """One bit of a block is another from now on."""
+        """Flip one bit of a block."""
         block = bytearray(self._now[place])
         block[byte] ^= 1
         self._now[place] = bytes(block)

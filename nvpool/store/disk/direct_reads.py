@@ -1,8 +1,9 @@
-"""Reads past the page cache of the drive, for clients that keep what they read by themselves.
+"""Direct reads, which bypass the page cache, for clients that cache data themselves.
 
-The kernel of a mount has a cache of its own, and what is read once need not push out of ours what others come back to: so
-larger reads of such clients leave it alone. What is read again a short time after, in the same pieces, is brought in: another
-node does the same work (2Q: T. Johnson, D. Shasha, VLDB 1994). Called by device.
+The kernel of a mount has its own page cache. Data read once should not evict data from our page cache that
+others read again. So larger reads of such clients bypass our page cache. Data that is read again a short time
+later, in the same pieces, goes through the cache: then another node probably does the same work. The
+algorithm is 2Q (T. Johnson, D. Shasha, VLDB 1994). The user is `device`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from nvpool.blockio.reader import DIRECT_READ_BYTES, cached_pages, open_direct, 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 
 AGAIN_S = 20.0
-"""What was read so short a time ago is known, and what was up to twice as long ago perhaps."""
+"""Lifetime of a remembered read.
+
+Reads this recent are remembered for sure, and reads up to twice as old perhaps.
+"""
 PLACES_MAX = 32768
-"""Remembered twice: 64 GiB of reads of 1 MiB, some 6 MB."""
+"""Size of each of the two sets of remembered reads: 64 GiB of reads of 1 MiB, some 6 MB of memory."""
 
 
 class DirectReads:
     def __init__(self, fd: int, reader: WaitingReader, clock: Clock = SYSTEM_CLOCK) -> None:
-        """`fd` is the file through the page cache; it and the reader stay the caller's."""
+        """Create direct reads. `fd` reads through the page cache; `fd` and `reader` remain the caller's."""
         self._fd, self._reader = fd, reader
         self._direct, self._exact = open_direct(fd), open_exact(fd)
         self._on = self._direct >= 0 and self._exact >= 0
@@ -32,25 +36,32 @@ class DirectReads:
         self._turn_s = 0.0
 
     def wants(self, offsets: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Whether these had better not be looked for by reading, which would bring them into the cache: all are large, and less
-        than half of them is there."""
+        """Whether to bypass the page cache: all reads are large, and less than half of their data is cached.
+
+        Such reads should not be tried on the page cache first, since a try brings the data into the cache.
+        """
         return (self._on and min(lengths) >= DIRECT_READ_BYTES
                 and sum(map(cached_pages, [self._fd] * len(offsets), offsets, lengths)) << 13 < sum(lengths))
 
     def descriptor_for(self, offset: int, length: int) -> int:
-        """For one read that `wants` would say yes to: by which it is to be read, into memory that begins at a page. Else -1.
-        What can not be read so is to be told by `refused`, and read by `begin`."""
+        """Return the descriptor for one read for which `wants` is true, else -1.
+
+        The caller's memory must begin at a page. If the read fails, call `refused` and use `begin`.
+        """
         if not self._on or length < DIRECT_READ_BYTES or cached_pages(self._fd, offset, length) << 13 >= length:
             return -1
         return self._exact if self._known((offset | length >> 12,)) else self._direct
 
     def refused(self) -> None:
-        """A drive that wants larger blocks; and if it is broken, the next answer says so."""
+        """Switch direct reads off: the drive needs larger blocks. A broken drive shows on the next read."""
         self._on = False
 
     def begin(self, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
-        """As WaitingReader.begin, where `into` begins at a page and the positions are whole blocks: what was not read a short
-        time ago, past the cache. What can not be read so is read as always."""
+        """Start reads like WaitingReader.begin; bypass the page cache for data that was not read recently.
+
+        `into` begins at a page, and the positions are whole blocks. If a direct read fails, the reads are
+        repeated through the page cache.
+        """
 
         def came(outcome: Outcome) -> None:
             if any(outcome):
@@ -65,7 +76,10 @@ class DirectReads:
             self._reader.begin(self._direct, offsets, lengths, positions, into, came)
 
     def _known(self, reads: Sequence[int]) -> bool:
-        """Whether one of them was read a short time ago; from now on all were. (Offset | blocks; less than 16 MiB.)"""
+        """Whether one of these reads was made recently; records all of them.
+
+        (Offset | blocks; less than 16 MiB.)
+        """
         now_s = self._now_s()
         if now_s >= self._turn_s or len(self._new) >= PLACES_MAX:
             self._old = self._new if now_s < self._turn_s + AGAIN_S else set()
@@ -76,7 +90,7 @@ class DirectReads:
         return known
 
     def close(self) -> None:
-        """When the reader has nothing under way any more."""
+        """Close the descriptors. Call when the reader has no reads in progress."""
         for descriptor in (self._direct, self._exact):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -1,44 +1,51 @@
-"""How a chunk store's index looks in its kv: keys and packed records, all of a declared version.
+"""Stored format of the chunk index in its kv: keys and packed, versioned records.
 
-    key                                                   value
-    F                                                     the store's identity (JSON, written once)
-    S                                                     u64, u64: changes up to the first sequence number were flushed, their
-                                                          data included; the second is this change's own
-    c inode u64 · chunk u32 · segment u8   (big-endian)   segment record; segment 0 of a chunk also holds its head. Chunk and
-                                                          segment are left out where both are 0
-    p …the same                                           reserved: the pending version of a segment, same record
-    i inode u64                                           inode record: the newest cut known here
-    g group u32                                           bitmap of 8,192 blocks: 1 is used; no record: all free
-    d group u32                                           changes of that bitmap since, at most 24
-    b inode u64 · chunk u32 · block u32                   a block found bad (text)
-    V                                                     the store's verifier: see write_verifier.py
-    W                                                     how far reading everything has come: JSON, see scrub.py
-    L, h number u64                                       what may still be read by clients of the host: location_leases.py,
-    held_key r inode u64 · chunk u32 · segment u8                  a replayed segment record with blocks that did not reach the
-                                                          drive: rejected u64 (bit n: block n), record; see recovery.py
+    key                                           value
+    F                                             the store's identity (JSON, written once)
+    S                                             u64, u64: changes up to the first sequence number were
+                                                  flushed, their data included; the second is the
+                                                  sequence number of this change
+    c inode u64 · chunk u32 · segment u8          segment record (key in big-endian); segment 0 of a chunk
+                                                  also holds its head. The key omits chunk and segment if
+                                                  both are 0
+    p …the same                                   reserved: the pending version of a segment, same record
+    i inode u64                                   inode record: the newest truncate epoch known here
+    g group u32                                   bitmap of 8,192 blocks: 1 is used; no record: all free
+    d group u32                                   changes since that bitmap, at most 24
+    b inode u64 · chunk u32 · block u32           a bad block (text)
+    V                                             the store's write verifier: see write_verifier.py
+    W                                             state of the scrub schedule: JSON, see scrub.py
+    L, h number u64                               location leases of clients on the host:
+                                                  location_leases.py, held_key
+    r inode u64 · chunk u32 · segment u8          a replayed segment record with blocks that did not reach
+                                                  the drive: rejected u64 (bit n: block n), record; see
+                                                  recovery.py
 
-A segment is 64 blocks (256 KiB) of a chunk. Its record, little-endian, in the general form:
+A segment is 64 blocks (256 KiB) of a chunk. The general form of its record is little-endian:
 
     format u8 = 1 · flags u8 · runs u8 · requests u8 · fresh u8 · fresh blocks u8
-    flag HEAD:   version u64 (chain epoch u32 above counter u32); three bits above HOLES: the inode's chain table less one
-    flag CUT:    cut u64, absent when 0
+    flag HEAD:   version u64 (chain epoch u32 above counter u32); the three flag bits above HOLES: the
+                 inode's chain table less one
+    flag CUT:    truncate epoch u64, absent when 0
     requests × 18: session u64, sequence u64, slot u16      the last 16 that changed the chunk, oldest first
     flag HOLES:  presence u64, bit n is block n; without the flag the blocks are 0, 1, 2, … without a gap
     runs × 6:    u32 low part of the disk block, u16: its high 10 bits above 6 bits of (blocks of the run - 1)
     present blocks × 4: CRC32C
 
-`fresh` and `fresh blocks` tell which blocks the change that made this record wrote: what a replay has to check. Form of small
-files, for a segment 0 whose blocks are in one run and all fresh, with at most one request; v is LEB128:
+`fresh` and `fresh blocks` say which blocks the change of this record wrote: a replay must check these. The
+small form is for a segment 0 whose blocks are in one run and all fresh, with at most one request; v is
+LEB128:
 
     format u8 = 2, in its high half the chain table less one
-    · u8: blocks, bit 7: a request · chain epoch v · counter v · cut v · first disk block v
+    · u8: blocks, bit 7: a request · chain epoch v · counter v · truncate epoch v · first disk block v
     request: session u64 · slot v · sequence v
     blocks × 4: CRC32C
 
-So a full segment in 64 runs with 16 requests is 958 bytes, and a file of one block about 24, with a key of 9. The kv keeps a
-checksum with each record, so a flipped bit in the index is an error and never a hole full of zeros.
+So a full segment in 64 runs with 16 requests has 958 bytes, and a file of one block about 24, with a key of
+9. The kv stores a checksum with each record, so a flipped bit in the index is an error and never a hole full
+of zeros.
 
-Called by the store's other files only. Never does I/O.
+Only other modules of the store use this one. This module never does I/O.
 """
 
 from __future__ import annotations
@@ -81,9 +88,12 @@ NOTE_KEY = b"W"
 
 
 class Segment:
-    """64 blocks of a chunk, decoded; never changed once made. `disk[n]` is the disk block of block n, 0 for a hole (disk
-    block 0 is the superblock); `crcs` has four bytes for each, those of a zero block for a hole; both end behind the
-    last block that is there. `base` is disk[0] when all of it lies in one run, else 0."""
+    """64 decoded blocks of a chunk; never changed once made.
+
+    `disk[n]` is the disk block of block n, 0 for a hole (disk block 0 is the superblock). `crcs` has four
+    bytes for each block; a hole has those of a zero block. Both end after the last block that is not a hole.
+    `base` is disk[0] if all blocks lie in one run, else 0.
+    """
 
     __slots__ = ("disk", "crcs", "base")
 
@@ -99,8 +109,11 @@ NO_BLOCKS = Segment(array("Q"), b"")
 
 
 class Head(NamedTuple):
-    """Of a chunk: its committed version, the cut it was written under, (session, slot, sequence) of the last requests, and the
-    chain table of its inode."""
+    """Head of a chunk.
+
+    The fields are the committed version, the truncate epoch it was written under, (session, slot, sequence)
+    of the last requests, and the chain table of its inode.
+    """
 
     version: int
     cut: int = 0
@@ -109,7 +122,7 @@ class Head(NamedTuple):
 
 
 def with_request(requests: tuple[tuple[int, int, int], ...], request: RequestId) -> tuple[tuple[int, int, int], ...]:
-    """The last requests after this one."""
+    """Return the last requests after `request`."""
     session, slot, _ = request
     if slot > 0xFFFF:
         raise InvalidRequest(f"{slot} is no slot")
@@ -118,7 +131,7 @@ def with_request(requests: tuple[tuple[int, int, int], ...], request: RequestId)
 
 
 class InodeRecord(NamedTuple):
-    """What an index holds of an inode; `floor`: see poolmap/chains/protocol.raised."""
+    """Index record of an inode; for `floor` see poolmap/chains/protocol.raised."""
 
     cut: int = 0
     floor: int = 0
@@ -130,12 +143,12 @@ def segment_key(inode: int, index: int, segment: int) -> bytes:
 
 
 def split_segment_key(key: bytes) -> tuple[int, int, int]:
-    """(inode, chunk index, segment)."""
+    """Return (inode, chunk index, segment)."""
     return _KEY.unpack(key)[1:] if len(key) == _KEY.size else (_INODE_KEY.unpack(key)[1], 0, 0)
 
 
 def inode_end_key(inode: int) -> bytes:
-    """Behind the last segment of an inode."""
+    """Return the key after the last segment of an inode."""
     return _INODE_KEY.pack(b"c", inode + 1) if inode + 1 < 1 << 64 else b"d"
 
 
@@ -164,7 +177,10 @@ def split_bad_key(key: bytes) -> tuple[int, int, int]:
 
 
 def check_format(key: bytes, raw: bytes, least: int) -> None:
-    """CorruptRecord for a record of less than `least` bytes, WrongFormat for one of another version."""
+    """Check the length and format of a record.
+
+    CorruptRecord: the record has fewer than `least` bytes. WrongFormat: it has another version.
+    """
     if len(raw) < least:
         raise CorruptRecord(f"the index record {key.hex()} is too short")
     if raw[0] != _FORMAT:
@@ -172,7 +188,7 @@ def check_format(key: bytes, raw: bytes, least: int) -> None:
 
 
 def encode_segment(segment: Segment, head: Head | None, fresh: int = 0, fresh_blocks: int = 0) -> bytes:
-    """The record of a segment; `head` is given for segment 0 and for no other."""
+    """Encode a segment; `head` is given for segment 0 and for no other."""
     disk = segment.disk
     if segment.base and head is not None and len(head.requests) < 2 and not fresh and fresh_blocks == len(disk):
         return _encode_small(segment, head)
@@ -220,7 +236,7 @@ def encode_segment(segment: Segment, head: Head | None, fresh: int = 0, fresh_bl
 
 
 def _number(value: int) -> bytes:
-    """LEB128 (DWARF 5, appendix C)."""
+    """Encode as LEB128 (DWARF 5, appendix C)."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -269,7 +285,10 @@ def _decode_small(key: bytes, body: bytes) -> tuple[Segment, Head]:
 
 
 def decode_segment(key: bytes, body: bytes) -> tuple[Segment, Head | None]:
-    """CorruptRecord when the record contradicts itself, WrongFormat for another version."""
+    """Decode a segment record.
+
+    CorruptRecord: the record contradicts itself. WrongFormat: it has another version.
+    """
     if body and body[0] in _SMALL_OF_TABLE:
         return _decode_small(key, body)
     check_format(key, body, 6)
@@ -324,7 +343,7 @@ def decode_segment(key: bytes, body: bytes) -> tuple[Segment, Head | None]:
 
 
 def replaced(segment: Segment, start: int, places: array, crcs: bytes) -> Segment:
-    """The segment with the blocks from `start` on at these places (0: a hole) with these checksums."""
+    """Return the segment with the blocks from `start` on at `places` (0: a hole) with checksums `crcs`."""
     end = start + len(places)
     disk = segment.disk
     have = len(disk)
@@ -350,8 +369,11 @@ def _trimmed(disk: array, crcs: bytes) -> Segment:
 
 
 def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:
-    """The runs of blocks, (first, count) within the segment, that are no holes; neighbours are one. CorruptRecord, WrongFormat
-    as decode_segment, which does ten times as much."""
+    """Return the runs of blocks, (first, count) within the segment, that are not holes.
+
+    Adjacent runs are merged. Raises CorruptRecord and WrongFormat like `decode_segment`, which does ten times
+    the work.
+    """
     if body and body[0] in _SMALL_OF_TABLE:
         check = len(body) > 2 and body[1] & 127
         if not check:
@@ -382,8 +404,11 @@ def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:
 
 
 def state_of(key: bytes, body: bytes) -> tuple[int, int, int, int]:
-    """(version, cut, chain table, blocks) of a segment record, the first three 0 where it has no head. CorruptRecord,
-    WrongFormat as decode_segment, which does ten times as much."""
+    """Return (version, truncate epoch, chain table, blocks) of a segment record.
+
+    The first three are 0 if the record has no head. Raises CorruptRecord and WrongFormat like
+    `decode_segment`, which does ten times the work.
+    """
     try:
         if body and body[0] in _SMALL_OF_TABLE:
             numbers = []
@@ -412,12 +437,12 @@ def state_of(key: bytes, body: bytes) -> tuple[int, int, int, int]:
 
 
 def extent_count(body: bytes) -> int:
-    """Runs of disk blocks in a segment record."""
+    """Return the number of runs of disk blocks in a segment record."""
     return 1 if body[0] in _SMALL_OF_TABLE else body[2]
 
 
 def fresh_of(body: bytes) -> tuple[int, int]:
-    """(first, count) of the blocks that the change of this segment record wrote."""
+    """Return (first, count) of the blocks that the change of this segment record wrote."""
     return (0, body[1] & 127) if body[0] in _SMALL_OF_TABLE else (body[4], body[5])
 
 
@@ -442,13 +467,15 @@ def held_key(number: int) -> bytes:
 
 
 def encode_held(until_s: float, runs: Sequence[tuple[int, int]]) -> bytes:
-    """Blocks that are free and may be read by clients until `until_s` on CLOCK_BOOTTIME: u64 milliseconds, then u64 for each
-    run: disk block above 16 bits of (blocks - 1)."""
+    """Encode free blocks that clients may read until `until_s` on CLOCK_BOOTTIME.
+
+    The format is u64 milliseconds, then a u64 for each run: disk block above 16 bits of (blocks - 1).
+    """
     return struct.pack(f"<{len(runs) + 1}Q", math.ceil(until_s * 1000), *[place << 16 | count - 1 for place, count in runs])
 
 
 def decode_held(key: bytes, raw: bytes) -> tuple[int, float, list[tuple[int, int]]]:
-    """(number, until, runs). CorruptRecord."""
+    """Return (number, until, runs). CorruptRecord: the record is malformed."""
     if len(raw) % 8 or not raw:
         raise CorruptRecord(f"the index record {key.hex()} has {len(raw)} bytes")
     until, *runs = struct.unpack(f"<{len(raw) // 8}Q", raw)
@@ -457,8 +484,11 @@ def decode_held(key: bytes, raw: bytes) -> tuple[int, float, list[tuple[int, int
 
 _INODE = struct.Struct("<BBHQQ")
 _SPLIT_FLOOR = 1
-"""Flag of an inode record: the floor's epoch and counter are each the highest. Older builds keep the highest version, without
-the flag, and ignore it; a floor of this kind is never below that, so they can read these records."""
+"""Flag of an inode record: in its version floor, epoch and counter are each the highest.
+
+Older builds store the highest version without the flag, and ignore the flag. A floor with the flag is never
+below that version, so older builds can read these records.
+"""
 
 
 def encode_inode(record: InodeRecord) -> bytes:

@@ -1,14 +1,17 @@
-"""Room on the file system below a data file, set aside for what must work when that file system is full.
+"""Space reserve on a data file's file system, for truncations on a full drive.
 
-The data file is sparse, so a block that is free in our map may have nothing behind it. A cut within a block writes one block
-anew, and a full drive must take it. So a file `reserve` beside the data file holds room; a cut that finds none gives a piece of
-it back to the file system and tries again, and `tend` takes it back once there is some. While some is missing the store gives
-back every freed block and not only long runs: the block that a cut replaces fills the reserve again, however many cuts come.
+The data file is sparse, so a block that is free in our free map may have no space behind it. A truncation
+within a block rewrites one block, and a full drive must accept this write. So a file `reserve` beside the
+data file holds space. A truncation without space gives a piece of the reserve back to the file system and
+tries again; `tend` takes the space back once there is some. While a part is missing, the store punches out
+every freed block and not only long runs. So the block that a truncation replaces fills the reserve again, for
+any number of truncations.
 
-The room is taken by whoever is first: between our giving it back and our write another program may get it. Then the next piece
-is given, and when all are gone the cut fails and is tried again later by the shard.
+The space is not guaranteed: between our release and our write another program may take it. Then the next
+piece is released. When no piece is left, the truncation fails and the shard tries again later.
 
-Called by the block store; none is kept for a block device, which has all its blocks. Never touches the data file.
+The user is the block store. A block device needs no reserve, since it has all its blocks. This module never
+touches the data file.
 """
 
 from __future__ import annotations
@@ -22,44 +25,62 @@ from nvpool.core.errors import NoSpace, from_os_error
 from nvpool.core.units import KIB, MIB
 
 RESERVE_BYTES = MIB
-"""256 cuts at once, before the first of them gives its old block back."""
+"""Size of the reserve: 256 concurrent truncations, before the first of them frees its old block."""
 PIECE_BYTES = 32 * KIB
-"""More than a block: the file system may need some for its own tables."""
+"""Size of a released piece.
+
+More than a block, since the file system may need some space for its own tables.
+"""
 AGAIN_BYTES = 8 * MIB
-"""More than the largest write of a client with its tables: else one that is refused leaves room enough to say that there is
-some, and the next is refused too."""
+"""Free space besides the reserve before the file system no longer counts as full.
+
+This is more than the largest write of a client with its metadata. Otherwise a refused write would leave
+enough space to end the full state, and the next write would be refused too.
+"""
 
 log = logging.getLogger(__name__)
 
 
 class HostRoom:
     def __init__(self, path: Path | None, what: str):
-        """`path`: of the reserve, None to have none. `what`: for the log."""
+        """Create the reserve.
+
+        `path` is the reserve file, None for no reserve. `what` names the target in the log.
+        """
         self.path = path
         self._what = what
         self.full = False
-        """A write has found no room, and there has been none for the reserve and AGAIN_BYTES since."""
+        """Set when a write finds no space.
+
+        Cleared when there is space for the reserve and AGAIN_BYTES.
+        """
         self.missing = False
-        """The reserve is not whole."""
+        """Set while the reserve is incomplete."""
         self.spending = False
-        """A write is being tried with what was given back: `keep`, in its thread, takes nothing then."""
+        """Set while a write is tried with released space.
+
+        Then `keep`, which runs in a thread, takes no space.
+        """
 
     def refused(self) -> None:
-        """A write to the data file has found no room."""
+        """Record that a write to the data file found no space."""
         if not self.full and self.path is not None:
             self.full = True
             log.warning("%s: %s", self._what, self.told)
 
     @property
     def told(self) -> str:
-        """For `status`; empty while there is room."""
+        """Sentence for `status`; empty while there is space."""
         if not self.full or self.path is None:
             return ""
         return (f"the file system below {self.path.parent} is full: writes are refused, files can be removed and truncated; "
                 "make room there, or remove files of the pool")
 
     def with_reserve(self, write: Callable[[], None]) -> None:
-        """`write`; where there is no room, again and again with a piece of the reserve given back. NoSpace: all are spent."""
+        """Call `write`; while it finds no space, release a piece of the reserve and call it again.
+
+        NoSpace: all pieces are released.
+        """
         try:
             while True:
                 try:
@@ -71,7 +92,7 @@ class HostRoom:
             self.spending = False
 
     def _spend(self) -> None:
-        """Give a piece of the reserve to the file system. NoSpace: it is spent."""
+        """Release a piece of the reserve to the file system. NoSpace: no piece is left."""
         self.refused()
         try:
             have = os.stat(self.path).st_size if self.path is not None else 0
@@ -83,10 +104,13 @@ class HostRoom:
             raise from_os_error(error, f"giving back {self.path}") from None
 
     def tend(self) -> None:
-        """Make the reserve whole if there is room; see whether there is. Waits for the file system: in a thread."""
+        """Complete the reserve if there is space, and update `full`.
+
+        Blocks on the file system: run in a thread.
+        """
         if self.path is None or not (self.missing or self.full):
             return
-        was_full = self.full  # a write that finds no room while we are at it is not answered by what we find
+        was_full = self.full  # a write that finds no space during this check must keep `full` set
         try:
             self.keep()
         except NoSpace:
@@ -96,7 +120,10 @@ class HostRoom:
             log.info("%s: there is room again on the file system below it", self._what)
 
     def keep(self) -> None:
-        """The reserve is whole, and there are AGAIN_BYTES beside it while it is `full`. NoSpace: it holds what there was."""
+        """Complete the reserve; while `full` is set, also check for AGAIN_BYTES besides it.
+
+        NoSpace: the reserve holds the space that there was.
+        """
         if self.path is None:
             return
         self.missing = True

@@ -1,12 +1,12 @@
-"""The first block of a data file or raw device: whose it is and in which format.
+"""Superblock: the first block of a data file or raw device, with its owner and format.
 
 Little-endian, 4,096 bytes:
 
     magic 8 = "NVPOOL\\0\\1" · format u32 = 1 · block bytes u32 = 4096 · target u64 · capacity in blocks u64
-    · store 16 (random; the index has the same) · created u64 (ns since 1970) · pool id, u16 length and UTF-8 · zeros
-    · CRC32C u32 of all before it, at 4092
+    · store 16 (random; the index has the same) · created u64 (ns since 1970) · pool id, u16 length and UTF-8
+    · zeros · CRC32C u32 of all bytes before it, at 4092
 
-Blocks 1 to 15 are reserved and zero. Called by store/chunks/api.
+Blocks 1 to 15 are reserved and zero. The user is `store/chunks/api`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def encode_superblock(superblock: Superblock) -> bytes:
 
 
 def decode_superblock(raw: bytes, where: str) -> Superblock:
-    """WrongFormat for what is no chunk store or one of another version, CorruptRecord for a damaged superblock."""
+    """Decode a superblock.
+
+    WrongFormat: not a chunk store, or one of another version. CorruptRecord: a damaged superblock.
+    """
     magic, version, block_bytes, target, block_count, store, created_ns, name_bytes = _FIXED.unpack_from(raw)
     if magic != MAGIC:
         raise WrongFormat(f"{where} holds no chunk store of nvpool")

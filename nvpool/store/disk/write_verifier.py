@@ -1,11 +1,12 @@
-"""A number that tells clients whether what this target answered and did not flush is still there.
+"""Write verifier: a number that tells clients whether their unstable writes are still there.
 
-It stays the same over the death of a process: what that wrote is in the page cache, and is read, compared and flushed when the
-store is opened. It is another one when that may be lost: after a boot of the machine that found the store not closed, after the
-drive refused a sync, or where blocks of answered writes turned out not to be on the drive. As the write verifier of NFS
-(RFC 8881, 18.32.3). Kept in the index, under one key.
+The verifier stays the same after the death of a process: that process's writes are in the page cache, and the
+open of the store reads, compares and flushes them. The verifier changes when writes may be lost: after a
+reboot of the machine that found the store not closed, after the drive failed a sync, or if blocks of
+acknowledged writes are not on the drive. It corresponds to the write verifier of NFS (RFC 8881, 18.32.3). The
+index stores it under one key.
 
-Called by block_chunkstore when a store is opened and closed.
+`block_store` calls this module when it opens and closes a store.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ _FORMAT = 1
 
 
 def opened(kv: Kv, clock: Clock, boot: str, *, lost: bool) -> int:
-    """The number from now on; `boot` names the boot of this machine, `lost`: something is known to be lost, or not vouched for.
-    Durable with the caller's next flush, before which it answers nothing."""
+    """Return the verifier from now on, and record that the store is open.
+
+    `boot` names the boot of this machine. `lost` says that data is known to be lost or is not guaranteed. The
+    record is durable with the caller's next flush; the caller answers no request before that flush.
+    """
     raw = kv.get(_KEY)
-    before = 0  # which says: not known
+    before = 0  # 0 means unknown
     if raw is not None and raw[0] == _FORMAT:
         _, closed, before = _RECORD.unpack_from(raw)
         lost = lost or (not closed and raw[_RECORD.size:].decode() != boot)
@@ -36,6 +40,6 @@ def opened(kv: Kv, clock: Clock, boot: str, *, lost: bool) -> int:
 
 
 async def closed(kv: Kv, number: int) -> None:
-    """All that was answered is durable, and nothing is answered any more."""
+    """Record a clean close: all acknowledged writes are durable, and the store answers no more requests."""
     await kv.room()
     await kv.sync(kv.apply([(_KEY, _RECORD.pack(_FORMAT, True, number))], reclaims=True))

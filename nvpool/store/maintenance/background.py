@@ -1,7 +1,8 @@
-"""What a store does for its chains beside serving: it catches up with those that it joins, gives up the chunks of those that it
-left, reads everything once in a while, and has its bad blocks repaired by the others.
+"""Background work of a store for its chains: resync, orphan removal, scrub and repair.
 
-Made by store/server/service; what it tells goes to whoever reports to the manager.
+The store catches up with chains that it joins, removes the chunks of chains that it left, reads all blocks
+from time to time, and has its bad blocks repaired from other members. `store/server/service` creates this
+object; the heartbeat code reports its results to the manager.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from nvpool.store.replication.transfer_client import OtherTargets
 from nvpool.store.throttle import Throttle
 
 RESYNC_BYTES_PER_S = 128 * MIB
-"""A fifth of what one core of a store moves, so that serving keeps its latency; see [store] resync_bytes_s."""
+"""Default rate limit of background work; see [store] resync_bytes_s.
+
+The limit is a fifth of the bytes that one core of a store moves, so that serving keeps its latency.
+"""
 
 
 class Upkeep:
@@ -31,8 +35,11 @@ class Upkeep:
                  scrub_bytes_per_s: float = SCRUB_BYTES_PER_S, busy: Callable[[], bool] = bool,
                  on_fail: Callable[[str], None] = lambda reason: None,
                  is_caught_up: Callable[[], bool] = lambda: False) -> None:
-        """`busy`: whether clients' requests wait here. `on_fail` is told when a part of it has died of a fault in itself.
-        `is_caught_up`: see Strays."""
+        """Create the background work.
+
+        `busy` returns whether client requests wait here. `on_fail` is called with a reason when a part of the
+        work died of a bug. `is_caught_up`: see Strays.
+        """
         self.others = OtherTargets(dialer, secret, clock)
         self._bytes_per_s = bytes_per_s
         self.throttle = Throttle(bytes_per_s, clock, busy)
@@ -51,7 +58,7 @@ class Upkeep:
         self.rounds.start()
 
     def counters(self) -> dict[str, float]:
-        """For the status: of what there is to tell."""
+        """Return the counters for the status. Resync counters are absent while no chain is joined."""
         progress = self.resync.progress
         found = {"repaired_blocks": self.repair.repaired_blocks, "rebuilt_chunks": self.repair.rebuilt_chunks,
                  "strays_removed": self.strays.removed_chunks}

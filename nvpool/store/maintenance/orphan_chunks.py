@@ -1,18 +1,20 @@
-"""Chunks of chains that this target has nothing to do with any more: removed, late and slowly.
+"""Removal of orphan chunks: chunks of chains that this target no longer belongs to.
 
-A chain is ours while the map names us anywhere in it, also in its goal. Nothing of it is removed before STAY_S have passed
-since it was not: by then no client uses a map or a location that leads here. Whoever drains the target waits for it to be
-empty, so there it is DRAINED_STAY_S, which covers the locations; who comes with an older map is refused.
+A chain belongs to this target while the map names the target anywhere in the chain, also in its goal. A
+chain's chunks are removed at the earliest STAY_S after the target left the chain: by then no client uses a
+map or a location lease that leads here. On a drained target the administrator waits for the target to become
+empty, so the delay is DRAINED_STAY_S. This covers the location leases; a client with an older map is refused.
 
-A version of a later epoch than our map knows of the chain can mean that an earlier process of this target knew a newer map, by
-which the chunk is ours; then it has to stay. It can as well be an epoch of another chain of the file, as older builds gave them
-after truncations; then it has to go. The version does not say which. So such a chunk goes when our map is known to be at least
-as new as all that this target ever followed (Tenure.is_caught_up), and not before.
+A chunk may have a version from a later epoch of the chain than our map knows. An earlier process of this
+target may have known a newer map that assigns the chunk to this target; then the chunk must stay. Or the
+epoch is that of another chain of the file, as older builds gave it after truncations; then the chunk must go.
+The version does not say which. So such a chunk is removed only once our map is known to be at least as new as
+every map that this target ever followed (Tenure.is_caught_up).
 
-Of which table a chunk is stands in it, by the right under which it was written; one of a table that the map does not have
-stays, and one that can not be read goes when it is none of any table's.
+The chunk itself records its chain table, from the grant under which it was written. A chunk with a table that
+the map does not have stays. An unreadable chunk goes if the target is in no chain of its number in any table.
 
-Made by store/maintenance/background; `run_once` is what its task does, for tests.
+`store/maintenance/background` creates the removal; its task calls `run_once`, and tests call it directly.
 """
 
 from __future__ import annotations
@@ -32,19 +34,26 @@ from nvpool.store.chunks.api import ChunkStore
 from nvpool.store.throttle import Throttle
 
 ChainName = tuple[int, int]
-"""Table, number."""
+"""Chain as (table, number)."""
 
 log = logging.getLogger(__name__)
 
 STAY_S = 60.0
-"""Longer than a location lives (5 s), and than a client waits before it asks for the map again."""
+"""Time from leaving a chain to the removal of its chunks.
+
+The time is longer than the lifetime of a location lease (5 s), and than a client waits before it fetches the
+map again.
+"""
 DRAINED_STAY_S = 10.0
 LATE_S = 600.0
-"""What was not ours for so long, and is still here, is not removed by itself."""
+"""Age of an orphan after which it counts as left behind: `leaves` no longer says that it goes by itself."""
 AGAIN_S = 30.0
-"""A drained target that is not empty looks so often for chunks that came after its last look."""
+"""Interval between passes on a drained target that is not empty.
+
+The passes find chunks that arrived later.
+"""
 CHUNK_COST_BYTES = 64 << 10
-"""Of a removal, for the throttle: two thousand a second at its default."""
+"""Cost of a removal for the throttle: two thousand removals a second at the default rate."""
 _STEP = 256
 _RETRY_S = 5.0
 
@@ -53,7 +62,11 @@ class Strays:
     def __init__(self, store: ChunkStore, target: int, clock: Clock, throttle: Throttle,
                  on_fail: Callable[[str], None] = lambda reason: None, *,
                  is_caught_up: Callable[[], bool] = lambda: False) -> None:
-        """`is_caught_up`: whether our map is at least as new as each that an earlier process of this target followed."""
+        """Create the removal.
+
+        `is_caught_up` returns whether our map is at least as new as every map that an earlier process of this
+        target followed.
+        """
         self._store = store
         self._target = target
         self._clock = clock
@@ -62,18 +75,18 @@ class Strays:
         self._is_caught_up = is_caught_up
         self._draining = False
         self._holds_none = False
-        """Whether no chain is ours."""
+        """Whether this target belongs to no chain."""
         self._epochs: dict[ChainName, int] = {}
         self._lost_s: dict[ChainName, float] = {}
-        """Chains that are not ours, and since when."""
+        """Chains without this target, and the time since when."""
         self._open: set[ChainName] = set()
-        """Of those the ones that may have chunks here still."""
+        """Those of these chains that may still have chunks here."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task | None = None
         self.removed_chunks = 0
         self.removed_bytes = 0
         self.left_chunks = 0
-        """Due ones that the last pass has left here."""
+        """Due chunks that the last pass left here."""
         self._failed = ""
         self._looked_again = False
 
@@ -139,7 +152,7 @@ class Strays:
 
     @property
     def waits_for(self) -> str:
-        """Reason why chunks of chains that this target left stay here, a sentence; empty: they are being removed."""
+        """Reason why orphan chunks stay here, as a sentence; empty: they are being removed."""
         if self._failed:
             return self._failed
         if self.left_chunks:
@@ -151,7 +164,7 @@ class Strays:
         return ""
 
     async def run_once(self) -> int:
-        """Remove the chunks of chains that were lost long enough ago; how many there were."""
+        """Remove the chunks of chains that the target left long enough ago; return their number."""
         due = {name for name in self._open if self._is_due(name)}
         before, left = self.removed_chunks, 0
         skipped: set[ChainName] = set()
@@ -169,7 +182,7 @@ class Strays:
                     continue
                 await self._throttle.take(CHUNK_COST_BYTES)
                 began_s = self._clock.boottime_s()
-                # Decided in the step that removes: while we waited the chain may have become ours again.
+                # Decided in the step that removes: during the wait the chain may have become ours again.
                 self.removed_bytes += await self._store.discard(chunk.inode, chunk.index, is_wanted)
                 self.removed_chunks += is_wanted()
                 await self._throttle.leave(self._clock.boottime_s() - began_s)
@@ -184,13 +197,19 @@ class Strays:
         return self.removed_chunks - before
 
     def _goes(self, name: ChainName, version: int) -> bool:
-        """Whether a chunk of the chain with this version, 0 for one that can not be read, is to be removed now."""
+        """Whether to remove a chunk of the chain with this version now.
+
+        Version 0 means an unreadable chunk.
+        """
         if not self._is_due(name):
             return not version and self._are_due(name[1])
         return version_parts(version)[0] <= self._epochs[name] or self._is_caught_up()
 
     def leaves(self, name: ChainName) -> bool:
-        """Whether what is here of the chain is none of ours, and goes by itself; not of what should be gone for long."""
+        """Whether chunks of this chain are orphans that will go by themselves.
+
+        False for long overdue ones.
+        """
         return name in self._open and self._clock.boottime_s() < self._lost_s[name] + LATE_S
 
     def _is_due(self, name: ChainName) -> bool:
@@ -198,7 +217,7 @@ class Strays:
         return lost_s is not None and lost_s + self._stay_s <= self._clock.boottime_s()
 
     def _are_due(self, number: int) -> bool:
-        """Those of this number in all tables."""
+        """Whether the chains of this number are due in all tables."""
         return all(self._is_due(name) for name in self._epochs if name[1] == number)
 
     async def close(self) -> None:

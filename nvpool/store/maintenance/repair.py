@@ -1,12 +1,16 @@
-"""Blocks that do not fit their checksums any more are fetched from another member of their chain and written anew; and chunks
-of which a record can not be read, as a whole.
+"""Repair of bad blocks and unreadable chunks from other members of their chain.
 
-The checksum that this store has for the block decides, not a version: bytes that fit it are the block. Only where a cut went
-through the block while it was bad, and so nobody here knows the checksum of what is left, the block of who has the same version
-is taken: two members never have one version with different bytes. Readers go to another target meanwhile; the block is never
-shown. What no other member has either stays bad, and is asked for again later and later.
+A block that does not match its checksum is fetched from another member and rewritten. A chunk with an
+unreadable record is fetched completely.
 
-Made by store/maintenance/background; woken by the quarantine, whoever found the block: a scrub, a reader, a copy.
+This store's checksum of the block decides, not a version: bytes that match the checksum are the block. One
+case differs: if a truncation went through the bad block, no checksum of the remaining bytes exists here. Then
+the repair takes the block of a member with the same version of the chunk, since two members never have one
+version with different bytes. Readers go to another target in the meantime; the bad block is never returned. A
+block that no other member has stays bad and is requested again with growing delays.
+
+`store/maintenance/background` creates the repair. The quarantine wakes it for each bad block, whether a
+scrub, a read or a copy found the block.
 """
 
 from __future__ import annotations
@@ -27,8 +31,13 @@ from nvpool.store.throttle import Throttle
 log = logging.getLogger(__name__)
 
 RETRY_S, RETRY_S_MAX = 1.0, 60.0
-"""Between two tries: doubled each time, and begun anew with each new map and each block that is found. The longest is what a
-thousand bad blocks, one question to each of two others, may cost a pool that can not mend them."""
+"""Delay between two attempts.
+
+It doubles each time and starts again with each new map and each newly found block.
+
+The longest delay limits the cost for a pool that cannot repair a thousand bad blocks: one request for each
+block to each of two other members.
+"""
 
 
 class Repair:
@@ -83,7 +92,10 @@ class Repair:
                 delay_s = min(delay_s * 2, RETRY_S_MAX)
 
     async def repaired(self, bad: Iterable[BadBlock]) -> list[BadBlock]:
-        """Those of the blocks that are good now. Fenced, NoSpace, DriveFailed of this store."""
+        """Repair these blocks; return those that are good now.
+
+        Fenced, NoSpace, DriveFailed: from this store.
+        """
         found = []
         for one in bad:
             if self._store.unreadable(one.inode, one.index):
@@ -97,14 +109,17 @@ class Repair:
         return found
 
     async def mended(self, inode: int, index: int, block: int) -> bool:
-        """Whether this block is good now. Errors as of `repaired`."""
+        """Repair this block; return whether it is good now. Errors like `repaired`."""
         return bool(await self.repaired([BadBlock(inode, index, block, "")]))
 
     async def rebuilt(self, inode: int, index: int, table: int = 0) -> bool:
-        """Whether the chunk, of which a record could not be read, can be now: another target that holds the chain gave all of
-        it; or we only join the chain, which has none. Of which table it is the others know, where it is not told. While it can
-        not be read here no write of it is decided without us: so what the others have is what the chain has. Errors as of
-        `repaired`."""
+        """Repair a chunk with an unreadable record; return whether the chunk is readable now.
+
+        Another target of the chain supplied the complete chunk; or this target is only joining the chain, and
+        the chain has no such chunk. If `table` is 0, the other targets know the chunk's table. While the
+        chunk is unreadable here, no write to it is decided without this target. So the other members have
+        exactly what the chain has. Errors like `repaired`.
+        """
         for one in [table] if table else sorted(self._map.table_by_id if self._map is not None else ()):
             chain = self._map.chain(one, chain_of(inode, index))
             joins = self._target in chain.joining
@@ -133,12 +148,15 @@ class Repair:
         return False
 
     def _sources(self, one: BadBlock) -> list[tuple[int, int]]:
-        """(target, table) to ask: the other holders of the chunk's chain, nearest to the tail first."""
+        """Return the (target, table) pairs to ask.
+
+        These are the other holders of the chunk's chain, nearest to the tail first.
+        """
         if self._map is None:
             return []
         try:
             table = self._store.table_of(one.inode, one.index)
-        except CorruptRecord:  # nobody knows what the block was
+        except CorruptRecord:  # the contents of the block are unknown
             return []
         if table not in self._map.table_by_id:
             return []

@@ -1,11 +1,12 @@
-"""Reading everything that nobody reads, once in a while: rounds of scrubbing.
+"""Scrub schedule: from time to time reads every block of the target and checks it.
 
-A round begins when one is due (`interval_s` after the last one ended), or when it is ordered; it goes through the whole target
-in small steps, slowly, and leaves the drive to whoever waits. What it finds bad is fetched from other targets at once. Where it
-stands, whether it is paused and how the last one ended is kept in the store: a process that dies goes on where it was, some
-seconds earlier. The free map is compared and never changed here: `fsck --repair` does that.
+A round begins when it is due (`interval_s` after the last one ended) or when an administrator starts it. The
+round goes through the whole target slowly, in small steps, and yields the drive to waiting requests. Bad
+blocks are fetched from other targets immediately. The store keeps the position, the paused state and the
+result of the last round: after a crash the round continues from a position some seconds earlier. The round
+checks the free map but never changes it: `fsck --repair` does that.
 
-Made by store/maintenance/background; `step` is what its task does, for tests.
+`store/maintenance/background` creates the schedule; its task calls `step`, and tests call it directly.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ log = logging.getLogger(__name__)
 SCRUB_BYTES_PER_S = 32 * MIB
 INTERVAL_S = 7 * 86400.0
 STEP_BLOCKS = 256
-"""1 MiB: less than a hundredth of a second of a drive."""
+"""1 MiB: less than a hundredth of a second of a drive's time."""
 _SAVE_S = 5.0
 _RETRY_S = 30.0
 _MEND_TRIES, _MEND_AGAIN_S = 3, 0.2
 _SLEEP_S_MAX = 3600.0
-"""The wall clock may be set meanwhile."""
+"""Longest sleep, since the wall clock may be set in the meantime."""
 ORDERS = ("start", "pause", "resume", "stop")
 
 
@@ -48,7 +49,10 @@ class Round(msgspec.Struct):
 
 
 class Kept(msgspec.Struct):
-    """`since_ms`: when this target was first seen, from which its first round is counted."""
+    """Stored state of the schedule.
+
+    `since_ms` is the time when this target was first seen; the first round is due from there.
+    """
 
     since_ms: int
     cursor: str = ""
@@ -58,7 +62,7 @@ class Kept(msgspec.Struct):
 
 
 class Rounds:
-    """`interval_s` 0: only when ordered."""
+    """Scrub schedule of one target. `interval_s` 0: rounds start only on an admin command."""
 
     def __init__(self, store: ChunkStore, target: int, repair: Repair, clock: Clock, busy: Callable[[], bool], *,
                  interval_s: float = INTERVAL_S, bytes_per_s: float = SCRUB_BYTES_PER_S,
@@ -75,7 +79,7 @@ class Rounds:
         self._task: asyncio.Task | None = None
         self._saved_s = 0.0
         self._speed: tuple[float, int] | None = None
-        """When this process began with the round, and how many blocks of it were done by then."""
+        """Start time of this process's part of the round, and blocks done before."""
 
     def start(self) -> None:
         if self._task is None:
@@ -87,7 +91,7 @@ class Rounds:
             log.critical("target %d: scrubbing failed", self._target, exc_info=task.exception())
             self._on_fail(f"scrubbing failed: {task.exception()!r}")
 
-    # -- what is kept ------------------------------------------------------------------------------------------------------
+    # -- stored state ------------------------------------------------------------------------------------------------------
 
     def _now_ms(self) -> int:
         return self._clock.wall_ns() // 1_000_000
@@ -97,7 +101,7 @@ class Rounds:
         if self._kept is None:
             try:
                 self._kept = msgspec.json.decode(self._store.note(), type=Kept)
-            except msgspec.MsgspecError:  # none yet
+            except msgspec.MsgspecError:  # nothing stored yet
                 self._kept = Kept(self._now_ms())
         return self._kept
 
@@ -106,17 +110,26 @@ class Rounds:
         self._store.keep_note(msgspec.json.encode(self.kept))
 
     def _next_ms(self) -> int:
-        """When a round begins by itself; 0: never. Targets that began together do not stay so: up to a tenth earlier."""
+        """Return when the next round begins by itself; 0: never.
+
+        The time is up to a tenth of the interval earlier, by target, so that targets that began together
+        spread out.
+        """
         if not self._interval_ms:
             return 0
         since_ms = self.kept.last.ended_ms if self.kept.last is not None else self.kept.since_ms
         return since_ms + self._interval_ms - self._interval_ms // 10 * (self._target * 7 % 11) // 10
 
-    # -- orders ------------------------------------------------------------------------------------------------------------
+    # -- admin commands ----------------------------------------------------------------------------------------------------
 
     def order(self, order: str) -> None:
-        """start: a round begins, unless one is under way, and a pause ends; pause: nothing is read until resume or start, also
-        after a restart; stop: the round is given up. May be repeated. InvalidRequest."""
+        """Carry out an admin command. May be repeated. InvalidRequest: unknown command.
+
+        start   begin a round, unless one is running, and end a pause
+        pause   read nothing until resume or start, also after a restart
+        resume  end a pause
+        stop    abandon the round
+        """
         kept = self.kept
         if order not in ORDERS:
             raise InvalidRequest(f"no order of a scrub is called {order!r}; there are: {', '.join(ORDERS)}")
@@ -168,7 +181,7 @@ class Rounds:
         return bool(self._interval_ms) and self._next_ms() <= self._now_ms()
 
     async def step(self) -> None:
-        """Check some more of the round that is under way. Errors of this store."""
+        """Check the next blocks of the running round. Errors are those of this store."""
         now = self.kept.now
         if self._speed is None:
             self._speed = self._clock.boottime_s(), now.blocks
@@ -194,8 +207,12 @@ class Rounds:
         await self._throttle.leave(self._clock.boottime_s() - began_s)
 
     async def _mend(self, bad: list[BadBlock]) -> int:
-        """How many are good now: from another replica; or overwritten or removed with their file since they were found. Who
-        writes a block while it is mended makes the mending fail: those that are left are tried again, a few times."""
+        """Repair these blocks; return how many are good now.
+
+        A block is good if it was repaired from another replica, or if it was overwritten or removed with its
+        file since the scrub found it. A client's write to a block during its repair makes the repair fail:
+        the remaining blocks are retried a few times.
+        """
         left = list(bad)
         for again in range(_MEND_TRIES):
             if again:
@@ -212,7 +229,7 @@ class Rounds:
         except CorruptRecord:
             return True
 
-    # -- telling -----------------------------------------------------------------------------------------------------------
+    # -- status ------------------------------------------------------------------------------------------------------------
 
     def told(self) -> pb.Scrubbing:
         kept = self.kept

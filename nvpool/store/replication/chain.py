@@ -1,17 +1,18 @@
-"""Writes of chunks that several targets hold: what poolmap/chains/protocol decides, carried out by one of them.
+"""Writes to replicated chunks: one chain member's part of the protocol in poolmap/chains/protocol.
 
-The head queues the writes of a chunk and leads one at a time; each member keeps the write that is not decided yet as *pending*:
-its bytes are on the drive already, or in memory, and merged, compared and given room (ChunkStore.prepare), so that committing
-it when the last member has does not fail. Who has a write pending that cannot be committed then must not go on: it fences
-itself.
+The head queues the writes to a chunk and runs one at a time. Each member holds the undecided write as
+*pending*: its bytes are already on the drive or in memory, partial blocks are merged, checksums compared and
+space allocated (ChunkStore.prepare). So the commit, after the successors have committed, does not fail. A
+member that nevertheless cannot commit its pending write must not continue: it fences itself.
 
-A pending write is in this process's memory only. A process that dies leaves its chains before it serves again (the manager sees
-to that), and then takes what the others have; so a record on the drive would only help where all others die in the moment
-between, for a write that nobody was told is done. What was answered is committed by every member.
+A pending write exists only in the memory of this process. A process that dies leaves its chains before it
+serves again (the manager ensures this), and then copies the state of the other members. So a record on the
+drive would help only if all other members died in the moment between, for a write that no client got an
+answer for. An acknowledged write is committed by every member.
 
-Reads and cuts of a chunk with a pending write wait until it is decided. Bounds: writes that wait for a chunk, bytes led at
-once, bytes on their way to a successor (store/replication/peer_connections). Called by store/replication/role on the store's
-event loop.
+Reads and truncations of a chunk with a pending write wait until the write is decided. These are bounded: the
+writes that wait for a chunk, the bytes that a head has in progress, and the bytes on their way to a successor
+(store/replication/peer_connections). `store/replication/role` calls this module on the store's event loop.
 """
 
 from __future__ import annotations
@@ -59,19 +60,25 @@ from nvpool.store.replication.peer_connections import Name, Peers, Sending, Writ
 log = logging.getLogger(__name__)
 
 QUEUED_MAX = 256
-"""Writes that wait for their turn at a chunk."""
+"""Writes that may wait for their turn at one chunk."""
 LED_BYTES_MAX = 256 << 20
-"""Of writes that this head has taken from clients and not decided, waiting ones too; above it they are told to come later."""
+"""Bytes of undecided writes that this head has accepted from clients, waiting ones included.
+
+Above this limit clients get Busy.
+"""
 AGAIN_S, AGAIN_S_MAX = 0.01, 0.5
-"""Before an offer is repeated whose outcome is not known."""
+"""First and longest delay before an offer with an unknown outcome is repeated."""
 READ_WAIT_S = 1.0
-"""A read waits so long for a pending write; then the asker may try another replica, which may know."""
+"""How long a read waits for a pending write.
+
+Then the client may try another replica, which may know the outcome.
+"""
 CUT_WAIT_S = 3.0
-"""A cut likewise, which is repeated then."""
+"""How long a truncation waits for a pending write. Then the caller repeats the truncation."""
 _TRIES_MAX = 1000
 
 class Pending:
-    """A write that is not decided here yet."""
+    """A write that is not decided on this target yet."""
 
     __slots__ = ("write", "version", "base", "place", "whole", "deciders", "last", "older", "dropped", "decided", "waiter",
                  "sending")
@@ -81,26 +88,30 @@ class Pending:
         self.version = version
         self.base = base
         self.place = place
-        """With those who take part in this write."""
+        """Position in the chain, with the members that take part in this write."""
         self.whole = place
-        """As the map has it."""
+        """Position in the chain of the pool map."""
         self.deciders = frozenset(place.members)
         self.last = place.is_last
-        """It is for us to commit it first."""
+        """Whether this target must commit first."""
         self.older = False
-        """Somebody has joined the chain since."""
+        """Whether a member has joined the chain since this write began."""
         self.dropped = False
         self.decided = decided
-        """The version that was committed, or the error."""
+        """Completes with the committed version, or with the error."""
         self.waiter: asyncio.Future | None = None
         self.sending: Sending | None = None
 
 
 class ChainWrites:
-    """`place_of(table, inode, index)`: where this target stands in the chunk's chain; `ask_map`: learn of a newer map, now or
-    soon; `fetch(table, inode, index, target)`: make the chunk here what it is at that target; `mend(inode, index, block)`:
-    write a damaged block anew from another member, whether that was done; `rebuild(inode, index, table)`: likewise a chunk that
-    can not be read."""
+    """Writes of this target to replicated chunks.
+
+    * `place_of(table, inode, index)` returns the position of this target in the chunk's chain.
+    * `ask_map` requests a newer pool map, now or soon.
+    * `fetch(table, inode, index, target)` makes the chunk here equal to that target's chunk.
+    * `mend(inode, index, block)` rewrites a damaged block from another member; returns whether that worked.
+    * `rebuild(inode, index, table)` does the same for an unreadable chunk.
+    """
 
     def __init__(self, store: ChunkStore, target: int, peers: Peers, clock: Clock, *,
                  place_of: Callable[[int, int, int], Place | None], ask_map: Callable[[], None]):
@@ -125,12 +136,13 @@ class ChainWrites:
     # -- the head ----------------------------------------------------------------------------------------------------
 
     async def lead(self, write: Write, deadline_s: float) -> int:
-        """Commit a client's write with every member; the chunk's version. Goes on when its caller is cancelled, once it is its
-        turn.
+        """Commit a client's write on every member and return the version of the chunk.
 
-        WrongTarget, StaleEpoch   we are not the head, or not any more: fetch the map, ask who is
-        Busy, DeadlineExceeded    others wait for the chunk already, or did for too long: nothing was done
-        NoSpace, StaleCut, ChecksumMismatch, InvalidRequest   of any member: nothing was done
+        Once it is this write's turn, the write continues even if the caller is cancelled.
+
+        WrongTarget, StaleEpoch   this target is not the head, or no longer: fetch the map, ask the head
+        Busy, DeadlineExceeded    too many writes wait for the chunk, or waited too long: nothing was done
+        NoSpace, StaleCut, ChecksumMismatch, InvalidRequest   from any member: nothing was done
         """
         size = len(write.buffer)
         if self._led_bytes + size > LED_BYTES_MAX and self._led_bytes:
@@ -142,7 +154,8 @@ class ChainWrites:
             self._led_bytes -= size
             raise
         task = self._own(self._lead(write))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
+        # Retrieves the exception even if no caller waits any more.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 
     async def _wait_turn(self, name: Name, deadline_s: float) -> None:
@@ -179,7 +192,8 @@ class ChainWrites:
         try:
             above = 0
             while True:
-                while (before := self.pending.get(write.name)) is not None:  # from when we were not the head
+                # A pending write may be left from a time when this target was not the head.
+                while (before := self.pending.get(write.name)) is not None:
                     await asyncio.wait([before.decided])
                 place = self._place_of(write.table, *write.name)
                 if place is None or not place.is_head:
@@ -205,17 +219,20 @@ class ChainWrites:
             self._led_bytes -= len(write.buffer)
             self._end_turn(write.name)
 
-    # -- those behind it ---------------------------------------------------------------------------------------------
+    # -- successors --------------------------------------------------------------------------------------------------
 
     def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:
-        """Take what our predecessor offers: the version that was committed by us and all behind us, now, or as a future that
-        fails as this does. Goes on when nobody waits for it.
+        """Accept the write that the predecessor offers.
 
-        StaleEpoch, StaleVersion, StaleCut, NoSpace, ChecksumMismatch   as poolmap/chains/protocol says; nothing was done
-        Busy                                                           nothing was done: offer it again
+        Returns the version that this target and all its successors committed: now, or as a future that fails
+        with the same errors. The write continues even if no caller waits for the result.
+
+        StaleEpoch, StaleVersion, StaleCut, NoSpace, ChecksumMismatch: nothing was done; see
+        poolmap/chains/protocol. Busy: nothing was done; offer the write again.
         """
         if link >> 32 == self._links.get(offer.sender, 0) >> 32 and link < self._links[offer.sender]:
-            raise StaleEpoch("this came over a connection that was given up")  # behind what came over its successor
+            # An offer over a newer connection has arrived before this one.
+            raise StaleEpoch("this came over a connection that was given up")
         self._links[offer.sender] = link
         try:
             place, held = self._place_of(write.table, *write.name), self._held(write.name)
@@ -262,7 +279,7 @@ class ChainWrites:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return pending.decided
 
-    # -- both --------------------------------------------------------------------------------------------------------
+    # -- head and successors -----------------------------------------------------------------------------------------
 
     def _held(self, name: Name) -> Held:
         pending = self.pending.get(name)
@@ -277,7 +294,7 @@ class ChainWrites:
         return pending
 
     async def _carry_out(self, pending: Pending, fetch_from: int = 0) -> int:
-        """Until it is decided."""
+        """Run the pending write until it is decided."""
         write, placed = pending.write, None
         try:
             if fetch_from:
@@ -296,7 +313,11 @@ class ChainWrites:
         return version
 
     async def _prepared(self, write: Write) -> Placed:
-        """See ChunkStore.prepare. A damaged block of which a part is written is mended first; both ends of a write may be."""
+        """Call ChunkStore.prepare.
+
+        A damaged block that the write covers in part is repaired first. Both the first and the last block of
+        a write may be damaged.
+        """
         for _ in range(2):
             try:
                 return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums,
@@ -307,7 +328,7 @@ class ChainWrites:
         return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher)
 
     def _rebuilt(self, write: Write) -> asyncio.Task[bool]:
-        """One for all who ask meanwhile."""
+        """Return the rebuild task of this chunk. Concurrent callers share one task."""
         task = self._rebuilding.get(write.name)
         if task is None:
             task = self._rebuilding[write.name] = self._own(self._rebuild(write))
@@ -322,12 +343,12 @@ class ChainWrites:
             del self.pending[pending.write.name]
         if isinstance(outcome, Exception):
             pending.decided.set_exception(outcome)
-            pending.decided.exception()  # seen: perhaps nobody waits
+            pending.decided.exception()  # marks the exception as retrieved: perhaps no caller waits
         else:
             pending.decided.set_result(outcome)
 
     async def _in_line(self, pending: Pending, source: int) -> None:
-        """The chunk here is what it is at our predecessor, on which the write builds."""
+        """Fetch the chunk from the predecessor: the write builds on its version."""
         write = pending.write
         if self.fetch is None:
             raise Busy("this target has another version of the chunk")
@@ -363,14 +384,17 @@ class ChainWrites:
                 return await self._commit(pending, placed)
 
     async def _pause(self, pending: Pending, pause_s: float) -> None:
-        """Or until the chain has changed."""
+        """Wait for `pause_s`, or until the chain changes."""
         pending.waiter = asyncio.get_running_loop().create_future()
         await asyncio.wait([pending.waiter], timeout=pause_s)
         pending.waiter = None
 
     async def _offer(self, pending: Pending, place: Place) -> bool:
-        """Whether the successor and all behind it have committed; False when the chain has changed meanwhile. Its refusal, or
-        any error that leaves that open."""
+        """Offer the write to the successor and wait for the outcome.
+
+        Returns True if the successor and all members after it have committed, and False if the chain changed
+        in the meantime. Raises the refusal of the successor, or any error that leaves the outcome unknown.
+        """
         write = pending.write
         session, slot, sequence = write.request
         request = pb.PeerWriteRequest(
@@ -403,7 +427,11 @@ class ChainWrites:
         return True
 
     async def _commit(self, pending: Pending, placed: Placed) -> int:
-        """What fails here at the one who commits first was done by nobody; at others it was done by those behind them."""
+        """Commit the write on this target.
+
+        If the first member to commit fails here, no member has done the write. If another member fails here,
+        its successors have done the write.
+        """
         first = pending.last
         try:
             if placed.writing is not None:
@@ -425,18 +453,21 @@ class ChainWrites:
                                      cipher=write.cipher)
 
     def _cannot(self, error: NvpoolError) -> None:
-        """Others have what we can not write: we do not go on beside them."""
+        """Fence the store: other members have a write that this target cannot write."""
         self._store.fence(f"a write that other targets have could not be carried out: {error}")
 
-    # -- those who wait ----------------------------------------------------------------------------------------------
+    # -- waiting for decisions ---------------------------------------------------------------------------------------
 
     def undecided(self, names) -> list[asyncio.Future]:
-        """What to wait for before these chunks are read: what is committed then is what a read that began now may return."""
+        """Return the futures to await before a read of these chunks.
+
+        A read that begins now may return the state that is committed after them.
+        """
         pending = self.pending
         return [pending[name].decided for name in {*names} if name in pending]
 
     async def wait_to_read(self, decisions: list[asyncio.Future], deadline_s: float) -> None:
-        """Busy when they are not decided soon: another replica may know."""
+        """Wait for these decisions; raise Busy if they take too long, since another replica may know."""
         self.counters["reads_waited"] += 1
         timeout_s = max(0.0, min(READ_WAIT_S, deadline_s - self._clock.boottime_s()))
         _, undecided = await asyncio.wait(decisions, timeout=timeout_s)
@@ -444,8 +475,10 @@ class ChainWrites:
             raise Busy("a write of the chunk is not decided: ask another target")
 
     async def begin_cut(self, inodes: list[int], cut: int) -> None:
-        """From now on until `end_cut` writes that knew a smaller cut of the inodes are refused; none is pending on return.
-        Busy, and nothing is refused, where that takes too long."""
+        """Refuse writes with a smaller truncate epoch of these inodes from now on until `end_cut`.
+
+        On return no write to them is pending. Busy: this took too long; no write is refused.
+        """
         for inode in inodes:
             self._cutting.setdefault(inode, []).append(cut)
         wanted = set(inodes)
@@ -463,7 +496,7 @@ class ChainWrites:
             if not self._cutting[inode]:
                 del self._cutting[inode]
 
-    # -- life --------------------------------------------------------------------------------------------------------
+    # -- map changes, closing ----------------------------------------------------------------------------------------
 
     def map_changed(self) -> None:
         for pending in list(self.pending.values()):
@@ -483,8 +516,11 @@ class ChainWrites:
                 pending.waiter.set_result(None)
 
     def settling(self) -> set[tuple[int, int]]:
-        """Chains, as (table, number), with a write that was pending before somebody joined and is decided without him: he must
-        not compare yet."""
+        """Return chains, as (table, number), in which a new member must not compare chunks yet.
+
+        These chains have a write that was pending before the member joined and that is decided without this
+        member.
+        """
         return {(pending.write.table, chain_of(*name)) for name, pending in self.pending.items() if pending.older}
 
     def _own(self, work: Coroutine) -> asyncio.Task:
@@ -494,7 +530,7 @@ class ChainWrites:
         return task
 
     async def close(self) -> None:
-        """What is pending is dropped, as by a death."""
+        """Stop, and drop pending writes like the death of the process would."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,8 +1,8 @@
-"""What this target's chains have lost with former members (poolmap/chains/data_loss): whether a block that is not here is a
-hole, or lost.
+"""Lost data of this target's chains (poolmap/chains/data_loss): tells lost blocks from holes.
 
-Called by store/server/service, store/server/write_batch and store/replication/role, in the step in which they look at the
-store.
+A chain loses data with its former members. A missing block of such a chain is either a hole or lost. The
+users are `store/server/service`, `store/server/write_batch` and `store/replication/role`, in the step in
+which they look at the store.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from nvpool.store.chunks.api import ALL_INODES, ChunkStore, ReadBatch
 from nvpool.store.chunks.read_batch import READ, RESULT
 
 Owners = tuple[list[int], list[int]]
-"""Of each grant of a batch of reads: the inode, or ALL_INODES; and its chain table, 0: not told."""
+"""For each grant of a read batch: the inode or ALL_INODES, and its chain table (0: unknown)."""
 
 
 class Losing:
-    """False where nothing was lost: then nothing has to be asked."""
+    """Lost data by chain. False if nothing was lost: then no check is needed."""
 
     def __init__(self, store: ChunkStore, target: int) -> None:
         self._store = store
         self._target = target
         self._chains: dict[int, dict[int, tuple[int, Loss]]] = {}
-        """Table -> chain of this target that has lost something -> (the lowest version that was given since, what)."""
+        """Table -> chain with lost data -> (lowest version given since the loss, the loss)."""
 
     def __bool__(self) -> bool:
         return bool(self._chains)
@@ -41,8 +41,10 @@ class Losing:
                         self._chains.setdefault(table.id, {})[number] = lost
 
     def since(self, table: int, inode: int, index: int) -> int | None:
-        """The lowest version of the chunk that was given since its chain has lost what it held of the inode; None where it has
-        not. Table 0: of any."""
+        """Return the lowest version of the chunk given after its chain lost data.
+
+        None if the chain has not lost data of the inode. Table 0 means any table.
+        """
         if not self._chains:
             return None
         number = chain_of(inode, index)
@@ -53,7 +55,7 @@ class Losing:
         return None
 
     def is_lost(self, table: int, inode: int, index: int, first: int, count: int) -> bool:
-        """Whether any of these blocks of the chunk may have been lost: it is not here, and a hole can not be told from it."""
+        """Whether any of these blocks may be lost: a block is missing here and cannot be told from a hole."""
         since = self.since(table, inode, index)
         if since is None:
             return False
@@ -62,12 +64,15 @@ class Losing:
                 return True
             here = self._store.extents(inode, index, index + 1)[0]
         except CorruptRecord:
-            return False  # whoever reads it learns that
+            return False  # the read of the chunk reports this error
         return sum(max(0, min(begin + length, first + count) - max(begin, first)) for _, begin, length in here) < count
 
     def check_write(self, table: int, inode: int, index: int, offset: int, length: int, is_all: bool) -> bool:
-        """Before a write of the chunk: whether a remainder of it has to be discarded first. BytesLost where it changes a part
-        of a block of which the rest may have been lost; `is_all`: the file has no other bytes in these blocks."""
+        """Check a write to the chunk; return whether a remainder of the chunk must be discarded first.
+
+        BytesLost: the write changes a part of a block whose other bytes may be lost. `is_all` says that the
+        file has no other bytes in these blocks.
+        """
         since = self.since(table, inode, index)
         if since is None or not length:
             return False
@@ -80,7 +85,10 @@ class Losing:
             return False
 
     def without_lost(self, reads: bytes, owners: list[int], tables: list[int]) -> tuple[bytes, list[int]]:
-        """The headers of reads, of nothing where a block of them was lost; and the numbers of those."""
+        """Replace reads with lost blocks by empty reads.
+
+        Returns the new headers, and the numbers of the replaced reads.
+        """
         if not self._chains:
             return reads, []
         headers, lost = bytearray(reads), []
@@ -93,6 +101,6 @@ class Losing:
 
     @staticmethod
     def refuse(batch: ReadBatch, lost: list[int]) -> None:
-        """Say of these reads that what they were for is lost."""
+        """Set the result of these reads to BytesLost."""
         for number in lost:
             RESULT.pack_into(batch.results, number * RESULT.size, BytesLost.wire_code, 0, 0, 0)

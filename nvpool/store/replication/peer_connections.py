@@ -1,11 +1,13 @@
-"""The other stores, as a member of chains sees them: connections, the right to write there, and how much is on the way at once.
+"""Connections of a chain member to the other stores, with write authorization and flow control.
 
-Guarantees that what is on the way to one store never fills what that one reads from us: bytes and requests are bounded for
-each successor and *hop* (how far from the head the sender stands). What is on its last hop waits for a drive alone, so it
-ends; then what is a hop before it does. Without that three stores, each the head for the next, could wait for one another for
-ever. Requests are not repeated here: store/replication/chain does.
+The guarantee: requests in flight to one store never fill the amount of data that this store receives from us
+at a time. Bytes and requests are bounded for each successor and each *hop* (the distance of the sender from
+the head). A request on its last hop waits only for a drive, so it ends; then the requests one hop before it
+end too. Without this bound, three stores that are each the head for the next could wait for one another
+forever. This module never repeats a request: `store/replication/chain` does.
 
-Made by daemons/store through store/server/service; used by store/replication/chain on its event loop.
+`daemons/store` creates the connections through `store/server/service`. The user is `store/replication/chain`,
+on its event loop.
 """
 
 from __future__ import annotations
@@ -30,15 +32,18 @@ from nvpool.rpc.v1.wire_pb2 import DATA_PEER_WRITE
 from nvpool.security.volume_keys import VolumeKey
 
 ON_WAY_BYTES = 20 << 20
-"""To one successor on one hop: three of them are less than the 64 MiB of one peer that a connection takes in at once."""
+"""Bytes in flight to one successor on one hop.
+
+Three times this is less than the 64 MiB of one peer that a connection receives at a time.
+"""
 ON_WAY_MAX = 256
-"""Requests likewise: four of them are what a connection carries."""
+"""Requests in flight to one successor on one hop. Four times this is the limit of a connection."""
 HOP_MAX = 2
-"""Those further from the head (joining targets, which are few) share one bound."""
+"""Senders further from the head (joining targets, which are few) share one bound."""
 CALL_S = 10.0
-"""An answer that takes longer is asked for again."""
+"""Timeout of an answer; then the request is repeated."""
 SUSPECT_S = 2.0
-"""An answer that takes longer makes store/replication/reachability look whether the target can be reached at all."""
+"""Time without an answer after which store/replication/reachability probes the target."""
 AUTHORITY_S = 600.0
 
 
@@ -47,13 +52,13 @@ Name = tuple[int, int]
 
 
 class Write:
-    """One write of a chunk, as its client has sent it."""
+    """One write to a chunk, as its client sent it."""
 
     __slots__ = ("table", "inode", "index", "offset", "buffer", "checksums", "cut", "request", "wrapped_key", "cipher")
 
     def __init__(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, cut: int,
                  request: RequestId, key: VolumeKey | None = None):
-        """`key`: of the volume, where that is encrypted."""
+        """Create a write. `key` is the volume key if the volume is encrypted."""
         self.table = table
         self.inode = inode
         self.index = index
@@ -71,8 +76,10 @@ class Write:
 
 
 def peer_write(request: pb.PeerWriteRequest, payload: memoryview, key: VolumeKey | None = None) -> tuple[Offer, Write]:
-    """What a peer write says; `key` belongs to its wrapped key. InvalidRequest for sizes that make no sense; what the checksums
-    are is for the store to see."""
+    """Decode a peer write; `key` is the volume key for its wrapped key.
+
+    InvalidRequest: the sizes make no sense. The store checks the checksums later.
+    """
     length = len(payload)
     pieces = (request.offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - request.offset // BLOCK_BYTES
     if not length or request.offset + length > CHUNK_BYTES_MAX or len(request.checksums) != 4 * pieces:
@@ -93,7 +100,7 @@ class Dialer(Protocol):
 
 
 class Sending:
-    """A request that waits for its turn, is on its way, or has ended."""
+    """A request that waits for its turn, is in flight, or has ended."""
 
     __slots__ = ("way", "request", "payload", "on_done", "connection", "number", "ended")
 
@@ -108,7 +115,7 @@ class Sending:
 
 
 class _Way:
-    """To one successor on one hop."""
+    """Queue to one successor on one hop."""
 
     __slots__ = ("target", "waiting", "bytes", "count")
 
@@ -137,8 +144,11 @@ class Peers:
         self._map = pool_map
 
     def write(self, to: int, hop: int, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone) -> Sending:
-        """Send a peer write when it is its turn; `on_done` is called once, in a later turn of the loop, with the answer or the
-        error: unless `give_up` was called before. The payload must not change until then."""
+        """Send a peer write when it is its turn.
+
+        `on_done` is called once, in a later event-loop iteration, with the answer or the error, unless
+        `give_up` is called before. The payload must not change until then.
+        """
         way = self._ways.get((to, min(hop, HOP_MAX)))
         if way is None:
             way = self._ways[to, min(hop, HOP_MAX)] = _Way(to)
@@ -148,7 +158,7 @@ class Peers:
         return sending
 
     def give_up(self, sending: Sending) -> None:
-        """`on_done` is not called any more. The request may have been carried out."""
+        """Stop waiting: `on_done` is not called any more. The request may have been carried out."""
         if sending.ended:
             return
         sending.ended = True
@@ -160,7 +170,10 @@ class Peers:
             self._left(sending)
 
     def suspects(self) -> set[int]:
-        """Targets that have not answered a peer write for SUSPECT_S, or to which there is no connection for one."""
+        """Return targets that may be unreachable.
+
+        These have not answered a peer write for SUSPECT_S, or have a peer write but no connection.
+        """
         before_s = self._clock.boottime_s() - SUSPECT_S
         found = set()
         for way in self._ways.values():
@@ -172,7 +185,10 @@ class Peers:
         return found
 
     def elsewhere(self, target: int) -> tuple[str, ...] | None:
-        """Endpoints of a target of the pool on another node; None: there is none."""
+        """Return the endpoints of a target on another node.
+
+        None if the pool has no such target on another node.
+        """
         known = self._map.target_by_id if self._map is not None else {}
         own, other = known.get(self._target), known.get(target)
         return None if own is None or other is None or other.is_over or other.node == own.node else other.endpoints
@@ -198,7 +214,7 @@ class Peers:
                 raise WrongTarget(f"the pool map has no target {sending.way.target}")
             connection = await self._dialer.connect(target.endpoints, self._clock.boottime_s() + CALL_S)
         except NvpoolError as error:
-            # Nothing was sent. Whatever the dialer says: it is no answer of the other store to this write.
+            # Nothing was sent. An error of the dialer is not an answer of the other store to this write.
             self._ended(sending, None, error if isinstance(error, Unavailable) else Unreachable(str(error)))
             return
         except BaseException:
@@ -245,7 +261,10 @@ class Peers:
             self._pump(way)
 
     def authority(self) -> bytes:
-        """A service's right over all inodes, for the stores of this pool, renewed at half of its life."""
+        """Return a service grant over all inodes for the stores of this pool.
+
+        The grant is renewed at half of its lifetime.
+        """
         now_ms = self._clock.wall_ns() // 1_000_000
         if self._authority_ends_ms - now_ms < AUTHORITY_S * 500:
             self._authority_ends_ms = now_ms + int(AUTHORITY_S * 1000)

@@ -1,11 +1,15 @@
-"""Targets on other nodes that this one cannot reach: what a store reports to the manager with its signs of life.
+"""Report of unreachable targets on other nodes, sent with the heartbeats to the manager.
 
-The manager hears both ends of a broken link between two nodes. Without this report the chains that cross the link would wait
-for its end, since neither end is silent. A target is looked at when it has not answered a write of a chain for some time, over
-a connection of its own: a store that is slow, or that has much to take in, accepts one and is not reported. One that was
-reported is looked at until it can be reached again, so that it does not join anew before.
+The manager receives heartbeats from both ends of a broken link between two nodes. Without this report the
+chains that cross the link would wait until the link is repaired, since neither end is silent.
 
-Made by daemons/heartbeat; a loop of its own, which ends with the signs of life. Each look has a deadline.
+A target is probed when it has not answered a write of a chain for some time. The probe uses its own
+connection: a store that is slow, or that has much data to receive, accepts the connection and is not
+reported. A reported target is probed until it can be reached again, so that it does not rejoin its chains
+while it is unreachable.
+
+`daemons/heartbeat` creates this object. It runs its own loop, which ends with the heartbeats. Each probe has
+a deadline.
 """
 
 from __future__ import annotations
@@ -20,14 +24,17 @@ from nvpool.store.replication.peer_connections import Peers
 
 LOOK_S = 0.5
 CONNECT_S = 1.5
-"""For a connection to a target: a host that is up answers in milliseconds."""
+"""Timeout of a connection to a target: a host that is up answers in milliseconds."""
 
 
 class Reach:
-    """`unreachable` is what to report. `on_change` is called when it has changed."""
+    """Prober of suspected targets.
+
+    `unreachable` is the set to report. `on_change` is called when the set has changed.
+    """
 
     def __init__(self, peers: Peers, dialer: Dialer, clock: Clock, *, on_change: Callable[[], None]) -> None:
-        """`dialer`: for this alone, since connections are made anew for each look."""
+        """Create a prober. `dialer` must not be shared, since each probe makes a new connection."""
         self._peers = peers
         self._dialer = dialer
         self._clock = clock
@@ -35,7 +42,7 @@ class Reach:
         self.unreachable: frozenset[int] = frozenset()
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Probe until cancelled."""
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -44,7 +51,7 @@ class Reach:
             await self._dialer.close()
 
     async def run_once(self) -> None:
-        """Look at those that are suspected, and at those that were unreachable before."""
+        """Probe the suspected targets and those that were unreachable before."""
         wanted = [(target, endpoints) for target in sorted(self._peers.suspects() | self.unreachable)
                   if (endpoints := self._peers.elsewhere(target)) is not None]
         reached = await asyncio.gather(*(self._is_reached(endpoints) for _, endpoints in wanted))
@@ -59,6 +66,6 @@ class Reach:
         except Unavailable:
             return False
         except NvpoolError:
-            return True  # somebody answers
+            return True  # the target answers
         self._dialer.redial(endpoints)
         return True

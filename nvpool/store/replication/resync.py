@@ -1,18 +1,22 @@
-"""How a target catches up with the chains that it joins: it compares every chunk with the chain's tail and copies what differs.
+"""Resync of a target with the chains that it joins: compare all chunks with the tail, copy differences.
 
-From the map on in which a target joins a chain it gets every write of it, and a source that answers it knows that map. So what
-the source has, at the moment at which it is asked for a chunk, and every write after it, is all that there is: a chunk is
-equal once its version is that of the source's answer, or once the answer was installed over a chunk that did not change between
-the question and the change. No chunk is copied over what a write, a pull or a cut made meanwhile: that is compared again. So is
-a chunk of which a write is not decided at the source, and one that was cut or removed here and not there yet (guard). What the
-source does not have goes; a version here above the source's was never committed and goes too.
+From the pool map in which a target joins a chain, the target receives every write to the chain, and a source
+that answers the target knows that map. So the state of the source when the chunk is requested, and every
+later write, are the complete chunk. A chunk is equal in two cases: its version is that of the source's
+answer; or the answer was installed over a chunk that did not change between request and installation.
 
-One pass goes through the key space of a source for all chains at once that are to be had from there, in bounded steps: a page
-of versions is compared, what differs is fetched in batches. When a chain changes its epoch all of it is compared again. A pass
-that meets an error goes on where it was, later and later. At the end what was copied is flushed, then its chains are `equal`.
+No copy replaces the result of a write, a pull or a truncation made in the meantime: such a chunk is compared
+again. The same applies to a chunk with an undecided write at the source, and to a chunk that was truncated or
+removed here and not yet at the source (`guard`). Chunks that the source does not have are removed. A version
+here above the source's version was never committed and is removed too.
 
-Made by store/maintenance/background, on the store's event loop; what it tells (`equal`, `progress`) is read by whoever reports
-to the manager.
+One pass goes through the key space of a source, for all chains that this source can supply, in bounded steps:
+compare a page of versions, fetch the differences in batches. When the epoch of a chain changes, the whole
+chain is compared again. After an error a pass continues where it stopped, with growing delays. At the end the
+copied chunks are flushed; then the chains of the pass are `equal`.
+
+`store/maintenance/background` creates the resync on the store's event loop. The heartbeat code reads its
+results (`equal`, `progress`) for the manager.
 """
 
 from __future__ import annotations
@@ -38,25 +42,28 @@ from nvpool.store.throttle import Throttle
 log = logging.getLogger(__name__)
 
 DIFFERING_MAX = 20_000
-"""Chunks known to differ before they are copied and the comparison goes on: some MiB."""
+"""Chunks that may be known to differ before copying starts and the comparison pauses: some MiB of memory."""
 BATCHES_AT_ONCE = 2
-"""One is fetched while the other is written."""
+"""One batch is fetched while another is written."""
 SOURCES_AT_ONCE = 2
 AGAIN_S, RETRY_S, RETRY_S_MAX = 0.05, 0.1, 10.0
 CHUNK_COST_BYTES = 4096
-"""What a chunk costs beside its bytes, for the throttle."""
+"""Cost of a chunk besides its bytes, for the throttle."""
 PULL_TRIES = 20
 TELL_S = 0.5
-"""Between two sums of what is left."""
+"""Shortest time between two sums of the remaining work."""
 _LOCAL_STEP = 1024
 
 Chain = tuple[int, int]
-"""Table and number."""
+"""Chain as (table, number)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of all that this target has to catch up with now; `*_left` as far as it is known, `seconds_left` -1 while it is not."""
+    """Progress of the whole current resync of this target.
+
+    `*_left` counts the work known so far; `seconds_left` is -1 while it is unknown.
+    """
 
     chains: int = 0
     chains_equal: int = 0
@@ -67,12 +74,12 @@ class Progress:
     bytes_copied: int = 0
     bytes_left: int = 0
     bad_blocks: int = 0
-    """That came as such from a source."""
+    """Blocks that a source sent as bad."""
     seconds_left: float = -1.0
     waits_for: str = ""
-    """Why it does not go on, as a sentence; empty while it does."""
+    """Reason why the resync does not progress, as a sentence; empty while it does."""
     lacks_room: bool = False
-    """What is missing has no room here; it is tried again."""
+    """Whether chunks to copy find no space here; the copy is retried."""
 
 
 class _Differing:
@@ -90,7 +97,7 @@ class _Differing:
 
 
 class _Pass:
-    """Once through a source, for these chains at these epochs."""
+    """One pass through a source, for these chains at these epochs."""
 
     def __init__(self, source: int, chains: dict[Chain, int]) -> None:
         self.source = source
@@ -102,11 +109,11 @@ class _Pass:
         self.listed = False
         self.differing: deque[_Differing] = deque()
         self.again: deque[_Differing] = deque()
-        """Those that could not be settled when they were looked at."""
+        """Chunks that could not be made equal when they were processed."""
         self.damaged: dict[_Differing, str] = {}
-        """Those that the source can not read."""
+        """Chunks that the source cannot read."""
         self.waits_for = ""
-        """Why nothing more could be copied when it was last tried."""
+        """Reason why the last attempt could copy nothing more."""
         self.lacks_room = False
         self.used_bytes = 0
         self.seen_blocks = 0
@@ -123,7 +130,7 @@ class Resync:
         self._on_fail = on_fail
         self.guard = Guard()
         self.equal: dict[Chain, int] = {}
-        """Chains that this target joins and has all of, each with the epoch at which that is so. For the manager."""
+        """Joined chains that are complete here, with their epoch at that time. For the manager."""
         self.progress = Progress()
         self._map: PoolMap | None = None
         self._joining: dict[Chain, tuple[int, int]] = {}  # epoch, source
@@ -137,7 +144,7 @@ class Resync:
         self._closed = False
 
     def update_map(self, pool_map: PoolMap) -> None:
-        """Catch up with the chains that we join by this map, and with no others."""
+        """Catch up with exactly the chains that this target joins by this map."""
         self._map = pool_map
         self._joining = {(table.id, number): (chain.epoch, chain.targets[-1])
                          for table in pool_map.tables for number, chain in enumerate(table.chains)
@@ -173,7 +180,7 @@ class Resync:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def settled(self) -> None:
-        """Return when there is nothing to catch up with, by the map of that moment. For tests."""
+        """Return when there is nothing to catch up with by the current map. For tests."""
         while self._tasks:
             await asyncio.wait(list(self._tasks.values()))
             await asyncio.sleep(0)
@@ -185,7 +192,10 @@ class Resync:
                 if its_source == source and self.equal.get(chain) != epoch}
 
     def _valid(self, one: _Pass) -> set[Chain]:
-        """The chains of the pass that are still to be had from its source at the epoch at which it began."""
+        """Return the chains of the pass that its source can still supply.
+
+        Their epoch must be the one at which the pass began.
+        """
         return {chain for chain, epoch in one.chains.items() if self._joining.get(chain) == (epoch, one.source)}
 
     async def _catch_up(self, source: int) -> None:
@@ -214,7 +224,7 @@ class Resync:
             self._passes.pop(source, None)
 
     async def _pause(self, delay_s: float) -> None:
-        """So long, or until the map changes."""
+        """Wait for `delay_s`, or until the map changes."""
         changed = asyncio.ensure_future(self._changed.wait())
         try:
             await asyncio.wait([changed], timeout=delay_s)
@@ -239,7 +249,7 @@ class Resync:
             if not one.again:
                 if one.damaged:
                     text = next(iter(one.damaged.values()))
-                    one.differing, one.damaged = deque(one.damaged), {}  # for when we come again
+                    one.differing, one.damaged = deque(one.damaged), {}  # for the next attempt
                     raise Unavailable(text)
                 return
             await self._pause(delay_s)
@@ -258,7 +268,7 @@ class Resync:
         log.info("target %d has all of %d chains of target %d", self._target, len(done), one.source)
 
     async def _compare(self, one: _Pass, chains: ChainSet) -> None:
-        """One step of the comparison."""
+        """Do one step of the comparison."""
         began_s = self._clock.boottime_s()
         busy = False
         if not one.page_open:
@@ -273,7 +283,7 @@ class Resync:
             there.append(one.page.popleft())
         copies, removals = _differing(there, here.chunks, self.guard.has_cut)
         one.differing.extend(copies)
-        one.differing.extendleft(removals)  # first, since they make room
+        one.differing.extendleft(removals)  # first, since removals free space
         one.seen_blocks += sum([chunk.blocks for chunk in there])
         one.after = end
         if end == one.page_end:
@@ -285,7 +295,7 @@ class Resync:
         await self._throttle.take(CHUNK_COST_BYTES + 64 * len(there))
         await self._throttle.leave(self._clock.boottime_s() - began_s, busy)
 
-    # -- what differs ----------------------------------------------------------------------------------------------------
+    # -- copying differences ---------------------------------------------------------------------------------------------
 
     async def _settle_some(self, one: _Pass) -> None:
         batches = []
@@ -299,7 +309,7 @@ class Resync:
 
     @staticmethod
     def _batch(waiting: deque[_Differing]) -> list[_Differing]:
-        """What one request asks for."""
+        """Take the chunks of one fetch request."""
         batch: list[_Differing] = []
         byte_count = 0
         while waiting and len(batch) < FETCH_CHUNKS_MAX:
@@ -321,7 +331,8 @@ class Resync:
             await self._throttle.take(sum([CHUNK_COST_BYTES + chunk.blocks * BLOCK_BYTES for chunk in left]))
             began_s = self._clock.boottime_s()
             asked = self.guard.came
-            seen = [await self._state(chunk.inode, chunk.index) for chunk in left]  # before they are asked for
+            # Read before the request: a change in the meantime shows as a different state.
+            seen = [await self._state(chunk.inode, chunk.index) for chunk in left]
             fetched, busy = await self._others.fetch(one.source, [(c.inode, c.index, c.table) for c in left])
             ready: list[tuple[_Differing, ChunkCopy, ChunkState]] = []
             for found, before in zip(fetched, seen, strict=False):
@@ -342,12 +353,15 @@ class Resync:
         try:
             return self._store.state(inode, index)
         except CorruptRecord:
-            # Ours can not be read, so nothing of it is worth keeping; the chain has the chunk.
+            # The chunk here is unreadable, so it has nothing worth keeping; the chain has the chunk.
             await self._store.discard(inode, index)
             return self._store.state(inode, index)
 
     def _is_ready(self, one: _Pass, chunk: _Differing, found: Fetched, before: ChunkState, asked: int) -> bool:
-        """Whether the chunk is to be installed; if not, it is done or noted to be looked at again."""
+        """Whether to install the chunk.
+
+        Otherwise the chunk is already equal, or is recorded for another attempt.
+        """
         if found.damage is not None:
             one.damaged[chunk] = f"chunk {chunk.index} of inode {chunk.inode}: {found.damage}"
             log.error("target %d can not copy %s", self._target, one.damaged[chunk])
@@ -355,7 +369,7 @@ class Resync:
         now = self._store.state(chunk.inode, chunk.index)
         allowed = self.guard.allows(found.copy, asked)
         if now.version == found.copy.version and allowed:
-            return False  # it has come meanwhile
+            return False  # the chunk has arrived in the meantime
         if found.pending or now != before or not allowed:
             one.again.append(chunk)
             return False
@@ -367,7 +381,7 @@ class Resync:
         try:
             done = await self._store.install([(copy, before) for _, copy, before in ready])
         except (NoSpace, CorruptRecord):
-            if len(ready) > 1:  # some may go
+            if len(ready) > 1:  # some of them may still fit
                 return [done for one in ready for done in await self._install([one])]
             chunk, copy, before = ready[0]
             try:
@@ -385,14 +399,17 @@ class Resync:
                     bad_blocks=self.progress.bad_blocks + len(copy.bad))
         return done
 
-    # -- one chunk now ---------------------------------------------------------------------------------------------------
+    # -- single chunks ---------------------------------------------------------------------------------------------------
 
     async def pull(self, table: int, inode: int, index: int, asked: int = 0) -> int:
-        """Make the chunk what its chain has committed, now: for a write that is based on a version which is not here. `asked`
-        is who sent that; asked is he, if he holds the chain, else its tail. Returns the version that is here then, 0 for none.
+        """Fetch the committed state of a chunk now.
 
-        Unavailable, Stale: nobody could be asked; nothing was done. Damaged, NoSpace: likewise, and repeating will not help
-        soon.
+        A write is based on a version that is missing here. `asked` is the target that sent this write. The
+        source is this target if it holds the chain, else the chain's tail. Returns the version that is here
+        afterwards, 0 for none.
+
+        Unavailable, Stale: no source could be asked; nothing was done. Damaged, NoSpace: likewise, and a
+        retry will not help soon.
         """
         for _ in range(PULL_TRIES):
             if self._map is None or table not in self._map.table_by_id:
@@ -417,11 +434,13 @@ class Resync:
         raise Busy(f"chunk {index} of inode {inode} did not keep still while it was pulled")
 
     async def level(self, table: int, inode: int, index: int, source: int) -> int:
-        """Fetch the chunk from `source` if that has a newer version of it: for a holder of the chain that lacks what it should
-        have. Returns the version that is here then, 0 for none.
+        """Fetch the chunk from `source` if the source has a newer version.
 
-        WrongTarget: one of the two does not hold the chain. Busy: it is being changed, or was cut here and not there yet;
-        nothing was done. Else as `pull`.
+        For a member of the chain that lacks data that it should have. Returns the version that is here
+        afterwards, 0 for none.
+
+        WrongTarget: one of the two targets does not hold the chain. Busy: the chunk is changing, or was
+        truncated here and not yet at the source; nothing was done. Other errors like `pull`.
         """
         if self._map is None or table not in self._map.table_by_id or \
                 not {self._target, source} <= set(self._map.chain(table, chain_of(inode, index)).targets):
@@ -441,7 +460,7 @@ class Resync:
                     self._target, index, inode, source)
         return found.copy.version
 
-    # -- telling ---------------------------------------------------------------------------------------------------------
+    # -- progress --------------------------------------------------------------------------------------------------------
 
     def _tell(self, *, soon: bool = True) -> None:
         now_s = self._clock.boottime_s()
@@ -469,7 +488,10 @@ class Resync:
         return any(self.equal.get(chain) != epoch for chain, (epoch, _) in self._joining.items())
 
     def _unseen_bytes(self, one: _Pass) -> int:
-        """What the source may have behind the comparison, from its share of all chains that it holds."""
+        """Estimate the bytes of the source that are not compared yet.
+
+        The estimate uses this pass's share of all chains that the source holds.
+        """
         if self._map is None:
             return 0
         held = sum([one.source in chain.targets for table in self._map.tables for chain in table.chains])
@@ -478,8 +500,12 @@ class Resync:
 
 def _differing(there: Iterable[ChunkVersion], here: Iterable[ChunkVersion],
                has_cut: Callable[[int], bool]) -> tuple[list[_Differing], list[_Differing]]:
-    """The chunks whose versions differ or are missing here, and those that are missing there; version 0 is like none. A cut
-    makes the next version of whatever it meets, so those of inodes that were cut here tell nothing yet."""
+    """Return the chunks to copy and the chunks to remove.
+
+    Chunks to copy are missing here or have another version here; version 0 counts as missing. Chunks to
+    remove are missing there. A truncation gives the next version to every chunk that it touches. So for
+    inodes that were truncated here, equal versions prove nothing yet.
+    """
     ours = {chunk[:2]: chunk for chunk in here}
     found = []
     for chunk in there:

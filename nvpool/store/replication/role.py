@@ -1,8 +1,9 @@
-"""This target's part in the chains of its chunks.
+"""This target's role in the chains of its chunks: single member, head or successor.
 
-With one member it is head and tail, so a write is committed where it is given its version: `write_now`, which costs what the
-store costs. Of chunks with several members, `is_shared`, store/replication/chain has the writes. Called by
-store/server/service; nobody else writes to the store.
+In a chain with one member, the target is head and tail. So `write_now` commits a write in the step that gives
+it a version, at no extra cost. For a chunk with several members (`is_shared`), `store/replication/chain`
+handles the writes. The caller is `store/server/service`. Apart from the fast path for first writes
+(server/fast_first_writes), no other code writes client data to the store.
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ from nvpool.store.replication.peer_connections import Dialer, Peers, Write
 
 
 class Replica:
-    """`dialer` None: other targets can not be reached, so chunks that they hold too are not written here."""
+    """Role of this target in its chains.
+
+    `dialer` None: other targets cannot be reached, so this target does not write chunks that they hold too.
+    """
 
     def __init__(self, store: ChunkStore, target: int, clock: Clock, secret: bytes, *, dialer: Dialer | None = None,
                  ask_map: Callable[[], None] = lambda: None):
         self._store = store
         self._target = target
         self._chain_epochs: dict[int, list[int]] | None = None
-        """Of the chains by their tables, 0 where a chain is not ours; table 0: the highest of all tables."""
+        """Epochs of the chains by table.
+
+        0 stands for a chain without this target. Table 0 has the highest epoch of all tables.
+        """
         self._places: dict[int, list[Place | None]] = {}
         self.shares = False
         """Whether any chain of this target has another member."""
@@ -41,11 +48,13 @@ class Replica:
         self.writes: ChainWrites | None = None if self.peers is None else ChainWrites(
             store, target, self.peers, clock, place_of=self.place, ask_map=ask_map)
         self.pending: dict[tuple[int, int], Pending] = {} if self.writes is None else self.writes.pending
-        """Chunks with a write that is not decided."""
+        """Chunks with an undecided write."""
 
     def update_map(self, pool_map: PoolMap) -> None:
-        """Remember where this target stands in each chain. Of a chunk whose table is not told the highest epoch counts: a
-        version's epoch has only to grow."""
+        """Record the position of this target in each chain.
+
+        For a chunk with an unknown table the highest epoch counts: the epoch in a version only has to grow.
+        """
         self._places = {}
         self.losing.update_map(pool_map)
         for table in pool_map.tables:
@@ -60,18 +69,18 @@ class Replica:
             self.writes.map_changed()
 
     def place(self, table: int, inode: int, index: int) -> Place | None:
-        """Where this target stands in the chunk's chain."""
+        """Return the position of this target in the chunk's chain."""
         places = self._places.get(table or 1)
         return places[chain_of(inode, index)] if places is not None else None
 
     def is_full_member(self, number: int) -> bool:
-        """Whether this target is one of the targets of the chain with this number, in each table."""
+        """Whether this target is a full member of this chain in each table."""
         return all((place := places[number]) is not None and place.number < place.full for places in self._places.values())
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def is_shared(self, table: int, inode: int, index: int) -> bool:
-        """Whether the chunk is written with others, by `lead`. WrongTarget when its chain is not ours."""
+        """Whether writes to the chunk need other members, by `lead`. WrongTarget: its chain is not ours."""
         place = self.place(table, inode, index)
         if place is None:
             raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
@@ -96,20 +105,28 @@ class Replica:
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
                   request: RequestId | None, version: int = 0, placed: Placed | None = None, table: int = 0,
                   cipher: BlockCipher | None = None) -> int:
-        """See ChunkStore.write_now; of a chunk that is not shared. WrongTarget when the chunk's chain is not ours: fetch the
-        map, choose again."""
+        """See ChunkStore.write_now; only for a chunk that is not shared.
+
+        WrongTarget: the chunk's chain is not ours; fetch the map and choose the target again.
+        """
         return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request,
                                      epoch=self._epoch(table, inode, index), version=version, placed=placed, table=table,
                                      cipher=cipher)
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int,
                    request: RequestId | None, given_up: Callable[[], bool], table: int = 0) -> tuple[int, int]:
-        """See ChunkStore.copy. WrongTarget when one of the chunks is not ours; NotSupported of a chunk that is shared;
-        BytesLost of one of which something may have been lost."""
+        """See ChunkStore.copy.
+
+        WrongTarget: the chain of one of the chunks is not ours. NotSupported: the chunk is shared. BytesLost:
+        data of one of the chunks may be lost.
+        """
         epoch = self._epoch(table, inode, index)
 
         def is_over() -> bool:
-            """Whether nobody wants it any more. Refuses as well: the chunk may have become shared while the copy waited."""
+            """Whether the caller no longer wants the copy.
+
+            Also raises the errors of `copy`: the chunk may have become shared while the copy waited.
+            """
             self._epoch(0, *source[:2])
             if any(self.losing.since(0, *name) is not None for name in (source[:2], (inode, index))):
                 raise BytesLost("chunks of which something was lost are copied by reading and writing them")
@@ -122,7 +139,10 @@ class Replica:
                                       given_up=is_over, table=table)
 
     def _epoch(self, table: int, inode: int, index: int) -> int:
-        """The epoch of the chunk's chain; the highest of any table where the table is 0, not told, or not in our map."""
+        """Return the epoch of the chunk's chain.
+
+        Returns the highest epoch of any table if the table is 0, unknown, or not in our map.
+        """
         if self._chain_epochs is None:
             return 1
         epochs = self._chain_epochs.get(table or self._store.table_of(inode, index))
@@ -132,13 +152,13 @@ class Replica:
         return epoch
 
     def may_locate(self, table: int, inode: int, index: int, blocks: int) -> bool:
-        """Whether who reads the drive himself finds there what he is to read."""
+        """Whether a client that reads the drive directly finds the right bytes there."""
         return (inode, index) not in self.pending and not self.losing.is_lost(table, inode, index, 0, blocks)
 
-    # -- what waits for writes ---------------------------------------------------------------------------------------
+    # -- waiting for pending writes ----------------------------------------------------------------------------------
 
     def is_pending(self, names: Iterable[tuple[int, int]]) -> bool:
-        """Whether a write of any of these chunks is not decided."""
+        """Whether a write to any of these chunks is undecided."""
         return any(name in self.pending for name in names)
 
     def settling(self) -> set[tuple[int, int]]:
@@ -146,13 +166,16 @@ class Replica:
         return self.writes.settling() if self.pending else set()
 
     async def decided(self, names: Iterable[tuple[int, int]], deadline_s: float) -> None:
-        """Wait for the pending writes of these chunks. Busy: ask another target."""
+        """Wait for the pending writes to these chunks. Busy: ask another target."""
         decisions = self.writes.undecided(names)
         if decisions:
             await self.writes.wait_to_read(decisions, deadline_s)
 
     async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int, cipher: BlockCipher | None = None) -> int:
-        """See ChunkStore.cut. A chunk may become shared while this waits, so writes are kept out in any case."""
+        """See ChunkStore.cut.
+
+        A chunk may become shared during the wait, so writes are refused in every case.
+        """
         if self.writes is None:
             return await self._store.cut(inode, size, cut, chunk_bits, end, cipher)
         await self.writes.begin_cut([inode], cut)

@@ -1,11 +1,12 @@
-"""What was cut or removed here lately: which copies of chunks are older than that.
+"""Tombstones: recent truncations and removals, which show that a copy of a chunk is too old.
 
-A metadata service cuts and removes at all targets of a chain, at one a little later than at another. A target that catches up
-could fetch a chunk from a source that has not cut yet, after it has cut here itself, and nobody would cut that copy. So while
-chunks are copied it remembers what came; a copy from before is fetched again until the source has done it too.
+A metadata service truncates and removes on all targets of a chain, on some a little later than on others. A
+target that catches up could truncate first and then fetch a chunk from a source that has not truncated yet.
+No later request would truncate that copy. So while chunks are copied, the target remembers recent truncations
+and removals. It fetches an older copy again until the source has done them too.
 
-Bounded: the oldest are forgotten. By then their requests have been answered by every target, or are repeated at all.
-Called by store/server/service and store/replication/resync.
+The memory is bounded: the oldest entries are dropped. By then every target has answered their requests, or
+the requests are repeated anyway. The users are `store/server/service` and `store/replication/resync`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ REMEMBERED_MAX = 100_000
 class Guard:
     def __init__(self) -> None:
         self.active = False
-        """Whether all that comes is remembered; otherwise only while somebody is `watching`."""
+        """Whether every truncation and removal is remembered; otherwise only inside `watching`."""
         self._watching = 0
         self._cuts: dict[int, tuple[tuple[int, int, int], ...]] = {}
         self._removed: dict[int, None] = {}
         self.came = 0
-        """How many cuts have come. A copy that was asked for before one of its inode came is from before that, whoever has told
-        its source of the number."""
-        self._last: dict[int, int] = {}  # inode -> the last of them
+        """Number of truncations so far.
+
+        A copy that was requested before a truncation of its inode counts as older than the truncation, even
+        if its source already has the truncate epoch from somewhere else.
+        """
+        self._last: dict[int, int] = {}  # inode -> number of its last truncation
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Remember what comes within it."""
+        """Remember truncations and removals within this context."""
         self._watching += 1
         try:
             yield
@@ -42,7 +46,7 @@ class Guard:
                 self.forget()
 
     def cut(self, inode: int, size: int, number: int, chunk_bits: int, end: int) -> None:
-        """Before the store cuts."""
+        """Record a truncation. Call before the store truncates."""
         self.came += 1
         self._last.pop(inode, None)
         self._last[inode] = self.came
@@ -58,7 +62,7 @@ class Guard:
             del self._cuts[next(iter(self._cuts))]
 
     def removed(self, inodes: list[int]) -> None:
-        """Before the store removes."""
+        """Record a removal. Call before the store removes."""
         if not (self.active or self._watching):
             return
         for inode in inodes:
@@ -67,8 +71,10 @@ class Guard:
             del self._removed[next(iter(self._removed))]
 
     def allows(self, copy: ChunkCopy, asked: int) -> bool:
-        """Whether nothing was done here that the copy's source had not done when it gave it. `asked`: what had come when the
-        source was asked."""
+        """Whether the copy includes every truncation and removal that this target has done.
+
+        `asked` is the value of `came` when the source was asked.
+        """
         if self._last.get(copy.inode, 0) > asked:
             return False
         if not copy.version:

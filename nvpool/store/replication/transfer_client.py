@@ -1,7 +1,8 @@
-"""The other targets of a pool, as a store asks them for chunks: versions and whole chunks, by the pool's own right.
+"""Client side of chunk transfer: requests chunk versions and chunks from other targets of the pool.
 
-Called by store/replication/resync and store/maintenance/repair. Nothing is repeated here; every call has a deadline, and ends
-before it when the map says that who was asked does not serve any more.
+The client authorizes itself with a service grant that it signs with the pool's secret. It never repeats a
+request. Every call has a deadline. A call ends earlier if the map says that the called target no longer
+serves. The users are `store/replication/resync` and `store/maintenance/repair`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Listed(NamedTuple):
     chunks: list[ChunkVersion]
     inodes: list[InodeCut]
     end: tuple[int, int] | None
-    """The last chunk that this was about; None: there is nothing behind."""
+    """The last chunk that this listing covers; None: no chunk follows."""
     busy: bool
     used_bytes: int
 
@@ -46,9 +47,9 @@ class Listed(NamedTuple):
 class Fetched(NamedTuple):
     copy: ChunkCopy
     pending: bool
-    """A write of it was not decided where it comes from."""
+    """Whether a write to the chunk was undecided at the source."""
     damage: NvpoolError | None
-    """Why it can not be read there; `copy` says nothing then."""
+    """Reason why the source cannot read the chunk; `copy` is meaningless then."""
 
 
 class OtherTargets:
@@ -63,7 +64,10 @@ class OtherTargets:
         self._calls.use_map(pool_map)
 
     async def versions(self, target: int, chains: ChainSet, after: tuple[int, int] | None, limit: int = 0) -> Listed:
-        """Chunks of the chains at the target, behind `after`. Any NvpoolError: of the way, or what the target answers."""
+        """List chunks of these chains on the target, after `after`.
+
+        Any NvpoolError: of the connection, or as the target answers.
+        """
         inode, index = after or (0, 0)
         request = pb.VersionsRequest(chains=encode_chains(chains), begun=after is not None, after_inode=inode,
                                      after_index=index, limit=limit)
@@ -76,7 +80,10 @@ class OtherTargets:
         return Listed(chunks, inodes, end, reply.busy, reply.used_bytes)
 
     async def fetch(self, target: int, wanted: Sequence[Wanted]) -> tuple[list[Fetched], bool]:
-        """The first of those chunks, one at least, each whole; and whether requests wait there."""
+        """Fetch chunks: the first ones of `wanted`, at least one, each complete.
+
+        Also returns whether client requests wait at the target.
+        """
         parts, busy = await self._parts(target, [(*one, 0, _PIECE_BLOCKS) for one in wanted])
         found = []
         for (inode, index, table), part in zip(wanted, parts, strict=False):
@@ -86,18 +93,19 @@ class OtherTargets:
         return found, busy
 
     async def blocks(self, target: int, wanted: Wanted, first: int, count: int) -> Fetched:
-        """Blocks of one chunk."""
+        """Fetch blocks of one chunk."""
         parts, _ = await self._parts(target, [(*wanted, first, count)])
         return parts[0]
 
     async def _whole(self, target: int, table: int, part: Fetched) -> Fetched:
-        """The chunk whose beginning this is, with the rest of it, all of one version."""
+        """Return the chunk that starts with `part`, with its other parts, all of one version."""
         parts, begun = [part.copy], part
         while parts[-1].more:
             first = len(parts) * _PIECE_BLOCKS
             (further, *_), _ = await self._parts(target, [(part.copy.inode, part.copy.index, table, first, _PIECE_BLOCKS)])
             if further.damage is not None or further.copy.version != part.copy.version:
-                # It has changed between: as if a write of it were not decided, so that it is asked for again.
+                # The chunk has changed in between. Mark it as having an undecided write, so that it is
+                # requested again.
                 return further if further.damage is not None else begun._replace(pending=True, copy=replace(
                     part.copy, more=False))
             parts.append(further.copy)

@@ -1,9 +1,10 @@
-"""Whole chunks on the wire: what a target of a chain gives to another one, and how that is coded.
+"""Server side of chunk transfer between chain members, and the encoding of transferred chunks.
 
-Answers only a service of the pool, only of chains that this target holds by its own map, and only to who does not know a newer
-map: so that who asks gets what the chain has, and every write that comes after the answer is passed on to it.
+The server answers only services of the pool, only for chains that this target holds by its own map, and only
+if the requester does not know a newer map. So the requester gets the state of the chain, and every write
+after the answer is passed on to the requester.
 
-Called by store/server/service (`Giving`) and by store/replication/resync (the rest).
+The users are `store/server/service` (`Giving`) and `store/replication/resync` (the rest).
 """
 
 from __future__ import annotations
@@ -31,15 +32,21 @@ WANTED = struct.Struct("<QIIII")
 _REQUEST = struct.Struct("<QQH")
 _RUN = struct.Struct("<II")
 VERSIONS_MAX = 4096
-"""Of one answer: 135 KiB."""
+"""Chunk versions in one answer: 135 KiB."""
 FETCH_BYTES = 4 * MIB
-"""Of one answer, and of one piece of a chunk; an answer that has begun below it may end above."""
+"""Bytes in one answer, and in one piece of a chunk.
+
+An answer below this limit may exceed it with its last chunk.
+"""
 FETCH_CHUNKS_MAX = 64
 
 
 class Giving:
-    """`parse`, `authority` and `later` are the service's: the message of a call, checked; AccessDenied to who is no service;
-    do the work of a call in a task."""
+    """Handlers of transfer requests.
+
+    The service supplies these callbacks: `parse` decodes and checks the message of a call, `authority` raises
+    AccessDenied unless the caller is a service, and `later` runs the work of a call in a task.
+    """
 
     def __init__(self, store: ChunkStore, replica: Replica, target: int, *, parse: Callable[[Any, Call], Any],
                  authority: Callable[[bytes], None], later: Callable[[Call, Coroutine], None],
@@ -50,7 +57,7 @@ class Giving:
         self._parse, self._authority, self._later, self._busy = parse, authority, later, busy
         self._map: PoolMap | None = None
         self._turns = asyncio.Semaphore(2)
-        """Further ones wait: readers' requests are worth more than who catches up."""
+        """Further fetches wait: requests of clients are more important than a target that catches up."""
         self.active = 0
         self._cuts: dict[int, int] = {}
 
@@ -59,7 +66,7 @@ class Giving:
 
     @contextmanager
     def cutting(self, inode: int) -> Iterator[None]:
-        """While the inode is cut here its chunks may still have what goes."""
+        """Mark the inode as being truncated here: its chunks may still have bytes to be removed."""
         self._cuts[inode] = self._cuts.get(inode, 0) + 1
         try:
             yield
@@ -116,7 +123,8 @@ class Giving:
             except NvpoolError as error:
                 chunks.append(pb.FetchedChunk(inode=inode, index=index, status=error.wire_code))
                 continue
-            # A write that was pending when the bytes were looked at is so, or was decided since; either counts.
+            # A write that was pending when the bytes were read is still pending, or was decided since; both
+            # count.
             pending = pending or inode in self._cuts or self._replica.is_pending([(inode, index)])
             chunks.append(encode_copy(copy, pending))
             payload.append(copy.content)
@@ -129,7 +137,10 @@ class Giving:
         return self._map.epoch if self._map is not None else 0
 
     def _check(self, epoch: int, chains: Iterable[tuple[int, int]]) -> None:
-        """Busy until our map is as new as the asker's, WrongTarget where a chain is not ours by it."""
+        """Check a request's map and chains.
+
+        Busy: our map is older than the caller's. WrongTarget: by our map, a chain is not held here.
+        """
         if self._map is None:
             return
         if epoch > self._epoch:
@@ -141,7 +152,7 @@ class Giving:
 
 
 def encode_copy(copy: ChunkCopy, pending: bool) -> pb.FetchedChunk:
-    """Without its content."""
+    """Encode a chunk without its content."""
     return pb.FetchedChunk(
         inode=copy.inode, index=copy.index, pending=pending, version=copy.version, table=copy.table, cut=copy.cut,
         requests=b"".join([_REQUEST.pack(session, sequence, slot) for session, slot, sequence in copy.requests]),
@@ -172,7 +183,10 @@ def decode_versions(reply: pb.VersionsReply) -> tuple[list[ChunkVersion], list[I
 
 
 def decode_fetched(reply: pb.FetchReply, payload: memoryview) -> list[tuple[pb.FetchedChunk, ChunkCopy]]:
-    """The chunks of an answer, each with its part of the payload. CorruptFrame."""
+    """Return the chunks of an answer, each with its part of the payload.
+
+    CorruptFrame: the sizes do not match.
+    """
     found, at = [], 0
     for one in reply.chunks:
         length = len(one.checksums) // 4 * BLOCK_BYTES
@@ -184,6 +198,6 @@ def decode_fetched(reply: pb.FetchReply, payload: memoryview) -> list[tuple[pb.F
 
 
 def wanted_entries(chunks: Iterable[tuple[int, int, int, int, int]]) -> bytes:
-    """Of (inode, index, table, first block, blocks) each."""
+    """Encode (inode, index, table, first block, blocks) entries."""
     return b"".join([WANTED.pack(*one) for one in chunks])
 

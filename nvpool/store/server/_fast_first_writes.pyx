@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""First writes of new files from frame to frame, with little Python in between. See fast_first_writes.py, which says what is
-promised."""
+"""Compiled fast path for the first write of a new file, from frame to frame.
+
+`fast_first_writes.py` describes its conditions and guarantees.
+"""
 
 from hashlib import blake2b
 
@@ -54,20 +56,20 @@ cdef extern from "unistd.h":
 crc_begin(0)
 
 cdef enum:
-    MESSAGE_BYTES = 132         # codec._WRITE_REQUEST
-    ENTRY_AT = 75               # of the one write in it
+    MESSAGE_BYTES = 132  # data_codec._WRITE_REQUEST
+    ENTRY_AT = 75  # offset of the only write in the message
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
-    REPLY_BYTES = 27            # codec._WRITE_REPLY
+    REPLY_BYTES = 27  # data_codec._WRITE_REPLY
     BLOCK = 4096
     GRANT_BYTES = 60
     GRANT_BODY = 44
     MAC_BYTES = 16
-    COUNTER_BITS = 51           # of an inode's number; above them its partition
+    COUNTER_BITS = 51  # of an inode number; the partition is above them
     PARTITIONS = 1 << 13
     SINCE_MAX = 8192
     GROUP_BITS = 13
-    SLOT_BITS = 16              # lend
-    RECORD_MAX = 64             # of a small file of one block: 2, five numbers, session, checksum
+    SLOT_BITS = 16  # see `location_leases`
+    RECORD_MAX = 64  # record of a one-block file: 2, five numbers, session, checksum
 
 cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000), NEVER = 0xFFFFFFFFFFFFFFFF
 cdef long may_write = WRITE, special = SERVICE | ENCRYPTED
@@ -81,7 +83,7 @@ cdef object new_chunk = Chunk.__new__, new_segment = Segment.__new__
 
 
 cdef bytes numbered(uint8_t kind, uint64_t inode):
-    """records.segment_key of a file's beginning, records.inode_key."""
+    """Return index_records.segment_key of a file's beginning, or index_records.inode_key."""
     cdef uint8_t key[9]
     key[0] = kind
     put64_big(key + 1, inode)
@@ -89,18 +91,21 @@ cdef bytes numbered(uint8_t kind, uint64_t inode):
 
 
 cdef bytes numbered_group(uint8_t kind, uint32_t group):
-    """records.delta_key and group_key."""
+    """Return index_records.delta_key or index_records.group_key."""
     cdef uint8_t key[5]
     key[0], key[1], key[2], key[3], key[4] = kind, group >> 24, group >> 16, group >> 8, group
     return PyBytes_FromStringAndSize(<const char *>key, 5)
 
 
 cdef class Unknown:
-    """Of which inodes nothing is in the index, without a look into it. The highest number of a partition that was there has
-    been looked up once; what was put there since is remembered, as the engine tells it (Kv.on_apply)."""
+    """Set of inodes of which the index certainly has nothing, known without a look-up.
+
+    The highest inode number of each partition in the index is looked up once. Later inodes are added as the
+    kv engine reports them (Kv.on_apply).
+    """
 
     cdef object _kv
-    cdef uint64_t *_ends        # of each partition: from this number on nothing was there; 0: not looked up
+    cdef uint64_t *_ends  # by partition: from this number on the index had nothing; 0: not looked up
     cdef set _since
 
     def __cinit__(self, kv):
@@ -113,7 +118,7 @@ cdef class Unknown:
         free(self._ends)
 
     def told(self, dict changed):
-        """The effects of a change that is made."""
+        """Record the effects of a change that the engine has applied."""
         cdef const uint8_t *at
         cdef uint64_t inode, end
         cdef int byte
@@ -133,7 +138,7 @@ cdef class Unknown:
             self._forget()
 
     cdef int _forget(self) except -1:
-        """From the highest of them on, of each partition, nothing is there."""
+        """Replace the recorded inodes by a higher end for each partition."""
         cdef uint64_t inode
         for inode in self._since:
             if inode >= self._ends[inode >> COUNTER_BITS]:
@@ -142,7 +147,7 @@ cdef class Unknown:
         return 0
 
     cdef bint has(self, uint64_t inode) except -1:
-        """Whether it is one of them for sure."""
+        """Whether the index certainly has nothing of the inode."""
         cdef uint64_t end = self._ends[inode >> COUNTER_BITS]
         if not end:
             end = self._ends[inode >> COUNTER_BITS] = self._looked_up(inode >> COUNTER_BITS)
@@ -156,8 +161,8 @@ cdef class Unknown:
             end = numbered(kind, partition + 1 << COUNTER_BITS) if partition + 1 < PARTITIONS else bytes((kind + 1,))
             try:
                 found = self._kv.scan_back(numbered(kind, partition << COUNTER_BITS), end, 1)
-                # A damaged key stands where the search ends, and is seen beside a record that is not there: then, and where
-                # that record is there, nothing is believed.
+                # A damaged key is sorted at the end of the search range and becomes visible beside a record
+                # that does not exist. In this case, and if that record does exist, nothing is certain.
                 if self._kv.get(end) is not None:
                     return NEVER
             except NvpoolError:
@@ -178,7 +183,7 @@ cdef struct Request:
 
 
 cdef bytes segment_key(Request *r):
-    """records.segment_key of the chunk's first segment."""
+    """Return index_records.segment_key of the chunk's first segment."""
     cdef uint8_t key[14]
     cdef int byte
     key[0] = c"c"
@@ -190,7 +195,7 @@ cdef bytes segment_key(Request *r):
 
 
 cdef bytes small_record(Request *r, uint64_t place):
-    """records.encode_segment of a chunk whose one block is there."""
+    """Return index_records.encode_segment of a chunk with its one block at `place`."""
     cdef uint8_t record[RECORD_MAX]
     cdef uint8_t *at
     record[0] = <uint8_t>(2 | r.table - 1 << 4)
@@ -207,7 +212,10 @@ cdef bytes small_record(Request *r, uint64_t place):
 
 
 cdef bytes delta_record(array.array deltas, Py_ssize_t count, bint is_longer, uint64_t place, Py_ssize_t used):
-    """allocator.encode_deltas of the first `count`, and of the block that is taken where the list is to name it."""
+    """Return allocator.encode_deltas of the first `count` deltas.
+
+    With `is_longer` the list also has the newly taken block.
+    """
     cdef bytes record = PyBytes_FromStringAndSize(NULL, 4 + 4 * (count + is_longer))
     cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(record)
     cdef Py_ssize_t number
@@ -230,7 +238,7 @@ cdef class NewWrites:
     cdef uint8_t[BLOCK] _block
 
     def __init__(self, target, grants, secret, store, replica, tenure, clock):
-        """See fast_first_writes.py."""
+        """Create the fast path; see fast_first_writes.py."""
         self._target, self._grants, self._store, self._replica, self._tenure = target, grants, store, replica, tenure
         self._index, self._kv, self._allocator, self._quarantine = store.index, store.kv, store.allocator, store.quarantine
         self._lender, self._device, self._fd = store.lender, store.device, store.device.fd
@@ -243,8 +251,11 @@ cdef class NewWrites:
         return boottime_s() if self._is_system else self._clock.boottime_s()
 
     def answer(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint64_t epoch, dict in_work, tally, list out):
-        """Answer the frame at `begin`, of a buffer of which `end` bytes came, by the map of this epoch: append its answer to
-        `out`; how many bytes it took. 0: it is left, and nothing has happened."""
+        """Answer the frame at `begin` of the buffer, which has `end` valid bytes.
+
+        `epoch` is that of the served map. Appends the reply to `out` and returns the number of bytes that the
+        frame took. 0: the frame takes the slow path, and nothing has happened.
+        """
         cdef Request r
         cdef double since_s = self._now_s()
         if begin < 0 or end > PyByteArray_GET_SIZE(buffer) or end - begin < FRAME_BYTES or not epoch:
@@ -259,7 +270,8 @@ cdef class NewWrites:
             return 0
         if crc_of(r.payload, r.length) != r.checksum:
             return 0
-        # As Allocator.allocate; what is free there stays so until the change is made, since nothing waits before that.
+        # Like Allocator.allocate. A free block found here stays free until the change, since nothing waits
+        # before it.
         allocator = self._allocator
         group_number = allocator._small
         cdef array.array spare = allocator._spare
@@ -281,7 +293,7 @@ cdef class NewWrites:
             content = self._block
             r.checksum = crc_of(content, BLOCK)
         if pwrite(self._fd, content, BLOCK, <long long>(place << 12)) != BLOCK:
-            return 0  # the ordinary way writes it there anew, or says what is wrong
+            return 0  # the slow path writes there again, or reports the error
         tally.begun += 1
         cdef int status = 0, code = 0
         cdef bytes text
@@ -289,7 +301,7 @@ cdef class NewWrites:
             self._name(&r, name, group_number, group, used, bit, place)
         except NvpoolError as error:
             status = error.wire_code
-        except Exception as error:  # a bug, told as the ordinary way tells it
+        except Exception as error:  # a bug, reported like the slow path reports it
             code, text = encode_error(error)
             out.append(pack_head(REPLY, code, r.number, 0, text, 0))
         if not code:
@@ -298,7 +310,10 @@ cdef class NewWrites:
         return FRAME_BYTES + r.length
 
     cdef bint _taken(self, const uint8_t *at, Py_ssize_t count, uint64_t epoch, Request *r) except -1:
-        """Whether it is a frame with one write to the beginning of a chunk, by whoever has the right to it, all of it here."""
+        """Whether the frame is one permitted write to the first block of a chunk.
+
+        The frame must be complete. Fills in `r`.
+        """
         cdef const uint8_t *message = at + HEADER_BYTES
         cdef const uint8_t *entry = message + ENTRY_AT
         cdef const uint8_t *grant = message + 13
@@ -309,7 +324,7 @@ cdef class NewWrites:
         if not 0 < r.length <= BLOCK or count < FRAME_BYTES + <Py_ssize_t>r.length \
                 or crc_of(message, MESSAGE_BYTES) != get32(at + 24):
             return False
-        # The message, as codec.encode_write_request lays it out.
+        # The message has the layout of data_codec.encode_write_request.
         if (message[0] != 0x09 or get64(message + 1) != epoch or message[9] != 0x10 or message[10] != self._target
                 or message[11] != 0x1A or message[12] != GRANT_BYTES or message[73] != 0x22 or message[74] != 40
                 or message[115] != 0x2A or message[116] != 4 or message[121] != 0x31 or message[130] != 0x38):
@@ -321,7 +336,8 @@ cdef class NewWrites:
         if get32(entry + 32) != r.length or entry[36] or entry[37] or r.offset + <uint64_t>r.length > BLOCK or not r.session \
                 or not 0 < r.slot < 128:
             return False
-        # The grant, as grants.verify and writeone have it. One that comes for the first time is not kept: its file is written.
+        # The grant is checked like in grants.verify and single_write. A new grant is not cached, since its
+        # file is then already written.
         cdef uint64_t now_ms = (wall_ns() if self._is_system else <long long>self._clock.wall_ns()) // 1_000_000
         r.table = grant[36] if grant[36] else 1
         return (grant[0] == 1 and grant[1] & may_write and not grant[1] & special and get64(grant + 12) == r.inode
@@ -336,12 +352,12 @@ cdef class NewWrites:
         cdef bytes mac = state.digest()
         cdef const uint8_t *right = <const uint8_t *>PyBytes_AS_STRING(mac)
         cdef uint8_t other = 0
-        for byte in range(MAC_BYTES):  # all of them, whatever the first one is
+        for byte in range(MAC_BYTES):  # compares all bytes, whatever the first one is (constant time)
             other |= right[byte] ^ grant[GRANT_BODY + byte]
         return not other
 
     cdef bint _is_plain(self, Request *r) except -1:
-        """Whether the store takes it, and nobody else has a part in it; if so, as which version."""
+        """Whether the store accepts the write and no other target takes part; if so, set its version."""
         cdef uint64_t chain_epoch = 1
         store, kv, replica = self._store, self._kv, self._replica
         if (store.fenced_because or store._closed or kv._frozen is not None and kv.full or replica.shares or replica.pending
@@ -357,8 +373,10 @@ cdef class NewWrites:
         return chain_epoch and not chain_epoch >> 32
 
     cdef int _name(self, Request *r, tuple name, group_number, group, used, bit, uint64_t place) except -1:
-        """The one change that names the block, and what follows from it in memory. If the engine does not take it, nothing is
-        changed but counts."""
+        """Apply the one change that names the block, and update the state in memory.
+
+        If the engine refuses the change, only counters have changed.
+        """
         cdef object store = self._store, index = self._index, allocator = self._allocator, lender = self._lender
         cdef object device = self._device, table
         cdef uint64_t offset = place << 12
@@ -373,14 +391,14 @@ cdef class NewWrites:
         if is_folded:
             effects.append((numbered_group(c"g", group_number), encode_bitmap(used)))
         effects.append((delta, delta_record(deltas, 0 if is_folded else count, not is_folded, place, used.bit_count())))
-        # Before it is made: who reads from now on where the old blocks lay, asks again.
+        # Before the change: a client that reads the old locations from now on asks again for the locations.
         cdef uint64_t slot
         if lender.life_s:
             slot = (r.inode * <uint64_t>0x9E3779B97F4A7C15 + r.index * <uint64_t>0xC2B2AE3D27D4EB4F) >> 64 - SLOT_BITS
             table = lender._table
             table[slot] = <uint32_t>(<uint32_t>table[slot] + 1)
         self._kv.apply(effects)
-        # As Allocator.commit.
+        # Like Allocator.commit.
         group.used = used
         if is_folded:
             group.deltas = array.copy(no_deltas)
@@ -394,7 +412,7 @@ cdef class NewWrites:
             allocator._count(group_number, 0)
         if allocator.changed_groups is not None:
             allocator.changed_groups[group_number] = allocator.changed_groups.get(group_number, 0) | bit
-        # As Index.chunk and BlockChunkStore.apply_segments.
+        # Like Index.chunk and BlockChunkStore.apply_segments.
         cdef array.array disk = array.clone(no_places, 1, False)
         disk.data.as_ulonglongs[0] = place
         segment = new_segment(Segment)
@@ -413,7 +431,7 @@ cdef class NewWrites:
         return 0
 
     cdef bytes _reply(self, Request *r, uint64_t epoch, int status):
-        """The frame with codec.encode_write_reply of one result."""
+        """Return the reply frame with data_codec.encode_write_reply of one result."""
         cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + REPLY_BYTES)
         cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(frame)
         cdef uint8_t *said = to + HEADER_BYTES

@@ -1,5 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Reads from frame to frame without Python in between. See fast_reads.py, which has the twin and says what is promised."""
+"""Compiled fast path for reads, from frame to frame without Python code in between.
+
+`fast_reads.py` has the reference implementation and describes the guarantees.
+"""
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
@@ -66,16 +69,16 @@ cdef extern from "_page_cache.h":
 crc_begin(0)
 
 cdef enum:
-    REQUEST_BYTES = 99          # codec._READ_REQUEST
+    REQUEST_BYTES = 99  # data_codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + REQUEST_BYTES
-    BLOCKS_MAX = 8              # of what may be answered at once alone
-    LARGE_BLOCKS_MAX = 32       # with an end to answer later
+    BLOCKS_MAX = 8  # largest read that is only answered immediately
+    LARGE_BLOCKS_MAX = 32  # with a connection end that can answer later
     PAGE = 4096
     OUT_BYTES_MAX = 256 << 10   # stream_transport.GATHER_BYTES
     RING_ENTRIES = 512
-    REAP_MAX = 8                # answers that are sent before the next ones are looked for
+    REAP_MAX = 8  # answers that are sent before the next completions are taken
     ROOM_BYTES = PAGE + (LARGE_BLOCKS_MAX << 12)
-    HUGE_ROOMS = 15             # in 2 MiB
+    HUGE_ROOMS = 15  # in 2 MiB
     ROOMS_MAX = 4 * HUGE_ROOMS
 
 cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000)
@@ -91,9 +94,12 @@ cdef Py_ssize_t rooms_free = 0, rooms_made = 0
 
 
 cdef class Large:
-    """The frame of an answer with many blocks, which begin at a page: in memory that is used again when nobody refers to it any
-    more. Taken from the heap and given back for each answer, its pages cost a seventh of a store's time; and within one huge page
-    the kernel has less to look up for the drive."""
+    """Reply frame with many blocks, which begin at a page border, in reused memory.
+
+    The memory is reused when nothing refers to the frame any more. If each answer took its pages from the
+    heap and gave them back, this would cost a seventh of the store's time. Within one huge page the kernel
+    also has fewer pages to look up for the drive.
+    """
     cdef uint8_t *room
     cdef uint8_t *frame
     cdef Py_ssize_t length
@@ -112,7 +118,10 @@ cdef class Large:
 
 
 cdef Large large_answer(Py_ssize_t before, Py_ssize_t length):
-    """For so many bytes of head and message, and so many of blocks; None when too many are under way."""
+    """Allocate a frame with `before` bytes of head and message and `length` bytes of blocks.
+
+    Returns None if too many frames are in use.
+    """
     global rooms_free, rooms_made
     cdef uint8_t *more
     cdef Large made
@@ -131,19 +140,22 @@ cdef Large large_answer(Py_ssize_t before, Py_ssize_t length):
 
 
 cdef class Cold:
-    """A read that is in the ring, in the place of an InboundCall in its connection's table; it keeps the memory that the kernel
-    writes to, whoever has gone by then. `reply`: the frame that is sent when the blocks are in it."""
+    """Read that waits for the drive, in place of an InboundCall in its connection's table.
+
+    The object keeps the memory that the kernel writes to, even if the client has gone by then. `reply` is the
+    frame that is sent when the blocks are in it.
+    """
 
     cdef readonly object side
     cdef readonly bint cancelled
     cdef readonly int _bytes
     cdef readonly double since_s
-    cdef object reply           # bytes or a Large
+    cdef object reply  # bytes or a Large
     cdef object reading
     cdef uint64_t epoch
     cdef uint32_t number, deadline_ms, length
-    cdef bint is_direct         # by a descriptor past the page cache
-    cdef Py_ssize_t start       # of the frame within `reply`, where that has its blocks at the border of a page
+    cdef bint is_direct  # uses a descriptor that bypasses the page cache
+    cdef Py_ssize_t start  # start of the frame within `reply`, if the blocks are aligned to a page
     cdef uint8_t[REQUEST_BYTES] message
 
     @property
@@ -151,16 +163,16 @@ cdef class Cold:
         return method_key
 
     def _cancel(self):
-        """Who asked has gone, or does not want it any more: its connection has forgotten it."""
+        """Cancel: the client has gone or no longer wants the read; its connection has dropped it."""
         self.cancelled = True
 
 
 cdef class Reads:
-    """As atonce.PlainReads."""
+    """Compiled version of fast_reads.PlainReads."""
 
     cdef public uint64_t epoch
     cdef public bint open
-    cdef public object writes   # what answers writes, _newwrites.NewWrites, or None
+    cdef public object writes  # fast path for writes, _fast_first_writes.NewWrites, or None
     cdef uint8_t _target
     cdef int _fd
     cdef bint _is_system
@@ -170,7 +182,7 @@ cdef class Reads:
     cdef object _loop, _readings
     cdef Py_ssize_t _inside, _prepared
     cdef bint _is_sent_again, _has_ring, _is_cold
-    cdef dict _waits            # Cold -> None: those that are to be answered
+    cdef dict _waits  # Cold -> None: reads still to be answered
 
     def __init__(self, target, grants, store, pending, tenure, use, clock):
         self.epoch = 0
@@ -188,7 +200,7 @@ cdef class Reads:
 
     @property
     def waiting(self):
-        """Reads that the drive has not answered."""
+        """Reads that the drive has not completed."""
         return self._inside
 
     cdef double _now_s(self) except -1:
@@ -198,7 +210,10 @@ cdef class Reads:
         return wall_ns() // 1_000_000 if self._is_system else self._clock.wall_ns() // 1_000_000
 
     def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
-        """As PlainReads.answer. With `side` what is not in memory is begun, and answered there."""
+        """Like PlainReads.answer.
+
+        With `side`, blocks that are not in memory are read from the drive and answered there.
+        """
         if end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")
         cdef Py_ssize_t at = 0, total = 0, length
@@ -255,7 +270,10 @@ cdef class Reads:
         return 0
 
     cdef object _reply(self, const uint8_t *at, dict in_work, side):
-        """The frame of the answer to that request; a Cold, where it is on its way from the drive; or None."""
+        """Try to answer one read request.
+
+        Returns the reply frame, a Cold if the drive is reading the blocks, or None for the slow path.
+        """
         cdef const uint8_t *message = at + HEADER_BYTES
         cdef const uint8_t *entry = message + 75
         cdef PyObject *found
@@ -265,14 +283,15 @@ cdef class Reads:
         cdef object reply
         cdef object grant, chunk, segment, name
         cdef list segments
-        # The head: a request for reads without a payload, its message as long as that of one read with one grant.
+        # The head: a read request without a payload, with a message as long as that of one read with one
+        # grant.
         if (get16(at + 4) != method_of_reads or get32(at + 16) != REQUEST_BYTES or get32(at + 20) or not get32(at + 12)
                 or not is_head(at, REQUEST) or crc_of(message, REQUEST_BYTES) != get32(at + 24)):
             return None
         cdef uint32_t number = get32(at + 8)
         if in_work and number in in_work:
             return None
-        # The message, as codec.encode_read_request lays it out, and the one read in it.
+        # The message has the layout of data_codec.encode_read_request, with one read.
         if (message[0] != 0x09 or get64(message + 1) != self.epoch or message[9] != 0x10 or message[10] != self._target
                 or message[11] != 0x1A or message[12] != 60 or message[73] != 0x22 or message[74] != 24):
             return None
@@ -317,8 +336,8 @@ cdef class Reads:
         if not place or count > 1 and not segment.base:  # a hole; or blocks in more than one run
             return None
         version = chunk.version
-        # The answer: head, message as codec.encode_read_reply lays it out, blocks.
-        cdef int wide = count >= 32  # its checksums' length takes two bytes
+        # The answer: head, message with the layout of data_codec.encode_read_reply, blocks.
+        cdef int wide = count >= 32  # the length of its checksums takes two bytes
         cdef Py_ssize_t message_bytes = 29 + wide + count * 4, before = HEADER_BYTES + message_bytes, start = 0
         cdef int fd = -1
         if count > BLOCKS_MAX and entry[22] & asker_keeps and self._has_ring and self._inside < RING_ENTRIES:
@@ -335,7 +354,8 @@ cdef class Reads:
                 start = PAGE - 1 - (<size_t>to + before + PAGE - 1) % PAGE
                 to += start
         cdef uint8_t *said = to + HEADER_BYTES
-        # A look by reading has the drive begin, for each by itself; where the last one was in vain the ring is to tell of all at once.
+        # A trial read makes the drive start each read by itself. After a trial that missed the page cache,
+        # the ring submits all reads together.
         cdef bint is_cold = fd >= 0 or (self._is_cold and side is not None and self._has_ring
                                         and pages_in_memory(self._fd, place << 12, length) < <uint64_t>count)
         if not is_cold:
@@ -362,10 +382,10 @@ cdef class Reads:
             return reply
         return self._begin(at, in_work, side, reply, start, to + before, fd if fd >= 0 else self._fd, place, length)
 
-    # -- what is not in memory ---------------------------------------------------------------------------------------------
+    # -- reads from the drive ----------------------------------------------------------------------------------------------
 
     cdef bint _opened(self) except -1:
-        """Whether there is a ring, whose ends are looked out for."""
+        """Whether there is a ring whose completions the event loop watches."""
         if self._ring is None:
             try:
                 self._ring = Ring(RING_ENTRIES)
@@ -391,12 +411,12 @@ cdef class Reads:
         one.reading = self._readings.begin(self._store.kv.sequence)
         in_work[number] = one
         self._waits[one] = None
-        if self._inside == 1:  # the drive has nothing to do
+        if self._inside == 1:  # the drive is idle
             self.submit()
         return one
 
     def submit(self):
-        """Send what was begun to the drive; again soon where the kernel has no memory for it now."""
+        """Submit the prepared reads to the drive; retry soon if the kernel has no memory for them now."""
         if not self._prepared or self._ring is None:
             return
         try:
@@ -412,7 +432,7 @@ cdef class Reads:
         self.submit()
 
     def reap(self):
-        """Answer what has come from the drive, a few at a time: so who asked has the first while the others are made."""
+        """Answer completed reads, a few at a time: clients get the first answers early."""
         cdef uint64_t token
         cdef int result
         cdef Py_ssize_t count = REAP_MAX, total = 0
@@ -433,7 +453,7 @@ cdef class Reads:
                     continue
                 try:
                     self._ended(one, result, sides)
-                except Exception as error:  # a bug: who waits is not forgotten for it, nor are the others
+                except Exception as error:  # a bug: other waiting reads must still be answered
                     self._loop.call_exception_handler({"message": "a read of a store has failed", "exception": error})
             for side in sides:
                 if side._out:
@@ -468,7 +488,7 @@ cdef class Reads:
         return 0
 
     cdef int _otherwise(self, Cold one) except -1:
-        """As if it came now: whatever there is to say of it, the ordinary way says."""
+        """Pass the read to the slow path as if it arrived now; the slow path reports any error."""
         cdef double left_s = one.since_s + one.deadline_ms / 1000.0 - self._now_s()
         one.side._tally.begun -= 1
         one.side._arrived(one.number, method_key, max(0, int(left_s * 1000)),
@@ -476,7 +496,10 @@ cdef class Reads:
         return 0
 
     def give_up(self):
-        """Those that wait are asked for the ordinary way, which says why not. What the drive brings for them is nobody's."""
+        """Pass all waiting reads to the slow path, which refuses them.
+
+        Data that arrives for them is dropped.
+        """
         cdef Cold one
         cdef dict waits = self._waits
         self._waits = {}
@@ -486,7 +509,7 @@ cdef class Reads:
                 self._otherwise(one)
 
     def close(self):
-        """When nothing waits any more."""
+        """Release the ring. Call when no read waits any more."""
         if self._ring is not None:
             self._loop.remove_reader(self._ring.fileno)
             self._ring.close()

@@ -1,6 +1,6 @@
-"""What operators and checks ask of a store beside serving: a step of a scrub, a round of it, a chunk of another target.
+"""Handlers of admin requests: a scrub step, a scrub round, the copy of a chunk from another target.
 
-Made by store/server/service, which says who may and answers what goes wrong.
+`store/server/service` creates them. The service checks access and reports their errors.
 """
 
 from __future__ import annotations

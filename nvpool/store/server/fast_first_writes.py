@@ -1,18 +1,25 @@
-"""The first write of a new small file, answered where it arrives: from the frame of the request to the frame of the answer.
+"""Fast path for the first write of a new small file, from frame to frame.
 
-Most of what such a write costs a store is a hundred small decisions: a message and a grant read, a chunk and an inode looked
-up that are not there, a block chosen, two records made. Here they are made together, compiled (`_newwrites`).
+Most of the cost of such a write is a hundred small decisions: decode a message and a grant, look up a chunk
+and an inode that do not exist, choose a block, make two records. This path makes them together, in compiled
+code (`_fast_first_writes`).
 
-Only plain sailing: a frame that is whole, one write within the first block of a chunk, by one grant of that inode and session,
-of the map of the moment; of an inode of which the index has nothing, which is known without a look into it; by a target that
-holds all its chains alone, on a drive and in an index with room, where nobody watches; a block is free in the group that small
-writes go to. Whatever else it is goes the way of every request (`writeone`, `writes`), before anything has happened; that way
-alone has refusals. What is answered here is answered there with the same bytes, written with the same records, counted the same
-and in the same order: bytes to the drive, the change that names them, the answer. What the engine then refuses is answered as
-there, and leaves everything as it was.
+The path takes a request only under all of these conditions:
 
-There is no twin in Python: without a compiler all is decided the ordinary way. Made by store/server/service; asked by the reads
-that are answered at once (`_atonce`), to which a listener gives its frames.
+* The frame is complete, with one write within the first block of a chunk, by one grant of that inode and
+  session, with the current map epoch.
+* The index has nothing of the inode, which is known without a look-up.
+* The target is the only member of all its chains, its drive and index have space, and no client watches the
+  I/O statistics.
+* A block is free in the allocation group for small writes.
+
+Any other request takes the slow path (`single_write`, `write_batch`), before anything has happened; only the
+slow path refuses requests. The slow path gives the same answers with the same bytes, the same records and the
+same counts, in the same order: bytes to the drive, the change that names them, the answer. If the kv engine
+refuses the change, the answer is that of the slow path, and the state is unchanged.
+
+There is no Python implementation: without a compiler, all requests take the slow path. `store/server/service`
+creates this path; the fast reads (`_fast_reads`), to which a listener passes its frames, call it.
 """
 
 from __future__ import annotations
@@ -30,11 +37,15 @@ _fast_first_writes = load_compiled("nvpool.store.server._fast_first_writes")
 
 
 def answer_new_writes(service: StoreService, secret: bytes) -> None:
-    """Have what answers the service's reads at once answer such writes too, where it is compiled and reads a drive."""
+    """Add this fast path to the service's fast reads.
+
+    Does nothing unless both are compiled and the store is on a drive.
+    """
     reads, store = service.at_once, service.store
     if _fast_first_writes is None or fast_reads._fast_reads is None or type(reads) is not fast_reads._fast_reads.Reads:
         return
-    if type(store.kv) is LmdbKv and store.kv.on_apply is None:  # what is in the index is known by being told of each change
+    # `on_apply` reports each change, so it must be free
+    if type(store.kv) is LmdbKv and store.kv.on_apply is None:
         reads.writes = _fast_first_writes.NewWrites(
             service.target, service._grants, secret, store, service.replica, service.tenure, service.clock
         )

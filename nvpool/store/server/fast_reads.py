@@ -1,21 +1,29 @@
-"""Reads that can be answered where they arrive: from the frame of the request to the frame of the answer in one step.
+"""Fast path for reads: from request frame to reply frame in one step.
 
-Of a 4 KiB read over TCP the work is two dozen small decisions; made one by one in Python, with an object for the request and
-one for the answer, they cost the store more than the kernel does. Here they are made together, and compiled where a compiler
-was (`_atonce`; PlainReads is its twin, and says the same in Python).
+A 4 KiB read over TCP needs two dozen small decisions. Made one by one in Python, with an object for the
+request and one for the answer, they cost the store more than the kernel's work does. This path makes them
+together, in compiled code if a compiler was available (`_fast_reads`). `PlainReads` is the reference
+implementation in Python and gives the same answers.
 
-Only plain sailing: a frame that is whole, one read of up to BLOCKS_MAX whole blocks by one grant that was verified before, the
-map of the moment, a chunk and a segment of it in the index's memory without a hole, a damaged block, a write that is not
-decided or anything lost in it, nobody who watches. Whatever else it is goes the way of every request (store/server/service),
-which also says what is wrong: what is answered here is answered there with the same bytes and counted the same. No errors.
+The path takes a request only under all of these conditions:
 
-Blocks that are not in the page cache are left, too, or, compiled and where there is io_uring, read from the drive right into
-the frame of the answer, which goes when they have come: those of a burst are told to the drive together, what comes is answered
-a few at a time. Meanwhile the read is in the connection's table, as one that a Call stands for. If the map, the store's right
-to serve or whoever watches has changed by then, or the drive has failed, it is asked for the ordinary way.
+* The frame is complete, with one read of up to BLOCKS_MAX whole blocks, by one grant that was verified
+  before, with the current map epoch.
+* The chunk and the segment are in the index cache, without a hole, a damaged block, lost data, or a write
+  that the chain has not decided yet.
+* No client watches the I/O statistics.
 
-Made by store/server/service for a store on a file or a drive; called by a listener of the stream transports through the
-handler's `at_once` (rpc/api).
+Any other request takes the slow path (store/server/service), which also reports errors; the fast path reports
+none. The slow path gives the same answers with the same bytes and the same counts.
+
+Blocks that are not in the page cache also take the slow path. The compiled path with io_uring reads them
+instead from the drive directly into the reply frame and sends the frame on completion. The reads of a burst
+are submitted to the drive together, and completed reads are answered a few at a time. Until then the read is
+in the connection's table, like a read that a Call represents. If the map, the serving lease or the watching
+of statistics has changed by then, or the drive has failed, the request takes the slow path.
+
+`store/server/service` creates this path for a store on a file or a drive. A listener of the stream transports
+calls it through the handler's `at_once` (rpc/api).
 """
 
 from __future__ import annotations
@@ -48,20 +56,30 @@ if TYPE_CHECKING:
 _fast_reads = load_compiled("nvpool.store.server._fast_reads")
 
 BLOCKS_MAX = 8
-"""Compiled, four times as many for who can be answered later, from 64 KiB on past the page cache as the ordinary way has it."""
+"""Largest read in blocks. The compiled path allows four times as many if it can answer later.
+
+From 64 KiB on it then bypasses the page cache, like the slow path.
+"""
 OUT_BYTES_MAX = 256 << 10
-"""Of answers to frames that came together; the others go the ordinary way."""
+"""Limit of the replies to frames that arrived together; the remaining frames take the slow path."""
 REQUEST_BYTES = 99
-"""Of the message of one read with one grant, as codec.encode_read_request makes it."""
+"""Length of the message of one read with one grant, as `encode_read_request` makes it."""
 FRAME_BYTES = HEADER_BYTES + REQUEST_BYTES
 
 
 class PlainReads:
-    """`epoch`: of the map that is served, 0 while nothing may be answered here. `open`: until the service is closed."""
+    """Reference implementation of the fast reads.
+
+    `epoch` is that of the served map, 0 while this path must not answer. `open` is True until the service is
+    closed.
+    """
 
     def __init__(self, target: int, grants: dict[bytes, grants.Grant], store: BlockChunkStore, pending: dict, tenure: Tenure,
                  use: Use, clock: Clock) -> None:
-        """`grants` that were verified, by their bytes; `pending`: chunks with a write that is not decided."""
+        """Create the fast path of one target.
+
+        `grants` has the verified grants by their bytes. `pending` has the chunks with an undecided write.
+        """
         self.epoch = 0
         self.open = True
         self.waiting = 0
@@ -74,9 +92,13 @@ class PlainReads:
         self._clock = clock
 
     def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side: Any = None) -> int:
-        """Answer the frames at the beginning of `buffer`, of which `end` bytes came, as far as that can be done at once:
-        append a frame for each to `out`, return how many bytes they took. `in_work`: numbers of requests being answered.
-        `side`: the connection's answering end, which takes answers later; without one nothing is begun."""
+        """Answer the frames at the beginning of `buffer`, as far as this is possible immediately.
+
+        `end` bytes of the buffer are valid. Appends a reply frame for each answered frame to `out`, and
+        returns the number of bytes that these frames took. `in_work` has the numbers of pending requests.
+        `side` is the answering end of the connection, which accepts later answers; without `side` no read
+        from the drive is started.
+        """
         store, at, total = self._store, 0, 0
         if (not self.open or not self.epoch or len(in_work) >= IN_FLIGHT_MAX or store.fenced_because or store._closed
                 or not self._tenure.vouched or self._use.on):
@@ -135,7 +157,7 @@ class PlainReads:
         try:
             if os.preadv(store.device.fd, [blocks], disk << 12, os.RWF_NOWAIT) != length:
                 return None
-        except OSError:  # EAGAIN: not in memory
+        except OSError:  # EAGAIN: not in the page cache
             return None
         if self._tenure.shared and not self._tenure.holds():
             return None
@@ -145,18 +167,20 @@ class PlainReads:
 
 
     def reap(self) -> None:
-        """Answer what has come from the drive."""
+        """Answer reads that the drive has completed."""
 
     def give_up(self) -> None:
-        """Hand what waits for the drive to the ordinary way, which refuses it by now."""
+        """Pass reads that wait for the drive to the slow path, which refuses them."""
 
     def close(self) -> None:
-        """When nothing waits any more."""
+        """Release the resources. Call when no read waits any more."""
 
 
 async def close(reads: Any, drain_s: float) -> None:
-    """Begin nothing more, answer what waits for the drive within that time, and refuse it then. On return the drive writes to
-    no memory of theirs."""
+    """Start no new reads, answer waiting ones within `drain_s`, then refuse the rest.
+
+    On return the drive writes to none of their memory.
+    """
     reads.open = False
     until_s = stopwatch_s() + drain_s
     while reads.waiting:
@@ -173,7 +197,10 @@ Reads = PlainReads if _fast_reads is None else _fast_reads.Reads
 
 def reads_at_once(target: int, grants: dict[bytes, grants.Grant], store: ChunkStore, pending: dict, tenure: Tenure, use: Use,
                   clock: Clock) -> Any | None:
-    """What answers such reads, or None where the store is none for it: in memory, in a test's hands, past the page cache."""
+    """Create the fast reads of a store, or return None.
+
+    Stores in memory, stores on a test device and stores with O_DIRECT do not support them.
+    """
     if type(store) is not BlockChunkStore or type(store.device) is not FileDevice or store.device.direct \
             or not 0 < target < 128:
         return None

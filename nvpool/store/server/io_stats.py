@@ -1,10 +1,12 @@
-"""Who reads and writes what at this target, by session and inode, while somebody watches; and what is read past it.
+"""I/O statistics of a target by session and inode, collected only while a client watches.
 
-Costs a comparison for a batch while nobody asks. Whoever asks says for how long counting shall go on, so that it ends by itself
-when he goes away. The table is bounded: what has no room of its own any more is counted together.
+While no client watches, the cost is one comparison for each batch. Each request for the statistics says for
+how long counting continues, so counting ends by itself when the watcher leaves. The table is bounded:
+sessions and inodes without a row of their own are counted together.
 
-Reads past the store are those of the short cut, which clients of this host tell of when they ask for locations, every few
-seconds. Called by store/server/service; asked by `nvpool top`.
+The statistics include short-circuit reads, which bypass the store. Clients on this host report them when they
+request locations, every few seconds. `store/server/service` calls this module; `nvpool top` requests the
+statistics.
 """
 
 from __future__ import annotations
@@ -25,27 +27,34 @@ if TYPE_CHECKING:
     from nvpool.store.server.write_batch import WriteBatch
 
 ROW = struct.Struct("<QQQQdQQdQQ")
-"""See UseReply."""
+"""Layout of one row; see UseReply."""
 ROWS_MAX = 4096
 FOR_S_MAX = 60.0
 PAST_READS_MAX, PAST_BYTES_MAX = 1 << 32, 1 << 50
-"""Of one inode in one message of a client; more is a mistake of it, and would make nonsense of the figures of others."""
+"""Limits for one inode in one client message.
+
+Larger values are a client error and would spoil the figures of other clients.
+"""
 
 
 class Use:
     def __init__(self, clock: Clock, known: dict[bytes, grants.Grant]) -> None:
-        """`known`: grants that were verified, by their bytes."""
+        """Create empty statistics. `known` maps the bytes of verified grants to the grants."""
         self._clock = clock
         self._known = known
         self._rows: dict[tuple[int, int], list] = {}
         self._counting = 0
         self._until_s = 0.0
         self.on = False
-        """Whether somebody watches: ask before `read` and `wrote`."""
+        """Whether a client watches; check this before `read` and `wrote`."""
         self.past_reads = self.past_bytes = 0
 
     def _row(self, session: int, inode: int) -> list:
-        """A session without room for one more inode has a row for all of those; one without any room shares session 0's."""
+        """Return the row of a session and inode.
+
+        In a full table, a session has one row for all further inodes. A session without any space for that
+        shares the row of session 0.
+        """
         row = self._rows.get((session, inode))
         if row is None:
             if len(self._rows) >= ROWS_MAX:
@@ -55,12 +64,12 @@ class Use:
         return row
 
     def _session(self, rights: Sequence[bytes]) -> int:
-        """Of a message: whoever sent it has one."""
+        """Return the session of a message; every sender has one."""
         grant = self._known.get(bytes(rights[0])) if rights else None
         return grant.session if grant is not None else 0
 
     def read(self, call: Call, batch: ReadBatch) -> None:
-        """A batch of reads is being answered."""
+        """Count a batch of reads that is being answered."""
         if not self._watched():
             return
         _, _, rights, reads, _ = decode_read_request(call.message)
@@ -82,7 +91,7 @@ class Use:
             row[5] += took_s
 
     def past(self, rights: Sequence[bytes], packed: bytes) -> None:
-        """A client has told what it read past this store. What makes no sense is left out."""
+        """Count the short-circuit reads that a client reports. Impossible values are ignored."""
         watched = self.on and self._watched()
         session = self._session(rights) if watched else 0
         for inode, reads, count in PAST_READS.iter_unpack(packed[:len(packed) - len(packed) % PAST_READS.size]):

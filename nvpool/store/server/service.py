@@ -1,11 +1,14 @@
-"""The chunk store's side of the wire: unpack, check, call the store, pack. No decision of its own but who may.
+"""RPC service of a chunk store: decodes requests, checks rights, calls the store, encodes replies.
 
-What is in memory is answered in the call that brought it, a read that waits for the drive in the drive's answer; a task is made
-where something else waits (a sync, room).
-Grants are verified once and kept; on a batch only their ends are looked at. A request of an older map is refused when a chain
-it touches has changed since; one of a newer map makes us ask for it (`refresh_map`).
+The service makes no decisions of its own except access control. A request that memory can answer is answered
+in the call that delivers the request. A read that waits for the drive is answered in the completion callback
+of the drive. A task is created only for other waits (a sync, free space).
 
-Called by a transport's listener as its handler; made by daemons/store.
+The service verifies each access token (grant) once and caches it; for a batch it checks only the expiry
+times. The service refuses a request with an older pool map if a chain that the request touches has changed
+since. A request with a newer map makes the service fetch that map (`refresh_map`).
+
+The listener of a transport calls `handle` for each request. `daemons/store` creates the service.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ log = logging.getLogger(__name__)
 
 EXTENT = struct.Struct("<III")
 WAITING_MAX = 8192
-"""Calls that wait at once, over all connections; more are told to come later."""
+"""Waiting calls allowed at the same time, over all connections; further calls get Busy."""
 TEND_S = 1.0
 
 
@@ -91,9 +94,13 @@ class StoreService(WritesOne, Telling):
                  scrub_interval_s: float = INTERVAL_S, scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
                  on_fail: Callable[[str], None] = lambda reason: None, tenure: Tenure | None = None,
                  callers: Callers | None = None, pool_keys: PoolKeys | None = None):
-        """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later. At `handover_path`
-        processes of this user, and of the group, are given descriptors for the short cut. Without a `dialer` this store takes
-        no part in chains with others. `on_fail` is told when background work has died of a fault in itself."""
+        """Create the service of one target.
+
+        The service calls `refresh_map` when a request has a newer map; `refresh_map` calls `update_map`, now
+        or later. Processes of this user and of `handover_group` receive file descriptors for short-circuit
+        reads at `handover_path`. Without a `dialer` the store takes no part in chains with other targets. The
+        service calls `on_fail` with a reason when background work died of a bug.
+        """
         self.store = store
         self.target = target
         self._callers = callers or Callers()
@@ -109,11 +116,14 @@ class StoreService(WritesOne, Telling):
         self.use = Use(clock, self._grants)
         self._tasks: set[asyncio.Task] = set()
         self._reads: set[Call] = set()
-        """Those that wait for the drive; they have no task."""
+        """Reads that wait for the drive; they have no task."""
         self._read_out: asyncio.Future | None = None
         self._tending: asyncio.Task | None = None
         self.ended_equal = False
-        """Set by close: no write was left of which this member of its chains did not know whether the others have it."""
+        """Set by `close`: this member ends in step with its chains.
+
+        True if no write remains of which the member does not know whether the other members have it.
+        """
         self._draining = False
         self._handover_path, self._handover_group = handover_path, handover_group
         self._handover: Handover | None = None
@@ -131,7 +141,7 @@ class StoreService(WritesOne, Telling):
         orders = Orders(store, self.upkeep, parse=self._parse, authority=self._authority, later=self._later,
                         epoch=lambda: self._epoch)
         self.at_once = reads_at_once(target, self._grants, store, self.replica.pending, self.tenure, self.use, clock)
-        """What a listener asks first; None where every request is handled."""
+        """Fast path that a listener tries first; None if every request takes the slow path."""
         answer_new_writes(self, grant_secret)
         self._new_writes = getattr(self.at_once, "writes", None)
         self._methods: dict[int, Callable[[Call], None]] = {
@@ -147,7 +157,7 @@ class StoreService(WritesOne, Telling):
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin the background work. Once."""
+        """Start the background work. Call once."""
         self._tending = asyncio.get_running_loop().create_task(self._tend())
         if self._handover_path and self.store.lender is not None and self.store.lender.life_s:
             handover = Handover(self._handover_path, self._lent, group=self._handover_group)
@@ -158,7 +168,7 @@ class StoreService(WritesOne, Telling):
                 log.warning("target %d: no short cut for clients of this host: %s", self.target, error)
 
     def _lent(self) -> tuple[bytes, list[int]]:
-        """For rpc/fd_passing: descriptors of the data and of the table of changes."""
+        """Return descriptors of the data and of the lease table; called by `rpc/fd_passing`."""
         lender = self.store.lender
         data = self.store.device.lend()
         try:
@@ -177,7 +187,10 @@ class StoreService(WritesOne, Telling):
                 log.warning("target %d: tending failed: %s", self.target, error)
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Take no new requests, wait up to drain_s for those that wait, then flush and close the store."""
+        """Refuse new requests, wait for pending ones, then flush and close the store.
+
+        The wait is at most `drain_s`.
+        """
         self._draining = True
         if self.at_once is not None:
             await close_at_once(self.at_once, drain_s)
@@ -202,12 +215,12 @@ class StoreService(WritesOne, Telling):
         await self.store.close()
 
     def update_map(self, pool_map: PoolMap) -> None:
-        """Use this map unless ours is as new."""
+        """Use this map if it is newer than the current one."""
         if pool_map.epoch <= self._epoch:
             return
         before, self._map, self._epoch = self._map, pool_map, pool_map.epoch
         if before is None:
-            self._stale_below = pool_map.epoch  # what changed before it is not known here
+            self._stale_below = pool_map.epoch  # changes before this map are not known here
         else:
             for table in pool_map.tables:
                 old = before.table_by_id.get(table.id)
@@ -226,7 +239,7 @@ class StoreService(WritesOne, Telling):
     # -- every request -----------------------------------------------------------------------------------------------
 
     def handle(self, call: Call) -> None:
-        """Answer the call, now or from a task. Errors are raised or given to call.fail."""
+        """Answer the call, now or from a task. Errors are raised or passed to `call.fail`."""
         if self._draining:
             raise Draining
         self._callers.check(call)
@@ -268,7 +281,7 @@ class StoreService(WritesOne, Telling):
 
     def _later_ended(self, work: Coroutine, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        work.close()  # where the task was cancelled before its first step
+        work.close()  # for a task that was cancelled before its first step
 
     @staticmethod
     async def _answered(call: Call, work: Coroutine) -> None:
@@ -277,12 +290,15 @@ class StoreService(WritesOne, Telling):
         except asyncio.CancelledError:
             call.fail(Draining())
             raise
-        except Exception as error:  # the border: a transport tells ours from bugs
+        except Exception as error:  # the border: the transport distinguishes nvpool errors from bugs
             call.fail(error)
 
     def _check_epoch(self, epoch: int, chunks: Callable[[], Iterable[tuple[int, int]]]) -> None:
-        """StaleEpoch when the chain of one of these chunks has changed since the asker's map. A newer map makes us ask; Busy
-        until we have it where by ours somebody else has the chunk: what is not here would be taken for a hole."""
+        """Check that these chunks' chains have not changed since the caller's map; else StaleEpoch.
+
+        A newer map makes the service fetch that map. Until the map arrives, the service raises Busy if its
+        own map assigns a chunk to another target: a chunk that is missing here would look like a hole.
+        """
         if epoch > self._epoch and self._refresh_map is not None and self._map is not None:
             self._refresh_map()
             if not all(self.replica.is_full_member(chain_of(inode, index)) for inode, index in chunks()):
@@ -302,20 +318,27 @@ class StoreService(WritesOne, Telling):
 
     @property
     def waiting(self) -> bool:
-        """Whether requests wait here that are no other target's who catches up."""
+        """Whether requests wait here, apart from those of other targets that catch up."""
         return self.waiting_count > self._giving.active
 
     # -- grants ------------------------------------------------------------------------------------------------------
 
     def _rights_taken(self, any_left: bool) -> None:
-        """Close paths that do not look a grant up in `known` while there are such rights; call locations in that were lent."""
+        """Handle a change of revoked rights.
+
+        While there are revoked rights, disable fast paths that do not look a grant up in `known`, and
+        invalidate all location leases.
+        """
         if self._new_writes is not None:
             self.at_once.writes = None if any_left else self._new_writes
         if any_left and self.store.lender is not None:
             self.store.lender.changing_all()
 
     def volume_key(self, wrapped: bytes) -> VolumeKey | None:
-        """What belongs to the wrapped key of a request; None: it has none. KeyMissing: this store can not unwrap it."""
+        """Return the volume key for a request's wrapped key, None if it is empty.
+
+        KeyMissing: this store cannot unwrap the key.
+        """
         return VolumeKey(wrapped, self._pool_keys.cipher(wrapped)) if wrapped else None
 
     def _authority(self, raw: bytes) -> None:
@@ -349,7 +372,10 @@ class StoreService(WritesOne, Telling):
             self._begin_read(call, epoch, reads, (owners, tables), verify)
 
     async def _read_decided(self, call: Call, epoch: int, reads: bytes, whose: Owners, verify: bool) -> None:
-        """What others may have read by now must not be read here as it was before."""
+        """Read after the pending writes of these chunks are decided.
+
+        Other clients may have read the new bytes already; then this read must not return the old ones.
+        """
         await self.replica.decided([fields[:2] for fields in READ.iter_unpack(reads)], call.deadline_s)
         if not call.cancelled:
             self._begin_read(call, epoch, reads, whose, verify)
@@ -367,7 +393,7 @@ class StoreService(WritesOne, Telling):
 
     def _read_came(self, call: Call, epoch: int, reads: bytes, batch: ReadBatch, error: BaseException | None) -> None:
         if call not in self._reads:
-            return  # we were closed, and it was told so
+            return  # `close` has already failed this call
         self._reads.remove(call)
         if self._read_out is not None and not self._reads:
             self._read_out.set_result(None)
@@ -375,11 +401,12 @@ class StoreService(WritesOne, Telling):
             if error is not None:
                 raise error
             self._answer_read(call, epoch, reads, batch)
-        except Exception as error:  # the border, as in _answered
+        except Exception as error:  # the border, as in `_answered`
             call.fail(error)
 
     def _answer_read(self, call: Call, epoch: int, reads: bytes, batch: ReadBatch) -> None:
-        if epoch != self._epoch:  # while it waited for a write or the drive, chains may have gone on without us
+        # While the read waited for a write or the drive, chains may have continued without this target.
+        if epoch != self._epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         if self.tenure.shared:
             self.tenure.check()
@@ -409,7 +436,7 @@ class StoreService(WritesOne, Telling):
             if grant is None or grant.inode != inode or not grant.rights & grants.READ:
                 results.append(LOCATE_RESULT.pack(StaleGrant.wire_code, 0, 0, 0, 0, 0, 0, 0))
                 continue
-            # not longer than the right to read: a location outlives no grant
+            # A lease is not longer than the right to read: a location must not outlive its grant.
             left_s = (grant.ends_ms - now_ms) / 1000 + grants.CLOCK_SKEW_S
             try:
                 found = None
@@ -458,7 +485,9 @@ class StoreService(WritesOne, Telling):
                 if call.cancelled:
                     return
                 await until()
-                if call.cancelled:  # given up, and perhaps written anew by now: it must not come behind that
+                # The client gave up and may have written again: this write must not be applied after that
+                # one.
+                if call.cancelled:
                     return
                 if call.deadline_s < self.clock.boottime_s():
                     work.refuse_rest(DeadlineExceeded.wire_code)
@@ -506,7 +535,7 @@ class StoreService(WritesOne, Telling):
         else:
             call.fail(error)
 
-    # -- the rest ----------------------------------------------------------------------------------------------------
+    # -- other requests ----------------------------------------------------------------------------------------------
 
     def _flush(self, call: Call) -> None:
         self._parse(pb.FlushRequest, call)
@@ -547,17 +576,20 @@ class StoreService(WritesOne, Telling):
     def _extents(self, call: Call) -> None:
         request = self._parse(pb.ExtentsRequest, call)
         if request.map_epoch < self._epoch and max(self._changed_at.values(), default=self._stale_below) > request.map_epoch:
-            raise StaleEpoch  # a chunk that came or went would be missed
+            raise StaleEpoch  # the answer would miss a chunk that arrived or left
         self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)
         until = min(request.until, 1 << 32)
         found, goes_on = self.store.extents(request.inode, request.first, until)
         extents = b"".join([EXTENT.pack(*extent) for extent in found])
-        self.tenure.check()  # the holes of the past are bytes of now
+        self.tenure.check()  # holes of an old state may be data now
         call.reply(pb.ExtentsReply(map_epoch=self._epoch, extents=extents, more=goes_on < until,
                                    next=goes_on).SerializeToString())
 
     def _check_right(self, raw: bytes, inode: int, rights: int) -> grants.Grant:
-        """The grant, which must be valid, of this inode, and have one of these rights. StaleGrant."""
+        """Return the grant after a check.
+
+        StaleGrant: the grant is not valid, does not cover this inode, or has none of these rights.
+        """
         grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
         if grant is None or not grant.rights & (rights | grants.SERVICE) or \
                 (not grant.rights & grants.SERVICE and grant.inode != inode):
@@ -573,7 +605,8 @@ class StoreService(WritesOne, Telling):
         right = self._check_right(request.write_grant, request.inode, grants.WRITE)
         if not right.rights & grants.SERVICE and (request.cut > right.cut or right.session != request.session != 0):
             raise StaleGrant
-        if (source.rights | right.rights) & grants.ENCRYPTED:  # what is encrypted for one position decrypts at no other
+        # Data encrypted for one position does not decrypt at another.
+        if (source.rights | right.rights) & grants.ENCRYPTED:
             raise NotSupported("chunks of encrypted volumes are copied by reading and writing them")
         table = 0 if right.rights & grants.SERVICE else right.table
         self._later(call, self._do_copy(call, request, table))
@@ -586,7 +619,7 @@ class StoreService(WritesOne, Telling):
         source = request.from_inode, request.from_index, request.from_offset
         version, copied = await self.replica.copy(source, request.inode, request.index, request.offset, request.length,
                                                   cut=request.cut, request=name, given_up=given_up, table=table)
-        if request.map_epoch != self._epoch:  # while it was copied the source may have gone on without us
+        if request.map_epoch != self._epoch:  # during the copy the source may have continued without us
             self._check_epoch(request.map_epoch, lambda: (source[:2], (request.inode, request.index)))
         self.tenure.check()
         call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())

@@ -1,15 +1,17 @@
-"""Until when this target may serve what others hold too.
+"""Serving lease of a replicated target: until when it may answer reads and acknowledge writes.
 
-A target whose chains have more members than itself is replaced when it is silent; so it may answer reads, and acknowledge
-writes, only while nobody can have taken its place: until a lease has ended that counts from the sending of the sign of life
-that was answered, on CLOCK_BOOTTIME. It is looked at after the work and before the answer, so that a process that was stopped
-between the two does not speak for the past. A target that was taken out and comes back has to know that first (`epoch_min`).
-Whoever holds its chains alone needs no lease: nobody can take its place.
+A target whose chains have other members is replaced when it sends no heartbeats. So it may serve only while
+no other target can have replaced it: until the end of a lease. The lease counts from the time when the
+answered heartbeat was sent, on CLOCK_BOOTTIME. The service checks the lease after the work and before the
+answer, so that a process that was stopped in between does not answer with an old state. A target that was
+removed from its chains and returns must first know the map that removed it (`epoch_min`). A target that is
+the only member of its chains needs no lease: no other target can replace it.
 
-A target that may have lost what it had not flushed (store/disk/write_verifier) answers nobody, not even who would copy from it,
-before the map says so: whoever asks later whether a chain still has what was written to it is told by the map.
+A target that may have lost unstable writes (store/disk/write_verifier) answers no request, not even from a
+target that would copy from it, before the map records the possible loss. A client that asks later whether a
+chain still has its writes gets the answer from the map.
 
-Made by daemons/store, which sends the signs of life; asked by store/server/service.
+`daemons/store` creates the lease and sends the heartbeats; `store/server/service` checks the lease.
 """
 
 from __future__ import annotations
@@ -25,22 +27,30 @@ from nvpool.store.chunks.location_leases import Lender
 
 
 class Tenure:
-    """`shared`: whether any of the target's chains has another member, so that its time counts. Not before there is a map."""
+    """Serving lease of one target.
+
+    `shared` says whether any chain of the target has another member, so that the lease matters. `shared` is
+    False before the first map.
+    """
 
     def __init__(self, target: int, clock: Clock = SYSTEM_CLOCK, lender: Lender | None = None, *,
                  until_s: float = -math.inf, verifier: int = 0):
-        """The lender's table says the same to clients that read the drive themselves. `until_s` inf: for a pool in which nobody
-        is replaced. `verifier`: the store's; 0: nobody tells the map of it."""
+        """Create the lease of `target`.
+
+        The table of `lender` has the same end time for clients that read the drive directly. `until_s` inf is
+        for a pool without replacement of targets. `verifier` is the store's write verifier; 0: the map does
+        not record it.
+        """
         self.target = target
         self.verifier = verifier
         self.vouched = not verifier
-        """Whether the map says what the target may have lost. Before that it answers nobody."""
+        """Whether the map records what the target may have lost. Until then it answers no request."""
         self.shared = False
         self.until_s = until_s
         self.refused = ""
-        """Why the last sign of life was not answered with a lease; empty: it was."""
+        """Why the last heartbeat got no lease; empty if it got one."""
         self.changed: Callable[[], None] = lambda: None
-        """Called after a new map: those who wait for us to know it are told soon."""
+        """Callback after a new map, so that waiting callers are notified soon."""
         self._clock = clock
         self._lender = lender
         self._epoch = self._epoch_min = 0
@@ -48,7 +58,11 @@ class Tenure:
         self._readable: frozenset[tuple[int, int]] = frozenset()
 
     def update_map(self, pool_map: PoolMap) -> None:
-        """Follow this map. Where it has chains that are not to be read here any more, clients of this host are told first."""
+        """Follow this map.
+
+        If the map ends the right to read some chains here, location leases of clients on this host are
+        invalidated first.
+        """
         readable = frozenset((table.id, number) for table in pool_map.tables for number, chain in enumerate(table.chains)
                              if self.target in chain.readable)
         if self._lender is not None and self._readable - readable:
@@ -63,19 +77,20 @@ class Tenure:
 
     @property
     def epoch(self) -> int:
-        """Of the map that is followed."""
+        """Epoch of the map that is followed."""
         return self._epoch
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether the map that is followed is at least as new as each that an earlier process of this target followed.
+        """Whether the followed map is as new as all maps of this target's earlier processes.
 
-        It is from when it has reached the epoch that a leader told this process first. Later maps are newer in any case.
+        This is true once the map has reached the epoch that a leader first reported to this process. Later
+        maps are newer in any case.
         """
         return self._epoch_told is not None and self._epoch >= self._epoch_told
 
     def renewed(self, sent_s: float, lease_s: float, epoch_min: int, epoch: int = 0) -> None:
-        """A sign of life that was sent at `sent_s` has been answered so; `epoch` is that of the leader's map."""
+        """Record the answer to a heartbeat that was sent at `sent_s`. `epoch` is that of the leader's map."""
         if self._epoch_told is None and epoch:
             self._epoch_told = epoch
         self.until_s = max(self.until_s, sent_s + lease_s)
@@ -87,10 +102,10 @@ class Tenure:
             self._lender.serve_until(math.inf if not self.shared else self.until_s if self._epoch >= self._epoch_min else 0.0)
 
     def holds(self) -> bool:
-        """Whether the target may serve at this moment. Ask after the work and before the answer."""
+        """Whether the target may serve now. Call after the work and before the answer."""
         return not self.shared or (self._clock.boottime_s() < self.until_s and self._epoch >= self._epoch_min)
 
     def check(self) -> None:
-        """StaleTenure unless it holds; what was done may have been done."""
+        """Raise StaleTenure unless the lease holds; the work may have been done."""
         if not self.holds():
             raise StaleTenure(may_be_applied=True)

@@ -1,6 +1,7 @@
-"""The commonest write, one within a block, from its request to its answer without the objects that batches need.
+"""Fast path for the most common write: one write within one block.
 
-A part of `store/server/service`; what it answers `store/server/write_batch` answers with the same bytes.
+This path avoids the objects that batches need. `store/server/write_batch` answers the same request with the
+same bytes. A part of `store/server/service`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
 
 class WritesOne:
     def _write_one(self: StoreService, call: Call) -> bool:
-        """Whether it was answered here: one write within a block by one grant, of this map, to a chunk that nobody else has,
-        for which there is room. Else nothing has happened, and it goes the way of all others."""
+        """Try to apply and answer the write; return whether it was answered here.
+
+        This path takes one write within a block, by one grant, with the current map epoch, to a chunk that no
+        other target has, for which there is space. Otherwise nothing has happened, and the request takes the
+        slow path.
+        """
         found = decode_write_request(call.message)
         if found is None or found[0] != self._epoch or found[1] != self.target or self.use.on:
             return False

@@ -1,6 +1,7 @@
-"""What a store tells of itself: its state, what it holds, who uses it, and its metrics.
+"""Status of a store: its state, contents, I/O statistics and metrics.
 
-A part of store/server/service, which owns all that is used here. Nothing is done before somebody asks.
+A part of `store/server/service`, which owns all objects used here. Nothing is computed before a request asks
+for it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class Telling:
     _callers: Callers
 
     def _status(self, call: Call) -> None:
-        """The room here, for everybody; for nodes also what goes on here and which blocks of which inodes are bad."""
+        """Report the space of the target to every caller.
+
+        Nodes also get the activity here and the bad blocks by inode.
+        """
         self._parse(pb.DataStatusRequest, call)
         status = self.store.status()
         if self._callers.of(call.peer).role != Role.NODE:
@@ -54,7 +58,10 @@ class Telling:
         call.reply(self.use.tell(self._parse(pb.UseRequest, call)).SerializeToString())
 
     def _describe(self, call: Call) -> None:
-        """What is here of an inode, for who has a right to it, and for nodes."""
+        """List the chunks of an inode.
+
+        Permitted for callers with a right to the inode and for nodes.
+        """
         request = self._parse(pb.DescribeRequest, call)
         if self._callers.of(call.peer).role != Role.NODE:
             self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)

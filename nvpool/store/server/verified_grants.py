@@ -1,9 +1,11 @@
-"""Grants that this store has verified, and those that it refuses because a right was taken back.
+"""Cache of verified access tokens (grants), with a check for revoked rights.
 
-A grant's signature is verified once; later requests look only at its end. When the pool map takes rights back
-(poolmap/grant_revocation) all that was verified is forgotten, so each grant is looked at anew with its next request. Used by
-store/server/service; `known` is shared with the compiled paths (store/server/fast_reads, store/server/fast_first_writes) and
-with store/server/io_stats, which look a grant up by its bytes.
+The store verifies the signature of a grant once; later requests check only its expiry. When the pool map
+revokes rights (poolmap/grant_revocation), the cache is cleared, so the next request with a grant verifies it
+again.
+
+The user is `store/server/service`. The compiled fast paths (store/server/fast_reads,
+store/server/fast_first_writes) and store/server/io_stats share `known` and look a grant up by its bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ KEPT_MAX = 65_536
 
 class Rights:
     def __init__(self, secret: bytes, clock: Clock, on_taken: Callable[[bool], None]) -> None:
-        """`on_taken(whether)` is called when rights were taken back, and with False when the last of them is past."""
+        """Create an empty cache.
+
+        The cache calls `on_taken(True)` when rights are revoked, and `on_taken(False)` when the last
+        revocation has expired.
+        """
         self.known: dict[bytes, Grant] = {}
-        """Verified grants by their bytes. Always the same object."""
+        """Verified grants by their bytes. Always the same dict object, because other modules share it."""
         self._secret = secret
         self._clock = clock
         self._on_taken = on_taken
@@ -31,7 +37,7 @@ class Rights:
         self._taken = RightsTaken()
 
     def grant(self, raw: bytes, now_ms: int) -> Grant | None:
-        """The grant, or None when it is not valid (any more)."""
+        """Return the grant, or None if it is not valid or no longer valid."""
         found = self.known.get(raw)
         if found is None:
             try:
@@ -46,13 +52,13 @@ class Rights:
         return found if found.ends_ms + CLOCK_SKEW_S * 1000 >= now_ms else None
 
     def use(self, entries: tuple[RightTaken, ...]) -> None:
-        """What the newest map says was taken back."""
+        """Set the revoked rights of the newest map."""
         if entries != self._entries:
             self._entries = entries
             self._take()
 
     def tend(self) -> None:
-        """Drop what is past. Called each second."""
+        """Drop expired revocations. Called once a second."""
         if self._taken and self._taken.until_ms <= self._clock.wall_ns() // 1_000_000:
             self._take()
 

@@ -1,6 +1,6 @@
-"""A batch of writes of one message, done one after the other as far as that goes without waiting.
+"""Batch of writes of one request, applied in order as far as possible without waiting.
 
-Called by store/server/service, which waits for what this says and goes on then.
+`store/server/service` calls `go_on`, awaits the returned wait, and calls `go_on` again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WRITE = struct.Struct("<QQQIIIHH")
 BREATH_BYTES = 4 << 20
-"""Written for one call before others have their turn: about 4 ms."""
+"""Bytes written for one call before other calls get a turn: about 4 ms."""
 
 
 async def _breathe() -> None:
@@ -32,15 +32,18 @@ async def _breathe() -> None:
 
 
 def check_key(grant: grants.Grant, wrapped_key: bytes) -> None:
-    """InvalidRequest: a write to a file of an encrypted volume has to bring the volume's key, and no other write does."""
+    """Check that writes to encrypted volumes, and only these, have a volume key; else InvalidRequest."""
     if bool(grant.rights & grants.ENCRYPTED) != bool(wrapped_key):
         raise InvalidRequest("the write brings the key of a volume, and the file is in none that is encrypted" if wrapped_key
                              else "the file is in an encrypted volume, and the write does not bring the volume's key")
 
 
 class WriteBatch:
-    """A batch of writes and how far it has come. Once a write to a chunk is refused, the later ones of the batch to that chunk
-    are refused for the same reason: what is done of a chunk's writes is always a beginning of them."""
+    """Batch of writes and its progress.
+
+    After a refused write to a chunk, the later writes of the batch to that chunk are refused for the same
+    reason. So the applied writes to a chunk are always the first ones of the batch.
+    """
 
     def __init__(self, service: StoreService, request: pb.WriteRequest, payload: memoryview, deadline_s: float):
         self._store = service.store
@@ -75,7 +78,10 @@ class WriteBatch:
         self.results = bytearray(RESULT.size * len(self.headers))
 
     def go_on(self):
-        """Write as far as it goes without waiting; returns what to await before the next call, or None when all is done."""
+        """Write as far as possible without waiting.
+
+        Returns the function to await before the next call, or None when the whole batch is done.
+        """
         request, replica = self._request, self._replica
         session, slot = request.session, request.slot
         written = 0
@@ -118,11 +124,11 @@ class WriteBatch:
         return None
 
     async def _discard(self, number: int) -> None:
-        """What is here of the chunk is from before its chain was begun anew."""
+        """Remove the local chunk, which is older than the reset of its chain."""
         inode, cut, _, index, offset, length, grant_number, flags = self.headers[number]
         losing, table = self._replica.losing, self._check_grant(grant_number, inode, cut)
         try:
-            # Asked again when it is removed: another request may have written the chunk while this one waited.
+            # Checked again at removal: another request may have written the chunk while this one waited.
             await self._store.discard(inode, index, lambda: losing.check_write(table, inode, index, offset, length,
                                                                                bool(flags & ALL_OF_BLOCKS)))
         except NvpoolError as error:
@@ -145,7 +151,7 @@ class WriteBatch:
             self._refused[inode, index] = error.wire_code
 
     async def _lead(self, number: int, table: int, name: RequestId | None) -> None:
-        """With the other targets of the chunk."""
+        """Write together with the other targets of the chunk."""
         inode, cut, _, index, offset, *_ = self.headers[number]
         begin, end = self._places[number]
         first, last = self._pieces[number]
@@ -167,7 +173,10 @@ class WriteBatch:
             RESULT.pack_into(self.results, number * RESULT.size, code, 0, 0, 0)
 
     def _check_grant(self, number: int, inode: int, cut: int) -> int:
-        """The chain table that it names, 0 for none. StaleGrant."""
+        """Return the chain table of the grant, 0 for none.
+
+        StaleGrant: the grant does not allow this write.
+        """
         grant = self._grants[number] if number < len(self._grants) else None
         if grant is None or not grant.rights & (grants.WRITE | grants.SERVICE):
             raise StaleGrant
