@@ -402,8 +402,7 @@ class Cache:
         for old in too_old(self._entries, self._options.cached_entries):
             del self._entries[old]
 
-    # -- complete directories
-    # --------------------------------------------------------------------------------------------
+    # -- complete directories ------------------------------------------------------------------------------------------
 
     def born_directory(self, attr: Attr) -> None:
         """Record a directory that this client created with these attributes: it is complete and empty."""

@@ -70,8 +70,7 @@ class Locks(Core):
         """Whether an owner on this client has locks on the file."""
         return inode in self._owners
 
-    # -- public operations
-    # -----------------------------------------------------------------------------------------------
+    # -- public operations ---------------------------------------------------------------------------------------------
 
     async def getlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int) -> Span | None:
         """A conflicting record lock of another owner, or None.
@@ -129,8 +128,7 @@ class Locks(Core):
         for key in [key for key, owned in self._owned.items() if handle in owned.handles]:
             await self._release_all(handle.file, key)
 
-    # -- acquiring and releasing
-    # -------------------------------------------------------------------------------------------
+    # -- acquiring and releasing ---------------------------------------------------------------------------------------
 
     async def _lock(self, handle: FileHandle, key: Key, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
         file = handle.file
@@ -254,8 +252,7 @@ class Locks(Core):
             except NotFound:
                 pass  # the file was removed: no reader can ever see it
 
-    # -- interrupted requests
-    # ----------------------------------------------------------------------------------------------
+    # -- interrupted requests ------------------------------------------------------------------------------------------
 
     async def _take_back(self, key: Key, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task) -> None:
         """Await a request whose caller was cancelled, and undo it."""

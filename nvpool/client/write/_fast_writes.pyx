@@ -389,8 +389,7 @@ cdef class Closing:
         return 0
 
 
-# -- shared parts
-# ------------------------------------------------------------------------------------------------------------
+# -- shared parts ------------------------------------------------------------------------------------------------------
 
 
 cdef class Writes:
@@ -615,8 +614,7 @@ cdef class Writes:
         return True
 
     cdef bint was_stored(self, Sent sent) except -1:
-        """Record that a store has the write; False, without a side effect, if more has happened to the file.
-        """
+        """Record that a store has the write; False, without a side effect, if the file has more to do."""
         cdef uint64_t end, place
         cdef uint8_t *at
         writer, written, segment = self.writer, sent.written, sent.segment
@@ -661,8 +659,7 @@ cdef class Writes:
         return True
 
 
-# -- for tests: the encoders above on their own
-# ------------------------------------------------------------------------
+# -- for tests: the encoders above on their own ------------------------------------------------------------------------
 
 
 def chain(uint64_t inode):

@@ -181,8 +181,7 @@ class Rooms:
             await self._meta.release_now(volume)
         return await work()
 
-    # -- releasing, and reporting again
-    # --------------------------------------------------------------------------------
+    # -- releasing, and reporting again --------------------------------------------------------------------------------
 
     def drop(self, file: OpenInode) -> None:
         """Forget a closed file, all of whose writes are reported or given up."""

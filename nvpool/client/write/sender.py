@@ -253,8 +253,7 @@ class Sending:
         if written.changed is not None and not written.changed.done():
             written.changed.set_result(None)
 
-    # -- reports to the service
-    # ----------------------------------------------------------------------------------------
+    # -- reports to the service ----------------------------------------------------------------------------------------
 
     @staticmethod
     def _telling(written: WrittenFile) -> Told:

@@ -387,8 +387,7 @@ class Writer(Sending):
         """Make the inode's stored bytes durable: on return they survive a power loss. WritesLost, once."""
         await self._unflushed.flush(inode)
 
-    # -- truncation
-    # ----------------------------------------------------------------------------------------------------
+    # -- truncation ----------------------------------------------------------------------------------------------------
 
     async def begin_cut(self, file: OpenInode, size: int) -> None:
         """Prepare for a truncation to `size` by the service.
@@ -520,8 +519,7 @@ class Writer(Sending):
         finally:
             appended.publishing = False
 
-    # -- bytes that the stores copied by themselves
-    # ----------------------------------------------------------------------
+    # -- bytes that the stores copied by themselves --------------------------------------------------------------------
 
     def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, stored: Stored | None = None) -> None:
         """Record `byte_count` bytes up to `end` that a store copied under truncate epoch `cut`.
@@ -541,12 +539,11 @@ class Writer(Sending):
         if stored is not None:
             self._unflushed.note(file.inode, stored)
 
-    # -- reads of local bytes
-    # --------------------------------------------------------------------------------------------
+    # -- reads of local bytes ------------------------------------------------------------------------------------------
 
     @staticmethod
     def overlay(file: OpenInode, start: int, end: int) -> list[tuple[int, int, bytes]]:
-        """Copies of the local bytes in [start, end), in the order in which they overlay the stored bytes."""
+        """Copies of the local bytes in [start, end), in the order of overlaying the stored bytes."""
         return copies(file.written, start, end)
 
     # -- background ------------------------------------------------------------------------------------------------------
