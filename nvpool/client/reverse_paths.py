@@ -44,7 +44,7 @@ PAUSE_S = 5.0
 
 
 def printable(path: bytes) -> str:
-    """The path as one printable line; other characters and bytes that are not UTF-8 become escapes."""
+    """The path as one printable line. Other characters and bytes that are not UTF-8 become escapes."""
     text = path.decode("utf-8", "backslashreplace")
     return text if text.isprintable() else "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
@@ -164,7 +164,7 @@ class KnownPaths:
         self._telling: asyncio.Task[None] | None = None
 
     def path(self, inode: int) -> bytes | None:
-        """The path; None if it is not known, b"" if the inode has no name any more."""
+        """The path. None if it is not known, b"" if the inode has no name any more."""
         until_s, path = self._known.get(inode, (0.0, None))
         return path if until_s > self._clock.boottime_s() else None
 

@@ -1,4 +1,4 @@
-"""A client of a pool: finds the pool map, makes the parts and runs their background work.
+"""A client of a pool: finds the pool map, makes its parts, runs their background work.
 
 `Client.open` is the only entry point for mounts, the SDK and tools; `Client.close` stops everything. A client
 belongs to one event loop and one process: after a fork the child must not use the client.

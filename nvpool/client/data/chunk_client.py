@@ -73,7 +73,7 @@ More would delay the first reads of the batch.
 """
 GATHER_BYTES = 2 * MIB
 _ALONE_BYTES = 256 * KIB
-"""From this size on a read travels alone: a batch saves nothing, and its reply need not wait for others."""
+"""Size from which on a read travels alone. A batch would save nothing, and delay its reply."""
 HALVED_READS = 8
 PART_BYTES = 512 * KIB
 """From HALVED_READS batched reads, or this many bytes, a batch travels in parts.
@@ -117,7 +117,7 @@ class ChunkClient(BeginsWrites):
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_told: Callable[[int], str] = lambda inode: ""
-        """The log text about the path of a damaged file, printed behind its inode; see KnownPaths.told."""
+        """The log text about the path of a damaged file, printed behind its inode. See KnownPaths.told."""
         self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
         view.changed.append(self._map_changed)
 
@@ -150,7 +150,7 @@ class ChunkClient(BeginsWrites):
         return lane
 
     def find_lane(self, file: OpenInode, index: int, tried: tuple[Lane, ...] = ()) -> Lane:
-        """The target queue of the best replica for a read of the chunk, if possible not in `tried`."""
+        """The target queue of the chunk's best replica, if possible not in `tried`."""
         targets = self.chain(file, index).readable
         lane = self.lane(targets[0]) if len(targets) == 1 else self.replicas.best(targets, tried, file.inode + index)
         if not tried:
@@ -312,7 +312,7 @@ class ChunkClient(BeginsWrites):
         self._answered(sent.lane, sent.jobs, reply, error)
 
     def answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
-        """Handle the result of reads that another module has sent in one message and counted in the queue."""
+        """Handle the result of reads that another module has sent and counted in the queue."""
         self._answered(lane, jobs, reply, error)
 
     def _answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:

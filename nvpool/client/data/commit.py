@@ -70,7 +70,7 @@ class Flushing:
                 if since is not None and place[0] in tables and tables[place[0]].chains[place[1]].intact > since}
 
     async def flush(self, chains: Mapping[WrittenAt, int | None], deadline_s: float) -> set[WrittenAt]:
-        """Commit all unstable writes to these chains; return the chains that have lost some of them.
+        """Commit all unstable writes to these chains. Return the chains that have lost some of them.
 
         On return all other writes to the chains, since they had the given epoch, survive a power loss. For a
         chain without a known epoch no loss is found. Unavailable: the deadline has passed.

@@ -40,7 +40,7 @@ class Ended:
             file.ended = losses, size
 
     async def is_all(self, file: OpenInode, start: int, length: int) -> bool:
-        """Whether the file has no other bytes in the blocks that a write changes partly, nor had at the loss.
+        """Whether the partly written blocks have no other bytes of the file, now and at the loss.
 
         Fetches the file's attributes if needed.
         """

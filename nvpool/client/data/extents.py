@@ -1,4 +1,4 @@
-"""Operations on ranges at stores: extents (allocated blocks) of files, and copies from chunk to chunk.
+"""Operations on ranges at stores: extents (allocated blocks) and copies between chunks.
 
 The guarantees are those of `chunk_client`, whose target queues, request ids and retries are used: a copy has
 one request id, and is retried under that id until the store answers; every operation ends by its deadline.
@@ -137,7 +137,7 @@ class Ranges:
         return list(_EXTENT.iter_unpack(reply.extents)), reply.next if reply.more else chunks.stop
 
     def one_target(self, source: OpenInode, from_index: int, file: OpenInode, index: int) -> bool:
-        """Whether one target can copy between the chunks by itself: it is the only target of both."""
+        """Whether one target can copy between the chunks: it is the only target of both."""
         chain, other = self._chunks.chain(file, index), self._chunks.chain(source, from_index)
         return len(chain.targets) == 1 and not chain.joining and other.targets == chain.targets
 

@@ -1,4 +1,4 @@
-"""Hedged reads: reads of a slow target are sent to other replicas too, and the first reply counts.
+"""Hedged reads: sends reads of a slow target to other replicas too. The first reply counts.
 
 Another replica may refuse for now, for instance because a write waits for the silent target. So the other
 replicas are asked again and again, by the newest map, until one has answered. `hedging` decides when; used by

@@ -1,4 +1,4 @@
-"""Hedging policy: reads that take much longer than recent reads are sent to another replica too.
+"""Hedging policy: when a slow read is sent to another replica too.
 
 The first good reply counts. Only a few percent of the reads may be sent twice: a second request costs the
 other target as much as the first one, so under load hedging of all reads would make all of them slower (Dean

@@ -1,4 +1,4 @@
-"""Cache of the keys of encrypted volumes, filled when the first byte of a volume is read or written.
+"""Cache of the keys of encrypted volumes, filled at the first read or write.
 
 A key stays in memory as long as the client lives. The metadata service gives the key to clients that may read
 in the volume. Used by `client/data/chunk_client`.

@@ -1,4 +1,4 @@
-"""A drive of this host that its store lets the client read: descriptor, change table and serving lease.
+"""A local drive that the client may read: descriptor, change table and serving lease.
 
 Made and closed by client/data/short_circuit, on its event loop; read by any thread.
 """

@@ -1,4 +1,4 @@
-"""Short-circuit reads: read drives of this host without a request to their daemon for the bytes.
+"""Short-circuit reads: read drives of this host without a data request to their daemon.
 
 A store that allows this hands over a read-only descriptor of its data file or device, and of its change
 table. The store also answers where the blocks of chunks are, with their checksums and a lifetime (the
@@ -49,15 +49,15 @@ log = logging.getLogger(__name__)
 NOW_BYTES_MAX = 1024 * KIB
 """Largest read from the page cache in one step: some 200 µs. Callers split longer reads."""
 AGAIN_S, AGAIN_REFUSED_S = 1.0, 30.0
-"""Delay before a target is asked for descriptors again: one that was unreachable, and one that refused."""
+"""Delay before a target is asked for descriptors again, if unreachable and if it refused."""
 DISTRUST_S = 10.0
-"""How long a chunk is read through its store after a block did not match its checksum."""
+"""How long a chunk is read through its store after a checksum mismatch."""
 RENEW_S = 2.0
-"""Time before its end when a location that was used is renewed, and an unused one is dropped."""
+"""Time before its end when a used location is renewed, and an unused one dropped."""
 LEFT_MAX = 4
 """Descriptors of dead store processes that are kept for reads in flight."""
 COLD = 8
-"""Misses of the page cache in a row after which reads skip the page cache while others wait for the drive.
+"""Page-cache misses in a row after which reads go to the drive without a look.
 
 Only one read in PROBE still tries the page cache. The others are submitted together with all reads of this
 event-loop iteration, so the drive is notified once. (16 readers of 4 KiB, cold: 12 k reads/s became 18 to 24
@@ -67,23 +67,23 @@ PROBE = 16
 SLOW_S = 3.0
 """Time for a read of the drive. After this the store is asked, whose reply has a deadline."""
 AHEAD = 16
-"""Chunks ahead of a sequential reader that should be located; if one is not, GROUP chunks are located.
+"""Chunks ahead of a sequential reader that should be located. If one is not, GROUP chunks are located.
 
 A reply with locations comes behind the data that the store reads for the same reader. Requested one by one,
 locations always arrived when their bytes had just been requested from the store.
 """
 CREDIT = 1024
-"""Chunks of a file that are located before any location must have been used; then each hit earns one more.
+"""Chunks of a file that are located before any location must have been used. Then each hit earns one more.
 
 A file of 1 GiB is located completely by its first dozen misses: some 20 ms of its store, 1.5 MiB of memory
 here.
 """
 GROUP = 64
-"""Neighbours that are located with a chunk, as far as the credit reaches: random reads reach them too."""
+"""Neighbours that are located with a chunk within the credit. Random reads reach them too."""
 SELDOM = 16
 """Without credit, one miss in this many locates its own chunk."""
 ABSENT, COLD_BLOCKS, LATE, WRONG = range(1, 5)
-"""Reasons for a failed look: blocks not located, not in the page cache, too late, checksum mismatch."""
+"""Reasons of a failed look: not located, not in the page cache, too late, wrong checksum."""
 PAST_MAX = 4096
 """Inodes in one report to a store about the reads here."""
 _ENTRY_BYTES = 400
@@ -142,7 +142,7 @@ class ShortCut:
     # -- reading -----------------------------------------------------------------------------------------------------------
 
     def read_now(self, located: Located, offset: int, length: int) -> memoryview | None:
-        """Read the whole blocks [offset, offset + length) of the chunk from the page cache, or return None.
+        """Read the whole blocks [offset, offset + length) from the page cache, or return None.
 
         The caller owns the result.
         """
@@ -202,7 +202,7 @@ class ShortCut:
 
     @staticmethod
     def _decrypt(located: Located, first: int, into: memoryview) -> None:
-        """Decrypt in place what was read of an encrypted volume."""
+        """Decrypt in place the bytes of an encrypted volume."""
         file = located.file
         if file.key is not None:
             file.key.cipher.decrypt(file.inode, located.index, first, into, into)
@@ -215,7 +215,7 @@ class ShortCut:
         return is_good
 
     def fits(self, located: Located, first: int, into: memoryview) -> bool:
-        """Whether the bytes just read are the present content of the blocks from `first` on, as stored."""
+        """Whether the bytes just read are the present stored content of the blocks from `first` on."""
         wrong = self._judge(located, first, into)
         if wrong:
             self.note(located, wrong)
@@ -285,7 +285,7 @@ class ShortCut:
 
     def try_read(self, file: OpenInode, index: int, offset: int, length: int, lane,
                  on_done: Callable[[memoryview | None], None], *, missed: bool = False) -> bool:
-        """Read from the drive if the chunk is located; return whether the read was done or submitted.
+        """Read from the drive if the chunk is located. Return whether the read was done or submitted.
 
         `on_done` as in `begin`; it may be called before this returns. `missed`: the caller has just tried
         `read_now`.
@@ -303,7 +303,7 @@ class ShortCut:
         return False
 
     def begin(self, located: Located, offset: int, length: int, on_done: Callable[[memoryview | None], None]) -> bool:
-        """Submit a read of blocks that may have to come from the drive; return whether it was submitted.
+        """Submit a read of blocks that may have to come from the drive. Return whether it was submitted.
 
         `on_done` gets the bytes, or None if the caller must read through the store. The memory belongs to
         this object until then, as the caller may be gone.
@@ -344,7 +344,7 @@ class ShortCut:
     # -- locations -----------------------------------------------------------------------------------------------------------
 
     def want(self, file: OpenInode, index: int, lane) -> None:
-        """Request the locations of the chunk and its neighbours after a read did not find the chunk located.
+        """Request the locations of a chunk that a read did not find located, and of its neighbours.
 
         Requests of one event-loop iteration travel together. The first read of a file requests nothing, and
         reads request seldom while no location is used.

@@ -1,4 +1,4 @@
-"""Unstable writes of this client: for each inode the chains that may lose its bytes with their power.
+"""Unstable writes of this client: the chains that may lose bytes with their power.
 
 A loss is reported once: to the caller that asks for the commit, and to the files whose bytes are lost. The
 table is bounded. Of the inodes beyond the bound only the chains are kept, and are committed once, for the

@@ -1,4 +1,4 @@
-"""Complete directories: learns all names of a directory in which names are created one after the other.
+"""Complete directories: learns all names of a directory in which many names are created.
 
 A kernel looks each name up before it creates the name. That a name is absent is known only to the shard, or
 to a client that knows all names of the directory (attr_cache.WholeDirectory). Then creating a name is a

@@ -1,4 +1,4 @@
-"""Directory prefetch: lists a directory when many of its names were looked up in no particular order.
+"""Directory prefetch: lists a directory after many look-ups of its names in random order.
 
 A data loader reads the files of a directory like that, each once and at random, so no name predicts the next
 one. A listing brings all names with attributes, leases and the right to read, for a third of the cost of

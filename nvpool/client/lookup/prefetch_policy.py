@@ -27,7 +27,7 @@ MISSES_MIN, MISSES_MAX = 4, 1024
 WINDOW_MIN, WINDOW_MAX = 32, 512
 """Names in one reply: 512 take the shard five milliseconds."""
 SHARE = 8
-"""Share of a directory's names (1/8) that must be looked up singly before the rest is prefetched.
+"""Share of a directory's names (1/8) to be looked up singly before a prefetch of the rest.
 
 The order of the look-ups does not matter. A prefetched name costs a third of a look-up, so names that are
 never used cost at most about three times the cost spent until then.

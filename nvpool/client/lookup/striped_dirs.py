@@ -1,4 +1,4 @@
-"""Striped directories over several shards: chooses the shard for a name or for the next part of a listing.
+"""Striped directories over several shards: chooses the shard of a name or listing part.
 
 The names of a striped directory are spread over all partitions by their hashes. Each name is at the shard
 that has its partition: that shard answers, and executes changes by itself. A directory that is not known to
@@ -84,7 +84,7 @@ class Wide(Core):
                 self._learn_wide(request.parent)
 
     async def _ask_step(self, request: meta_pb2.ListDirRequest) -> meta_pb2.ListDirReply:
-        """Fetch the next entries of a listing from the shard that has them; no entries only at the end."""
+        """Fetch the next entries of a listing from the shard that has them. Only the last reply has no entries."""
         directory = request.inode
         while True:
             place, request.spread = directory, await self._is_spread(directory)

@@ -30,11 +30,11 @@ from nvpool.rpc.v1 import wire_pb2
 from nvpool.security.xts import BlockCipher
 
 _SAMPLE = 8
-"""First reads of a batch; they show whether the page cache is likely to have the rest."""
+"""First reads of a batch. They show whether the page cache is likely to have the rest."""
 
 
 class _Batch:
-    """The part of a read_many for one target: packed headers, and the destination of each read's bytes."""
+    """The part of a read_many for one target: packed headers and destinations of the bytes."""
 
     __slots__ = ("lane", "headers", "grants", "places", "bytes", "first", "next", "straight", "future", "late")
 

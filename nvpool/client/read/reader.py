@@ -475,7 +475,7 @@ def _settle(future: asyncio.Future, found: memoryview | bytes | None, error: Bas
 
 
 def _seen(future: asyncio.Future) -> None:
-    """Retrieve the error of a read-ahead unit that no read has used; a later read reports its own error."""
+    """Retrieve the error of a read-ahead unit that no read has used. A later read reports its own error."""
     if not future.cancelled():
         future.exception()
 

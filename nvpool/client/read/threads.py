@@ -34,7 +34,7 @@ from nvpool.rpc.v1.wire_pb2 import DATA_READ
 LANES_MAX = 4
 """Connections of threads to one target. More concurrent threads share one interpreter in any case."""
 LANE_BYTES_MAX = 256 * KIB
-"""A longer read costs more than the hand-over to the event loop, which receives without a copy."""
+"""Longest read by a thread. A longer one costs more than the event loop, which receives without a copy."""
 PATIENCE_S = 1.0
 """Wait for a store. Then the event loop repeats the read, with the client's deadline.
 

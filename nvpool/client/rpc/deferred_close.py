@@ -99,7 +99,7 @@ class Releasing:
             state.leaving.remove(released)
 
     async def _look_at_held(self, state: ShardSession) -> None:
-        """Release the files that the shard holds open for this client and that are not open here."""
+        """Release files that the shard holds open for this client but are not open here."""
         packed, state.held = state.held, b""
         # with `early` slots, a request of the previous process may still be answered with an open file
         if len(packed) % HELD.size or state.early:

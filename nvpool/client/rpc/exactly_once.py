@@ -63,7 +63,7 @@ class Once:
         """Called with a session and a slot of the previous process whose change is not replayed."""
 
     def take_over(self, shard: int, number: int) -> dict[int, int]:
-        """Adopt the previous process's records; return slot -> sequence of those that wait for a replay."""
+        """Adopt the previous process's records. Return slot -> sequence of those that wait for a replay."""
         found = {}
         for slot, sequence, method, unique in self._memory.slots(number):
             self._early[unique] = _Early(shard, slot, sequence, method)

@@ -1,4 +1,4 @@
-"""Waiting for locks at the metadata service: one pending request per shard for all waiters of this client.
+"""Waiting for locks at the metadata service, with one pending request per shard.
 
 A lock request that cannot be granted gets a ticket; `turn` returns when it is time to request the lock again.
 `turn` also returns when the state is unknown (the shard has restarted, or does not answer): the new lock

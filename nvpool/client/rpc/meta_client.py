@@ -76,7 +76,7 @@ class MetaClient(Begins, Releasing):
         if self.once is not None:
             self.once.on_given_up = self._give_up
         self.on_lost: Callable[[int], None] = lambda shard: None
-        """Called when a session at a shard has ended, with its locks and opens, before a new one starts."""
+        """Called when a session, with its locks and opens, has ended, before a new one starts."""
         self.on_restart: Callable[[int], None] = lambda shard: None
         """Called when a shard has restarted, before its replies are used again."""
         # hash of names in striped directories; known with the first session
@@ -125,7 +125,7 @@ class MetaClient(Begins, Releasing):
                 and state.met is not None and state.met is self._dialer.live(known.endpoints))
 
     def submit(self, shard: int, method: int, request, on_done: Callable) -> bool:
-        """Send a query once, without a task, if the shard `is_ready`; return whether it was sent.
+        """Send a query once, without a task, if the shard `is_ready`. Return whether it was sent.
 
         False: there was no side effect. `on_done(reply, error)` is called once, later. An error is that of
         this one attempt; `ask` handles such errors.
@@ -214,7 +214,7 @@ class MetaClient(Begins, Releasing):
             self.leases.end_all(known.watch)
 
     def _asked_first(self, unique: int, method: int, state: ShardSession | None, generation: int) -> ShardSession | None:
-        """The shard to which a possibly executed change was sent; other shards do not know about it."""
+        """The shard to which a possibly executed change was sent. Other shards do not know about it."""
         if state is not None and state.generation == generation:
             return state
         shard = self.once.shard_of(unique, method) if unique else 0
@@ -376,7 +376,7 @@ class MetaClient(Begins, Releasing):
         await self._until(state.opening, deadline_s)
 
     async def meet(self, inode: int) -> None:
-        """Open a session at the inode's shard, for a caller whose first reply should bring a lease.
+        """Open a session at the inode's shard, so that the next reply can bring a lease.
 
         Errors as of one attempt of `ask`.
         """
@@ -463,7 +463,7 @@ class MetaClient(Begins, Releasing):
         self._lost(state, state.session)
 
     def _lost(self, state: ShardSession, session: int) -> None:
-        """Forget a session that the shard does not know any more; the next request opens a new one."""
+        """Forget a session that the shard does not know any more. The next request opens a new one."""
         if session and state.session == session:
             state.session = 0
             if self.once is not None:
@@ -516,7 +516,7 @@ class MetaClient(Begins, Releasing):
                 pause = min(1.0, state.lease_s / 6)
 
     async def _renew(self, state: ShardSession, deadline_s: float) -> None:
-        """Renew the session, and report all open files if the shard does not know them, until it confirms."""
+        """Renew the session. If the shard lacks our open files, report them until it confirms."""
         again = state.unnamed
         if again:
             # registrations that the shard has forgotten: released now, they would end the new ones that

@@ -1,4 +1,4 @@
-"""Client side of partition migration: moves the client's state to the shard that a newer map names.
+"""Client side of partition migration: moves the client's state to the new shard.
 
 Open files are reported to the new shard. Leases on both sides end, also those that replies in flight would
 start. Locks need no work, because the shards treat all sessions of one client as one. A change without a

@@ -9,7 +9,7 @@ from nvpool.core.errors import DeadlineExceeded, NvpoolError, Unavailable
 
 
 def reason_of(error: NvpoolError, before: NvpoolError | None) -> NvpoolError:
-    """The reason to report for a retry: `error`, or the earlier reason if `error` is only a timeout."""
+    """The reason of a retry: `error`, or the earlier reason if `error` is a timeout."""
     return before if before is not None and isinstance(error, DeadlineExceeded) else error
 
 

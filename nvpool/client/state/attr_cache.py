@@ -168,7 +168,7 @@ class Cache:
     # -- attributes ----------------------------------------------------------------------------------------------------
 
     def attr(self, inode: int, age_s: float) -> Attr | None:
-        """The attributes, if they are covered by a lease or were true within the last `age_s`; else None."""
+        """The attributes, if under a lease or true within the last `age_s`; else None."""
         opened = self.open.get(inode)
         attr, born_s = (opened.attr, opened.attr_born_s) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
         if attr is None or (not self.is_believed(born_s, age_s) and self.leases.held(inode) is None):
@@ -205,7 +205,7 @@ class Cache:
         return None if attr is None else attr.flags
 
     def mode(self, inode: int) -> int | None:
-        """The mode of the cached attributes, however old they are: the type of an inode does not change."""
+        """The mode of the cached attributes, however old. The type of an inode does not change."""
         opened = self.open.get(inode)
         attr = opened.attr if opened is not None else self._attrs.get(inode, (None, NEVER_S))[0]
         return None if attr is None else (attr_of(attr) if type(attr) is bytes else attr).mode
@@ -331,7 +331,7 @@ class Cache:
     # -- entries -------------------------------------------------------------------------------------------------------
 
     def entry(self, parent: int, name: bytes, age_s: float) -> int | None:
-        """The inode of the name; 0: the name does not exist; None: not known, or older than `age_s`.
+        """The inode of the name. 0: the name does not exist. None: not known, or older than `age_s`.
 
         A name is known to be absent only under a lease on its directory.
         """

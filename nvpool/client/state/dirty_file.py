@@ -1,4 +1,4 @@
-"""Dirty extents of one open inode: bytes that were written here and are not yet reported to the service.
+"""Dirty extents of one open inode: bytes that are not yet reported to the service.
 
 The bookkeeping never waits and sends nothing. The writer creates and changes these objects; the open inode,
 the reader and vfs read them.
@@ -17,9 +17,9 @@ from nvpool.core.units import BLOCK_BYTES, KIB
 
 _UNIT_BITS_MAX = 20
 _KEEP_BYTES = 32 * KIB
-"""From this size on a write of immutable bytes is not copied; smaller writes are merged by copying."""
+"""From this size on a write of immutable bytes is not copied. Smaller writes are merged by copying."""
 _ORDERED_MAX = 256
-"""Extents of a file up to which their order is examined; scattered writes leave holes in any case."""
+"""Extents of a file up to which their order is examined. Scattered writes leave holes in any case."""
 
 
 Record = tuple[int, int]
@@ -66,7 +66,7 @@ class Turn:
         self._waiting: list[asyncio.Future] = []
 
     def take(self) -> bool:
-        """Take the lock if it is free; return whether the caller has it now and must `release` it."""
+        """Take the lock if it is free. Return whether the caller has it now and must `release` it."""
         if self.taken:
             return False
         self.taken = True

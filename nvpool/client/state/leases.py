@@ -23,7 +23,7 @@ from nvpool.core.ids import COUNTER_BITS
 NEVER_S = float("-inf")
 _ENDED_MAX = 16384
 WATCH_SHARE = 0.95
-"""Share of the announced times that is used: the clocks of two hosts do not run at the same rate."""
+"""Share of the announced times that is used, as two hosts' clocks run at different rates."""
 
 
 class ShardWatch:
@@ -88,7 +88,7 @@ class Leases:
             self._clock.boottime_s() < min(lease.until_s, lease.watch.until_s) + lease.watch.linger_s)
 
     def take(self, inode: int, lease_ms: int, sent_s: float, grant: bytes = b"") -> Lease | None:
-        """Record the lease of a reply to a request sent at `sent_s`; return the lease if it is held now."""
+        """Record the lease of a reply to a request sent at `sent_s`. Return the lease if it is held now."""
         watch = self._watch_of(inode)
         if not lease_ms or sent_s <= watch.floor_s or sent_s <= watch.ended.get(inode, NEVER_S):
             return None
@@ -165,7 +165,7 @@ class Leases:
         return {inode for inode in inodes if not self.is_news(inode, sent_s)}
 
     def _only_watch_of(self, inodes: list[int]) -> ShardWatch | None:
-        """The watch of all these inodes; None if they are of several shards, or there are none."""
+        """The watch of all these inodes. None if they are of several shards, or there are none."""
         watches = {self._watch_of(partition << COUNTER_BITS) for partition in {inode >> COUNTER_BITS for inode in inodes}}
         return watches.pop() if len(watches) == 1 else None
 

@@ -64,8 +64,8 @@ class ClientOptions(NamedTuple):
     tell_s: float = 0.2
     """Delay before opens of small files by a lease are reported.
 
-    They are reported in batches, if the files are still open. Larger files are reported immediately: they stay
-    open for longer, and must stay readable when the service falls silent.
+    They are reported in batches, if the files are still open. Larger files are reported immediately: they
+    stay open for longer, and must stay readable when the service falls silent.
     """
     small_bytes: int = 64 * MIB
     """Cache for the contents of small files (64 KiB and less) that were read as a whole."""

@@ -93,7 +93,7 @@ class PoolView:
             self._following = asyncio.create_task(self._follow())
 
     async def newer(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` for a map newer than the present one; return whether it arrived.
+        """Wait up to `wait_s` for a map newer than the present one. Return whether it arrived.
 
         Follows the map.
         """

@@ -202,7 +202,7 @@ class Attributes(Core):
     # -- the pool ------------------------------------------------------------------------------------------------------
 
     async def statfs(self, inode: int = ROOT_INODE) -> StatFs:
-        """Sizes for statfs(2): those of the inode's volume as far as it has quotas, else those of the pool.
+        """Sizes for statfs(2): quotas of the inode's volume, and for the rest the pool's sizes.
 
         See `statfs_of_pool`.
         """

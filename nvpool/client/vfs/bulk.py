@@ -155,7 +155,7 @@ class Many(Files):
 
     async def _ask_names(self, numbers: Iterable[int], places: Sequence[Place]
                          ) -> dict[int, tuple[meta_pb2.Entry | NvpoolError | None, float]]:
-        """Look up each number's place in bulk; return (result, time of the request) for each number.
+        """Look up each number's place in bulk. Return (result, time of the request) for each number.
 
         A result is an entry, an error, or None: then the caller looks up this name alone, which handles
         everything that the reply asks for.

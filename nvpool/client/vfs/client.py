@@ -1,4 +1,4 @@
-"""The base class of all Vfs operations: makes the parts of a client and connects them.
+"""Base class of all Vfs operations: makes the client's parts and connects them.
 
 `Core` owns the parts, the attributes and grants (access tokens) of open inodes, and the background work. The
 other modules of this package add the operations.
@@ -235,7 +235,7 @@ class Core:
         return inode in self.cache.open
 
     def size_here(self, inode: int) -> int | None:
-        """The known size of a file that is open on this client; None if the file is not open."""
+        """The known size of a file that is open on this client. None if the file is not open."""
         file = self.cache.open.get(inode)
         return None if file is None else file.size
 
@@ -385,7 +385,7 @@ class Core:
     # -- background ----------------------------------------------------------------------------------------------------
 
     async def run_once(self) -> None:
-        """Send and report data that has waited long enough; renew used grants past half their life."""
+        """Send and report data that has waited long enough. Renew used grants past half their life."""
         await self.writer.run_once()
         self.chunks.short.run_once()
         self.rooms.run_once()

@@ -1,4 +1,4 @@
-"""Ranges of open files: fallocate, holes, lseek for data or holes, and copies made by the stores."""
+"""Ranges of open files: fallocate, holes, lseek, and copies made by the stores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from nvpool.poolmap.layout import check_range
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 COPY_BYTES_MAX = 64 * MIB
-"""Bytes copied by one call: a tenth of a second, after which the calling program may do something else."""
+"""Bytes copied by one call, in a tenth of a second. Then the calling program may do something else."""
 _COPIES_AT_ONCE = 8
 _PIECE_BYTES = 4 * MIB
 """Bytes copied by a store in one request. Meanwhile the store does nothing else for some milliseconds."""
@@ -267,7 +267,7 @@ class Ranges(Files, Attributes):
 
     async def _copy_all(self, origin: OpenInode, file: OpenInode, pieces: list[_Piece], runs: list[tuple[int, int]],
                         end: int) -> int:
-        """Copy the pieces to `file`, whose size was `end`; return how many bytes from the start are complete.
+        """Copy the pieces to `file`, whose size was `end`. Return how many bytes from the start are complete.
 
         Only `runs` of the source are not holes.
         """

@@ -118,7 +118,7 @@ class Files(Together, Locks):
                 self.reader.changed(file)
 
     def open_now(self, inode: int, flags: int) -> FileHandle | None:
-        """As `open`, if no request is needed: for reading, under a lease with the right to read. Else None.
+        """As `open`, if no request is needed: to read a file under a lease with that right. Else None.
 
         Must not be called for root if `squashes_root`. The open is reported to the service soon; if the
         handle is still open when another client is about to change the file, before that change.
@@ -307,7 +307,7 @@ class Files(Together, Locks):
         return found if found is not None else self.reader.content_now(file, offset, size)
 
     def begin_read(self, handle: FileHandle, offset: int, size: int) -> Later | None:
-        """Submit the most frequent kinds of `read` without a task; None if the caller must await `read`.
+        """Submit the most frequent kinds of `read` without a task. None if the caller must await `read`.
 
         The caller has tried `read_now` before.
         """
@@ -319,7 +319,7 @@ class Files(Together, Locks):
         return self.reader.begin(file, handle.ahead, offset, size) if not file.untold else None
 
     def if_told(self, handle: FileHandle, offset: int, size: int) -> Callable | None:
-        """The `then` callback of `Later` for such a read of a small file; None if no check is needed."""
+        """The `then` callback of `Later` for such a read of a small file. None if no check is needed."""
         return partial(self._if_told, handle, offset, size) if handle.file.untold else None
 
     def _if_told(self, handle: FileHandle, offset: int, size: int, part: Later, found, error: BaseException | None):
@@ -360,7 +360,7 @@ class Files(Together, Locks):
         return found
 
     async def write(self, handle: FileHandle, offset: int, buffer, append: bool | None = None) -> int:
-        """Accept all of `buffer`, or as much as fits into the file's volume; return the number of bytes.
+        """Accept all of `buffer`, or as much as fits into the file's volume. Return the number of bytes.
 
         The bytes are stored later, at the latest by flush. An error of an earlier write is raised here, once.
         QuotaExceeded: nothing fits, and nothing was accepted.
@@ -444,7 +444,7 @@ class Files(Together, Locks):
                                 "--size SIZE")
 
     async def _reserve(self, file: OpenInode, length: int) -> int:
-        """Reserve a range behind the file's end; the end is published when the stores have the bytes.
+        """Reserve a range behind the file's end. The end is published when the stores have the bytes.
 
         See `client/write/append_reservations`.
         """

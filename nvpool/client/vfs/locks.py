@@ -85,7 +85,7 @@ class Locks(Core):
         return None
 
     async def locks_on(self, inode: int) -> list[meta_pb2.HeldLock]:
-        """The locks of all clients on the file, granted and waiting; at most the first thousand."""
+        """The locks of all clients on the file, granted and waiting. At most the first thousand."""
         request = meta_pb2.LocksRequest(inode=inode)
         return list((await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)).locks)
 
@@ -305,7 +305,7 @@ class Locks(Core):
                 owned.doubtful.append((start, end, UNLOCKED))
 
     async def _release_all(self, file: OpenInode, key: Key) -> None:
-        """Release all locks of the owner on the file; a release that fails now is retried later."""
+        """Release all locks of the owner on the file. A release that fails now is retried later."""
         try:
             await self._publish(file)
         except NvpoolError as error:

@@ -28,7 +28,7 @@ ELSEWHERE_MAX = 4
 Such a name comes and goes, or it is damaged.
 """
 COMING_S = 0.1
-"""Wait for a reply in flight that may contain the name; after it, the name is looked up alone.
+"""Wait for a reply in flight that may contain the name. After it, the name is looked up alone.
 
 Such a reply takes four milliseconds.
 """
@@ -102,11 +102,11 @@ class Names(Wide):
         return await self._find(parent, name, self.options.attr_s, self.options.attr_s)
 
     async def look(self, parent: int, name: bytes) -> Attr:
-        """Look up a file that is to be opened, as `lookup`, with attributes that are current now."""
+        """Look up a file that is to be opened, as `lookup`. The attributes are current now."""
         return await self._find(parent, name, 0.0, 0.0)
 
     async def _find(self, parent: int, name: bytes, name_s: float, age_s: float) -> Attr:
-        """Look up a name; without a lease the name may be `name_s` old and the attributes `age_s`."""
+        """Look up a name. Without a lease the name may be `name_s` old and the attributes `age_s`."""
         if len(name) > NAME_BYTES_MAX:
             raise NameTooLong
         attr = await self._found_here(parent, name, name_s, age_s)
@@ -332,7 +332,7 @@ class Names(Wide):
             self.cache.forget_attr(parent)
 
     def _made_in(self, parent: int, entries: int) -> None:
-        """Hook: a name was created in a directory that is not cached completely; `entries` is its new size.
+        """Hook: a name was created in a directory that is not cached completely. `entries`: its new size.
 
         See Wholes.
         """
@@ -390,7 +390,7 @@ class Names(Wide):
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int,
                      caller: Caller) -> tuple[int, int]:
-        """Rename; return the inode that was moved and the inode that had the new name (0: none).
+        """Rename. Return the inode that was moved and the inode that had the new name (0: none).
 
         If the new name exists, the moved file's bytes are made durable first: after a power loss the new name
         has the old bytes or the new bytes, even without fsync.

@@ -124,7 +124,7 @@ class TakeOver(Files):
                 file.lost = True
 
     async def _locks_of(self, inode: int) -> list[meta_pb2.HeldLock] | None:
-        """This client's locks on the inode; None if they ended with the session, or cannot be determined."""
+        """This client's locks on the inode. None if they ended with the session, or cannot be determined."""
         request = meta_pb2.LocksRequest(inode=inode)
         try:
             reply = await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)

@@ -1,4 +1,4 @@
-"""Quota reservations: bytes that the metadata service reserves for this client before a write uses them.
+"""Quota reservations: bytes that the metadata service reserves before a write uses them.
 
 So no write is accepted that does not fit into its volume, and EDQUOT is returned by the write itself.
 
@@ -78,7 +78,7 @@ class Rooms:
     # -- taking --------------------------------------------------------------------------------------------------------
 
     def cover(self, file: OpenInode, end: int) -> bool:
-        """Reserve up to `end` for the file from the present reservation; return whether that was possible.
+        """Reserve up to `end` for the file from the present reservation. Return whether that was possible.
 
         Never waits. False: the caller must await `have`.
         """
@@ -98,7 +98,7 @@ class Rooms:
         return True
 
     async def have(self, file: OpenInode, offset: int, end: int) -> int:
-        """Reserve quota for a write of [offset, end); return the end up to which it may go.
+        """Reserve quota for a write of [offset, end). Return the end up to which it may go.
 
         The result is less than `end` if the volume is full before that. QuotaExceeded: nothing fits. Other
         errors as MetaClient.ask.
@@ -124,7 +124,7 @@ class Rooms:
 
     @contextlib.asynccontextmanager
     async def _alone(self, volume: int) -> AsyncIterator[Room]:
-        """Hold the lock of the volume's reservation, so that only one task asks the service for it.
+        """Hold the lock of the volume's reservation. Only one task at a time asks the service for it.
 
         The reservation object may be replaced while a task waits; then the task locks the new one.
         """
@@ -206,7 +206,7 @@ class Rooms:
                 await self._ask(room, 0, 0)
 
     async def _give_back_quietly(self, room: Room) -> None:
-        """Release the unused reservation; after a failure a later call or the session's end does it."""
+        """Release the unused reservation. After a failure a later call or the session's end does it."""
         try:
             await self._give_back(room)
             if self._is_over(room):

@@ -1,4 +1,4 @@
-"""Sender of dirty extents to the stores, and of reports to the metadata service; a part of `writeback`.
+"""Sender of dirty extents to the stores, and of reports to the metadata service. It is a part of `writeback`.
 
 The fast path is the common case: the chunk has one target, which is connected, and the service has a free
 slot. Then the extent is sent where the write is accepted; its reply triggers the report, if a flush waits
@@ -86,7 +86,7 @@ class Sending:
                 segment.due = True
 
     def _pump(self, written: WrittenFile) -> None:
-        """Send due extents, within the limit of bytes in flight, unless one in flight shares their blocks."""
+        """Send due extents that share no block with one in flight, within the bound of bytes in flight."""
         if written.paused:
             return
         for unit, segments in list(written.dirty.items()):
@@ -119,7 +119,7 @@ class Sending:
         return any(s.start // BLOCK_BYTES <= last and (s.end - 1) // BLOCK_BYTES >= first for s in sending)
 
     def _deadline_s(self, segment: Segment) -> float:
-        """The deadline, counted from the write: a write that waited behind others does not get more time."""
+        """The deadline, counted from the write. A write that waited behind others does not get more time."""
         return max(segment.born_s + self._options.deadline_s, self._clock.boottime_s() + min(1.0, self._options.deadline_s))
 
     def _begin(self, written: WrittenFile, unit: int, segment: Segment) -> bool:
@@ -302,7 +302,7 @@ class Sending:
 
 
 class Flush:
-    """A close(2) in progress: waits for each extent up to `number`, then for the report of the stored bytes.
+    """A close(2) in progress: waits for extents up to `number`, then for their report.
 
     `on_end(None, error)` is called once, before the client updates its state.
     """

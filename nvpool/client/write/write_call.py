@@ -1,4 +1,4 @@
-"""Fast path for writes to a store: sends the request immediately and completes in the reply callback.
+"""Fast path for writes to stores: sends immediately and completes in the reply callback.
 
 No task is created. Made by the chunk client, for the writer.
 """

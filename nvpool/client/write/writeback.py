@@ -228,7 +228,7 @@ class Writer(Sending):
         self._set_out(written, 0, segment)
 
     def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float, record: Record | None) -> bool:
-        """Add bytes to the dirty extents of a unit; return whether an extent is ready to be sent."""
+        """Add bytes to the dirty extents of a unit. Return whether an extent is ready to be sent."""
         length = len(data)
         end = start + length
         segments = written.dirty.get(unit)
