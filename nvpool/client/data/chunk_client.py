@@ -138,7 +138,7 @@ class ChunkClient(BeginsWrites):
         self.hedging.close()
         await self.short.close()
 
-    # -- targets ---------------------------------------------------------------------------------------------------------
+    # -- targets -------------------------------------------------------------------------------------------------------
 
     def lane(self, target: int) -> Lane:
         lane = self._lanes.get(target)

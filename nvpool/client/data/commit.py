@@ -1,8 +1,8 @@
 """Commit: makes acknowledged writes survive a power loss, on each target that has them.
 
 Unstable writes are recorded by chain, and committed by the targets that are in the chain, or join it, at the
-time of the commit. A target that came later has copied the bytes and commits them before it counts; a target
-that is gone is not waited for.
+time of the commit. A target that came later has copied the bytes and commits them before it counts as a
+member; a target that is gone is not waited for.
 
 The map says whether the chain still has the bytes (`Chain.intact`): a chain loses unstable writes only when
 its last remaining target does, and that target answers nothing before the map says so. So a map as new as the

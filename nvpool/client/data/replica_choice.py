@@ -1,6 +1,6 @@
 """Choice of the replica that a read is sent to.
 
-Preferred are, in this order: targets that have answered lately and were not much slower than others; targets
+Reads prefer, in this order: targets that have answered lately and were not much slower than others; targets
 of this host, then of its rack; targets with fewer reads of this client in flight. Among equals all clients
 choose the same target for the same chunk, so one target has the chunk in memory. Used by the chunk client;
 sends no request.
@@ -72,7 +72,7 @@ class Replicas:
         """The newest pool map."""
         return self._view.map
 
-    # -- chains ------------------------------------------------------------------------------------------------------------
+    # -- chains --------------------------------------------------------------------------------------------------------
 
     def _table(self, file: OpenInode) -> ChainTable:
         table = self._view.map.table_by_id.get(file.layout.table)
@@ -114,7 +114,7 @@ class Replicas:
         """All chains: the places to commit if any of them may have been written."""
         return {(table.id, number) for table in self._view.map.tables for number in range(len(table.chains))}
 
-    # -- choice ------------------------------------------------------------------------------------------------------------
+    # -- choice --------------------------------------------------------------------------------------------------------
 
     def distance(self, target: Target) -> int:
         """HERE, SAME_RACK or ELSEWHERE, in the newest map."""

@@ -1,9 +1,9 @@
-"""Unstable writes of this client: the chains that may lose bytes with their power.
+"""Unstable writes of this client, which stores may lose in a power failure.
 
-A loss is reported once: to the caller that asks for the commit, and to the files whose bytes are lost. The
-table is bounded. Of the inodes beyond the bound only the chains are kept, and are committed once, for the
-next caller; the same holds for all chains if it is not known what the previous process wrote. Used by the
-writer.
+For each inode the table has the chains with its unstable writes, until their commit. A loss is reported once:
+to the caller that asks for the commit, and to the files whose bytes are lost. The table is bounded. Of the
+inodes beyond the bound only the chains are kept, and are committed once, for the next caller; the same holds
+for all chains if it is not known what the previous process wrote. Used by the writer.
 """
 
 from __future__ import annotations

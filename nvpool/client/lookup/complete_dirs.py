@@ -6,7 +6,8 @@ single request. A directory that this client created is complete from the start;
 some names were created in it, when the listing costs less than the requests that it saves.
 
 The listing runs in the background, in bounded steps. This client's own changes meanwhile are recognized by
-the directory's change number; a change by another client ends the recording.
+the directory's change number; a change by another client ends the recording. A part of the file system class
+(vfs/filesystem).
 """
 
 from __future__ import annotations

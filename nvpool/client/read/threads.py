@@ -5,7 +5,7 @@ the read. So the calling thread reads by itself: with a short-circuit read if th
 else over a blocking connection of its own to the store (rpc/transports/sync_stream).
 
 The thread uses the client's present state (grant, map, locations, local writes), as a read that begins now
-may, and changes nothing but statistics. It declines with None, without a side effect, in every other case:
+may, and changes nothing but statistics. It declines with None, without a side effect, in all of these cases:
 unstored writes, sequential reading, the end of the file, an unknown location, a stale grant or map, a store
 that refuses, is slow or gone, a checksum mismatch. Then the caller asks the event loop, which renews, retries
 and reports.

@@ -20,7 +20,7 @@ class ShardSession:
         self.met: object = None                          # the connection over which the session was confirmed
         self.meeting: asyncio.Task | None = None
         self.slots: deque[tuple[int, int]] = deque()     # free slots, each with its last used sequence
-        self.waiting: deque[asyncio.Future] = deque()    # for a slot
+        self.waiting: deque[asyncio.Future] = deque()    # tasks that wait for a slot
         # of the session: slots of earlier ones are not released to it
         self.generation = 0
         self.open: dict[int, int] = {}                   # inode -> registrations

@@ -151,7 +151,7 @@ class Many(Files):
                 if listed.is_promised(at):
                     self.leases.take(inode, reply.lease_ms, sent_s, grants[at] if grants else b"")
 
-    # -- many names, one question ------------------------------------------------------------------------------------------
+    # -- bulk look-up --------------------------------------------------------------------------------------------------
 
     async def _ask_names(self, numbers: Iterable[int], places: Sequence[Place]
                          ) -> dict[int, tuple[meta_pb2.Entry | NvpoolError | None, float]]:
