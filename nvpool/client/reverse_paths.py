@@ -51,6 +51,8 @@ def printable(path: bytes) -> str:
 
 
 class PathFinder:
+    """One search for the paths of inodes, without a cache."""
+
     def __init__(self, pool_map: Callable[[], PoolMap], dialer, clock: Clock):
         self._pool_map = pool_map
         self._dialer = dialer

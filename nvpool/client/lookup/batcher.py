@@ -25,7 +25,7 @@ TOGETHER_MAX = 64
 
 
 class Asked(Later):
-    """A submitted look-up of `name` in `parent`. The look-up ends with an Attr, or with an error of `lookup`."""
+    """A submitted look-up of `name` in `parent`. The outcome is an Attr, or an error of `lookup`."""
 
     __slots__ = ("parent", "name", "task")
 

@@ -39,6 +39,8 @@ PAUSE_S = 30.0
 
 
 class _Directory:
+    """The prefetch state of one directory."""
+
     __slots__ = ("name", "misses", "patience", "window", "hits", "last_s", "asking", "middle", "cursor", "ahead", "coming",
                  "asked_for", "share", "through", "learned", "used")
 

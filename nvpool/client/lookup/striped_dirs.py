@@ -84,7 +84,7 @@ class Wide(Core):
                 self._learn_wide(request.parent)
 
     async def _ask_step(self, request: meta_pb2.ListDirRequest) -> meta_pb2.ListDirReply:
-        """Fetch the next entries of a listing from the shard that has them. Only the last reply has no entries."""
+        """Fetch the next entries of a listing from their shard. Only the last reply has no entries."""
         directory = request.inode
         while True:
             place, request.spread = directory, await self._is_spread(directory)

@@ -73,6 +73,8 @@ class _Encrypted:
 
 
 class BatchReader:
+    """The bulk reads of a client."""
+
     def __init__(self, chunks: ChunkClient, dialer, options: ClientOptions, clock: Clock):
         self._chunks = chunks
         self._dialer = dialer

@@ -33,6 +33,8 @@ EMPTY = memoryview(b"")
 
 
 class _Unit:
+    """A unit of read-ahead bytes, fetched or in flight."""
+
     __slots__ = ("future", "bytes", "born_s", "end")
 
     def __init__(self, future: asyncio.Future, count: int, born_s: float, end: int):
@@ -99,6 +101,8 @@ class Whole:
 
 
 class Reader:
+    """The reads of a client."""
+
     def __init__(self, chunks, batches, writer: Writer, options: ClientOptions, clock: Clock, leases: Leases, *,
                  refresh: Callable[[OpenInode, int], Awaitable[None]]):
         self._leases = leases

@@ -110,7 +110,7 @@ class Primaries:
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
-        """Follow the pool map after a failure. This includes renewals and watches, for which no caller waits."""
+        """Follow the pool map after a failure, including those of renewals and watches."""
         try:
             yield
         except Busy:

@@ -35,7 +35,7 @@ NO_END = 1 << 63
 class OpenInode:
     """An inode that is open on this client.
 
-    `size` is what an application on this client must see: the service's size merged with unreported local
+    `size` is the size for applications on this client: the service's size merged with unreported local
     writes.
     """
 

@@ -12,6 +12,8 @@ from nvpool.core.units import MIB
 
 
 class ClientOptions(NamedTuple):
+    """The options of a client."""
+
     deadline_s: float = 60.0
     """Deadline of every operation.
 

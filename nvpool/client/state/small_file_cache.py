@@ -26,6 +26,8 @@ Close-to-open consistency would allow longer, but people who follow a log would 
 
 
 class Contents:
+    """The contents of small files, by inode."""
+
     def __init__(self, bytes_max: int, leases: Leases, clock: Clock) -> None:
         self._bytes_max = bytes_max
         self._leases = leases

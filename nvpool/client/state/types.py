@@ -39,6 +39,8 @@ class Caller(NamedTuple):
 
 
 class StatFs(NamedTuple):
+    """The sizes that statfs(2) shows."""
+
     blocks_total: int
     blocks_free: int
     blocks_available: int

@@ -43,6 +43,8 @@ _CHUNK, _REPLICAS, _WIDE = 512, 1024, 2048
 
 
 class Attributes(Core):
+    """The operations on attributes, permissions and sizes."""
+
     _statfs: tuple[StatFs, float] | None = None
 
     def __init__(self, *arguments, **named):

@@ -39,6 +39,8 @@ Place = tuple[int, bytes]
 
 
 class Many(Files):
+    """The operations on many files at once."""
+
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         # names with inodes of another shard: inode -> mode; and such inodes without attributes and leases so
@@ -276,7 +278,7 @@ class Many(Files):
 
     async def _look_up_one(self, number: int, places: Sequence[Place], found: list) -> None:
         try:
-            attr = await self._look_up(*places[number])  # handles what the error asks for
+            attr = await self._look_up(*places[number])  # handles the error
         except NvpoolError as error:
             found[number] = error
         else:

@@ -57,6 +57,8 @@ class _Piece(NamedTuple):
 
 
 class Ranges(Files, Attributes):
+    """The operations on ranges of open files."""
+
     _extents_seen: dict[int, _Seen] | None = None
 
     # -- fallocate -----------------------------------------------------------------------------------------------------

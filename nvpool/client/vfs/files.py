@@ -86,6 +86,8 @@ class Making(Protocol):
 
 
 class Files(Together, Locks):
+    """The operations on open files."""
+
     async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
         """Open the inode; return a handle whose attributes are current at the service (close-to-open).
 
@@ -293,8 +295,8 @@ class Files(Together, Locks):
     def read_now(self, handle: FileHandle, offset: int, size: int) -> memoryview | None:
         """As `read`, if the bytes are available without waiting; else None and no side effect.
 
-        Sources are short-circuit reads, the read-ahead buffers, and the cached content of a small file. Takes
-        a few microseconds. Never raises what `read` would report: after None, call `read`, which waits.
+        The bytes come from a short-circuit read of the page cache, or are the cached content of a small file.
+        Takes a few microseconds. Never raises what `read` would report: after None, call `read`, which waits.
         """
         file = handle.file
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:

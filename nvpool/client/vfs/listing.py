@@ -19,6 +19,8 @@ LIST_MAX = 1024
 
 
 class Listing(Names):
+    """The operations on directory listings."""
+
     async def opendir(self, inode: int) -> DirHandle:
         """Open a directory; sends no request if its attributes are cached. NotFound, NotADirectory."""
         attr = self.cache.attr(inode, self.options.attr_s) or await self._fetch_attr(inode)

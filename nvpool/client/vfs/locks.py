@@ -58,6 +58,8 @@ class _Owned:
 
 
 class Locks(Core):
+    """The lock operations, and the granted locks of each owner."""
+
     def __init__(self, *arguments, **fields) -> None:
         super().__init__(*arguments, **fields)
         self._owned: dict[Key, _Owned] = {}

@@ -46,6 +46,8 @@ def check_name(name: bytes) -> None:
 
 
 class Names(Wide):
+    """The operations on names."""
+
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self.siblings = Siblings(self.clock, self._look_on)

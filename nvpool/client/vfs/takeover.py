@@ -37,6 +37,8 @@ class OpenBefore(NamedTuple):
 
 
 class TakeOver(Files):
+    """The takeover of a previous process's open files, locks and writes."""
+
     async def take_over(self, opened: Iterable[OpenBefore]) -> dict[int, FileHandle]:
         """Open the previous process's files again; return the handles by number.
 
