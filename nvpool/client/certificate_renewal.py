@@ -1,9 +1,13 @@
-"""Our certificate, renewed before it ends under the same key and the same name; under another key where that is asked for.
+"""Renewal of this member's certificate before it expires.
 
-Called by clients for a client's directory, which nobody else looks after, and by node/admin/certificate_renewal for a node's. A
-node of the pool that has the authority's key signs; it is shown the certificate that is good still. The file is replaced whole,
-and either certificate goes with the key: so several processes may do the same at once, and whoever else uses the directory sees
-it by itself (Identity.refresh).
+The name stays the same; so does the key, unless the caller asks for a new key. A node that holds the key of
+the pool's certificate authority (CA) signs the request; the request is authenticated by the certificate that
+is still valid. The new file replaces the old one as a whole, and both certificates match the key: so several
+processes may renew at the same time, and other users of the directory see the new file by themselves
+(Identity.refresh).
+
+Used by clients for a client's directory, which no other process maintains, and by
+node/admin/certificate_renewal for a node's directory.
 """
 
 from __future__ import annotations
@@ -29,11 +33,14 @@ _ASK_S = 10.0
 log = logging.getLogger(__name__)
 
 Signed = list[tuple[str, bytes]]
-"""Certificates, each with the directory below secret/ where it belongs; the one that is looked at first."""
+"""Certificates, each with its directory below secret/. The first is the one whose age is checked."""
 
 
 async def keep_renewed(renew: Callable[[], Awaitable[bool]], identity: Identity) -> None:
-    """`renew`, now and each hour, for ever. What can not be renewed is said in the log and tried again."""
+    """Call `renew` now and each hour (LOOK_S), without end.
+
+    A failure is logged and retried at the next call.
+    """
     while True:
         try:
             if await renew():
@@ -46,21 +53,27 @@ async def keep_renewed(renew: Callable[[], Awaitable[bool]], identity: Identity)
 async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, dialer: Dialer, *,
                      left_s: float = RENEW_S, clock: Clock = SYSTEM_CLOCK, new_key: bool = False,
                      sign: Callable[[bytes], Signed | None] = lambda request: None) -> bool:
-    """Renew the certificate where it lasts for less than `left_s`, or, with `new_key`, in any case and under another key;
-    whether it was. The caller sees that this is done once at a time where keys change. Who has not signed the request himself,
-    by `sign`, asks a node. Unavailable where nobody could; AccessDenied where the files are not ours to write."""
+    """Renew the certificate if it expires within `left_s`; return whether it was renewed.
+
+    With `new_key` the renewal is unconditional, and the certificate gets a new key; then the caller makes
+    sure that only one renewal runs at a time. `sign` signs the request locally; if it returns None, a node
+    signs. Unavailable: no node could sign. AccessDenied: this process may not write the files.
+    """
     identity.refresh()
     if not new_key and identity.own_end_s() - clock.wall_ns() / 1e9 >= left_s:
         return False
     if not os.access(directory.secret, os.W_OK):
         raise AccessDenied(f"it ends soon, and {directory.secret} may not be written by us: use the pool as its owner once")
-    from nvpool.security.ca import request_again, request_certificate  # large, and needed once in months
+    # a large import that is needed once in months
+    from nvpool.security.ca import request_again, request_certificate
 
     asked = request_certificate() if new_key else request_again(read_key(directory.secret))
     signed = sign(asked.request) or await _ask(asked.request, pool_map, dialer, clock)
-    for below, certificate in reversed(signed):  # ours last: while that is old, all of this is done again
+    # our own last: while it is old, a later call repeats all of this
+    for below, certificate in reversed(signed):
         place = directory.secret / below
-        if new_key:  # durable before the certificate: with one of the two keys it is good, whatever comes between
+        # durable before the certificate: after a crash at any point one of the two keys matches it
+        if new_key:
             write_whole(place / KEY_NEXT_FILE, asked.key, 0o600)
         write_whole(place / CERTIFICATE_FILE, certificate)
         if new_key:
@@ -70,10 +83,10 @@ async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: Poo
 
 
 async def _ask(request: bytes, pool_map: PoolMap, dialer: Dialer, clock: Clock) -> Signed:
-    """What the first node answers that signs."""
+    """The certificates from the first node that signs."""
     told = "the pool has no other node"
     for node in pool_map.nodes:
-        # Not by unix sockets: it has to see who we are.
+        # Not by unix sockets: the node must see our certificate.
         away = tuple(endpoint for endpoint in node.endpoints if not endpoint.startswith("stream+unix"))
         try:
             raw = await dialer.call(away, wire_pb2.POOL_RENEW, pool_pb2.RenewRequest(request=request).SerializeToString(),

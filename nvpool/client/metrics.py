@@ -1,4 +1,4 @@
-"""What a client tells Prometheus, where it is a mount. Called by mountd/server and mountd/worker when somebody asks."""
+"""The Prometheus metrics of a mounted client. Called by mountd/server and mountd/worker at each scrape."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""The paths of inodes that somebody has to be told about: files with damaged blocks, in logs and in the status of a pool.
+"""Search for the paths of inodes, for logs and the pool's status.
 
-A file does not know its names, so the shards are asked to look for them (META_NAMES), where the file was born first, elsewhere
-only for those that are not there; then the directories upward. All in bounded steps, each a request that lets others have
-their turn. Never on the way of a read or a write: callers ask in a task of its own, or where a person waits, and say how long.
-Whatever daemons answer, or if they do not, the paths that were found stand. Called by chunkclient (by way of vfs/client), the
-supervisor's status and fsck. Needs no session, changes nothing.
+The main use is a file with damaged blocks. A file does not know its names, so this module asks the shards to
+search for them (META_NAMES): first the shard of the partition in which the file was created, then the other
+shards for inodes that were not found; then the parent directories up to the root. The work is in bounded
+steps, and each step is a request that lets the shard serve others.
+
+A search never delays a read or a write: callers search in a separate task, or where a person waits, with a
+time limit. If daemons answer late or not at all, the paths found so far are returned. A search needs no
+session and changes nothing. Used by the chunk client (through vfs/client), the supervisor's status and fsck.
 """
 
 from __future__ import annotations
@@ -25,34 +28,42 @@ log = logging.getLogger(__name__)
 
 INODES_A_QUESTION = 512
 SEARCHES_AT_ONCE = 4
-"""Partitions that are searched at the same time, so that one with very many names does not keep the others waiting."""
+"""Partitions searched at the same time, so that one with very many names does not delay the others."""
 STEP_S = 10.0
 LOOK_S = 2.0
-"""What a search for a person or a log may take: one to two million names. `nvpool fsck` takes the time it needs."""
+"""Time limit of a search for a person or a log: one to two million names. `nvpool fsck` has no time limit."""
 FILES_MAX = 256
 KEPT_S, FAILED_KEPT_S = 60.0, 10.0
-"""A path may change, so it is not believed for long; what was not found is not looked for all the time."""
+"""How long a found path and a failed search are cached.
+
+A path may change, so it is not trusted for long; a path that was not found is not searched for all the time.
+"""
 KEPT_MAX = 1024
 PAUSE_S = 5.0
-"""Between two searches for the log."""
+"""Pause between two searches for the log."""
 
 
 def printable(path: bytes) -> str:
-    """The path for people, on one line: what is not UTF-8 or can not be printed is shown as an escape."""
+    """The path as one printable line. Other characters and bytes that are not UTF-8 become escapes."""
     text = path.decode("utf-8", "backslashreplace")
     return text if text.isprintable() else "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class PathFinder:
+    """One search for the paths of inodes, without a cache."""
+
     def __init__(self, pool_map: Callable[[], PoolMap], dialer, clock: Clock):
         self._pool_map = pool_map
         self._dialer = dialer
         self._clock = clock
 
     async def find(self, inodes: Iterable[int], within_s: float | None = None) -> dict[int, bytes]:
-        """One path for each of the inodes; b"" for those that have no name any more. Those that were not found in time, or
-        could not be asked for, are missing. Without `within_s` every name there is may be looked at."""
+        """Find one path for each inode; b"" for an inode that has no name any more.
+
+        Inodes that were not found within `within_s`, or whose shards could not be asked, are missing from the
+        result. Without `within_s` the search may look at every name of the pool.
+        """
         found: dict[int, bytes] = {}
         wanted = sorted({inode for inode in inodes if _is_number(inode)})
         try:
@@ -86,7 +97,7 @@ class PathFinder:
             await search(left, elsewhere=True)
 
     async def _climb(self, named: dict[int, meta_pb2.NamedInode], up: dict[int, meta_pb2.NamedInode]) -> None:
-        """Add the directories above to `up`, as far as they can be found."""
+        """Add the parent directories to `up`, as far as they can be found."""
         while named:
             below: dict[int, list[int]] = {}
             for directory, above in {one.directory: one.above for one in named.values()}.items():
@@ -117,19 +128,19 @@ class PathFinder:
         return named
 
     def _shards(self, inode: int) -> list[tuple[str, ...]]:
-        """Where to ask, first who has the inode."""
+        """The endpoints of all shards; the owner of the inode's partition comes first."""
         pool_map = self._pool_map()
         owner = pool_map.shard_of_partition[partition_of(inode)]
         return [shard.endpoints for shard in sorted(pool_map.shards, key=lambda shard: (shard.id != owner, shard.id))]
 
 
 def _is_number(inode: int) -> bool:
-    """Whether there can be such an inode: these numbers come from records that are damaged."""
+    """Whether the number can be an inode: the numbers may come from damaged records."""
     return 0 < inode < 1 << 63
 
 
 def _path(inode: int, up: dict[int, meta_pb2.NamedInode]) -> bytes:
-    """b"" where the way up does not end at the root."""
+    """The path of the inode; b"" if its chain of parents does not end at the root."""
     parts: list[bytes] = []
     while inode != ROOT_INODE:
         one = up.get(inode)
@@ -141,8 +152,10 @@ def _path(inode: int, up: dict[int, meta_pb2.NamedInode]) -> bytes:
 
 
 class KnownPaths:
-    """Paths that were found lately; looks for others when it is asked to, one search at a time. Owned by who makes it, who
-    closes it."""
+    """Recently found paths. A caller starts a search with `look`; one search runs at a time.
+
+    The creator of this object owns and closes it.
+    """
 
     def __init__(self, pool_map: Callable[[], PoolMap], dialer, clock: Clock):
         self._finder = PathFinder(pool_map, dialer, clock)
@@ -153,23 +166,23 @@ class KnownPaths:
         self._telling: asyncio.Task[None] | None = None
 
     def path(self, inode: int) -> bytes | None:
-        """None where it is not known; b"" where the inode has no name any more."""
+        """The path. None if it is not known, b"" if the inode has no name any more."""
         until_s, path = self._known.get(inode, (0.0, None))
         return path if until_s > self._clock.boottime_s() else None
 
     async def look(self, inodes: Iterable[int], within_s: float = LOOK_S) -> None:
-        """Look for the paths that are not known, of the first FILES_MAX inodes, for that long at most."""
+        """Search for unknown paths of the first FILES_MAX inodes, for at most `within_s` seconds."""
         try:
             async with asyncio.timeout(within_s), self._searching:
                 now_s = self._clock.boottime_s()
                 wanted = [inode for inode in dict.fromkeys(inodes) if self._known.get(inode, (0.0, None))[0] <= now_s]
                 wanted = wanted[:FILES_MAX]
                 if wanted:
-                    # a little less, so that what was found in time is kept
+                    # a shorter limit for the search, so that the paths it finds in time are cached
                     found = await self._finder.find(wanted, within_s * 0.9)
                     self._keep(wanted, found)
         except TimeoutError:
-            pass  # somebody else's search took the time
+            pass  # another caller's search took the time
 
     def _keep(self, wanted: list[int], found: dict[int, bytes]) -> None:
         now_s = self._clock.boottime_s()
@@ -182,8 +195,10 @@ class KnownPaths:
     # -- for logs --------------------------------------------------------------------------------------------------------
 
     def told(self, inode: int) -> str:
-        """What to write behind the number of a damaged file's inode. Where its path is not known, another line of the log tells
-        it as soon as it is found."""
+        """The text to log after the inode number of a damaged file: its path in brackets, or nothing.
+
+        If the path is not known, a search starts, and another log line names the path when it is found.
+        """
         if inode in self._known and self._known[inode][0] > self._clock.boottime_s():
             path = self.path(inode)
             return f" ({printable(path)})" if path else ""
@@ -207,6 +222,6 @@ class KnownPaths:
             await asyncio.sleep(PAUSE_S)
 
     def close(self) -> None:
-        """No path is told any more."""
+        """Stop logging paths."""
         if self._telling is not None:
             self._telling.cancel()

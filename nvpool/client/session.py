@@ -1,7 +1,7 @@
-"""A client of a pool: finds the pool map, makes the parts, runs their background work, ends them.
+"""A client of a pool: finds the pool map, makes its parts, runs their background work.
 
-`Client.open` is the one way in for mounts, the SDK and tools. One client belongs to one event loop and one process: after a
-fork it must not be used in the child.
+`Client.open` is the only entry point for mounts, the SDK and tools; `Client.close` stops everything. A client
+belongs to one event loop and one process: after a fork the child must not use the client.
 """
 
 from __future__ import annotations
@@ -35,14 +35,21 @@ __all__ = ["Client", "ClientOptions"]
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-"""How often background work looks round: half of the second after which unstored bytes are to be on their way."""
+"""Interval of background work: half of the second within which unstored bytes must be sent."""
 CLOSE_S = 10.0
 FIRST_MAP_S = 2.0
-"""For a client's directory, whose map may be as old as its joining, to learn of a newer one; then it begins with that."""
+"""How long `Client.open` waits for a newer pool map where the directory is a client's.
+
+The map in such a directory may be as old as the day on which the client joined. After this time the client
+starts with that map.
+"""
 
 
 class Client:
-    """`vfs` is the file system, `pool_map` the newest map, `dialer` the connections (for tools that ask daemons themselves)."""
+    """A running client. `vfs` is the file system and `pool_map` the newest pool map.
+
+    `dialer` holds the connections, for tools that send requests to daemons themselves.
+    """
 
     def __init__(self, vfs: Vfs, view: PoolView, dialer: Dialer, clock: Clock):
         self.vfs = vfs
@@ -61,19 +68,22 @@ class Client:
         return self._view.map
 
     async def refresh_map(self) -> None:
-        """Ask for a newer map once; where nobody answers the old one stays."""
+        """Fetch the pool map once. If no node answers, the old map stays in use."""
         await self._view.refresh()
 
     @classmethod
     async def open(cls, where: str | os.PathLike[str] | PoolMap, name: str = "", options: ClientOptions | None = None, *,
                    clock: Clock = SYSTEM_CLOCK, dialer: Dialer | None = None, kept: KeptMemory | None = None) -> Client:
-        """A client of the pool that `where` names: its directory on this host, "host:port" or an endpoint URL of any of its
-        nodes, or a PoolMap. Without `options` it behaves as [client] of the directory's node.toml says.
+        """Open a client of the pool that `where` names.
 
-        Talks to no metadata service yet: the session begins with the first operation, so that a mount comes up while a shard is
-        down. `kept`: what has to outlive this process is written there too; see Vfs.take_over.
+        `where` is the pool's directory on this host, "host:port" or an endpoint URL of any of its nodes, or a
+        PoolMap. Without `options` the client uses section [client] of the directory's node.toml.
 
-        NotFound, WrongFormat when the directory is none of a pool; BadConfiguration; Unreachable when no node answers there.
+        This call does not contact the metadata service: the session starts with the first operation, so a
+        mount comes up while a shard is down. With `kept` the client also writes the state that must outlive
+        this process there; see Vfs.take_over.
+
+        NotFound, WrongFormat: the directory is not a pool's. BadConfiguration. Unreachable: no node answers.
         """
         host = host_id()
         greeting = Greeting(name=name or f"client pid {os.getpid()}", host_id=host)
@@ -109,7 +119,8 @@ class Client:
             raise
         clients = PoolDirectory(directory) if directory is not None and not PoolDirectory(directory).node else None
         if clients is not None:
-            directory = None  # nobody else keeps the map in it, so the nodes are asked
+            # no other process updates the map in this directory, so the client asks the nodes
+            directory = None
         view = PoolView(pool_map, directory=directory, dialer=dialer, clock=clock)
         if greeting.identity is not None:
             greeting.identity.update_members(pool_map.members)
@@ -121,7 +132,7 @@ class Client:
         vfs = Vfs(view, dialer, options, clock, name=f"{greeting.name} on {host_name()}", kept=kept, squashes_root=squashed)
         client = cls(vfs, view, dialer, clock)
         if certified:
-            client._renew(clients, greeting.identity)  # in a node's directory its supervisor does
+            client._renew(clients, greeting.identity)  # in a node's directory the node's supervisor renews
         return client
 
     def _renew(self, directory: PoolDirectory, identity: Identity) -> None:
@@ -141,9 +152,11 @@ class Client:
                 log.critical("background work of the client broke; it goes on with the next tick", exc_info=True)
 
     async def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Store and report what was written, give up the session, end the connections; in that time in any case.
+        """Store and report all written data, end the session and close the connections, within `timeout_s`.
 
-        May be called twice. What could not be stored is lost with this client; who must know calls fsync before."""
+        May be called twice. Data that cannot be stored in that time is lost without an error here; a caller
+        that must know calls fsync first.
+        """
         if self._closed:
             return
         self._closed = True
@@ -155,7 +168,10 @@ class Client:
 
 
 def _keep_nodes(directory: PoolDirectory, kept: list, newer: PoolMap) -> None:
-    """Have the map in a client's directory name the nodes of today: those of its joining may all be gone some day."""
+    """Write the pool map to a client's directory when the set of nodes has changed.
+
+    All nodes that were there when the client joined may be gone some day; then an old map would lead nowhere.
+    """
     if newer.nodes != kept[0]:
         kept[0] = newer.nodes
         try:
@@ -166,7 +182,7 @@ def _keep_nodes(directory: PoolDirectory, kept: list, newer: PoolMap) -> None:
 
 
 def _only(scheme: str) -> dict[str, Transport] | None:
-    """For the Dialer: the one transport that may be used, or None: all that there are."""
+    """The one transport that the Dialer may use, or None for all installed transports."""
     if scheme == "auto":
         return None
     found = registry.only(scheme)

@@ -1,12 +1,13 @@
-"""Reads and writes of chunks: finds the target, gathers what goes to the same one, checks every byte that comes.
+"""Chunk client: reads and writes chunks at stores, batches requests, and verifies every received byte.
 
-Guarantees: a block whose checksum does not fit is never handed on; a write is named once and repeated under that name until
-a store answers; what is old (map, grant) is refreshed and asked again; everything ends by its deadline. Called by reader,
-writer and vfs. Never reads or writes more than it is asked for, never touches sizes: what lies behind the end of a chunk
-reads as zeros, and who knows the file's end trims.
+Guarantees: a block with a wrong checksum is never passed on. A write has one request id, and is retried under
+that id until a store answers. An outdated map or grant is refreshed, and the request is retried. Every
+operation ends by its deadline.
 
-Reads make no task. Those asked for in one turn of the loop for one target travel in one message; a read that finds its
-target idle goes at once.
+The chunk client never reads or writes more than it is asked for, and never changes sizes: bytes behind the
+end of a chunk read as zeros, and the caller, who knows the file's end, trims them. Reads create no task.
+Reads of one event-loop iteration for one target travel in one message; a read that finds its target idle is
+sent immediately. Used by the reader, the writer and vfs.
 """
 
 from __future__ import annotations
@@ -66,19 +67,29 @@ log = logging.getLogger(__name__)
 
 _WRITE = struct.Struct("<QQQIIIHH")
 GATHER_READS = 256
-"""Reads in one gathered message: enough that the message's cost vanishes, few enough that the first are not kept waiting."""
+"""Reads in one batch: enough to make the message's cost negligible.
+
+More would delay the first reads of the batch.
+"""
 GATHER_BYTES = 2 * MIB
 _ALONE_BYTES = 256 * KIB
-"""From this size a read travels alone: gathering saves nothing, and its reply need not wait for others."""
+"""Size from which on a read travels alone. A batch would save nothing, and delay its reply."""
 HALVED_READS = 8
 PART_BYTES = 512 * KIB
-"""So many gathered reads, or more bytes than this, travel in parts: while we answer the first the store is at the next. In one
-message drive, store, we and who reads take turns: 16 readers of 128 KiB got 245 MiB/s in place of 400, over TCP and cold."""
+"""From HALVED_READS batched reads, or this many bytes, a batch travels in parts.
+
+So the store works on the next part while the client handles the first. In a single message the drive, the
+store, the client and the application would take turns: 16 readers of 128 KiB got 245 MiB/s instead of 400,
+over TCP and cold.
+"""
 _LANES_PER_FILE = 65536
 
 
 class ChunkClient(BeginsWrites):
-    """`renew(file, rights)` gets a new grant, and attributes, for an open inode."""
+    """The client of the stores.
+
+    `renew(file, rights)` fetches a new grant and attributes for an open inode.
+    """
 
     def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *,
                  renew: Callable[[OpenInode, int], Awaitable[None]],
@@ -98,7 +109,7 @@ class ChunkClient(BeginsWrites):
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._read_flags = ASKER_KEEPS if options.direct_reads else 0
-        self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
+        self._held: list[Lane] | None = None  # target queues with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
         self.hedging = Hedging(clock, self._is_late, self._look_for_slow)
         self._seconds = SecondReads(self, view, clock, pause=self._pause, renew=renew)
@@ -106,7 +117,7 @@ class ChunkClient(BeginsWrites):
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_told: Callable[[int], str] = lambda inode: ""
-        """What the log says of the path of a damaged file, right behind its inode; see KnownPaths.told."""
+        """The log text about the path of a damaged file, printed behind its inode. See KnownPaths.told."""
         self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
         view.changed.append(self._map_changed)
 
@@ -127,7 +138,7 @@ class ChunkClient(BeginsWrites):
         self.hedging.close()
         await self.short.close()
 
-    # -- where -----------------------------------------------------------------------------------------------------------
+    # -- targets -------------------------------------------------------------------------------------------------------
 
     def lane(self, target: int) -> Lane:
         lane = self._lanes.get(target)
@@ -139,7 +150,7 @@ class ChunkClient(BeginsWrites):
         return lane
 
     def find_lane(self, file: OpenInode, index: int, tried: tuple[Lane, ...] = ()) -> Lane:
-        """The lane for reading the chunk: the best replica that is not among `tried`, where there is another."""
+        """The target queue of the chunk's best replica, if possible not in `tried`."""
         targets = self.chain(file, index).readable
         lane = self.lane(targets[0]) if len(targets) == 1 else self.replicas.best(targets, tried, file.inode + index)
         if not tried:
@@ -149,17 +160,19 @@ class ChunkClient(BeginsWrites):
         return lane
 
     def chain(self, file: OpenInode, index: int) -> Chain:
-        """Who holds the chunk."""
+        """The chain that holds the chunk."""
         return self.replicas.chain(file, index)
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     def read(self, file: OpenInode, index: int, offset: int, length: int, into: memoryview | None = None) -> asyncio.Future:
-        """The whole blocks [offset, offset + length) of chunk `index`, as a future of `length` bytes.
+        """Read the whole blocks [offset, offset + length) of chunk `index`; return a future.
 
-        Its result is a memoryview (of `into`, when given) that belongs to the caller. What was never written is zeros.
-        The future fails with ChecksumMismatch when no replica has good bytes, DeadlineExceeded or Disconnected when nobody
-        answered in time, NotFound where the inode is gone and its grant could not be renewed. Cancelling it is allowed.
+        The result has `length` bytes and is a memoryview (of `into`, if given) that belongs to the caller.
+        Bytes that were never written are zeros. The caller may cancel the future.
+
+        ChecksumMismatch: no replica has good bytes. DeadlineExceeded, Disconnected: no reply in time.
+        NotFound: the inode is gone, and its grant could not be renewed.
         """
         future = self._loop.create_future()
         self.begin(file, index, offset, length, future, into)
@@ -167,7 +180,7 @@ class ChunkClient(BeginsWrites):
 
     def begin(self, file: OpenInode, index: int, offset: int, length: int, future: asyncio.Future | Coming,
               into: memoryview | None = None, *, missed: bool = False) -> None:
-        """As `read`, into a future of the caller's. `missed`: what there is in memory has just been looked for."""
+        """As `read`, into the caller's future. `missed`: the caller has just tried a read from memory."""
         job = Read(file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s)
         file.grant_used = True
         if file.encrypted and file.key is None:
@@ -198,7 +211,7 @@ class ChunkClient(BeginsWrites):
                 self._held.append(lane)
 
     async def _read_with_key(self, job: Read) -> None:
-        """The first read of a file of an encrypted volume."""
+        """Do the first read of a file of an encrypted volume, which needs the key."""
         try:
             await self._keys.fetch(job.file)
         except NvpoolError as error:
@@ -209,7 +222,7 @@ class ChunkClient(BeginsWrites):
             self.begin(job.file, job.index, job.offset, job.length, job.future, job.into)
 
     def hold(self) -> None:
-        """Gather what is read from now on until `send_held`, which has to be called in the same turn of the loop."""
+        """Batch all reads until `send_held`, which must be called in the same event-loop iteration."""
         if self._held is None:
             self._held = []
 
@@ -256,7 +269,10 @@ class ChunkClient(BeginsWrites):
         self._submit(connection, lane, jobs)
 
     def connect_until_s(self, deadline_s: float) -> float:
-        """For who has no connection to a target yet. Of a host that is gone nothing comes back: others may be asked instead."""
+        """Deadline of a connection attempt to a target, before other replicas are asked.
+
+        A host that is gone sends nothing back.
+        """
         return min(deadline_s, self._clock.boottime_s() + LATE_S) if self.replicas.several else deadline_s
 
     def _submit(self, connection, lane: Lane, jobs: list[Read]) -> None:
@@ -296,7 +312,7 @@ class ChunkClient(BeginsWrites):
         self._answered(sent.lane, sent.jobs, reply, error)
 
     def answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
-        """What came of reads that somebody else has sent on the lane in one message, and counted there."""
+        """Handle the result of reads that another module has sent and counted in the queue."""
         self._answered(lane, jobs, reply, error)
 
     def _answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
@@ -340,7 +356,7 @@ class ChunkClient(BeginsWrites):
                 part = job.file.key.cipher.decrypt(job.file.inode, job.index, job.offset >> 12, part, target)
             if into is not None:
                 if part.obj is not into.obj:
-                    into[:length] = part  # the transport could not receive there
+                    into[:length] = part  # the transport could not receive in place
                 if length != job.length:
                     into[length:] = bytes(job.length - length)
                 future.set_result(into)
@@ -353,7 +369,7 @@ class ChunkClient(BeginsWrites):
 
     def _is_late(self, lane: Lane) -> None:
         if self.replicas.failed(lane):
-            self.map_changed_files()  # lanes that were chosen while it answered
+            self.map_changed_files()  # drop the target queues that files chose while this target answered
 
     def _look_for_slow(self) -> None:
         if self.replicas.shun_slow(self._lanes.values()):
@@ -366,7 +382,7 @@ class ChunkClient(BeginsWrites):
             self._again(job, error, lane)
 
     def _again(self, job: Read, error: BaseException, lane: Lane | None = None) -> None:
-        """Decide what follows from `error` of `lane`: the future fails, or a task repeats the read."""
+        """Handle `error` of `lane`: fail the future, or start a task that retries the read."""
         if lane is not None and isinstance(error, Unavailable | Damaged | StaleTenure):
             job.tried = (*job.tried, lane)
         if job.future.done():
@@ -394,7 +410,7 @@ class ChunkClient(BeginsWrites):
         try:
             others = set(self.chain(job.file, job.index).readable) - {lane.target for lane in job.tried}
             elsewhere = isinstance(error, (Unavailable, Damaged, StaleTenure))
-            if not (others and job.tried and elsewhere):  # else one of them, at once
+            if not (others and job.tried and elsewhere):  # otherwise ask one of the others immediately
                 job.tried = ()
                 await self.mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
             if job.future.done():
@@ -408,7 +424,7 @@ class ChunkClient(BeginsWrites):
 
     async def mend(self, file: OpenInode, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
                    rights: int) -> None:
-        """Do what `error` asks for before the request is repeated. Raises it, with `reason`, when the deadline has come."""
+        """Handle `error` before a retry. When the deadline has passed, raise it with `reason`."""
         left = deadline_s - self._clock.boottime_s()
         if left <= 0:
             raise at_the_deadline(error, reason)
@@ -434,7 +450,7 @@ class ChunkClient(BeginsWrites):
         return task
 
     async def read_range(self, file: OpenInode, offset: int, length: int, into: memoryview | None = None):
-        """`length` > 0 bytes of the file from `offset`, over as many chunks as it takes; holes are zeros."""
+        """Read `length` > 0 bytes of the file from `offset`, across chunks; holes are zeros."""
         end = offset + length
         index = offset >> file.chunk_bits
         first = offset & -4096
@@ -473,12 +489,16 @@ class ChunkClient(BeginsWrites):
 
     async def write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes,
                     deadline_s: float, begun: Writing | None = None) -> Stored:
-        """Make `parts`, `length` bytes in all, part of chunk `index` from `offset`; return who has them, for a flush.
+        """Write `parts`, `length` bytes in total, to chunk `index` at `offset`.
 
-        On return they survive kill -9 of the stores, and the loss of all but one. Repeated under the same name until then, or
-        until `deadline_s`. The cut number sent is the one the file has now: StaleCut goes up to the writer, who knows what
-        still applies. `parts` must not change until this returns. NoSpace: nothing was written. Anything Unavailable: it may
-        have been. `begun`: this very write, which has met an error; it goes on under its name.
+        Returns the unstable write, which a later commit makes durable. On return the bytes survive kill -9 of
+        the stores, and the loss of all but one of them. The write is retried under the same request id until
+        then, or until `deadline_s`. The request carries the file's present truncate epoch. `parts` must not
+        change until this returns. `begun`: this very write after its fast path failed; it continues under its
+        request id.
+
+        StaleCut: goes to the writer, which knows what still applies. NoSpace: nothing was written. Any
+        Unavailable: the write may have been executed.
         """
         if begun is not None:
             try:
@@ -490,9 +510,9 @@ class ChunkClient(BeginsWrites):
                                 deadline_s)
 
     async def named(self, work: Callable[[int, int], Awaitable], deadline_s: float):
-        """What `work(slot, sequence)` gives: a change of chunks, with its name in this session."""
-        # A slot carries one write at a time, as stores expect it: what comes with a smaller sequence than the slot's last write
-        # of the chunk is taken for a repetition, and not done.
+        """Await `work(slot, sequence)`, a change of chunks, with a new request id; return its result."""
+        # A slot carries one write at a time, as stores expect: a write with a smaller sequence than the
+        # slot's last write of the chunk counts as a replay, and is not executed.
         slot = await self._take_slot(deadline_s)
         try:
             self.sequence += 1
@@ -517,7 +537,7 @@ class ChunkClient(BeginsWrites):
                     await waiter
             except BaseException as error:
                 if self._slots:
-                    self._wake()  # it was woken and went away: the next one may have the slot
+                    self._wake()  # woken and cancelled at the same time: pass the slot on to the next waiter
                 if not isinstance(error, TimeoutError):
                     raise
                 raise DeadlineExceeded("all request slots stayed in use by earlier writes", may_be_applied=False) from None
@@ -535,7 +555,8 @@ class ChunkClient(BeginsWrites):
                     raise error
                 chain = self.chain(file, index)
                 lane = self.lane(chain.targets[0])
-                cut = file.cut  # it may be another one than when we were called: grants and attributes are renewed in between
+                # may have changed since the call: grants and attributes are renewed in between
+                cut = file.cut
                 header = _WRITE.pack(file.inode, cut, sequence, index, offset, length, 0, flags)
                 message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
                                                 checksums=checksums, session=file.grant_session, slot=slot,
@@ -544,7 +565,8 @@ class ChunkClient(BeginsWrites):
                 file.grant_used = True
                 call = self._dialer.call(lane.endpoints, wire_pb2.DATA_WRITE, message.SerializeToString(), parts,
                                          deadline_s=deadline_s)
-                alone = len(chain.targets) == 1 and not chain.joining  # nobody can take its place but by its own word
+                # no other target can replace it without its consent
+                alone = len(chain.targets) == 1 and not chain.joining
                 reply = await (call if alone else self.unless_moved(call, partial(self._has_other_head, file, index, lane)))
                 answer = decoded(data_pb2.WriteReply, reply.message)
                 results = answer.results
@@ -568,7 +590,8 @@ class ChunkClient(BeginsWrites):
             except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:
                 tries, reason = tries + 1, reason_of(error, reason)
                 self.counters["repeats"] += 1
-                # spoiled on the way, or the block that ours are to be merged with: the second is not mended by asking
+                # The bytes were damaged in transit, or the block to merge them with is damaged; a retry does
+                # not repair the second.
                 if isinstance(error, ChecksumMismatch) and tries > 2:
                     raise
                 await self.mend(file, error, reason, tries, deadline_s, WRITE)
@@ -577,8 +600,11 @@ class ChunkClient(BeginsWrites):
         return self.chain(file, index).targets[0] != lane.target
 
     async def unless_moved(self, call: Awaitable, moved: Callable[[], bool]):
-        """The answer to `call`; StaleEpoch when a newer map comes before it by which it has `moved`: others are to be asked.
-        Where the answer takes long such a map is looked out for: a target that is stopped or cut off says nothing."""
+        """Await `call`; raise StaleEpoch if a newer map arrives first by which `moved()` is true.
+
+        Then other targets must be asked. If the reply takes long, the client follows the pool map: a target
+        that is stopped or cut off says nothing.
+        """
         asked = asyncio.ensure_future(call)
         try:
             while not asked.done():
@@ -592,14 +618,14 @@ class ChunkClient(BeginsWrites):
             abandon(asked)
 
     async def flush(self, places: Mapping[WrittenAt, int | None]) -> set[WrittenAt]:
-        """See Flushing.flush."""
+        """Commit unstable writes; see Flushing.flush."""
         return await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
 
     def _call(self, target: int, method: int, message: bytes, deadline_s: float) -> Awaitable:
         return self._dialer.call(self.lane(target).endpoints, method, message, deadline_s=deadline_s)
 
     async def ask_target(self, target: int, method: int, request, deadline_s: float) -> bytes:
-        """The encoded answer of one target to a request that may be repeated; retried until the deadline."""
+        """Send a repeatable request to a target; retry until the deadline. Return the encoded reply."""
         tries, reason = 0, None
         while True:
             try:
@@ -618,7 +644,7 @@ class ChunkClient(BeginsWrites):
 
 
 def _closed(jobs: list[Read], task: asyncio.Task) -> None:
-    """Whatever ended the task: who waits for the reads that it had in hand must hear of it."""
+    """Fail the reads that a cancelled task had in hand."""
     if task.cancelled():
         for job in jobs:
             if not job.future.done():

@@ -1,9 +1,12 @@
-"""Having what stores have answered survive the loss of power, on each target that has it.
+"""Commit: makes acknowledged writes survive a power loss, on each target that has them.
 
-What was written is remembered by its chain, and flushed by who are its targets, or join it, when it is flushed: who came since
-has copied it and flushes that before it counts, and who is gone is not waited for. Whether the chain still has it is told by
-the map (`Chain.intact`): a chain loses what was not flushed only when the last target that is left does, and that one answers
-nothing before the map says so. So a map as new as the answers tells of all that was lost before them. Called by chunkclient.
+Unstable writes are recorded by chain, and committed by the targets that are in the chain, or join it, at the
+time of the commit. A target that came later has copied the bytes and commits them before it counts as a
+member; a target that is gone is not waited for.
+
+The map says whether the chain still has the bytes (`Chain.intact`): a chain loses unstable writes only when
+its last remaining target does, and that target answers nothing before the map says so. So a map as new as the
+replies shows all losses before them. Used by the chunk client.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ WrittenAt = tuple[int, int]
 
 
 class Stored(NamedTuple):
-    """`epoch`: of the chain, before the bytes came to it; `cut`: the file's cut number under which they did."""
+    """An unstable write to the chain `place`.
+
+    `epoch`: of the chain, before the write; `cut`: the file's truncate epoch in the write.
+    """
 
     place: WrittenAt
     epoch: int
@@ -33,11 +39,11 @@ class Stored(NamedTuple):
 
 
 PATIENCE_S = 0.5
-"""For an answer, before the map is asked for: perhaps the target is gone."""
+"""Time for a reply before the pool map is followed: the target may be gone."""
 
 
 class Flushing:
-    """`call(target, method, message, deadline_s)`: ask a target once."""
+    """Commits of chains. `call(target, method, message, deadline_s)` sends one request to a target."""
 
     def __init__(self, view: PoolView, clock: Clock, *, call: Callable[..., Awaitable],
                  pause: Callable[[NvpoolError, int, float], Awaitable[None]]):
@@ -56,7 +62,7 @@ class Flushing:
         return found
 
     def _lost(self, chains: Mapping[WrittenAt, int | None], epoch: int) -> set[WrittenAt] | None:
-        """Chains that do not have any more what was written to them; None where a map of `epoch` is needed to say that."""
+        """Chains that have lost unstable writes; None if only a map of `epoch` can tell."""
         if self._view.map.epoch < epoch:
             return None
         tables = self._view.map.table_by_id
@@ -64,10 +70,12 @@ class Flushing:
                 if since is not None and place[0] in tables and tables[place[0]].chains[place[1]].intact > since}
 
     async def flush(self, chains: Mapping[WrittenAt, int | None], deadline_s: float) -> set[WrittenAt]:
-        """Return when everything that was written to these chains, since they had this epoch, survives the loss of power, but
-        for what has met that already: the chains of which some is lost. Where it is not known since when, nothing is found to
-        be. Unavailable at the deadline."""
-        # one question a target, also where it is in many of the chains
+        """Commit all unstable writes to these chains. Return the chains that have lost some of them.
+
+        On return all other writes to the chains, since they had the given epoch, survive a power loss. For a
+        chain without a known epoch no loss is found. Unavailable: the deadline has passed.
+        """
+        # one request per target, even if it is in many of the chains
         asked: dict[int, asyncio.Task] = {}
         tries, reason = 0, None
         try:

@@ -1,6 +1,7 @@
-"""Where files have ended since chains lost what they held (poolmap/chains/data_loss): behind that nothing of them was lost.
+"""Ends of files since chains lost data (poolmap/chains/data_loss): nothing was lost behind such an end.
 
-Called by chunkclient for writes that change a block in part of which a store can not say whether the rest was lost.
+Used by the chunk client for writes that change a part of a block, if the store cannot tell whether the rest
+of the block was lost.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from nvpool.core.units import BLOCK_BYTES
 
 
 class Ended:
-    """`renew(file, rights)` gets new attributes of an open inode."""
+    """The check whether a write may replace lost bytes.
+
+    `renew(file, rights)` fetches an open inode's attributes.
+    """
 
     def __init__(self, view: PoolView, renew: Callable[[OpenInode, int], Awaitable[None]]) -> None:
         self._view = view
@@ -22,19 +26,24 @@ class Ended:
 
     @property
     def losses(self) -> int:
-        """How many the newest map tells of. To be looked at before the service is asked where a file ends."""
+        """Number of losses in the newest map.
+
+        Must be read before the service is asked for the end of a file.
+        """
         return len(self._view.map.losses)
 
     @staticmethod
     def note(file: OpenInode, losses: int, size: int) -> None:
-        """The file has ended at `size` after so many losses."""
+        """Record that the file ended at `size` after that many losses."""
         known, before = file.ended
         if losses > known or (losses == known and size < before):
             file.ended = losses, size
 
     async def is_all(self, file: OpenInode, start: int, length: int) -> bool:
-        """Whether the file has no other bytes in the blocks that a write changes in part, nor had since they were lost. Asks
-        where it ends."""
+        """Whether the partly written blocks have no other bytes of the file, now and at the loss.
+
+        Fetches the file's attributes if needed.
+        """
         end = start + length
         for ask in (True, False):
             losses, size = file.ended

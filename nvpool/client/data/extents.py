@@ -1,7 +1,8 @@
-"""What stores know of ranges and do with them alone: which blocks are there, and copies from chunk to chunk.
+"""Operations on ranges at stores: extents (allocated blocks) and copies between chunks.
 
-Guarantees as `chunkclient`, on whose lanes, names and repetitions it stands: a copy is named once and repeated under that name
-until the store answers; everything ends by its deadline. Called by vfs.
+The guarantees are those of `chunk_client`, whose target queues, request ids and retries are used: a copy has
+one request id, and is retried under that id until the store answers; every operation ends by its deadline.
+Used by vfs.
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 _EXTENT = struct.Struct("<III")
 _PATIENCE_S = 2.0
-"""For a target about extents, before another replica is asked; twice as long each time that it was asked in vain, for it may
-have much to tell."""
+"""Time for a target's reply about extents, before another replica is asked.
+
+It doubles with each failed attempt at a target, as the target may have much to report.
+"""
 _LONGER_MAX = 4
 
 
 class Extents(NamedTuple):
-    """Of a file between the bytes `begin` and `end`: what is no hole, as (first, behind the last), in order, none touching."""
+    """The allocated ranges of a file between the bytes `begin` and `end`.
+
+    `runs` are (first byte, byte behind the last), in order; no two of them touch.
+    """
 
     begin: int
     end: int
@@ -50,21 +56,27 @@ class Extents(NamedTuple):
 
 
 class Ranges:
+    """Extents and copies at stores."""
+
     def __init__(self, chunks: ChunkClient, dialer, clock):
         self._chunks = chunks
         self._dialer = dialer
         self._clock = clock
 
     async def extents(self, file: OpenInode, begin: int, end: int, deadline_s: float) -> Extents:
-        """What stores have of the file from the chunk of byte `begin` on; it ends at `end`, or before, where one answer does
-        not hold more. Asks each target once, unless some are silent."""
+        """Fetch the extents of the file, starting with the chunk of byte `begin`.
+
+        The result ends at `end`, or before that if one reply does not hold more. Asks each target once,
+        unless some are silent.
+        """
         chunks = range(begin >> file.chunk_bits, (end - 1 >> file.chunk_bits) + 1)
         failures: Counter[int] = Counter()
         while True:
             epoch = self._chunks.epoch
             holders = self._chunks.replicas.holders(file, chunks, failures)
             targets = sorted(set(holders.values()))
-            # Nobody is waited for to the end: while one is silent another replica may answer, or the map change.
+            # No target is waited for to the deadline: while one is silent, another replica may answer or the
+            # map change.
             patience_s = _PATIENCE_S * 2 ** min(max(failures[target] for target in targets), _LONGER_MAX)
             until_s = min(deadline_s, self._clock.boottime_s() + patience_s)
             asked = asyncio.gather(*[self._ask(file, target, chunks, until_s) for target in targets], return_exceptions=True)
@@ -77,9 +89,11 @@ class Ranges:
                 if not isinstance(error, Unavailable) or self._clock.boottime_s() >= deadline_s:
                     raise error
                 failures[target] += 1
-            if not failed and epoch == self._chunks.epoch:  # else a chunk may have gone to a target that was not asked
+            # otherwise a chunk may have moved to a target that was not asked
+            if not failed and epoch == self._chunks.epoch:
                 break
-        if len(targets) > 1:  # a target may have chunks of other chains, which are not its own any more, or not yet
+        # a target may have chunks of other chains, which are not its own any more, or not yet
+        if len(targets) > 1:
             answers = [([extent for extent in extents if holders[chain_of(file.inode, extent[0])] == target], upto)
                        for target, (extents, upto) in zip(targets, answers, strict=True)]
         until = min((upto for _, upto in answers), default=chunks.stop)
@@ -96,7 +110,7 @@ class Ranges:
         return Extents(chunks.start << file.chunk_bits, min(end, until << file.chunk_bits), runs)
 
     def _lost(self, file: OpenInode, chunks: range) -> Iterator[tuple[int, int, int]]:
-        """Chunks of which something may have been lost: to be read, which tells so, and not to be taken for holes."""
+        """Chunks that may have lost data. They must not count as holes: a read of them reports the loss."""
         pool_map = self._chunks.replicas.pool_map
         if pool_map.losses:
             for index in chunks:
@@ -123,15 +137,18 @@ class Ranges:
         return list(_EXTENT.iter_unpack(reply.extents)), reply.next if reply.more else chunks.stop
 
     def one_target(self, source: OpenInode, from_index: int, file: OpenInode, index: int) -> bool:
-        """Whether one target can copy from the one chunk to the other by itself: it holds both, and is the only one."""
+        """Whether one target can copy between the chunks: it is the only target of both."""
         chain, other = self._chunks.chain(file, index), self._chunks.chain(source, from_index)
         return len(chain.targets) == 1 and not chain.joining and other.targets == chain.targets
 
     async def copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int,
                    deadline_s: float) -> tuple[Stored, int]:
-        """Make whole blocks within a chunk of `source` part of a chunk of `file` that lies on the same target; returns what is
-        to be flushed, and how many bytes were no holes. StaleCut and NoSpace as of a write; ChecksumMismatch where the
-        source is damaged, BytesLost where something of one of them may have been lost."""
+        """Copy whole blocks within a chunk of `source` to a chunk of `file` on the same target.
+
+        Returns the unstable write to commit, and the number of bytes that were not holes. StaleCut, NoSpace:
+        as for writes. ChecksumMismatch: the source is damaged. BytesLost: one of the chunks may have lost
+        data.
+        """
         return await self._chunks.named(lambda *name: self._copy(source, from_offset, file, offset, length, *name, deadline_s),
                                         deadline_s)
 

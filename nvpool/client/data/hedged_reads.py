@@ -1,7 +1,8 @@
-"""Reads of a target that is slow, asked of other replicas as well: what comes first counts.
+"""Hedged reads: sends reads of a slow target to other replicas too. The first reply counts.
 
-Another one may refuse for now, for instance since a write waits for the very target that is silent. So the others are asked
-again and again, by the newest map, until anybody has answered. When is told by `hedging`; called by chunkclient.
+Another replica may refuse for now, for instance because a write waits for the silent target. So the other
+replicas are asked again and again, by the newest map, until one has answered. `hedging` decides when; used by
+the chunk client.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from nvpool.core.grants import READ
 log = logging.getLogger(__name__)
 
 SECOND_S = 5.0
-"""For another replica that is asked once more, before the next one is."""
+"""Time for one more attempt at another replica, before the next one is asked."""
 
 
 class SecondReads:
-    """`chunks` finds lanes, sends, and owns tasks; `pause(error, tries, left_s)` waits before a repetition."""
+    """The second requests of slow reads.
+
+    `chunks` finds target queues, sends, and owns tasks; `pause(error, tries, left_s)` waits before a retry.
+    """
 
     def __init__(self, chunks, view: PoolView, clock: Clock, *, pause: Callable[[NvpoolError, int, float], Awaitable[None]],
                  renew: Callable[[OpenInode, int], Awaitable[None]]):
@@ -38,7 +42,7 @@ class SecondReads:
         self._renew = renew
 
     def ask(self, sent: Sent) -> None:
-        """Each of these reads of another replica, where there is one."""
+        """Send each of these reads to another replica, if there is one."""
         for job in sent.jobs:
             if job.future.done() or job.second:
                 continue
@@ -74,7 +78,10 @@ class SecondReads:
             self._chunks.own(self._insist(job, sent))
 
     async def _insist(self, job: Read, sent: Sent) -> None:
-        """Until somebody has answered. At the deadline the first question ends, and says so."""
+        """Ask other replicas until one has answered.
+
+        At the deadline the first request ends with the error.
+        """
         tries = 0
         while not job.future.done() and (left_s := job.deadline_s - self._clock.boottime_s()) > 0:
             tries += 1
@@ -104,9 +111,9 @@ def _told(ended: asyncio.Future, also: Callable[..., None], found: memoryview | 
 
 
 def settle(job: Read, found: memoryview) -> None:
-    """The read has ended well, with these bytes."""
+    """Complete the read with these bytes."""
     if job.future.done():
-        return  # given up: the buffer is the asker's again
+        return  # the caller gave up and owns the buffer again
     if job.into is not None:
         job.into[:] = found
         found = job.into

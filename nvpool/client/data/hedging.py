@@ -1,11 +1,12 @@
-"""Reads that take much longer than reads lately did are asked of another replica too; the first good answer counts.
+"""Hedging policy: when a slow read is sent to another replica too.
 
-Never for all: a second question costs the other target as much as the first one, so that under load it would make all slower.
-Only some in a hundred may be asked twice (Dean and Barroso: The Tail at Scale, CACM 56, 2013). What is without an answer for
-LATE_S is asked elsewhere in any case, and the target that is silent is left alone for a while.
+The first good reply counts. Only a few percent of the reads may be sent twice: a second request costs the
+other target as much as the first one, so under load hedging of all reads would make all of them slower (Dean
+and Barroso: The Tail at Scale, CACM 56, 2013). A read without a reply for LATE_S is sent to another replica
+in any case, and the silent target is avoided for a while.
 
-Nothing is watched, and nothing costs anything, in a pool where each chunk has one replica. Called by chunkclient and batchread
-on one event loop.
+In a pool with one replica per chunk nothing is watched, and nothing costs anything. Used by the chunk client
+and `read/batch` on one event loop.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from nvpool.client.data.target_queue import Lane, Read
 from nvpool.core.clock import Clock
 
 SHARE = 0.05
-"""Of the reads may be asked twice."""
+"""Fraction of reads that may be sent twice."""
 CREDIT_MAX = 16.0
-"""Reads that may be asked twice in a row."""
+"""Reads that may be sent twice in a row."""
 SLOWER = 3.0
-"""Times the time within which 95 of the last hundred were answered: then a read is slow."""
+"""Multiple of the 95th percentile of recent latencies from which on a read is slow."""
 DELAY_S_MIN, DELAY_S_MAX = 0.005, 0.25
 LATE_S = 0.5
 LAST = 128
-"""Reads whose times are looked at."""
+"""Reads whose latencies are kept."""
 _LOOK = 32
 SMOOTHED = 1 / 16
-"""What a new time counts in that of its lane."""
+"""Weight of a new latency in the average of its target queue."""
 
 
 class Sent:
-    """One message with reads. `again(sent)` asks another replica."""
+    """A message with reads in flight. `again(sent)` sends the reads to another replica."""
 
     __slots__ = ("number", "lane", "jobs", "sent_s", "again", "cost", "end", "asked")
 
@@ -45,16 +46,20 @@ class Sent:
         self.again = again
         self.cost = cost
         self.end: Callable[[], None] = _nothing
-        """Nothing is received any more; to be called before somebody else writes to the reader's memory."""
+        """Stops reception; must be called before another task writes to the reader's memory."""
         self.asked = False
 
 
 def _nothing() -> None:
-    """What is received is in memory of its own."""
+    """Default for reads that are received into memory of their own."""
 
 
 class Hedging:
-    """`late(lane)`: it has not answered for LATE_S. `looked()`: lanes know anew what they take, now and then."""
+    """The watch of reads in flight.
+
+    `late(lane)` is called when a target has not answered for LATE_S; `looked()` at intervals, when the
+    average latencies are up to date.
+    """
 
     def __init__(self, clock: Clock, late: Callable[[Lane], None], looked: Callable[[], None]):
         self._now_s = clock.boottime_s
@@ -71,8 +76,11 @@ class Hedging:
         self.counters = {"hedged": 0, "late": 0}
 
     def watch(self, lane: Lane, jobs: Sequence[Read], again: Callable[[Sent], None], cost: float = 0.0) -> Sent:
-        """These reads are being sent. Give it to `came` when they are answered, well or not. `cost`: of asking again, in reads;
-        infinite: it is done only late."""
+        """Watch a message of reads that is being sent.
+
+        The caller passes the result to `came` at the end, also after an error. `cost`: cost of a second
+        request, in reads; infinite: only a late read is sent twice.
+        """
         self._number += 1
         sent = self._out[self._number] = Sent(self._number, lane, jobs, self._now_s(), again, cost or len(jobs))
         self._credit = min(CREDIT_MAX, self._credit + SHARE * len(jobs))
@@ -81,7 +89,10 @@ class Hedging:
         return sent
 
     def came(self, sent: Sent, good: bool) -> None:
-        """`good`: with bytes. How fast somebody refuses says nothing of what a read takes there."""
+        """Record the end of a message.
+
+        `good`: with bytes; a refusal says nothing about the latency of reads.
+        """
         self._out.pop(sent.number, None)
         took_s = self._now_s() - sent.sent_s
         if good:
@@ -103,12 +114,12 @@ class Hedging:
         for sent in list(self._out.values()):
             age_s = now_s - sent.sent_s
             if age_s < self.delay_s:
-                break  # those behind it are younger
+                break  # the following ones are younger
             late = age_s >= LATE_S
             if late:
                 self._out.pop(sent.number, None)
                 self.counters["late"] += 1
-                self._late(sent.lane)  # first: who is asked now is another one
+                self._late(sent.lane)  # first, so that another replica is asked now
             if not sent.asked and (late or self._credit >= sent.cost):
                 sent.asked = True
                 if not late:

@@ -1,8 +1,7 @@
-"""Keys of the encrypted volumes that this client uses, fetched from the metadata service when the first byte is read or
-written.
+"""Cache of the keys of encrypted volumes, filled at the first read or write.
 
-A key stays in memory as long as the client lives. The service gives it to clients that may read in the volume. Used by
-`client/data/chunk_client`.
+A key stays in memory as long as the client lives. The metadata service gives the key to clients that may read
+in the volume. Used by `client/data/chunk_client`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from nvpool.security.xts import KEY_BYTES, BlockCipher
 
 
 class VolumeKeys:
-    """`volume_of(inode)` tells the volume of an inode whose attributes came without it."""
+    """The keys of a client. `volume_of(inode)` returns the volume of an inode whose attributes lack it."""
 
     def __init__(self, meta: MetaClient, volume_of: Callable[[int], Awaitable[int]]) -> None:
         self._meta = meta
@@ -28,11 +27,14 @@ class VolumeKeys:
         self._fetching: dict[int, asyncio.Task[VolumeKey]] = {}
 
     async def fetch(self, file: OpenInode, *, stale: VolumeKey | None = None) -> None:
-        """Set `file.key`. On return it is the volume's key; where this raises, `file.key` is as before.
+        """Set `file.key` to the volume's key; if this raises, `file.key` is unchanged.
 
-        `stale`: a key that a store could not unwrap, since its pool key was replaced; it is fetched again.
-        AccessDenied: the client has no right to the volume. KeyMissing: the shard's node has no pool key. CorruptRecord, and
-        the errors of MetaClient.ask."""
+        `stale`: a key that a store could not unwrap because its pool key was replaced; the key is fetched
+        again.
+
+        AccessDenied: the client has no right to the volume. KeyMissing: the shard's node has no pool key.
+        CorruptRecord, and the errors of MetaClient.ask.
+        """
         volume = file.volume or await self._volume_of(file.inode)
         known = self._known.get(volume)
         if known is None or known is stale:

@@ -1,4 +1,4 @@
-"""A drive of this host that its store lets us read: the descriptor, the table of changes, and until when the store may serve.
+"""A local drive that the client may read: descriptor, change table and serving lease.
 
 Made and closed by client/data/short_circuit, on its event loop; read by any thread.
 """
@@ -15,13 +15,16 @@ from nvpool.rpc.messages.data_codec import LENT
 
 
 class Source:
-    """A target that lends to us."""
+    """A target whose drive the client may read (short-circuit reads)."""
 
     __slots__ = ("target", "fd", "direct_fd", "takes_direct", "memory", "table", "serving", "shift", "token", "connection",
                  "past")
 
     def __init__(self, target: int, said: bytes, descriptors: list[int], direct_reads: bool = False, *, asked_s: float):
-        """Takes the descriptors over, which were asked for at `asked_s`. NotSupported for what makes no sense here."""
+        """Take over the descriptors, which were requested at `asked_s`.
+
+        NotSupported: they make no sense here.
+        """
         try:
             its_target, slots, self.token, its_now_s = LENT.unpack(said)
             if its_target != target or len(descriptors) != 2:
@@ -37,19 +40,20 @@ class Source:
         self.target = target
         self.fd = descriptors[0]
         self.direct_fd = open_direct(self.fd) if direct_reads else -1
-        """The same past the kernel's cache, or -1."""
+        """The same file or device for reads that bypass the kernel's page cache, or -1."""
         self.takes_direct = self.direct_fd >= 0
-        if self.takes_direct:  # what the kernel would read in advance is in memory then, and would be read from there
+        # without this the kernel's read-ahead would fill the page cache, and reads would come from there
+        if self.takes_direct:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         self.table = memoryview(self.memory)[:4 * slots].cast("I")
         self.serving = memoryview(self.memory)[4 * slots:].cast("d")
-        """Until when the target may serve, on its clock."""
+        """End of the target's serving lease, on the target's clock."""
         self.shift = its_now_s - asked_s
-        """What its clock is ahead of ours, and not less, also where the two of us are in different time namespaces."""
+        """Upper bound of the target's clock minus ours; they may be in different time namespaces."""
         self.past: dict[int, list[int]] = {}
-        """Inode -> reads here, and bytes of them, since the store was told the last time."""
+        """Inode -> reads here and their bytes since the last report to the store."""
         self.connection = None
-        """The one over which locations came last: who has answered them is alive as long as it is."""
+        """The connection of the last locations: while it is open, that store process is alive."""
 
     def close(self) -> None:
         self.table.release()
@@ -60,6 +64,9 @@ class Source:
             os.close(self.direct_fd)
 
     def reads_direct(self, runs: list[tuple[int, int]], length: int) -> bool:
-        """Whether these (place, bytes) are better read past the kernel's cache: it has less than half of them."""
+        """Whether a read of these (place, bytes) should bypass the page cache.
+
+        True if the page cache has less than half of the bytes.
+        """
         return (self.takes_direct and length >= DIRECT_READ_BYTES
                 and sum([cached_pages(self.fd, place, count) for place, count in runs]) << 13 < length)

@@ -1,6 +1,9 @@
-"""Which of the targets that hold a chunk is asked: those that answer before those that lately did not, or took much longer than
-others; then this host's, then those of its rack, then others; of these the one with fewer of our reads on their way. Among
-equals each client takes the same for the same chunk, so that one of them has it in memory. Called by chunkclient. Asks nobody.
+"""Choice of the replica that a read is sent to.
+
+Reads prefer, in this order: targets that have answered lately and were not much slower than others; targets
+of this host, then of its rack; targets with fewer reads of this client in flight. Among equals all clients
+choose the same target for the same chunk, so one target has the chunk in memory. Used by the chunk client;
+sends no request.
 """
 
 from __future__ import annotations
@@ -18,21 +21,33 @@ from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import Chain, ChainTable, PoolMap, Target
 
 SHUN_S = 2.0
-"""A target that did not answer is asked last for so long: a restart takes less, and a map without it comes sooner. So is a slow
-one, whose next answers say whether it still is."""
+"""How long a target that did not answer, or was slow, is the last choice.
+
+A restart takes less, and a map without the target comes sooner. The next replies of a slow target show
+whether it is still slow.
+"""
 SLOWER = 4.0
-"""Times what the quickest target takes: a slow one, where that is more than"""
+"""Multiple of the quickest target's latency from which on a target is slow, if above SLOW_S_MIN."""
 SLOW_S_MIN = 0.025
-"""since what is less may be the size of the reads, or a processor that others use."""
+"""Latency up to which no target is slow.
+
+Smaller differences may come from the sizes of reads, or from a busy processor.
+"""
 BUSIER = 16
-"""Reads on their way more than with another replica, from which on that one is the better one. Less is chance where many read,
-and the other one has to bring the chunk from its drive first."""
+"""Surplus of reads in flight from which on another replica is better.
+
+A smaller surplus is chance when many clients read, and the other target must first read the chunk from its
+drive.
+"""
 HERE, SAME_RACK, ELSEWHERE = range(3)
-"""How far a target is. A client on a node stands where the map says that node does; others say it in `rack`."""
+"""Distance of a target. The map says where a client on a node is; other clients say it in `rack`."""
 
 
 class Replicas:
-    """`rack`: that of this host, where it is no node of the pool."""
+    """The replicas of chunks by the newest map.
+
+    `rack`: that of this host, if it is not a node of the pool.
+    """
 
     def __init__(self, view: PoolView, clock: Clock, host_id: str, rack: str, lane: Callable[[int], Lane]):
         self._view = view
@@ -42,7 +57,7 @@ class Replicas:
         self._lane = lane
         self._distances: dict[int, int] = {}
         self.several = False
-        """Whether any chunk has more than one."""
+        """Whether any chunk has more than one replica."""
         self.use_map(view.map)
 
     def use_map(self, pool_map: PoolMap) -> None:
@@ -54,10 +69,10 @@ class Replicas:
 
     @property
     def pool_map(self) -> PoolMap:
-        """The newest."""
+        """The newest pool map."""
         return self._view.map
 
-    # -- who holds what ----------------------------------------------------------------------------------------------------
+    # -- chains --------------------------------------------------------------------------------------------------------
 
     def _table(self, file: OpenInode) -> ChainTable:
         table = self._view.map.table_by_id.get(file.layout.table)
@@ -66,7 +81,7 @@ class Replicas:
         return table
 
     def chain(self, file: OpenInode, index: int) -> Chain:
-        """Of the chunk. StaleEpoch."""
+        """The chain of the chunk. StaleEpoch."""
         return self.of_chain(file, chain_of(file.inode, index))
 
     def of_chain(self, file: OpenInode, number: int) -> Chain:
@@ -74,8 +89,10 @@ class Replicas:
         return self._table(file).chains[number]
 
     def holders(self, file: OpenInode, chunks: range, failures: Mapping[int, int]) -> dict[int, int]:
-        """Of each chain that has some of these chunks one target that holds them, of those with the fewest `failures`.
-        StaleEpoch."""
+        """One target for each chain that has some of these chunks, one with the fewest `failures`.
+
+        StaleEpoch.
+        """
         chains = self._table(file).chains
         numbers: Collection[int] = range(CHAINS_PER_TABLE)
         if len(chunks) < CHAINS_PER_TABLE:
@@ -87,21 +104,27 @@ class Replicas:
 
     @staticmethod
     def stored(file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
-        """What to flush after a write of the chunk under `cut`, whose chain had at least this epoch."""
+        """The unstable write for a write to the chunk under truncate epoch `cut`.
+
+        `epoch`: a lower bound of the epoch of the chain at the write.
+        """
         return Stored((file.layout.table, chain_of(file.inode, index)), epoch, cut)
 
     def all_places(self) -> set[WrittenAt]:
-        """What to flush after any write."""
+        """All chains: the places to commit if any of them may have been written."""
         return {(table.id, number) for table in self._view.map.tables for number in range(len(table.chains))}
 
-    # -- whom to ask -------------------------------------------------------------------------------------------------------
+    # -- choice --------------------------------------------------------------------------------------------------------
 
     def distance(self, target: Target) -> int:
         """HERE, SAME_RACK or ELSEWHERE, in the newest map."""
         return self._distances.get(target.node, ELSEWHERE)
 
     def best(self, targets: Sequence[int], tried: Collection[Lane], turn: int) -> Lane:
-        """The lane to ask, not one of `tried` where there is another. `turn`: the same number, the same order of equals."""
+        """The target queue to use, not one of `tried` if there is another.
+
+        Equal `turn` gives the same order of equals.
+        """
         now_s, known = self._now_s(), self._view.map.target_by_id
         found = None
         for number in range(len(targets)):
@@ -114,14 +137,17 @@ class Replicas:
         return found[2]
 
     def failed(self, lane: Lane) -> bool:
-        """It did not answer; whether that is news."""
+        """Record that the target did not answer; return whether that is news."""
         now_s = self._now_s()
         news = lane.shunned_s <= now_s
         lane.shunned_s = now_s + SHUN_S
         return news
 
     def shun_slow(self, lanes: Iterable[Lane]) -> bool:
-        """Those that took much longer than the quickest are as those that failed, and learnt anew; whether that is news."""
+        """Treat targets much slower than the quickest as failed, and measure them again.
+
+        Returns whether any of them did not count as failed before.
+        """
         known = [lane for lane in lanes if lane.took_s]
         limit_s = max(SLOW_S_MIN, SLOWER * min((lane.took_s for lane in known), default=0.0))
         news = False

@@ -1,17 +1,20 @@
-"""The short cut: reading drives of this host without asking their daemon for the bytes.
+"""Short-circuit reads: read drives of this host without a data request to their daemon.
 
-A store that lets us hands over a read-only descriptor of its data file or device and of its table of changes, and answers where
-the blocks of chunks lie, with their checksums and a lifetime (store/chunks/location_leases says what that protects). Reading is
-then one preadv, and what the kernel has in memory is there at once, without a task and without an await.
+A store that allows this hands over a read-only descriptor of its data file or device, and of its change
+table. The store also answers where the blocks of chunks are, with their checksums and a lifetime (the
+location lease; store/chunks/location_leases says what it protects). A read is then one preadv; bytes in the
+page cache are available immediately, without a task and without an await.
 
-Guarantees what a read through the store does. What was read is thrown away when the lifetime had ended by then (counted from
-the sending of the question, on CLOCK_BOOTTIME), when the chunk has changed (its counter in the table is another one), when
-the target's right to serve has ended (its time stands in the table), when the connection to the store is gone, or when a
-checksum does not fit; the store is then asked in the ordinary way, which looks after damage. Blocks that were not there when
-we asked are never made up: they are read through the store. Memory is bounded; nothing here waits, and nothing fails: without a
-location there is None.
+The guarantees are those of a read through the store. The result of a read is dropped, and the store is asked
+by the slow path, which handles damage, in each of these cases: the lifetime had ended by then (counted from
+the sending of the request, on CLOCK_BOOTTIME); the chunk has changed (its counter in the table is different);
+the target's serving lease has ended (its end is in the table); the connection to the store is closed; a
+checksum does not match. Blocks that did not exist when the location was fetched are never made up: they are
+read through the store. Memory is bounded. Nothing here waits, and nothing raises: without a location the
+result is None.
 
-Called by reader, batchread and chunkclient on one event loop; by threadreads from any thread (`look`, `hit`, `may_serve`).
+Used by the reader, `read/batch` and the chunk client on one event loop; by `read/threads` from any thread
+(`look`, `hit`, `may_serve`).
 """
 
 from __future__ import annotations
@@ -44,42 +47,54 @@ from nvpool.rpc.v1 import data_pb2, wire_pb2
 log = logging.getLogger(__name__)
 
 NOW_BYTES_MAX = 1024 * KIB
-"""Read at once, from memory: some 200 µs. More is cut up by who asks."""
+"""Largest read from the page cache in one step: some 200 µs. Callers split longer reads."""
 AGAIN_S, AGAIN_REFUSED_S = 1.0, 30.0
-"""Before a target is asked for its descriptors again: one that was not there, one that does not give us any."""
+"""Delay before a target is asked for descriptors again, if unreachable and if it refused."""
 DISTRUST_S = 10.0
-"""A chunk with a block that did not fit its checksum is read through its store so long."""
+"""How long a chunk is read through its store after a checksum mismatch."""
 RENEW_S = 2.0
-"""Before it ends a location that was used is renewed, and one that was not is forgotten."""
+"""Time before its end when a used location is renewed, and an unused one dropped."""
 LEFT_MAX = 4
-"""Descriptors of dead processes that are kept for reads under way."""
+"""Descriptors of dead store processes that are kept for reads in flight."""
 COLD = 8
-"""So many reads in a row that were not in memory: while some wait for the drive the next are not tried, but for one in PROBE.
-They are submitted with what else comes in this turn of the loop, so that the drive is told of them once. (16 readers of 4 KiB,
-cold: 12 k reads/s became 18 to 24 k.)"""
+"""Page-cache misses in a row after which reads go to the drive without a look.
+
+Only one read in PROBE still tries the page cache. The others are submitted together with all reads of this
+event-loop iteration, so the drive is notified once. (16 readers of 4 KiB, cold: 12 k reads/s became 18 to 24
+k.)
+"""
 PROBE = 16
 SLOW_S = 3.0
-"""A drive that takes longer for a read: its store is asked, whose answer has a deadline."""
+"""Time for a read of the drive. After this the store is asked, whose reply has a deadline."""
 AHEAD = 16
-"""Where one of the so many chunks before a sequential reader is not located, GROUP of them are. An answer comes behind what the
-store reads for him meanwhile: asked for one by one, places came when their bytes had just been asked for, for ever."""
+"""Chunks ahead of a sequential reader that should be located. If one is not, GROUP chunks are located.
+
+A reply with locations comes behind the data that the store reads for the same reader. Requested one by one,
+locations always arrived when their bytes had just been requested from the store.
+"""
 CREDIT = 1024
-"""Chunks of a file that are located before any of them needs to have been read there; then each read that hits earns one more.
-A file of 1 GiB is located whole by its first dozen misses: some 20 ms of its store, 1.5 MiB here."""
+"""Chunks of a file that are located before any location must have been used. Then each hit earns one more.
+
+A file of 1 GiB is located completely by its first dozen misses: some 20 ms of its store, 1.5 MiB of memory
+here.
+"""
 GROUP = 64
-"""Neighbours that are located with a chunk, as far as the credit reaches: random reads come to them too."""
+"""Neighbours that are located with a chunk within the credit. Random reads reach them too."""
 SELDOM = 16
-"""Without credit one miss of so many asks, for its own chunk."""
+"""Without credit, one miss in this many locates its own chunk."""
 ABSENT, COLD_BLOCKS, LATE, WRONG = range(1, 5)
-"""Why a look found nothing: no such blocks are located, they are not in memory, it came too late, a checksum does not fit."""
+"""Reasons of a failed look: not located, not in the page cache, too late, wrong checksum."""
 PAST_MAX = 4096
-"""Inodes of which a store is told at once what was read here."""
+"""Inodes in one report to a store about the reads here."""
 _ENTRY_BYTES = 400
 _NOWAIT = os.RWF_NOWAIT
 
 
 class Located:
-    """Where the first `blocks` blocks of a chunk lie: from disk block `base` on, or each at `places` (0: a hole)."""
+    """The location of the first `blocks` blocks of a chunk on a drive.
+
+    They lie from disk block `base` on, or each at its own disk block in `places` (0: a hole).
+    """
 
     __slots__ = ("file", "index", "source", "until", "slot", "stamp", "version", "blocks", "base", "places", "sums", "bytes",
                  "used", "read_bytes", "told")
@@ -89,10 +104,12 @@ class Located:
         self.index = index
         self.source = source
         self.used = self.read_bytes = self.told = 0
-        """Reads since it was located or renewed, bytes that its store was not told of yet, reads that it was told of."""
+        """Reads since the location was fetched or renewed; unreported bytes; reads that were reported."""
 
 
 class ShortCut:
+    """The short-circuit reads of a client: locations, and the targets whose drives it may read."""
+
     def __init__(self, dialer, options: ClientOptions, clock: Clock, *, epoch: Callable[[], int], find_lane: Callable):
         self._dialer = dialer
         self._find_lane = find_lane
@@ -114,16 +131,21 @@ class ShortCut:
         self._order: deque[tuple[float, Located]] = deque()
         self._reader: WaitingReader | None = None
         self._number = 0
-        self._cold_reads = 0  # in a row
+        self._cold_reads = 0  # misses of the page cache in a row
         self.waiting: dict[object, tuple[float, Callable[[memoryview | None], None]]] = {}
-        """Reads that the drive is asked for, the oldest first: when each began, and what is called with None when that is too
-        long ago and its store has to be asked."""
+        """Reads that wait for the drive, the oldest first: start time and callback.
+
+        The callback gets None when the read has taken too long, so that the store must be asked.
+        """
         self.counters = {"hits": 0, "cold": 0, "located": 0, "late": 0, "mismatches": 0}
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
     def read_now(self, located: Located, offset: int, length: int) -> memoryview | None:
-        """The whole blocks [offset, offset + length) of the chunk, when the kernel has them in memory; the caller's to keep."""
+        """Read the whole blocks [offset, offset + length) from the page cache, or return None.
+
+        The caller owns the result.
+        """
         if self._cold_reads >= COLD and self.waiting:
             self._cold_reads += 1
             if self._cold_reads % PROBE:
@@ -140,7 +162,10 @@ class ShortCut:
         return None
 
     def look(self, located: Located, offset: int, length: int) -> memoryview | int:
-        """As `read_now`, but that why there is nothing is told and not acted upon. So any thread may call it."""
+        """As `read_now`, but return the reason of a failure, without acting upon it.
+
+        Any thread may call this.
+        """
         source = located.source
         first = offset >> 12
         if source.connection.closed:
@@ -155,7 +180,7 @@ class ShortCut:
             try:
                 if os.preadv(source.fd, (into,), place << 12, _NOWAIT) != BLOCK_BYTES:
                     return ABSENT
-            except OSError:  # not in memory; anything else shows again when it is read through the store
+            except OSError:  # not in the page cache; any other error shows again in a read through the store
                 return COLD_BLOCKS
         else:
             runs = self.runs(located, first, length >> 12)
@@ -177,20 +202,20 @@ class ShortCut:
 
     @staticmethod
     def _decrypt(located: Located, first: int, into: memoryview) -> None:
-        """What was read of an encrypted volume, in place."""
+        """Decrypt in place the bytes of an encrypted volume."""
         file = located.file
         if file.key is not None:
             file.key.cipher.decrypt(file.inode, located.index, first, into, into)
 
     def good(self, located: Located, first: int, into: memoryview) -> bool:
-        """As `fits`; if so, `into` has it decrypted."""
+        """As `fits`; if the bytes are good, also decrypt `into`."""
         is_good = self.fits(located, first, into)
         if is_good:
             self._decrypt(located, first, into)
         return is_good
 
     def fits(self, located: Located, first: int, into: memoryview) -> bool:
-        """Whether what was just read is what the blocks from `first` on hold now, as it is stored."""
+        """Whether the bytes just read are the present stored content of the blocks from `first` on."""
         wrong = self._judge(located, first, into)
         if wrong:
             self.note(located, wrong)
@@ -199,8 +224,10 @@ class ShortCut:
         return not wrong
 
     def _judge(self, located: Located, first: int, into: memoryview) -> int:
-        """What is wrong with what was just read, 0 for nothing. The clock and the counter are looked at after the read: only
-        so they say that it was in time."""
+        """The fault of the bytes just read, 0 for none.
+
+        The clock and the counter are checked after the read: only that proves that the read was in time.
+        """
         source, now_s = located.source, self._now_s()
         if (source.connection.closed or now_s >= located.until or source.table[located.slot] != located.stamp
                 or now_s + source.shift >= source.serving[0]):
@@ -209,14 +236,14 @@ class ShortCut:
         return 0 if sums == located.sums[4 * first:4 * first + len(sums)] else WRONG
 
     def note(self, located: Located, wrong: int) -> None:
-        """Act upon what a look, or a judgement, has found."""
+        """Act upon the result of a look or of a check."""
         if wrong == LATE:
             self._late(located)
         elif wrong == WRONG:
             self._mismatch(located)
 
     def hit(self, located: Located, length: int) -> None:
-        """Note that a look has brought so many bytes; from any thread."""
+        """Count a successful look with that many bytes. Any thread may call this."""
         located.used += 1
         located.read_bytes += length
         file = located.file
@@ -226,7 +253,7 @@ class ShortCut:
 
     @staticmethod
     def runs(located: Located, first: int, count: int) -> list[tuple[int, int]] | None:
-        """(place, bytes) of the blocks in order; None when one of them is not there."""
+        """The blocks as (place, bytes) in order; None if one of them is a hole."""
         if located.base:
             return [(located.base + first << 12, count << 12)]
         runs: list[tuple[int, int]] = []
@@ -258,8 +285,11 @@ class ShortCut:
 
     def try_read(self, file: OpenInode, index: int, offset: int, length: int, lane,
                  on_done: Callable[[memoryview | None], None], *, missed: bool = False) -> bool:
-        """Read from the drive ourselves, where we know where: whether that is done or begun. `on_done` as in `begin`; it may be
-        called before this returns. `missed`: `read_now` has just been tried."""
+        """Read from the drive if the chunk is located. Return whether the read was done or submitted.
+
+        `on_done` as in `begin`; it may be called before this returns. `missed`: the caller has just tried
+        `read_now`.
+        """
         located = file.located.get(index)
         if located is not None:
             if length <= NOW_BYTES_MAX and not missed:
@@ -273,8 +303,11 @@ class ShortCut:
         return False
 
     def begin(self, located: Located, offset: int, length: int, on_done: Callable[[memoryview | None], None]) -> bool:
-        """Read blocks that may have to come from the drive; `on_done` gets them, or None when they are to be read through the
-        store. Whether that was begun. The memory is ours until then: whoever asked may have gone."""
+        """Submit a read of blocks that may have to come from the drive. Return whether it was submitted.
+
+        `on_done` gets the bytes, or None if the caller must read through the store. The memory belongs to
+        this object until then, as the caller may be gone.
+        """
         first = offset >> 12
         if located.source.connection.closed or offset + length > located.blocks << 12:
             return False
@@ -299,20 +332,23 @@ class ShortCut:
     def _came(self, located: Located, first: int, into: memoryview, number: int, direct: bool, outcome: Outcome) -> None:
         _, on_done = self.waiting.pop(number, (0.0, None))
         if direct and any(outcome):
-            located.source.takes_direct = False  # it may only be that this drive wants larger blocks
-        if on_done is None:  # it took too long, and the store was asked
+            located.source.takes_direct = False  # perhaps this drive only needs larger blocks
+        if on_done is None:  # the read took too long, and the store was asked
             return
         on_done(into if not any(outcome) and self.good(located, first, into) else None)
 
     def may_serve(self, target: int) -> bool:
-        """Whether reads of this target may come to the short cut, now or soon."""
+        """Whether reads of this target may be short-circuit reads, now or soon."""
         return self.on and (target in self._sources or self._not_before.get(target, 0.0) <= self._now_s())
 
     # -- locations -----------------------------------------------------------------------------------------------------------
 
     def want(self, file: OpenInode, index: int, lane) -> None:
-        """A read of the chunk did not find it located: ask where it and its neighbours lie, with what else is wanted in this
-        turn of the loop. Asks nothing for the first read of a file, and seldom where nothing hits."""
+        """Request the locations of a chunk that a read did not find located, and of its neighbours.
+
+        Requests of one event-loop iteration travel together. The first read of a file requests nothing, and
+        reads request seldom while no location is used.
+        """
         if not file.missed:
             file.missed = True
             return
@@ -333,13 +369,13 @@ class ShortCut:
         file.owes += self._want_all(file, first, min(first + count - 1, file.size - 1 >> file.chunk_bits))
 
     def want_ahead(self, file: OpenInode, first: int, last: int) -> None:
-        """A sequential reader comes to these chunks."""
+        """Request locations ahead of a sequential reader."""
         edge = min(last, first + AHEAD - 1)
         if edge not in file.located and (file.inode, edge) not in self._asked:
             self._want_all(file, first, min(last, first + GROUP - 1))
 
     def _want_all(self, file: OpenInode, first: int, last: int) -> int:
-        """How many of these chunks are asked for now: what is not located, and whose target lends to us."""
+        """Request locations of chunks that lack one, if their targets allow it; return their number."""
         count = 0
         for index in range(first, last + 1):
             name = (file.inode, index)
@@ -404,7 +440,8 @@ class ShortCut:
                 error = CorruptFrame("a store's answer to a question for places does not fit it")
             except (CorruptFrame, struct.error, ValueError) as raised:
                 error = raised
-        if isinstance(error, (AccessDenied, NotSupported, CorruptFrame)):  # another process serves the target now
+        # another process serves the target now
+        if isinstance(error, (AccessDenied, NotSupported, CorruptFrame)):
             self._forget_source(source)
             self._not_before[source.target] = self._now_s() + (AGAIN_REFUSED_S if isinstance(error, NotSupported) else 0.0)
         elif not isinstance(error, NvpoolError):
@@ -442,14 +479,17 @@ class ShortCut:
             located.until, located.slot, located.stamp = sent_s + life_ms / 1000, slot, stamp
             self._note_reads(located)
             located.used = located.told = 0
-            file.located[index] = located  # not before: other threads look at it
+            file.located[index] = located  # last, because other threads read it
             self._order.append((located.until, located))
         while self._bytes > self._bytes_max and self._order:
             self._drop(self._order.popleft()[1])
 
     @staticmethod
     def _note_reads(located: Located) -> None:
-        """They are told to its store with the next question. What another thread adds just now is missed: these are figures."""
+        """Queue the location's read statistics for the next request to its store.
+
+        Reads that another thread counts at this moment are missed: these are only statistics.
+        """
         if located.read_bytes:
             figures = located.source.past.setdefault(located.file.inode, [0, 0])
             figures[0] += located.used - located.told
@@ -465,13 +505,13 @@ class ShortCut:
             del located.file.located[located.index]
 
     def forget(self, file: OpenInode) -> None:
-        """Nothing that is known of the file's places holds any longer, nor what is being asked."""
+        """Drop all locations of the file, and those of replies in flight."""
         file.changes += 1
         for located in list(file.located.values()):
             self._drop(located)
 
     def forget_chunk(self, file: OpenInode, index: int) -> None:
-        """A write of ours has changed the chunk."""
+        """Drop the location of a chunk that this client has written."""
         file.changes += 1
         located = file.located.get(index)
         if located is not None:
@@ -511,7 +551,7 @@ class ShortCut:
             if located.source is source:
                 self._drop(located)
         self._order = deque(one for one in self._order if one[1].source is not source)
-        # Reads of it may be under way: its descriptor goes when they must have ended.
+        # Reads of it may be in flight: its descriptor is closed when they must have ended.
         self._left.append(source)
         while len(self._left) > LEFT_MAX and not self.waiting:
             self._left.pop(0).close()
@@ -519,12 +559,12 @@ class ShortCut:
     # -- background ----------------------------------------------------------------------------------------------------------
 
     def run_once(self) -> None:
-        """Renew what was used since it was located and ends soon, forget what was not. Called about twice a second."""
+        """Renew locations that were used and end soon; drop unused ones. Called about twice a second."""
         now_s = self._now_s()
         order = self._order
         for _ in range(len(order)):
             until, located = order[0]
-            if located.until != until:  # renewed, or gone
+            if located.until != until:  # renewed or dropped
                 order.popleft()
                 continue
             if until - now_s > RENEW_S:
@@ -535,7 +575,7 @@ class ShortCut:
             if not (until > now_s and located.used and file.handles and lane) or located.source.connection.closed:
                 self._drop(located)
                 continue
-            order.append((until, located))  # until the answer comes
+            order.append((until, located))  # stays until the reply comes
             if (file.inode, located.index) not in self._asked:
                 self._want(file, located.index, lane, located.version)
             self._note_reads(located)
@@ -558,19 +598,19 @@ class ShortCut:
             self._drop(self._order.popleft()[1])
         if self._reader is not None:
             await self._reader.close()
-            await asyncio.sleep(0)  # what it had in hand is told
+            await asyncio.sleep(0)  # the callbacks of its pending reads run
         sources, self._sources = [*self._sources.values(), *self._left], {}
         for source in sources:
             source.close()
 
 
 def _memory(length: int) -> memoryview:
-    """Large pieces of it begin at a page."""
+    """A buffer; a large one starts at a page boundary."""
     return SPARES.take(length) if length >= DIRECT_READ_BYTES else memoryview(bytearray(length))
 
 
 def _places(runs: array, blocks: int) -> tuple[int, array]:
-    """(base, places) of a Located. CorruptFrame when the runs do not cover the blocks."""
+    """(base, places) for a Located. CorruptFrame: the runs do not cover the blocks."""
     if len(runs) == 1 and runs[0] >> 12 and (runs[0] & 4095) + 1 == blocks:
         return runs[0] >> 12, array("Q")
     places = array("Q")
@@ -583,7 +623,7 @@ def _places(runs: array, blocks: int) -> tuple[int, array]:
 
 
 def _handover_path(endpoints: tuple[str, ...]) -> str:
-    """Where a daemon of this host hands out descriptors; "" where none may be."""
+    """The socket where a daemon of this host hands out descriptors; "" if there is none."""
     for endpoint in endpoints:
         try:
             where = parse_endpoint(endpoint)

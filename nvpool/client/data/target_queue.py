@@ -1,4 +1,7 @@
-"""The ways to targets, the reads on them, and how many reads are packed: plain values of chunkclient and batchread."""
+"""Queues of reads to targets, the reads themselves, and their wire format.
+
+Used by chunk_client and read/batch.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,12 @@ def results_struct(count: int) -> struct.Struct:
 
 
 class Lane:
-    """The way to one target: its endpoints and `distance` (see Replicas) in the newest map, and the reads that wait for this
-    turn of the loop to end. Until `shunned_s` other replicas are asked first, since it did not answer or took much
-    longer than they. `took_s`: for an answer, smoothed; 0 before the first."""
+    """The queue to one target: the reads that wait for the end of this event-loop iteration.
+
+    `endpoints` and `distance` (see Replicas) are those of the newest map. Until `shunned_s` other replicas
+    are preferred, because this target did not answer or took much longer than they. `took_s`: average
+    latency; 0 before the first reply.
+    """
 
     __slots__ = ("target", "endpoints", "distance", "shunned_s", "took_s", "pending", "pending_bytes", "scheduled", "in_flight")
 
@@ -44,7 +50,7 @@ class Lane:
 
 
 class Read:
-    """Whole blocks of one chunk, on their way. The future's result is exactly `length` bytes."""
+    """A read of whole blocks of one chunk, in flight. The future's result is exactly `length` bytes."""
 
     __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify", "tried",
                  "second", "insisted")
@@ -61,15 +67,18 @@ class Read:
         self.tries = 0
         self.reason: NvpoolError | None = None
         self.verify = False
-        self.second = False  # what it is for was asked of another replica before
-        self.insisted = False  # a task asks other replicas until one has answered
-        self.tried: tuple[Lane, ...] = ()  # replicas that were asked in vain, since all were
+        self.second = False  # whether it repeats a read that was sent to another replica before
+        self.insisted = False  # whether a task asks other replicas until one has answered
+        self.tried: tuple[Lane, ...] = ()  # replicas that failed, since the last time that all had failed
 
 
 def submit_into(connection, lane: Lane, message: bytes, into: memoryview, future: asyncio.Future, deadline_s: float,
                 on_done) -> Callable[[], None]:
-    """Submit a read whose bytes are received right in memory of the caller's. Who cancels `future`, or calls what this returns,
-    has that memory back: nothing is received there any more, and `on_done` is not called."""
+    """Submit a read whose bytes are received directly into the caller's memory.
+
+    The caller gets the memory back by cancelling `future`, or by calling the result of this function: nothing
+    is received there any more, and `on_done` is not called.
+    """
     ended = False
 
     def done(reply, error) -> None:

@@ -1,8 +1,9 @@
-"""What stores have of us and may lose with their power: for each inode the chains that have it, until they have flushed.
+"""Unstable writes of this client, which stores may lose in a power failure.
 
-What has met that is told once: to whoever asks for the flush, and to the files whose bytes they were. Bounded; of the inodes
-that are too many only the chains stay, and are flushed, once, for whoever asks first; likewise all chains where it is not known
-what a process before us wrote. Used by the writer.
+For each inode the table has the chains with its unstable writes, until their commit. A loss is reported once:
+to the caller that asks for the commit, and to the files whose bytes are lost. The table is bounded. Of the
+inodes beyond the bound only the chains are kept, and are committed once, for the next caller; the same holds
+for all chains if it is not known what the previous process wrote. Used by the writer.
 """
 
 from __future__ import annotations
@@ -15,28 +16,31 @@ from nvpool.core.errors import WritesLost
 
 INODES_MAX = 100_000
 PLACES_MAX = 400_000
-"""Chains, over all inodes."""
+"""Chains in total over all inodes."""
 
 
 Noted = tuple[int, int]
-"""The number of the last write to a chain, and the epoch that this had before the first."""
+"""The number of the last write to a chain, and the chain's epoch before the first one."""
 
 
 class Unflushed:
-    """`changed` is told whether there is anything; `lost` of inodes that have lost some."""
+    """The table of unstable writes.
+
+    `changed` is called with whether there are any; `lost` is called with inodes that have lost some.
+    """
 
     def __init__(self, chunks, changed: Callable[[bool], None], lost: Callable[[int], None] = lambda inode: None) -> None:
         self._chunks = chunks
         self._changed = changed
         self._lost = lost
-        # inode -> chains that have unflushed bytes of ours
+        # inode -> chains with unstable writes of this client
         self._recent: OrderedDict[int, dict[WrittenAt, Noted]] = OrderedDict()
         self._places = 0
         self._noted = 0
         self._nameless: dict[WrittenAt, Noted] = {}
-        """Of inodes that are forgotten."""
+        """Chains of inodes that were dropped from the table."""
         self.unknown = False
-        """A process before us may have written anything."""
+        """Whether the previous process may have written anything."""
 
     def __contains__(self, inode: int) -> bool:
         return self._forgotten or inode in self._recent
@@ -66,7 +70,7 @@ class Unflushed:
 
     @staticmethod
     def _put(places: dict[WrittenAt, Noted], place: WrittenAt, number: int, epoch: int) -> bool:
-        """Whether the place is new there."""
+        """Record a write; return whether the chain is new in `places`."""
         known = places.get(place)
         if known is not None:
             number, epoch = max(number, known[0]), min(epoch, known[1])
@@ -74,8 +78,11 @@ class Unflushed:
         return known is None
 
     async def flush(self, inode: int) -> None:
-        """Return when what we have stored of the inode survives the loss of power. WritesLost, once, when some did not."""
-        # What is flushed stays noted until that has ended: who asks meanwhile must wait for it as well.
+        """Commit the inode's stored bytes: on return they survive a power loss.
+
+        WritesLost, once: some were lost.
+        """
+        # Writes stay recorded until their commit has ended: callers in the meantime must wait for it too.
         nameless, unknown = dict(self._nameless), self.unknown
         if nameless or unknown:
             before = {one: dict(places) for one, places in self._recent.items()}
@@ -104,7 +111,7 @@ class Unflushed:
 
     @staticmethod
     def _flushed(places: dict[WrittenAt, Noted], flushed: Mapping[WrittenAt, Noted]) -> int:
-        """Take out what has not been written to since; how many."""
+        """Remove the chains without a write since; return their number."""
         gone = [place for place, noted in flushed.items() if places.get(place) == noted]
         for place in gone:
             del places[place]

@@ -1,9 +1,10 @@
-"""Look-ups that have to ask and come in one turn of the loop: in one message for each shard, and without a task for each.
+"""Look-up batching: one message per shard for all look-ups of an event-loop iteration.
 
-So asks a mount on which many threads open files that nobody here knows. Only plain sailing: a session, a connection and a watch
-at the shard, a name that stands for an inode of the same shard, or is not there. Whatever else is so, or is answered, is asked
-the way of every look-up (Names._find), which alone repeats and has errors: asking twice changes nothing. Used by
-fuse/ops/operations.
+No task is created for a look-up. This helps a mount on which many threads open files that are not cached. It
+is the fast path: it needs a session, a connection and a watch at the shard, and a name whose inode is at the
+same shard, or which does not exist. In every other case, and for every other reply, the look-up takes the
+path of a single look-up (`Names._find`), which alone retries and reports errors: asking twice changes
+nothing. Used by fuse/ops/operations.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from nvpool.rpc.messages.data_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 TOGETHER_MAX = 64
-"""Names in one message: a millisecond of the shard."""
+"""Names in one message: they take the shard a millisecond."""
 
 
 class Asked(Later):
-    """A look-up of `name` in `parent`; Attr, or NotFound and what else `lookup` raises."""
+    """A submitted look-up of `name` in `parent`. The outcome is an Attr, or an error of `lookup`."""
 
     __slots__ = ("parent", "name", "task")
 
@@ -41,9 +42,12 @@ class Asked(Later):
 
 
 class Together(Through):
+    """The look-up operations that are submitted in batches."""
+
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
-        self._gathered: dict[int, list[tuple[int, bool, Asked]]] = {}   # shard -> (place that is asked, by the name, look-up)
+        # shard -> (inode that determines the shard, whether by the name, look-up)
+        self._gathered: dict[int, list[tuple[int, bool, Asked]]] = {}
         self._holding = False
 
     def hold_reads(self) -> None:
@@ -57,8 +61,11 @@ class Together(Through):
         super().send_reads()
 
     def begin_lookup(self, parent: int, name: bytes) -> Asked | None:
-        """As `lookup`, begun, where that needs no task; it is sent with the others of this turn of the loop. None where
-        `lookup` has to be asked. `lookup_now` was tried before."""
+        """Submit `lookup` without a task, in a batch with the others of this event-loop iteration.
+
+        None: there was no side effect, and the caller must await `lookup`. The caller has tried `lookup_now`
+        before.
+        """
         if len(name) > NAME_BYTES_MAX or self.siblings.coming(parent) is not None or self.cache.is_missed(parent, name):
             return None
         found = self._place_now(parent, name)
@@ -111,7 +118,7 @@ class Together(Through):
             try:
                 found = decoded(meta_pb2.LookupManyReply, reply.message).found
             except CorruptFrame:
-                pass  # it is found out again, with a reason
+                pass  # the single look-ups find the error again, with a reason
         if len(found) != len(all_asked):
             for asked in all_asked:
                 if isinstance(error, DeadlineExceeded):
@@ -124,7 +131,7 @@ class Together(Through):
                 continue
             try:
                 self._believe(asked, one, sent_s)
-            except Exception as error:  # of this one name
+            except Exception as error:  # concerns this one name
                 asked.end(None, error)
 
     def _believe(self, asked: Asked, one: meta_pb2.FoundName, sent_s: float) -> None:
@@ -144,9 +151,9 @@ class Together(Through):
             cache.put_entry(asked.parent, asked.name, inode, sent_s, self._leased(entry, sent_s))
             file = cache.open.get(inode)
             if file is not None and file.written is not None:
-                self._ask_alone(asked)  # who looks waits for what is written here
+                self._ask_alone(asked)  # the look-up must wait until local writes are reported
                 return
-        else:  # the same, written out: what nobody here has open
+        else:  # fast path of the same, for an inode that is not open here
             attr = cache.put_closed(attr, inode)
             lease_ms, lease = entry.lease_ms, None
             if lease_ms:

@@ -1,9 +1,13 @@
-"""Directories in which names are made one after the other: all of their names get known, so that a new one is one question.
+"""Complete directories: learns all names of a directory in which many names are created.
 
-A kernel looks each name up before it makes it, and that it is not there only the shard knows, or who knows all names of the
-directory (cache.WholeDirectory). Of a directory that was made here they are known; of another one they are listed once some
-names were made in it, when that costs less than the questions that it saves. The listing goes on beside, in bounded steps.
-What we change meanwhile is known to be ours by the directory's change number, as later; what anybody else changes ends it.
+A kernel looks each name up before it creates the name. That a name is absent is known only to the shard, or
+to a client that knows all names of the directory (attr_cache.WholeDirectory). Then creating a name is a
+single request. A directory that this client created is complete from the start; another one is listed once
+some names were created in it, when the listing costs less than the requests that it saves.
+
+The listing runs in the background, in bounded steps. This client's own changes meanwhile are recognized by
+the directory's change number; a change by another client ends the recording. A part of the file system class
+(vfs/filesystem).
 """
 
 from __future__ import annotations
@@ -17,24 +21,32 @@ from nvpool.rpc.v1 import meta_pb2
 
 MADE_MIN = 4
 NAMES_FOR_ONE = 16
-"""A name costs a shard 2 microseconds in a listing, a question for one that is not there 20, and who asks 100."""
+"""Names that may be listed to save one request for an absent name.
+
+A name costs a shard 2 microseconds in a listing; a request for an absent name costs the shard 20, and the
+client 100.
+"""
 WHOLE_SHARE = 4
-"""Of all entries that may be remembered one directory gets the fourth part."""
+"""Fraction of the cached entries that one directory may use: a quarter."""
 DIRECTORIES_MAX = 256
 STEP_NAMES = 1024
 
 
 class Wholes(Names):
+    """Learns the names of directories in which this client creates names."""
+
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
-        self._made_names: dict[int, tuple[int, int]] = {}  # directory -> since it was last listed; as many as count
+        # directory -> (names created since its last listing, names needed for the next one)
+        self._made_names: dict[int, tuple[int, int]] = {}
 
     def _made_in(self, parent: int, entries: int) -> None:
         made, fewest = self._made_names.pop(parent, (0, MADE_MIN))
         made += 1
         is_due = (made >= fewest and made * NAMES_FOR_ONE >= entries and self.options.leases
                   and entries <= self.options.cached_entries // WHOLE_SHARE)
-        # where others change it too, or many of us at once, it ends in vain: then it is tried ever more seldom
+        # A listing is in vain if other clients, or many threads here, change the directory; so retries get
+        # rarer.
         self._made_names[parent] = (0, fewest * 4) if is_due else (made, fewest)
         if len(self._made_names) > DIRECTORIES_MAX:
             del self._made_names[next(iter(self._made_names))]
@@ -44,7 +56,7 @@ class Wholes(Names):
             task.add_done_callback(self._renewals.discard)
 
     async def _learn_names(self, directory: int) -> None:
-        """Ends without an error: who looks up a name meets it."""
+        """List all names of the directory. Ends without an error: a later look-up gets the error."""
         try:
             attr = await self._fetch_attr(directory)
             if attr.flags & DIVIDED_FLAG or await self._is_spread(directory) or self.cache.is_whole(directory):
@@ -52,7 +64,7 @@ class Wholes(Names):
             whole = self.cache.begin_whole(attr)
             complete = False
             try:
-                # names alone: one whose inode is missing is there too, and is to be asked for
+                # without attributes: a name whose inode is missing exists too, and must be looked up
                 request = meta_pb2.ListDirRequest(inode=directory, limit=STEP_NAMES)
                 while True:
                     reply = await self._ask_step(request)

@@ -1,9 +1,10 @@
-"""Directories whose names are looked up in no order: when much of one was asked for by name, the rest is asked for at once.
+"""Directory prefetch: lists a directory after many look-ups of its names in random order.
 
-So reads a loader the files of a directory, each once and at random, and no name tells of the next. A listing brings all of them
-with attributes, leases and the rights to read, for a third of what a look-up costs shard and mount, and without waiting. When
-it is worth it says `siblings`; it goes on beside the look-ups, in bounded steps, and only for directories of which all can be
-remembered. What is known already is left as it is, but for the right to read where that is missing. Used by `together`.
+A data loader reads the files of a directory like that, each once and at random, so no name predicts the next
+one. A listing brings all names with attributes, leases and the right to read, for a third of the cost of
+look-ups at the shard and the mount, and without waiting. `prefetch_policy` decides when it is worth it. The
+listing runs in the background of the look-ups, in bounded steps, and only for directories that fit into the
+cache. Cached data is left as it is, except for a missing right to read. Used by `batcher`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from nvpool.rpc.messages.direntries import Listed
 from nvpool.rpc.v1 import meta_pb2
 
 ENTRIES_MIN = 64
-"""In a smaller directory there is nothing to be saved."""
+"""A smaller directory saves nothing."""
 CACHED_SHARE = 4
-"""Of all entries that may be remembered one directory gets the fourth part."""
+"""Fraction of the cached entries that one directory may use: a quarter."""
 STEP_NAMES = 128
-"""In one answer: 1.5 ms of the shard, in which nobody else is answered."""
+"""Entries in one reply: 1.5 ms of the shard, in which it answers no other client."""
 
 
 class Through(Names):
+    """Prefetches whole directories with attributes, leases and rights."""
+
     def look_through(self, parent: int) -> None:
-        """Called now and then while names of `parent` have to be asked for one by one."""
+        """Start a prefetch of the directory if it is due.
+
+        Called at intervals while names are looked up singly.
+        """
         entries = self.cache.entries_of(parent)
         if ENTRIES_MIN <= entries <= self.options.cached_entries // CACHED_SHARE and self.options.leases \
                 and self.siblings.is_to_be_known(parent, entries):
@@ -36,7 +42,7 @@ class Through(Names):
             task.add_done_callback(self._renewals.discard)
 
     async def _go_through(self, parent: int, names_max: int) -> None:
-        """Ends without an error: who looks up these names meets it."""
+        """List the directory. Ends without an error: a later look-up gets the error."""
         request = meta_pb2.ListDirRequest(inode=parent, limit=STEP_NAMES, attrs=True, packed=True, rights=READ)
         learned = seen = 0
         try:
@@ -47,7 +53,7 @@ class Through(Names):
                 learned += self._learn(parent, listed, reply, sent_s)
                 seen += len(listed)
                 if not reply.more or not reply.grants or not listed.names:
-                    return  # without the right to read each file would be asked for when it is opened
+                    return  # without the right to read, each open would need a request anyway
                 request.cursor, request.name = listed.cursor(-1), b""
         except NvpoolError:
             pass
@@ -55,7 +61,7 @@ class Through(Names):
             self.siblings.went_through(parent, learned)
 
     def _learn(self, parent: int, listed: Listed, reply: meta_pb2.ListDirReply, sent_s: float) -> int:
-        """Believe of these entries what nobody here knows anything of; how many that are."""
+        """Cache the entries of which nothing is known here; return how many there were."""
         inodes, opened = listed.inodes, self.cache.open
         if not reply.grants or not reply.lease_ms:
             return 0
@@ -65,7 +71,8 @@ class Through(Names):
         if len(new) + len(outdated) < len(inodes):
             for inode, grant in zip(inodes, grants, strict=True):
                 if inode not in new and inode not in outdated and self.leases.lacks_grant(inode):
-                    self.leases.keep_grant(inode, grant)  # from a listing that did not ask for it
+                    # the lease came from a listing that did not ask for grants
+                    self.leases.keep_grant(inode, grant)
         wanted = [inode in new and inode not in opened and listed.is_promised(at) and bool(listed.changes[at])
                   for at, inode in enumerate(inodes)]
         places = list(compress(range(len(inodes)), wanted))

@@ -1,15 +1,17 @@
-"""Look-ups of one name after another in a directory: when to ask for many at once.
+"""Policy of look-up prefetch: when a look-up also asks for the names that follow it.
 
-Who lists a directory and then looks at each name, or opens them in that order, would ask once for each. Names that follow one
-another in the order of listings come with their attributes in one answer, so a look-up that misses asks for the ones behind its
-name too: first a few, then more while they are used, up to WINDOW_MAX; where they are not, as with names at random, it stops
-and tries again after ever more misses, a few in a hundred thousand.
+A program that lists a directory and then looks at each name, or opens the names in that order, would send one
+request for each. Names that are neighbours in listing order come with their attributes in one reply. So a
+look-up that misses also asks for the names behind it: first a few, then more while they are used, up to
+WINDOW_MAX. If they are not used, as with names at random, the prefetch stops, and tries again after more and
+more misses (a few tries in a hundred thousand).
 
-Names in no order tell nothing of the next one; there it is counted how much of a directory was asked for name by name, and
-when it is time to ask for all of it (`through`).
+When a look-up reaches the middle of such a reply, the next names are requested, so they arrive in time.
 
-Who gets to the middle of such an answer will mostly want the next one: it is asked for then, and is here in time. Bookkeeping
-only, bounded. Used by names and through.
+Names in no order do not predict the next one. For them the policy counts how much of a directory was looked
+up name by name, and when it is time to ask for all of it (`directory_prefetch`).
+
+The bookkeeping is bounded and sends nothing. Used by `vfs/names` and `directory_prefetch`.
 """
 
 from __future__ import annotations
@@ -21,42 +23,53 @@ from nvpool.core.clock import Clock
 from nvpool.rpc.messages.direntries import Listed
 
 MISSES_MIN, MISSES_MAX = 4, 1024
-"""Look-ups that miss before names are asked for in advance: at first, and where that was of no use."""
+"""Misses before names are prefetched: at first, and after useless prefetches."""
 WINDOW_MIN, WINDOW_MAX = 32, 512
-"""Names in one answer: 512 take the shard five milliseconds."""
+"""Names in one reply: 512 take the shard five milliseconds."""
 SHARE = 8
-"""Where an eighth of a directory's names had to be asked for, in whatever order, the others are asked for together: at a third
-of the price for each, so what is never looked at costs at most about three times what was spent till then."""
+"""Share of a directory's names (1/8) to be looked up singly before a prefetch of the rest.
+
+The order of the look-ups does not matter. A prefetched name costs a third of a look-up, so names that are
+never used cost at most about three times the cost spent until then.
+"""
 LOOKS_BETWEEN = 32
-"""Look-ups that had to ask, between two looks whether that is so."""
+"""Missed look-ups between two checks of that share."""
 DIRECTORIES_MAX = 256
 PAUSE_S = 30.0
 
 
 class _Directory:
+    """The prefetch state of one directory."""
+
     __slots__ = ("name", "misses", "patience", "window", "hits", "last_s", "asking", "middle", "cursor", "ahead", "coming",
                  "asked_for", "share", "through", "learned", "used")
 
     def __init__(self) -> None:
-        self.name = b""    # the last that missed: a directory on the way to others is looked up again and again
+        # the last name that missed; a directory on the way to others is looked up again and again
+        self.name = b""
         self.misses = 0
         self.patience = MISSES_MIN
-        self.window = 0    # names of the last answer; 0: none was asked for
-        self.hits = 0      # since it came
+        self.window = 0    # names of the last reply; 0: none were prefetched
+        self.hits = 0      # since that reply
         self.last_s = 0.0
         self.asking = False
-        self.middle = b""  # who looks this name up will go on behind the last answer
-        self.cursor = 0    # which leads on there
-        self.ahead = 0     # names of the last answer
+        self.middle = b""  # a look-up of this name requests the names behind the last reply
+        self.cursor = 0    # where those names start
+        self.ahead = 0     # names of the last reply
         self.coming: asyncio.Task | None = None
-        self.asked_for = 0   # look-ups that had to ask, since all names were last asked for
+        self.asked_for = 0   # missed look-ups since the last prefetch of all names
         self.share = SHARE
-        self.through = False  # they are being asked for
-        self.learned = self.used = 0  # names that this has brought, one at least; look-ups that were answered since
+        self.through = False  # whether all names are being prefetched
+        # names that the last prefetch brought (one at least), and look-ups that were answered since
+        self.learned = self.used = 0
 
 
 class Siblings:
-    """`ask_on(directory, cursor, count)` asks for the names behind the cursor; `asked` is to be called at its end."""
+    """Prefetch state of the directories of a client.
+
+    `ask_on(directory, cursor, count)` requests the names behind the cursor; `asked` must be called at its
+    end.
+    """
 
     def __init__(self, clock: Clock, ask_on: Callable[[int, int, int], asyncio.Task]) -> None:
         self._clock = clock
@@ -64,7 +77,7 @@ class Siblings:
         self._directories: dict[int, _Directory] = {}
 
     def hit(self, directory: int, name: bytes) -> None:
-        """A look-up in it was answered from here."""
+        """Record a look-up that was answered from the cache."""
         known = self._directories.get(directory)
         if known is not None:
             known.hits += 1
@@ -74,16 +87,19 @@ class Siblings:
                 known.coming = self._ask_on(directory, known.cursor, min(known.ahead * 4, WINDOW_MAX))
 
     def coming(self, directory: int) -> asyncio.Task | None:
-        """The next names are on their way."""
+        """The request for the next names, if one is in flight; else None."""
         known = self._directories.get(directory)
         return known.coming if known is not None and known.coming is not None and not known.coming.done() else None
 
     def missed_alone(self, directory: int, name: bytes) -> bool:
-        """Whether `missed` would say one name; then it is as if it had been asked, else nothing has happened."""
+        """As `missed`, if that would return 1; return whether it was. False: there was no side effect."""
         return self._missed(directory, name, True) == 1
 
     def missed(self, directory: int, name: bytes) -> int:
-        """A look-up in it has to ask: for how many names, itself included. `asked` is to be called after more than one."""
+        """Record a missed look-up; return how many names to request, this one included.
+
+        After more than one name the caller must call `asked`.
+        """
         return self._missed(directory, name, False)
 
     def _missed(self, directory: int, name: bytes, alone: bool) -> int:
@@ -117,14 +133,16 @@ class Siblings:
         return known.window
 
     def is_time_to_look(self, directory: int) -> bool:
-        """Whether `is_to_be_known` is to be asked, after a look-up that had to ask."""
+        """Whether to call `is_to_be_known` now, after a missed look-up."""
         known = self._directories.get(directory)
         return known is not None and not known.asked_for % LOOKS_BETWEEN
 
     def is_to_be_known(self, directory: int, entries: int) -> bool:
-        """Whether to ask now for all names of a directory that has so many: look-ups have asked for a share of them one by one.
-        Then `went_through` is to be called at the end. Where most of what that has brought was of no use, a larger share counts
-        the next time."""
+        """Whether to prefetch all names of a directory with that many entries now.
+
+        True when look-ups have asked for a share of the names singly; then `went_through` must be called at
+        the end. If most names of the last prefetch were not used, a larger share is needed the next time.
+        """
         known = self._directories.get(directory)
         if known is None or known.through or known.asked_for * known.share < entries:
             return False
@@ -140,7 +158,10 @@ class Siblings:
             known.through, known.asked_for, known.learned = False, 0, max(1, learned)
 
     def asked(self, directory: int, listed: Listed, more: bool) -> None:
-        """The answer is here, `more` names follow behind it; or there is none."""
+        """Record the end of a request for several names.
+
+        `listed` may be empty after an error; `more`: further names follow behind it.
+        """
         known = self._directories.get(directory)
         if known is not None:
             known.asking = False

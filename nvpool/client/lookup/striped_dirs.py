@@ -1,9 +1,9 @@
-"""Wide directories over several shards: which shard is asked for a name, and for the next names of a listing.
+"""Striped directories over several shards: chooses the shard of a name or listing part.
 
-The names of a wide directory are spread over all partitions by their hashes, so each lies at the shard that has its partition:
-that one is asked, and makes the change by itself. What is not known to be wide is asked for at the directory's own shard, which
-says so, or makes the change together with the other. A directory that is wide stays so. Used by the groups of operations on
-names.
+The names of a striped directory are spread over all partitions by their hashes. Each name is at the shard
+that has its partition: that shard answers, and executes changes by itself. A directory that is not known to
+be striped is asked for at its own shard, which says so, or executes the change together with the other shard.
+A striped directory stays striped. Used by all operations on names.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ _WIDE_MAX = 65536
 
 
 class Wide(Core):
+    """The placement of names at shards."""
+
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self._wide: dict[int, None] = {}
 
     async def _is_spread(self, directory: int) -> bool:
-        """Whether its names are to be looked for at several shards."""
+        """Whether the directory's names are at several shards."""
         if len(self.view.map.shards) == 1 or self.meta.name_hash is None:
             return False
         if directory in self._wide:
@@ -38,7 +40,7 @@ class Wide(Core):
         return bool(flags & WIDE_FLAG)
 
     def _is_together(self, directory: int) -> bool:
-        """Whether its names are known to be at its own shard, without a question."""
+        """Whether the directory's names are surely at its own shard. Sends no request."""
         if len(self.view.map.shards) == 1 or self.meta.name_hash is None:
             return True
         flags = self.cache.flags(directory) if directory not in self._wide else None
@@ -50,13 +52,16 @@ class Wide(Core):
             del self._wide[old]
 
     async def _place(self, parent: int, name: bytes) -> tuple[int, bool]:
-        """An inode number of the shard that is asked for the name, and whether that is by the name (`spread` of requests)."""
+        """An inode number at the shard that has the name, and `spread` for the request.
+
+        `spread`: whether the hash of the name determines the shard.
+        """
         if not await self._is_spread(parent):
             return parent, False
         return _number_at(parent, self.meta.name_hash(parent, name)), True
 
     def _place_now(self, parent: int, name: bytes) -> tuple[int, bool] | None:
-        """As `_place`, where nobody has to be asked for that; else None."""
+        """As `_place`, from cached data alone; None if a request is needed."""
         name_hash = self.meta.name_hash
         if len(self.view.map.shards) == 1 or name_hash is None:
             return parent, False
@@ -70,7 +75,7 @@ class Wide(Core):
         return _number_at(parent, name_hash(parent, name)), True
 
     async def _ask_name(self, method: int, request, reply_type):
-        """The answer to a question about the name `request.name` in `request.parent`."""
+        """Send a query about the name `request.name` in `request.parent`; return the reply."""
         while True:
             place, request.spread = await self._place(request.parent, request.name)
             try:
@@ -79,7 +84,7 @@ class Wide(Core):
                 self._learn_wide(request.parent)
 
     async def _ask_step(self, request: meta_pb2.ListDirRequest) -> meta_pb2.ListDirReply:
-        """The next entries of a listing, from whichever shard has them; none only at the end."""
+        """Fetch the next entries of a listing from their shard. Only the last reply has no entries."""
         directory = request.inode
         while True:
             place, request.spread = directory, await self._is_spread(directory)

@@ -1,9 +1,9 @@
-"""read_many: many small reads of many files as one message per target.
+"""Bulk reads (`read_many`): many small reads of many files as one message per target.
 
-For loaders that know a batch of samples before they read it: what a read costs here is packing 24 bytes, a checksum and, where
-bytes do not come in order, one copy. Guarantees what ChunkClient.read does; anything out of the ordinary in an answer (an
-error, a hole, a checksum that does not fit) makes the reads of that message single ones, each with its own repetitions.
-Called by reader.
+For data loaders that know a batch of samples before they read it: a read costs the packing of 24 bytes, a
+checksum, and one copy if its bytes do not arrive in order. The guarantees are those of ChunkClient.read. If a
+reply contains anything unusual (an error, a hole, a checksum mismatch), the reads of that message are
+repeated singly, each with its own retries. Used by the reader.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from nvpool.rpc.v1 import wire_pb2
 from nvpool.security.xts import BlockCipher
 
 _SAMPLE = 8
-"""Reads of a batch that tell whether the rest is worth trying at once."""
+"""First reads of a batch. They show whether the page cache is likely to have the rest."""
 
 
 class _Batch:
-    """Part of a read_many for one target: packed headers, and for each read where its bytes go."""
+    """The part of a read_many for one target: packed headers and destinations of the bytes."""
 
     __slots__ = ("lane", "headers", "grants", "places", "bytes", "first", "next", "straight", "future", "late")
 
@@ -42,16 +42,17 @@ class _Batch:
         self.lane = lane
         self.headers: list[int] = []
         self.grants: dict[bytes, int] = {}
-        self.places: list[tuple] = []   # (file, index, offset, blocks bytes, place in into, bytes to skip, length)
+        # (file, index, offset, blocks bytes, place in into, bytes to skip, length)
+        self.places: list[tuple] = []
         self.bytes = 0
         self.first = self.next = -1
-        self.straight = True            # the payload, as it comes, is one part of `into`
+        self.straight = True            # whether the payload, as it arrives, is one contiguous part of `into`
         self.future = None
-        self.late = False               # each of its reads is asked for by itself by now
+        self.late = False               # whether its reads are already repeated singly
 
 
 class _Encrypted:
-    """Pieces of a buffer that are to be decrypted where they are, those of one volume together."""
+    """Pieces of a buffer to decrypt in place, grouped by volume."""
 
     __slots__ = ("_pieces",)
 
@@ -59,7 +60,10 @@ class _Encrypted:
         self._pieces: dict[BlockCipher, list[tuple[int, int, int, int, int]]] = {}
 
     def add(self, file: OpenInode, index: int, first: int, place: int, length: int) -> None:
-        """The blocks of chunk `index` from `first` on lie there; nothing where the file is not encrypted."""
+        """Add the blocks of chunk `index` from `first` on, which lie at `place` in the buffer.
+
+        Does nothing for a file without a key.
+        """
         if file.key is not None:
             self._pieces.setdefault(file.key.cipher, []).append((file.inode, index, first, place, length))
 
@@ -69,6 +73,8 @@ class _Encrypted:
 
 
 class BatchReader:
+    """The bulk reads of a client."""
+
     def __init__(self, chunks: ChunkClient, dialer, options: ClientOptions, clock: Clock):
         self._chunks = chunks
         self._dialer = dialer
@@ -77,12 +83,13 @@ class BatchReader:
         self._loop = asyncio.get_running_loop()
 
     async def read_many(self, reads: Sequence[tuple[OpenInode, int, int, int]], into: memoryview) -> None:
-        """Each (file, offset, length, place): bytes [offset, offset + length) of the file into into[place:place + length].
+        """Read each (file, offset, length, place) into into[place:place + length].
 
-        One message per target, several only where one would pass 256 reads or 2 MiB, so that store and client work at the
-        same time. Bytes that arrive in order are received where they belong, others are copied there. Fails as `read` does,
-        with the first error, after all have ended; `into` then holds nothing that may be relied on. The caller knows the
-        files' ends: what is asked for beyond reads as zeros.
+        Sends one message per target; several only where one would exceed 256 reads or 2 MiB, so that store
+        and client work at the same time. Bytes that arrive in order are received in place; others are copied.
+
+        Raises what `read` raises: the first error, after all reads have ended; the content of `into` is then
+        undefined. The caller knows the files' ends: bytes behind them read as zeros.
         """
         chunks = self._chunks
         batches: dict[Lane, _Batch] = {}
@@ -140,11 +147,13 @@ class BatchReader:
             raise failed
 
     def _read_now(self, reads: Sequence[tuple[OpenInode, int, int, int]], into: memoryview) -> list:
-        """Do what the short cut can do on the spot; returns the rest. Whole blocks are read where they belong, in one call for
-        each target."""
+        """Serve reads by short-circuit reads as far as possible without waiting; return the others.
+
+        Whole blocks are read in place, with one call for each target.
+        """
         short = self._chunks.short
         rest: list = []
-        plans: dict = {}  # source -> (offsets, lengths, positions, what is read)
+        plans: dict = {}  # source -> (offsets, lengths, positions, reads)
         for read in reads:
             file, offset, length, place = read
             index = offset >> file.chunk_bits
@@ -186,7 +195,8 @@ class BatchReader:
                     place += count
         for source, (offsets, lengths, positions, what) in plans.items():
             first = read_now(source.fd, offsets[:_SAMPLE], lengths[:_SAMPLE], positions[:_SAMPLE], into)
-            if len(first) >= _SAMPLE:  # nothing of it is in memory: the store reads the batch with one call
+            # none of the sample is in the page cache: the store reads the batch in one call
+            if len(first) >= _SAMPLE:
                 rest += dict.fromkeys(read for _, _, read in what)
                 continue
             missed = {what[at][2] for at in first}
@@ -194,7 +204,7 @@ class BatchReader:
                                                                    positions[_SAMPLE:], into))
             before, encrypted = None, _Encrypted()
             for located, first, read in what:
-                if read is before:  # of several runs
+                if read is before:  # a read of several runs, handled already
                     continue
                 before = read
                 place = read[3]
@@ -218,7 +228,7 @@ class BatchReader:
         try:
             connection = await self._dialer.connect(batch.lane.endpoints, self._chunks.connect_until_s(deadline_s))
         except NvpoolError:
-            await self._read_singly(batch, into)  # each finds out what else can be done
+            await self._read_singly(batch, into)  # each read finds out what else can be done
             return
         self._submit(connection, batch, into, deadline_s)
         await asyncio.wait([batch.future])
@@ -247,7 +257,7 @@ class BatchReader:
         on_done(reply, error)
 
     def _late(self, batch: _Batch, into: memoryview, sent: Sent) -> None:
-        """The target is silent: each read is asked of whoever else has it."""
+        """Handle a silent target: each read of the batch goes to another replica."""
         if not batch.future.done():
             sent.end()
             batch.late = True
@@ -264,7 +274,8 @@ class BatchReader:
             packed, checksums = decode_read_reply(reply.message)
             results = results_struct(len(batch.places)).unpack(packed)
             payload = reply.payload
-            # anything out of the ordinary (an error, a hole, a checksum) is asked for again one by one: rare, and right
+            # repeat singly if there is anything unusual (an error, a hole, a checksum mismatch): rare, and
+            # correct
             if any(results[0::4]) or len(payload) != batch.bytes or block_checksums(payload) != checksums:
                 self._one_by_one(batch, into)
                 return
@@ -272,7 +283,7 @@ class BatchReader:
             self._one_by_one(batch, into)
             return
         if any(file.encrypted and file.key is None for file, *_ in batch.places):
-            self._one_by_one(batch, into)  # which fetches the keys
+            self._one_by_one(batch, into)  # a single read fetches the key
             return
         encrypted = _Encrypted()
         if not batch.straight:
@@ -287,7 +298,7 @@ class BatchReader:
                 into[place:place + length] = part[skip:skip + length]
         else:
             if payload.obj is not into.obj:
-                into[batch.first:batch.next] = payload  # the transport could not receive there
+                    into[batch.first:batch.next] = payload  # the transport could not receive in place
             for file, index, first, span, place, *_ in batch.places:
                 encrypted.add(file, index, first >> 12, place, span)
         encrypted.decrypt(into)
@@ -300,7 +311,7 @@ class BatchReader:
         try:
             for begin in range(0, len(batch.places), 64):
                 part = batch.places[begin:begin + 64]
-                # read() gathers these again; each has its own retries
+                # read() batches these again; each has its own retries
                 jobs = [self._chunks.read(file, index, first, span) for file, index, first, span, _, _, _ in part]
                 for job, (_, _, _, _, place, skip, length) in zip(jobs, part, strict=True):
                     into[place:place + length] = (await job)[skip:skip + length]
@@ -335,6 +346,10 @@ class BatchReader:
 
 
 def _cancelled_with(future: asyncio.Future, task: asyncio.Task) -> None:
-    """Who cancels the future has his memory back: the task that fills it ends. And a task that ends leaves nobody waiting."""
+    """Tie a future to the task that fills its memory.
+
+    A cancelled future cancels the task, so the caller may use the memory again. A task that ends completes
+    the future, so no caller waits for ever.
+    """
     future.add_done_callback(lambda _: task.cancel() if future.cancelled() else None)
     task.add_done_callback(lambda _: None if future.done() else future.set_exception(errors.Cancelled("the client was closed")))

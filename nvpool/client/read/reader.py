@@ -1,8 +1,9 @@
-"""Reads of open files: own unstored writes first, then what was read ahead, then the stores.
+"""Reads of open files: local unstored writes first, then read-ahead, then the stores.
 
-Guarantees: what was written on this client before a read began is seen by it; a read is short only at the end of the file,
-as this client knows it; read-ahead is bounded per handle and over all, and is thrown away by a write, a cut or after
-`_UNIT_LIFE_S`. Called by vfs. Random reads cost no task and no copy: the result is a view of the received payload.
+Guarantees: a read sees all bytes that were written on this client before it began. A read is short only at
+the end of the file, as this client knows it. Read-ahead is bounded per handle and in total; a write, a
+truncation or `_UNIT_LIFE_S` drops it. Random reads cost no task and no copy: the result is a view of the
+received payload. Used by vfs.
 """
 
 from __future__ import annotations
@@ -25,24 +26,27 @@ from nvpool.core.units import KIB
 
 _UNIT_BITS_MAX = 20
 _SEQUENTIAL_BYTES = 128 * KIB
-"""A run of this length, of at least two reads, is a sequential reader."""
+"""A run of at least two reads and this length makes a handle a sequential reader."""
 _UNIT_LIFE_S = 3.0
-"""Bytes read ahead are not handed out later than this: close-to-open would allow it, people who follow a log would not."""
+"""Life of read-ahead bytes: close-to-open would allow longer, but people who follow a log would notice."""
 EMPTY = memoryview(b"")
 
 
 class _Unit:
+    """A unit of read-ahead bytes, fetched or in flight."""
+
     __slots__ = ("future", "bytes", "born_s", "end")
 
     def __init__(self, future: asyncio.Future, count: int, born_s: float, end: int):
         self.future = future
         self.bytes = count
         self.born_s = born_s
-        self.end = end  # the file's when it was fetched, within the unit: behind it the last block has only zeros
+        # end of the file within the unit at the fetch; behind it the last block has only zeros
+        self.end = end
 
 
 class Ahead:
-    """Where a handle reads, and what was fetched for it."""
+    """The read-ahead state of a handle: its position, and the fetched units."""
 
     __slots__ = ("next", "run", "reads", "units", "window", "far")
 
@@ -56,7 +60,7 @@ class Ahead:
 
 
 class Part(Later):
-    """The bytes [offset, end) of a small file that is being read as a whole."""
+    """A read of the bytes [offset, end) of a small file, whose whole content is being fetched."""
 
     __slots__ = ("offset", "finish")
 
@@ -67,8 +71,10 @@ class Part(Later):
 
 
 class Whole:
-    """All bytes of a small file that is not written here, on their way, as a future that a Read is made with. Who reads it
-    meanwhile waits for the same answer: `parts`, None when that is there."""
+    """A fetch of a whole small file without local writes, as the future of a `Read`.
+
+    Other reads of the file wait for the same reply in `parts`; `parts` is None when the reply has arrived.
+    """
 
     __slots__ = ("file", "change", "size", "asked_s", "parts", "came")
 
@@ -95,6 +101,8 @@ class Whole:
 
 
 class Reader:
+    """The reads of a client."""
+
     def __init__(self, chunks, batches, writer: Writer, options: ClientOptions, clock: Clock, leases: Leases, *,
                  refresh: Callable[[OpenInode, int], Awaitable[None]]):
         self._leases = leases
@@ -109,15 +117,15 @@ class Reader:
         self.counters = {"ahead_hits": 0, "ahead_bytes": 0}
 
     async def read(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> memoryview | bytes:
-        """The bytes [offset, offset + length) of the file, fewer only at its end. The result is the caller's.
+        """Read the bytes [offset, offset + length) of the file; fewer only at its end.
 
-        Fails as ChunkClient.read does. May be repeated.
+        The caller owns the result. Raises the errors of ChunkClient.read. May be repeated.
         """
         size = file.size
         end = offset + length
         if end > size:
             if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s() and self._leases.held(file.inode) is None:
-                await self._refresh(file, 0)  # somebody else may have made it longer
+                await self._refresh(file, 0)  # another client may have made the file longer
                 size = file.size
             if end > size:
                 end = size
@@ -144,7 +152,7 @@ class Reader:
         ahead.next = end
         index = offset >> file.chunk_bits
         if (end - 1) >> file.chunk_bits == index:
-            # the common read, written out: one chunk
+            # fast path for the common read: one chunk
             skip = offset & 4095
             span = skip + length + 4095 & -4096
             block = await self._chunks.read(file, index, (offset & file.chunk_mask) - skip, span)
@@ -152,8 +160,11 @@ class Reader:
         return await self._chunks.read_range(file, offset, length)
 
     def begin_small(self, file: OpenInode, offset: int, length: int, then: Callable) -> Part | None:
-        """As `read`, without a task, of a small file; `then` as in Later. None where it is none, or is written here, or its end
-        is to be asked for, and nothing has happened. `content_now` was tried before."""
+        """Submit a read of a small file without a task. The caller has tried `content_now` before.
+
+        `then` as in Later. None: there was no side effect; the file is not small, has local writes, or its
+        end must be requested.
+        """
         size = file.attr.size
         if size > SMALL_BYTES or file.written is not None or offset >= size or not self._options.small_bytes:
             return None
@@ -168,8 +179,10 @@ class Reader:
         return part
 
     def begin(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> Coming | None:
-        """As `read`, without a task, for what has nothing to do with other reads: a place at random, in one chunk. None where
-        that is not so, and nothing has happened. `read_now` was tried before."""
+        """Submit a random read within one chunk without a task. The caller has tried `read_now` before.
+
+        None: there was no side effect; the read is sequential, spans chunks, or depends on local writes.
+        """
         written = file.written
         if (written is not None and (written.dirty or written.sending)) or offset == ahead.next or ahead.units:
             return None
@@ -188,14 +201,14 @@ class Reader:
         return coming
 
     def read_now(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> memoryview | None:
-        """As `read`, on the spot, or None: see Files.read_now. `file.located` is not empty."""
+        """As `read`, without waiting; else None. See Files.read_now. `file.located` must not be empty."""
         written = file.written
         if (written is not None and (written.dirty or written.sending)) or ahead.units:
             return None
         end, size = offset + length, file.size
         if end > size:
             if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s() and self._leases.held(file.inode) is None:
-                return None  # somebody else may have made it longer
+                return None  # another client may have made the file longer
             if offset >= size:
                 return EMPTY
             end, length = size, size - offset
@@ -218,7 +231,7 @@ class Reader:
             found = self._read_now_across(file, offset, end)
             if found is None:
                 return None
-        # as `read` leaves it, so that a miss goes on where hits have brought it
+        # leave the state as `read` does, so that a miss continues where the hits ended
         if offset == ahead.next:
             ahead.run += length
             ahead.reads += 1
@@ -230,7 +243,7 @@ class Reader:
         return found
 
     def _read_now_across(self, file: OpenInode, offset: int, end: int) -> memoryview | None:
-        """Over the border of chunks."""
+        """As `read_now`, for a range that spans chunks."""
         whole = memoryview(bytearray(end - offset))
         at = offset
         while at < end:
@@ -249,39 +262,39 @@ class Reader:
     # -- small files -------------------------------------------------------------------------------------------------------
 
     def content(self, file: OpenInode) -> bytes | None:
-        """All bytes of a small file, where they are here and are what a read of the file would return now."""
+        """All bytes of a small file if they are cached and current; else None."""
         return self._contents.get(file.inode, file.attr.change) if file.written is None and not file.lost else None
 
     def has_content(self, file: OpenInode) -> bool:
-        """Whether `content` may be there."""
+        """Whether `content` may return bytes."""
         return file.inode in self._contents
 
     def content_now(self, file: OpenInode, offset: int, length: int) -> memoryview | None:
-        """As `read`, where the file's content is here and its end needs no question."""
+        """As `read`, if the content is cached and the file's end needs no request; else None."""
         content = self.content(file)
         if content is None:
             return None
         if (offset + length > len(content) and file.attr_born_s + self._options.attr_s <= self._clock.boottime_s()
                 and self._leases.held(file.inode) is None):
-            return None  # somebody else may have made it longer
+            return None  # another client may have made the file longer
         return memoryview(content)[offset:offset + length]
 
     def forget_content(self, inode: int) -> None:
-        """It is changed here, or we can not know any more who changes it."""
+        """Drop the cached content, because the file changes here or may change unnoticed."""
         self._contents.forget(inode)
 
     def forget_contents(self) -> None:
         self._contents.forget_all()
 
     def target_of(self, file: OpenInode) -> int:
-        """Which target has the first bytes; 0: not known now."""
+        """The target that has the file's first bytes; 0 if it is not known now."""
         try:
             return (file.lanes.get(0) or self._chunks.find_lane(file, 0)).target
         except Stale:
             return 0
 
     async def _read_whole(self, file: OpenInode) -> bytes:
-        """All bytes of a small file that is not written here."""
+        """Read a whole small file without local writes."""
         future = asyncio.get_running_loop().create_future()
         part = Part(0, file.attr.size)
         part.on_end = partial(_settle, future)
@@ -297,8 +310,10 @@ class Reader:
         self._chunks.begin(file, 0, 0, whole.size + 4095 & -4096, whole)
 
     def go_on_with(self, begun, parts: list[Part]) -> Read:
-        """The read of a small file as a whole that somebody else has begun as `_want_whole` does, and for whom `parts` wait, is
-        ours from now on. `begun` is its file's `fetching`, unless that was ended."""
+        """Take over a fetch of a whole small file that another object began as `_want_whole` does.
+
+        `parts` wait for it. `begun` is the file's `fetching`, unless that was ended.
+        """
         file = begun.file
         whole = Whole(file, begun.asked_s, parts, self._whole_came)
         whole.change, whole.size = begun.change, begun.file_bytes
@@ -315,7 +330,7 @@ class Reader:
             all_of_it = part.finish - part.offset == len(content)
             part.end(content if all_of_it else memoryview(content)[part.offset:part.finish], None)
         self._contents.counters["small_reads"] += 1
-        # written, cut or locked here meanwhile, by now it may be older than what is to be read
+        # after a local write, truncation or lock during the fetch the content may be too old to be cached
         if wanted and file.attr.change == whole.change and file.written is None:
             self._contents.put(file.inode, whole.change, content, whole.asked_s)
 
@@ -333,7 +348,10 @@ class Reader:
     # -- read-ahead ------------------------------------------------------------------------------------------------------
 
     def _follow(self, file: OpenInode, ahead: Ahead, offset: int, end: int, size: int) -> bool:
-        """Take note of a read; fetch what comes next when the handle reads in sequence. Whether units may hold it."""
+        """Record a read, and fetch ahead if the handle reads in sequence.
+
+        Returns whether the fetched units may have the bytes of this read.
+        """
         bits = min(file.chunk_bits, _UNIT_BITS_MAX)
         if offset == ahead.next:
             ahead.next = end
@@ -349,7 +367,7 @@ class Reader:
         if ahead.far << bits >= size and not ahead.units:
             return False
         if file.written is not None and (file.written.dirty or file.written.sending):
-            return bool(ahead.units)  # what stores have is not yet what was written
+            return bool(ahead.units)  # the stores do not have all written bytes yet
         ahead.window = min(self._options.read_ahead_bytes, max(1 << bits, ahead.run * 2))
         now_s = self._clock.boottime_s()
         first = end + (1 << bits) - 1 >> bits
@@ -374,7 +392,7 @@ class Reader:
             self._ahead_bytes += count
             self.counters["ahead_bytes"] += count
             ahead.far += 1
-        behind = (end >> bits) - 1  # one unit stays, for requests that were overtaken
+        behind = (end >> bits) - 1  # one unit behind is kept, for requests that were overtaken
         for unit in [u for u in ahead.units if u < behind]:
             self._ahead_bytes -= ahead.units.pop(unit).bytes
         return True
@@ -389,7 +407,7 @@ class Reader:
             if unit is None:
                 return None
             if (unit.born_s < oldest_s and unit.future.done()) or unit.end < min(end, number + 1 << bits):
-                self.forget(file, ahead)  # too old, or the file grew behind what was fetched
+                self.forget(file, ahead)  # too old, or the file grew behind the fetched bytes
                 return None
             units.append(unit)
         try:
@@ -403,7 +421,7 @@ class Reader:
                 current = asyncio.current_task()
                 if current is not None and current.cancelling():
                     raise
-                return None  # the read itself asks again and reports what it meets
+                return None  # the plain read follows and reports its own errors
             raise
         self.counters["ahead_hits"] += 1
         start = first << bits
@@ -418,7 +436,7 @@ class Reader:
         return view
 
     def forget(self, file: OpenInode, ahead: Ahead) -> None:
-        """Throw away what was fetched for the handle; it begins anew."""
+        """Drop the handle's read-ahead; the handle starts again as a random reader."""
         for unit in ahead.units.values():
             self._ahead_bytes -= unit.bytes
         ahead.units.clear()
@@ -427,7 +445,7 @@ class Reader:
         file.ahead.discard(ahead)
 
     def changed(self, file: OpenInode) -> None:
-        """The file is written, cut or locked here: nothing that was fetched before may be handed out."""
+        """Drop all fetched bytes of the file, because it is written, truncated or locked here."""
         file.fetching = None
         self._contents.forget(file.inode)
         for ahead in list(file.ahead):
@@ -437,11 +455,14 @@ class Reader:
 
     @property
     def kept_count(self) -> int:
-        """Reads that were answered from small files that are kept whole."""
+        """Reads that were answered from cached small files."""
         return self._contents.counters["small_hits"]
 
     async def read_many(self, reads, into: memoryview) -> None:
-        """Each (open inode, offset, length, place in `into`), all within their files' ends; see BatchReader.read_many."""
+        """Read each (open inode, offset, length, place in `into`); all lie within their files.
+
+        See BatchReader.read_many.
+        """
         for file in {id(read[0]): read[0] for read in reads}.values():
             if file.written is not None and (file.written.dirty or file.written.sending):
                 await self._writer.store(file)
@@ -458,7 +479,7 @@ def _settle(future: asyncio.Future, found: memoryview | bytes | None, error: Bas
 
 
 def _seen(future: asyncio.Future) -> None:
-    """A unit that nobody came to read has no one to report its failure to: the read that comes meets its own."""
+    """Retrieve the error of a read-ahead unit that no read has used. A later read reports its own error."""
     if not future.cancelled():
         future.exception()
 

@@ -1,15 +1,17 @@
-"""Reads by the thread that wants the bytes, where they need nothing that only the loop may do.
+"""Reads by the calling thread, if the event loop is not needed for them.
 
-A read that is handed to the loop's thread wakes it and is woken by it, which costs more than the read. So the calling thread
-looks for itself: by the short cut where the file is located there, else by a connection of its own to the store, see
-rpc/transports/sync_stream.
-It takes what the client knows as it finds it (grant, map, places, what was written here), as a read that begins now may, and
-changes none of it but figures. Whatever is not plain sailing is no business of this module: unstored writes, sequential
-reading, the end of the file, holes in what is known, a stale grant or map, a store that refuses, is slow or gone, a checksum
-that does not fit. Then there is None, nothing has happened, and the loop is asked, which renews, repeats and reports.
+A read that is handed to the event loop's thread wakes that thread and is woken by it, which costs more than
+the read. So the calling thread reads by itself: with a short-circuit read if the file's location is known,
+else over a blocking connection of its own to the store (rpc/transports/sync_stream).
 
-Called by sdk/filesystem from any thread. The bound of connections is LANES_MAX to a target; who finds them all in use asks
-the loop, which gathers.
+The thread uses the client's present state (grant, map, locations, local writes), as a read that begins now
+may, and changes nothing but statistics. It declines with None, without a side effect, in all of these cases:
+unstored writes, sequential reading, the end of the file, an unknown location, a stale grant or map, a store
+that refuses, is slow or gone, a checksum mismatch. Then the caller asks the event loop, which renews, retries
+and reports.
+
+Used by sdk/filesystem from any thread. Each target has at most LANES_MAX connections; a thread that finds all
+of them in use asks the event loop, which batches reads.
 """
 
 from __future__ import annotations
@@ -30,21 +32,25 @@ from nvpool.rpc.transports.sync_stream import BlockingConnection
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 
 LANES_MAX = 4
-"""Connections of threads to one target. More threads at once than that have one interpreter between them anyway."""
+"""Connections of threads to one target. More concurrent threads share one interpreter in any case."""
 LANE_BYTES_MAX = 256 * KIB
-"""A longer read costs more than the way to the loop, which receives it without a copy."""
+"""Longest read by a thread. A longer one costs more than the event loop, which receives without a copy."""
 PATIENCE_S = 1.0
-"""A store that takes longer is asked anew by the loop, whose questions have the client's deadline: a read may end so much later
-than that says, once in SHUN_S."""
+"""Wait for a store. Then the event loop repeats the read, with the client's deadline.
+
+So a read may end this much later than the deadline says, once in SHUN_S.
+"""
 SHUN_S = 5.0
-"""A target whose connection broke is left to the loop for so long."""
+"""How long reads of a target go through the event loop after its connection broke."""
 
 _READ, _RESULT = reads_struct(1), results_struct(1)
 
 
 class _Way:
-    """To one target: connections that nobody uses now, None for each that may be made. Its deque is taken from and given to by
-    any thread at any time."""
+    """The idle connections to one target, with None for each that may still be opened.
+
+    Any thread may take from the deque and give to it at any time.
+    """
 
     __slots__ = ("idle", "not_before_s")
 
@@ -53,7 +59,7 @@ class _Way:
         self.not_before_s = 0.0
 
     def hang_up(self) -> None:
-        """End the connections that idle now."""
+        """Close the connections that are idle now."""
         for _ in range(LANES_MAX):
             try:
                 connection = self.idle.popleft()
@@ -65,7 +71,7 @@ class _Way:
 
 
 class ThreadReads:
-    """`vfs` and `dialer` of a client whose loop runs in another thread."""
+    """Reads of a client by threads other than the one that runs the client's event loop."""
 
     def __init__(self, vfs, dialer) -> None:
         self._chunks = vfs.chunks
@@ -77,8 +83,10 @@ class ThreadReads:
         self.counters = {"short_cut": 0, "lanes": 0}
 
     def read(self, handle: FileHandle, offset: int, length: int) -> memoryview | None:
-        """What Vfs.read would return, or None: ask that. Waits at most for PATIENCE_S, for a store. Raises nothing but what
-        interrupts the thread."""
+        """As Vfs.read, or None: then the caller uses Vfs.read. Waits for a store for at most PATIENCE_S.
+
+        Raises nothing but exceptions that interrupt the thread.
+        """
         file = handle.file
         if not handle.readable or handle.closed or offset < 0 or length <= 0 or file.lost or file.untold \
                 or (file.encrypted and file.key is None):
@@ -95,13 +103,14 @@ class ThreadReads:
         located = file.located.get(index)
         if located is not None:
             found = self._look(located, within, span)
-        elif sequential or file.size <= SMALL_BYTES:  # the loop reads ahead, and whole files
+        # the event loop reads ahead, and reads small files as a whole
+        elif sequential or file.size <= SMALL_BYTES:
             return None
         else:
             found = self._ask(file, index, within, span)
         if found is None:
             return None
-        # as Reader.read leaves it
+        # leave the state as Reader.read does
         ahead.run, ahead.reads = (ahead.run + length, ahead.reads + 1) if sequential else (0, 0)
         ahead.next = end
         return found if span == length else found[skip:skip + length]
@@ -111,7 +120,7 @@ class ThreadReads:
             return None
         try:
             found = self._short.look(located, within, span)
-        except ValueError:  # its store's descriptors were given up meanwhile
+        except ValueError:  # its store's descriptors were closed meanwhile
             return None
         if type(found) is not memoryview:
             return None
@@ -143,7 +152,8 @@ class ThreadReads:
         except NvpoolError:
             if connection is None or connection.closed:
                 way.not_before_s = self._now_s() + SHUN_S
-                way.hang_up()  # where its process has died they are all dead, and each would be found out in SHUN_S
+                # if the store's process has died, all connections are dead, and each would cost a failure
+                way.hang_up()
             return None
         finally:
             way.idle.appendleft(None if connection is None or connection.closed else connection)
@@ -157,7 +167,7 @@ class ThreadReads:
         return BlockingConnection(live.peer.address, self._dialer.greeting, PATIENCE_S)
 
     def _judged(self, answer: tuple[bytes, memoryview], span: int) -> memoryview | None:
-        """The `span` bytes, when all is well."""
+        """The `span` bytes if the reply is good; else None."""
         message, payload = answer
         results, checksums = decode_read_reply(message)
         if len(results) != _RESULT.size:
@@ -168,12 +178,15 @@ class ThreadReads:
         self.counters["lanes"] += 1
         if length == span:
             return payload
-        whole = bytearray(span)  # a hole, or the end of what was ever written
+        whole = bytearray(span)  # a hole, or the end of all written bytes
         whole[:length] = payload
         return memoryview(whole)
 
     def close(self) -> None:
-        """End the connections: those that idle now, those in use with their answer. From any thread, more than once."""
+        """Close the connections: idle ones now, used ones after their reply.
+
+        Any thread may call this repeatedly.
+        """
         self._closed = True
         for way in list(self._ways.values()):
             way.hang_up()

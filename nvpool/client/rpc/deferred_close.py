@@ -1,11 +1,11 @@
-"""How the metadata service hears of files that are closed: soon, in batches, and never twice.
+"""Deferred close: reports closed files to the metadata service soon, in batches, and never twice.
 
-A message about it that may have been lost is not said again: said twice it could close what was opened since. Instead every
-renewal of the session tells what the service holds open for us, and what is not open here at all is given up then, with
-the number of handles that it told: where that is another by now, something was opened or closed meanwhile, and the service
-leaves it for the next time.
+A release message that may have been lost is not repeated: a second one could close a file that was opened
+since. Instead, every renewal of the session brings the shard's list of files that it holds open for this
+client. A file that is not open here is then released with the number of handles from that list. If the number
+is different by now, a file was opened or closed meanwhile, and the service leaves the file for the next time.
 
-A part of `client/rpc/meta_client`, which owns all that is used here.
+A part of `client/rpc/meta_client`, which owns all state that is used here.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from nvpool.rpc.messages import data_codec
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 RENEW_INODES_MAX = 16384
-"""In one message; the rest goes with the next, at once."""
+"""Inodes in one message; the rest follows immediately in the next one."""
 HELD = struct.Struct("<QI")
-"""Inode and handles, in RenewSessionReply.held and ReleaseRequest.gone."""
+"""Inode and number of handles, in RenewSessionReply.held and ReleaseRequest.gone."""
 
 
 class Releasing:
+    """The part of `MetaClient` that reports closed files."""
+
     def release(self, inode: int, count: int = 1) -> None:
-        """`count` registrations of `inode` are given up. Told to the service soon, in a batch; it is no loss if that fails:
-        the service forgets them with the session."""
+        """Release `count` registrations of `inode`; reported to the service soon, in a batch.
+
+        A failed report does no harm: the service forgets the registrations with the session.
+        """
         state = self._shard_of(inode)
         left = state.open.get(inode, 0) - count
         if left > 0:
@@ -43,7 +47,10 @@ class Releasing:
         self._release_at(state, [inode] * count)
 
     def _give_up(self, state: ShardSession, slot: int) -> None:
-        """What the process before us has sent in the slot is not asked for again: the service closes what that has opened."""
+        """Give up a slot of the previous process whose request is not replayed.
+
+        The service closes the files that the request has opened.
+        """
         state.given_up.append(slot)
         self._release_at(state, [])
 
@@ -58,7 +65,7 @@ class Releasing:
             await self._release_now(state)
 
     async def release_now(self, inode: int) -> None:
-        """What was closed of the inode's shard is known there on return, as far as it answers."""
+        """Report all files of the inode's shard that were closed, as far as the shard answers."""
         state = self._shard_of(inode)
         while state.released and state.session and not self._closed:
             count = len(state.released)
@@ -80,9 +87,9 @@ class Releasing:
             await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)
         except NvpoolError as error:
             if state.session == session and not isinstance(error, StaleSession):
-                state.given_up += given_up  # may be said twice
+                state.given_up += given_up  # may be sent twice
             if isinstance(error, WrongShard):
-                for inode in released:  # each where it is by now
+                for inode in released:  # each at its present shard
                     self._release_at(self._shard_of(inode), [inode])
                 await self._view.refresh()
             elif not error.may_be_applied and state.session == session and not isinstance(error, StaleSession):
@@ -92,14 +99,15 @@ class Releasing:
             state.leaving.remove(released)
 
     async def _look_at_held(self, state: ShardSession) -> None:
-        """Give up what the shard has just said that it holds open for us, and what is not open here."""
+        """Release files that the shard holds open for this client but are not open here."""
         packed, state.held = state.held, b""
-        if len(packed) % HELD.size or state.early:  # the process before us may yet be answered that it has opened something
+        # with `early` slots, a request of the previous process may still be answered with an open file
+        if len(packed) % HELD.size or state.early:
             return
         closing = set(state.released).union(*state.leaving)
         held = {inode: count for inode, count in HELD.iter_unpack(packed)
                 if inode not in closing and not any(inode in other.open for other in self._shards.values())}
-        # A change that was under way then may have opened it, and its answer may yet come.
+        # A change in flight at that time may have opened the file, and its reply may still arrive.
         under_way = frozenset(range(state.slot_count)).difference(slot for slot, _ in state.slots)
         doubts, state.doubts = state.doubts, {}
         gone = b""

@@ -1,12 +1,13 @@
-"""Changes that a request of the kernel asks for are carried out once, also when the process that sent them is killed.
+"""Exactly-once execution of kernel requests' changes, even if the mount process is killed.
 
-The kernel hands a request that was not answered to the next process again. So before a change is sent it is written into the
-memory that outlives the process (shm/mount_state) for which request, in which slot and under which sequence it travels; and the
-slot is not used again before the request is answered. The successor sends a request's change under the same name, and gets the
-first answer if there was one. A request has one slot: where it makes several changes the last one is known, those before it may
-be made again (they take away privileges, and find them gone).
+The kernel hands an unanswered request to the next process again. So before a change is sent, its request,
+slot and sequence are recorded in the mount state (shm/mount_state), memory that outlives the process; the
+slot is not reused before the request is answered. The successor sends the change under the same numbers and
+gets the first reply, if there was one. A request has one slot: if it makes several changes, the last one is
+recorded, and earlier ones may be executed again (they remove privileges, and find them gone).
 
-What needs none of this: reports of sizes, which say what is, and locks, which their owner may take twice. Used by metaclient.
+Two kinds of changes need no record: reports of sizes, which state a present value, and locks, which their
+owner may acquire twice. Used by the metadata client.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from nvpool.shm.mount_state import KeptMemory
 
 
 def asking() -> int:
-    """The number of the kernel's request for which the present step or task works; 0: for none."""
+    """The number of the kernel request for which the present step or task works; 0: none."""
     return getattr(asyncio.current_task(), "unique", 0)
 
 
 class Held(NamedTuple):
-    """A slot that waits for a request to be answered."""
+    """A slot that is reserved until the kernel's request is answered."""
 
     state: object
     slot: int
@@ -33,7 +34,7 @@ class Held(NamedTuple):
 
 
 class _Early(NamedTuple):
-    """What the process before us sent for a request, which may come again."""
+    """A change that the previous process sent for a kernel request, which may be replayed."""
 
     shard: int
     slot: int
@@ -42,21 +43,27 @@ class _Early(NamedTuple):
 
 
 class Once:
-    """`shards`: sessions of the metaclient, by shard; `give_back(session, slot, sequence, generation)`: a slot is free."""
+    """The record of kernel requests with changes.
+
+    `shards`: the metadata client's sessions, by shard. `give_back(session, slot, sequence, generation)` frees
+    a slot.
+    """
 
     def __init__(self, memory: KeptMemory, shards: dict, give_back: Callable) -> None:
         self._memory = memory
         self._shards = shards
         self._give_back = give_back
         self.held: dict[int, Held | None] = {}
-        """Requests of the kernel for which slots are held (None: since the process before us); `answered` has to be called when
-        they are."""
+        """Kernel requests with reserved slots (None: reserved by the previous process).
+
+        `answered` must be called when such a request is answered.
+        """
         self._early: dict[int, _Early] = {}
         self.on_given_up: Callable[[object, int], None] = lambda state, slot: None
-        """Called with the session and a slot of which a change of the process before us is not asked for again."""
+        """Called with a session and a slot of the previous process whose change is not replayed."""
 
     def take_over(self, shard: int, number: int) -> dict[int, int]:
-        """slot -> sequence of those that wait for their requests to come again."""
+        """Adopt the previous process's records. Return slot -> sequence of those that wait for a replay."""
         found = {}
         for slot, sequence, method, unique in self._memory.slots(number):
             self._early[unique] = _Early(shard, slot, sequence, method)
@@ -64,28 +71,32 @@ class Once:
         return found
 
     def was_sent(self) -> bool:
-        """Whether a change for the kernel's present request was sent by the process before us: it may have been carried out."""
+        """Whether the previous process sent a change for the present kernel request.
+
+        That change may have been executed.
+        """
         return asking() in self._early
 
     def knows(self, unique: int) -> bool:
-        """Whether a change was sent for that request before, by us or by the process before us."""
+        """Whether a change was sent for that request before, by this process or the previous one."""
         return unique in self.held or unique in self._early
 
     def clear(self, number: int, slot: int) -> None:
-        """The request for which a change was noted there is answered."""
+        """Clear the record of a slot after its request was answered."""
         self._memory.clear_slot(number, slot)
 
     def shard_of(self, unique: int, method: int) -> int:
-        """Where the process before us sent such a change for the request; 0: it sent none."""
+        """The shard to which the previous process sent such a change for the request; 0: none."""
         early = self._early.get(unique)
         return early.shard if early is not None and early.method == method else 0
 
     def slot_of(self, unique: int, state, method: int) -> tuple[int, int, int] | None:
-        """(slot, sequence, generation) for such a change of a request that has a slot already."""
+        """(slot, sequence, generation) for such a change of a request that has a slot already; else None."""
         held = self.held.pop(unique, None)
         if held is not None:
             if held.state is state and held.generation == state.generation:
-                self._memory.clear_slot(state.record, held.slot)  # its mark would stand for half of what comes next
+                # the old record would describe half of the next change
+                self._memory.clear_slot(state.record, held.slot)
                 return held.slot, held.sequence + 1, held.generation
             self._over(held)
         early = self._early.get(unique)
@@ -102,7 +113,7 @@ class Once:
             self._forget(unique)
 
     def _forget(self, unique: int) -> None:
-        """The kernel has the answer to it, whatever the process before us sent for it."""
+        """Forget the previous process's change for a request that the kernel has an answer to."""
         early = self._early.pop(unique)
         state = self._shards[early.shard]
         del state.early[early.slot]
@@ -117,8 +128,10 @@ class Once:
             self._give_back(held.state, held.slot, held.sequence, held.generation)
 
     def all_came_again(self, in_work: set[int]) -> None:
-        """Every request that the process before us left unanswered was handed to us by now, and we work at these: what else it
-        sent was answered."""
+        """Forget changes of the previous process whose requests are not in `in_work`: they were answered.
+
+        Called when the kernel has replayed every request that the previous process left unanswered.
+        """
         for unique in list(self._early):
             if unique not in in_work:
                 self._forget(unique)
@@ -129,7 +142,7 @@ class Once:
         self._memory.keep_slot(number, slot, sequence, method, unique)
 
     def lost(self, shard: int) -> None:
-        """The session at the shard has ended."""
+        """Forget the records of a session that has ended."""
         self._shards[shard].early.clear()
         for unique in [unique for unique, early in self._early.items() if early.shard == shard]:
             del self._early[unique]

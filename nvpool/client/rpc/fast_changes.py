@@ -1,10 +1,12 @@
-"""Changes that are begun without a task: sent at once, and told of in the callback of their answer. A part of
-`client/rpc/meta_client`.
+"""Fast path for metadata changes: sends the request immediately and completes in the reply callback.
 
-Most changes find all that they need: a session, a free slot, a connection, a shard without standbys. Those cost neither a
-coroutine nor a turn of the loop here, and whoever began one may answer before he keeps his books. What does not find it is not
-begun: it goes the way of `MetaClient.change`, before anything has happened. What was begun and meets anything but an answer of
-the service goes on there too, under the name that it has: so nothing here repeats, and a change is made once as always.
+If a session, a free slot and a live connection are ready, and the shard has no standbys, no task is created
+and no event-loop iteration passes; the caller may answer its own request before it updates its state.
+Otherwise `begin` returns None, has no side effect, and the caller awaits `MetaClient.change`.
+
+A submitted change that gets anything but a reply of the service continues in `MetaClient.change` under the
+same request id. So this module never retries, and a change is executed exactly once as always. A part of
+`client/rpc/meta_client`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ _TO_BE_MENDED = (StaleSession, StaleEpoch, WrongShard)
 
 
 class Sent(NamedTuple):
-    """A change that somebody else has sent as `begin` does, its slot noted before: `message` is the request's."""
+    """A change that another module has sent as `begin` does, with its slot noted before.
+
+    `message` is the encoded request.
+    """
 
     message: bytes
     sent_s: float
@@ -42,8 +47,11 @@ class Sent(NamedTuple):
 
 
 class Begun:
-    """A change on its way. `on_end` is called once with (answer, None) or (None, error), never before `begin` has returned. The
-    slot is free again when that returns, unless it was left to the kernel's request before."""
+    """A submitted change. `on_end` is called once, with (reply, None) or (None, error).
+
+    `on_end` is never called before `begin` has returned. The slot is free again when `on_end` returns, unless
+    `leave` passed it to the kernel's request before.
+    """
 
     __slots__ = ("meta", "on_end", "inode", "method", "request", "reply_type", "file", "unique", "state", "slot", "sequence",
                  "generation", "deadline_s", "error", "_connection", "_number", "_task", "_ended", "_left")
@@ -64,7 +72,7 @@ class Begun:
         self.generation = state.generation
         self.deadline_s = deadline_s
         self.error: BaseException | None = None
-        """With which it goes on in `MetaClient.change`."""
+        """The error with which the change continues in `MetaClient.change`."""
         self._connection = None
         self._number = 0
         self._task: asyncio.Task | None = None
@@ -76,11 +84,11 @@ class Begun:
                                          on_done=self.answered)
 
     def was_sent(self, sent: Sent) -> None:
-        """Instead of `send`."""
+        """Record that the change was sent already; replaces `send`."""
         self._connection, self._number, self.generation = sent.connection, sent.number, sent.generation
 
     def leave(self) -> None:
-        """The slot is held until the kernel's request is answered: more is done for that."""
+        """Keep the slot until the kernel's request is answered, as that request needs more work."""
         if not self._left:
             self._leave()
 
@@ -89,8 +97,10 @@ class Begun:
         self.meta.leave(self.unique, self.state, self.slot, self.sequence, self.generation)
 
     def cancel(self) -> bool:
-        """`on_end` is told a CancelledError, now or when what goes on has ended; it may be carried out all the same. False
-        where it has ended."""
+        """Call `on_end` with CancelledError, now or when the slow path has ended.
+
+        The change may be executed all the same. False: it has ended already.
+        """
         if self._ended:
             return False
         if self._task is not None:
@@ -101,7 +111,7 @@ class Begun:
         return True
 
     def answered(self, reply: Reply | None, error: BaseException | None) -> None:
-        """What came of it, once."""
+        """Handle the result of the request, once."""
         if self._ended or self._task is not None:
             return
         if error is None:
@@ -117,7 +127,7 @@ class Begun:
             self._end(None, error)
             return
         self.error = error
-        self._left = True  # what goes on sees to the slot
+        self._left = True  # the slow path releases the slot
         self._task = asyncio.get_running_loop().create_task(self.meta.go_on(self))
         self._task.add_done_callback(self._gone_on)
 
@@ -146,11 +156,15 @@ class Begun:
 
 
 class Begins:
+    """The part of `MetaClient` that submits changes without a task."""
+
     def begin(self: MetaClient, inode: int, method: int, request, reply_type, on_end: OnEnd, *, uid: int = 0, gid: int = 0,
               file=None, unique: int = 0) -> Begun | None:
-        """`change`, sent already, where that can be done on the spot; else None, and nothing has happened. `unique`: of the
-        kernel's request, where it is to be made once for that (client/rpc/exactly_once). Errors come to `on_end` as `change`
-        raises them."""
+        """Submit a change without a task if nothing has to be awaited; else return None.
+
+        None: there was no side effect. `unique`: the number of the kernel's request for which the change is
+        made exactly once (see client/rpc/exactly_once). `on_end` gets the errors that `change` raises.
+        """
         pool_map = self._view.map
         state = self._shards.get(pool_map.shard_of_partition[partition_of(inode)])
         if state is None or not state.session or not state.slots or state.waiting or self._closed:
@@ -183,21 +197,24 @@ class Begins:
 
     def go_on_with(self: MetaClient, sent: Sent, inode: int, method: int, request_type, reply_type, on_end: OnEnd,
                    unique: int) -> Begun:
-        """What `begin` would have returned for it. What has come of it is to be told to its `answered`."""
+        """The object that `begin` would have returned for a change sent by another module.
+
+        The caller passes the result of the request to its `answered`.
+        """
         begun = Begun(self, on_end, inode, method, request_type.FromString(sent.message), reply_type, None, unique, sent.state,
                       sent.slot, sent.sequence, sent.deadline_s)
         begun.was_sent(sent)
         return begun
 
     async def go_on(self: MetaClient, begun: Begun):
-        """What was begun has met `begun.error`: go on with it as `change` does."""
+        """Continue a submitted change that met `begun.error`, as `change` does."""
         change = begun.request.change
         return await self.change(begun.inode, begun.method, begun.request, begun.reply_type, uid=change.uid, gid=change.gid,
                                  file=begun.file, begun=begun)
 
     def give_back_answered(self: MetaClient, unique: int, state: ShardSession, slot: int, sequence: int,
                            generation: int) -> None:
-        """The slot of a change whose request of the kernel, if there is one, was answered."""
+        """Release the slot of a change. Its kernel's request, if there is one, has been answered."""
         if state.generation == generation:
             if unique:
                 self.once.clear(state.record, slot)

@@ -1,8 +1,9 @@
-"""Keeps the watch of a session at its shard: by it leases hold, and by it we are told when they end.
+"""Watch of a session at its shard: keeps the leases alive and receives recalls.
 
-One request is always at the shard, which keeps it for a third of the watch's time or until it has something to tell. The next
-one says that the answer was heeded: so it is sent when the leases are gone here and the files that are open and were opened
-without a question are registered. Nobody waits for this; where it fails leases end by themselves. Made by metaclient.
+One request is always pending at the shard, which answers it after a third of the watch's time or when there
+is a recall. The next request acknowledges the reply: so it is sent when the recalled leases are dropped here,
+and opens by a lease of those files are reported. No caller waits for the watch; if it fails, the leases
+expire by themselves. Made by the metadata client.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ from nvpool.rpc.messages.data_codec import decoded
 from nvpool.rpc.v1 import meta_pb2
 
 IDLE_S = 60.0
-"""A session that has used no lease for so long gives all of them up and stops watching until its next question."""
+"""Time without use of a lease after which a session gives up all its leases.
+
+Then it stops watching until its next query.
+"""
 ANSWER_S = 10.0
 
 
 async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb2.WatchRequest, float], Awaitable],
                      leases: Leases, ended: Callable[[list[int]], Awaitable[None]], newer: Callable[[int], None],
                      options: ClientOptions, clock: Clock) -> None:
-    """Until the session is gone or nobody uses its leases. `send(request, deadline_s)`; `ended(inodes)` is told of leases that
-    have ended, and returns when the shard may go on; `newer(epoch)` that the shard knows the map of that epoch."""
+    """Watch until the session is gone or its leases are unused.
+
+    `send(request, deadline_s)` sends a request. `ended(inodes)` is called with recalled inodes, and returns
+    when the shard may continue. `newer(epoch)` is called with the epoch of the shard's pool map.
+    """
     used_s = clock.boottime_s()
     tries = 0
     while True:
@@ -41,7 +48,7 @@ async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb
         try:
             reply = decoded(meta_pb2.WatchReply, await send(request, sent_s + ANSWER_S))
         except StaleSession:
-            return  # who asks next finds out and opens another
+            return  # the next query gets the same error and opens another session
         except NvpoolError:
             tries += 1
             await asyncio.sleep(min(options.retry_last_s / 2, options.retry_first_s * 2 ** min(tries - 1, 16)))
@@ -61,7 +68,10 @@ async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb
 
 async def _leave(watch: ShardWatch, session: int, send: Callable[[meta_pb2.WatchRequest, float], Awaitable], leases: Leases,
                  deadline_s: float) -> None:
-    """Give up all leases at the shard. A watch that only stops holds up changes of other clients until its time is over."""
+    """Give up all leases at the shard.
+
+    A watch that just stopped would delay changes of other clients until its time is over.
+    """
     leases.end_all(watch)
     watch.until_s = NEVER_S
     request = meta_pb2.WatchRequest(session=session, watch=watch.number, seen=watch.seen, leaves=True)
@@ -69,5 +79,5 @@ async def _leave(watch: ShardWatch, session: int, send: Callable[[meta_pb2.Watch
         reply = decoded(meta_pb2.WatchReply, await send(request, deadline_s))
     except NvpoolError:
         return  # the leases end by themselves
-    leases.end_all(watch)  # also those of answers that have come meanwhile
+    leases.end_all(watch)  # also those of replies that have arrived meanwhile
     watch.number, watch.seen = reply.watch, reply.number

@@ -1,7 +1,8 @@
-"""Waiting for locks at the metadata service: one question a shard for all that wait here, however many they are.
+"""Waiting for locks at the metadata service, with one pending request per shard.
 
-A request for a lock that is not to be had gets a ticket; `turn` returns when it is time to ask for the lock again. It also
-returns when nobody knows (the shard has restarted, or does not answer): asking again tells. Called by `vfs/locks`.
+A lock request that cannot be granted gets a ticket; `turn` returns when it is time to request the lock again.
+`turn` also returns when the state is unknown (the shard has restarted, or does not answer): the new lock
+request finds out. Used by `vfs/locks`.
 """
 
 from __future__ import annotations
@@ -17,22 +18,27 @@ _AFTER_ERROR_S = 0.5
 
 
 class _Waiting:
-    """Those that wait at one shard."""
+    """The waiters at one shard."""
 
     def __init__(self) -> None:
-        self.turns: dict[int, tuple[int, asyncio.Future]] = {}  # ticket -> inode, told when it has its turn
+        self.turns: dict[int, tuple[int, asyncio.Future]] = {}  # ticket -> inode, future that ends the wait
         self.given_up: dict[int, int] = {}                      # ticket -> inode
         self.changed = asyncio.Event()
         self.asking: asyncio.Task | None = None
 
 
 class LockTurns:
+    """The lock waiters of a client at all shards."""
+
     def __init__(self, meta: MetaClient) -> None:
         self._meta = meta
         self._shards: dict[int, _Waiting] = {}
 
     async def turn(self, inode: int, ticket: int) -> None:
-        """Return when the lock should be asked for again. Waits for ever; whoever ends it otherwise must `give_up`."""
+        """Wait until the lock should be requested again, without a time limit.
+
+        A caller that stops waiting for another reason must call `give_up`.
+        """
         waiting = self._at(inode)
         told = asyncio.get_running_loop().create_future()
         waiting.turns[ticket] = inode, told
@@ -43,7 +49,7 @@ class LockTurns:
             waiting.turns.pop(ticket, None)
 
     def give_up(self, inode: int, ticket: int) -> None:
-        """Nobody waits with this ticket any more: the next one may have its turn."""
+        """Give up a ticket, so that the next waiter can have its turn."""
         waiting = self._at(inode)
         waiting.given_up[ticket] = inode
         self._ask_anew(waiting)
@@ -70,7 +76,7 @@ class LockTurns:
             finally:
                 changed.cancel()
                 if not question.done():
-                    question.cancel()  # one at a time: the next one says it all again
+                    question.cancel()  # one request at a time: the next one has all tickets again
             if not question.done():
                 await asyncio.wait((question,))
             if question.cancelled():
@@ -79,7 +85,7 @@ class LockTurns:
                 ready = _unpacked(question.result().tickets)
             except NvpoolError:
                 await asyncio.sleep(_AFTER_ERROR_S)
-                ready = tickets  # who asks for the lock meets the error, or gets another ticket
+                ready = tickets  # a new lock request gets the error, or another ticket
             for ticket in given_up:
                 waiting.given_up.pop(ticket, None)
             for ticket in ready:

@@ -1,9 +1,12 @@
-"""Questions to and changes at the metadata service: finds the shard, keeps the session, repeats what may be repeated.
+"""Metadata client: finds the shard, keeps the session, and retries queries and changes.
 
-Guarantees: a change is carried out once, however often it has to be sent: it travels under (session, slot, sequence), and a
-repetition carries the same; a slot is used again when the answer is here. A session is renewed at a third of its lease; what
-is open is named again to a shard that has restarted and to a new session. Everything ends by its deadline. Called by vfs,
-reader, writer and chunkclient's renewal of grants. Never caches an answer and never decides what an error means to a file.
+Guarantees: a change is executed exactly once, however often it is sent. It travels under (session, slot,
+sequence), and a retry carries the same numbers; a slot is reused only when the reply has arrived. A session
+is renewed at a third of its lease; open files are reported again to a restarted shard and in a new session.
+Every operation ends by its deadline.
+
+Used by vfs, the reader, the writer, and the chunk client's renewal of grants. This module never caches a
+reply and never decides what an error means to a file.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ _ASKS_NOT_WHO = _TELLS_WHO | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
 
 
 class MetaClient(Begins, Releasing):
+    """The client of the metadata service: one session for each shard."""
+
     def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
                  kept: KeptMemory | None = None):
         self._view = view
@@ -71,26 +76,29 @@ class MetaClient(Begins, Releasing):
         if self.once is not None:
             self.once.on_given_up = self._give_up
         self.on_lost: Callable[[int], None] = lambda shard: None
-        """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
+        """Called when a session, with its locks and opens, has ended, before a new one starts."""
         self.on_restart: Callable[[int], None] = lambda shard: None
-        """Called when a shard is found to have begun anew, before it is believed again."""
-        self.name_hash: Callable[[int, bytes], bytes] | None = None  # in wide directories; known with the first session
+        """Called when a shard has restarted, before its replies are used again."""
+        # hash of names in striped directories; known with the first session
+        self.name_hash: Callable[[int, bytes], bytes] | None = None
         self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
         self.ended: Callable[[list[int]], Awaitable[None]] = _nothing
-        """Told of inodes on which leases have ended, which others are going to change."""
+        """Called with inodes whose leases were recalled because another client is about to change them."""
         self.told: Callable[[list[int]], None] = lambda inodes: None
-        """Told which of the opens that asked nobody the shard knows of now."""
+        """Called with inodes whose opens by a lease are now reported to the shard."""
         self.moved = Moved(self, view.map, self._shards, clock, options.deadline_s, self._state)
         view.changed.append(self.moved.use_map)
         self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     async def ask(self, inode: int, method: int, request, reply_type):
-        """The answer to a question about `inode` (of a name: its directory). `request` has session and map_epoch.
+        """Send a query about `inode` (for a name: its directory) and return the reply.
 
-        Any Refused, or Stale that concerns the file (StaleCut, StaleCursor): the service's answer. Disconnected or
-        DeadlineExceeded when nobody answered in time. May be repeated.
+        `request` has the fields session and map_epoch, which are set here. May be repeated.
+
+        Refused, or a Stale error about the file (StaleCut, StaleCursor): the service's reply.
+        Disconnected, DeadlineExceeded: no reply in time.
         """
         self.counters["questions"] += 1
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
@@ -110,15 +118,18 @@ class MetaClient(Begins, Releasing):
                 await self._mend(inode, error, reason, tries, deadline_s, request.session)
 
     def is_ready(self, shard: int) -> bool:
-        """Whether nothing stands between a question and that shard: a session that was met over a living connection."""
+        """Whether a query can be sent immediately: there is a session, confirmed over a live connection."""
         state, known = self._shards.get(shard), self._view.map.shard_by_id.get(shard)
         return (state is not None and state.session != 0 and known is not None and not known.standbys
                 and state.watching is not None and not state.watching.done()
                 and state.met is not None and state.met is self._dialer.live(known.endpoints))
 
     def submit(self, shard: int, method: int, request, on_done: Callable) -> bool:
-        """Send a question once, without a task, where the shard `is_ready`; else False, and nothing has happened.
-        `on_done(reply, error)` is called later, once, with the error of this one try: `ask` does what it asks for."""
+        """Send a query once, without a task, if the shard `is_ready`. Return whether it was sent.
+
+        False: there was no side effect. `on_done(reply, error)` is called once, later. An error is that of
+        this one attempt; `ask` handles such errors.
+        """
         if self._closed or not self.is_ready(shard):
             return False
         self.counters["questions"] += 1
@@ -131,11 +142,12 @@ class MetaClient(Begins, Releasing):
 
     async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY,
                      file: OpenInode | None = None, once: bool = False, begun: Begun | None = None):
-        """Carry out a change that begins at `inode`'s partition, once; its answer. `request.change` is filled in here.
+        """Execute a change exactly once, starting at the partition of `inode`; return the reply.
 
-        Errors as `ask`. After Disconnected or DeadlineExceeded it may have been carried out. LockLost when `file`, on whose
-        behalf it is, has lost its locks: it is not sent in a later session. `once`: see `client/rpc/exactly_once`. `begun`: see
-        `go_on`.
+        `request.change` is filled in here. `once`: see `client/rpc/exactly_once`. `begun`: see `go_on`.
+
+        Errors as `ask`. After Disconnected or DeadlineExceeded the change may have been executed. LockLost:
+        `file`, for which the change is, has lost its locks; the change is not sent in a later session.
         """
         tries, reason, uncertain = 0, None, False
         failed: BaseException | None = None
@@ -178,10 +190,11 @@ class MetaClient(Begins, Releasing):
                     if uncertain and state is not None and (isinstance(error, StaleSession) or state.generation != generation):
                         raise Disconnected("the session ended before the answer to a change came") from None
                     if isinstance(error, WrongShard) and state is not None:
-                        # Said of this request: it was not carried out under its name, and never will be.
+                        # The shard refused this request: it was not executed under its id, and never will be.
                         self.leave(unique, state, slot, sequence, generation)
                         state, uncertain = None, False
-                    uncertain = uncertain or (error.may_be_applied and state is not None)  # else it was a session's opening
+                    # without a state the failed request was the opening of a session, not the change
+                    uncertain = uncertain or (error.may_be_applied and state is not None)
                     tries, reason = tries + 1, reason_of(error, reason)
                     await self._mend(inode, error, reason, tries, deadline_s, change.session, uncertain)
         except (Refused, Stale):
@@ -193,19 +206,22 @@ class MetaClient(Begins, Releasing):
             self.leave(unique, state, slot, sequence, generation)
 
     def lost_sight(self) -> None:
-        """A change was sent, and nobody knows what it has changed, and where."""
+        """End all leases after a change with an unknown outcome.
+
+        The change may have touched any inode at any shard.
+        """
         for known in self._shards.values():
             self.leases.end_all(known.watch)
 
     def _asked_first(self, unique: int, method: int, state: ShardSession | None, generation: int) -> ShardSession | None:
-        """Where a change was sent that may have been carried out; another shard does not know that."""
+        """The shard to which a possibly executed change was sent. Other shards do not know about it."""
         if state is not None and state.generation == generation:
             return state
         shard = self.once.shard_of(unique, method) if unique else 0
         return self._shards.get(shard)
 
     async def ask_shard(self, shard: int, method: int, request, reply_type):
-        """As `ask`, of a shard itself: status, file counts. A request without a session is fine."""
+        """As `ask`, for the shard itself: status, file counts. `request` may lack a session field."""
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
         tries, reason = 0, None
         while True:
@@ -219,14 +235,14 @@ class MetaClient(Begins, Releasing):
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                 if isinstance(error, WrongShard):
                     await self._view.refresh()
-                    raise  # what it is about lies elsewhere by now
+                    raise  # its subject is at another shard by now
                 tries, reason = tries + 1, reason_of(error, reason)
                 if isinstance(error, StaleSession):
                     self._lost(self._state(shard), request.session)
                 await self._pause(error, reason, tries, deadline_s)
 
     async def _send(self, state: ShardSession, method: int, request, deadline_s: float):
-        """The encoded answer."""
+        """Send a request to the shard's primary; return the encoded reply."""
         shard = self._view.map.shard_by_id.get(state.shard)
         if shard is None:
             raise WrongShard(f"the pool map does not know shard {state.shard}")
@@ -239,32 +255,36 @@ class MetaClient(Begins, Releasing):
         return reply.message
 
     async def _meet(self, state: ShardSession, connection, deadline_s: float) -> None:
-        """At the other end there may be another process, with lower change numbers than we know: it says first who it is."""
+        """Confirm the session over a new connection before other requests.
+
+        The other end may be a new process with lower change numbers than this client knows, so it must
+        identify itself first.
+        """
         if state.meeting is None or state.meeting.done():
             state.meeting = asyncio.create_task(self._renew(state, deadline_s))
             state.meeting.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await self._until(state.meeting, deadline_s)
         except StaleSession:
-            state.met = connection  # the request itself finds out, and begins another session
+            state.met = connection  # the request itself gets the error and starts another session
         except Unavailable as error:
             error.may_be_applied = False  # the request itself was not sent
             raise
 
     def shard_of(self, inode: int) -> int:
-        """The number of the shard that has the inode, and the names in it."""
+        """The id of the shard that has the inode and, for a directory, its names."""
         return self._view.map.shard_of_partition[partition_of(inode)]
 
     def session_of(self, inode: int) -> int:
-        """The session at the inode's shard; 0: none at the moment."""
+        """The session at the inode's shard; 0: there is none at the moment."""
         return self._shard_of(inode).session
 
     def lives(self, session: int) -> bool:
-        """Whether it is one of ours at any shard: locks move from session to session with their partition."""
+        """Whether the session is one of this client's at any shard: locks move with their partition."""
         return any(state.session == session for state in self._shards.values())
 
     def was_taken_up(self, inode: int) -> bool:
-        """Whether the session at the inode's shard is that of the process before us."""
+        """Whether the session at the inode's shard continues that of the previous process."""
         state = self._shard_of(inode)
         return state.taken_up == state.generation
 
@@ -280,8 +300,10 @@ class MetaClient(Begins, Releasing):
 
     async def _mend(self, inode: int, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
                     session: int, uncertain: bool = False) -> None:
-        """Do what `error` asks for before a repetition; raises it, or DeadlineExceeded, when the deadline has come. `session`
-        is the one that was refused: there may be a newer one by now."""
+        """Handle `error` before a retry, or raise it or DeadlineExceeded when the deadline has passed.
+
+        `session` is the one that was refused: there may be a newer one by now.
+        """
         self.counters["repeats"] += 1
         if isinstance(error, StaleSession):
             self._lost(self._shard_of(inode), session)
@@ -301,7 +323,7 @@ class MetaClient(Begins, Releasing):
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     async def _take_slot(self, state: ShardSession, deadline_s: float) -> tuple[int, int, int]:
-        """A free slot, its next sequence, and the generation of the session that it belongs to."""
+        """A free slot, its next sequence, and the generation of its session."""
         while not state.slots:
             future = asyncio.get_running_loop().create_future()
             state.waiting.append(future)
@@ -312,7 +334,7 @@ class MetaClient(Begins, Releasing):
                 raise DeadlineExceeded("all request slots of the session stayed in use", may_be_applied=False) from None
             except BaseException:
                 if state.slots:
-                    state.wake()  # it was woken and went away: the next one may have the slot
+                    state.wake()  # woken and cancelled at the same time: pass the slot on to the next waiter
                 raise
             finally:
                 if future in state.waiting:
@@ -323,14 +345,14 @@ class MetaClient(Begins, Releasing):
         return slot, sequence + 1, state.generation
 
     def leave(self, unique: int, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
-        """The slot is not used any more; where a request of the kernel has it, when that is answered."""
+        """Release the slot, or keep it until the kernel's request for it has been answered."""
         if unique and state is not None and state.generation == generation and sequence:
             self.once.held[unique] = Held(state, slot, sequence, generation)
         else:
             self._give_back(state, slot, sequence, generation)
 
     def take_over(self, opened: list[int]) -> None:
-        """Go on with the sessions of the process before us, which had these inodes open."""
+        """Continue the sessions of the previous process, which had these inodes open."""
         for shard, (record, session, secret) in self._kept.shards().items():
             state = self._state(shard)
             state.record, state.earlier = record, (session, secret)
@@ -346,18 +368,22 @@ class MetaClient(Begins, Releasing):
     # -- sessions ------------------------------------------------------------------------------------------------------
 
     async def ensure_session(self, state: ShardSession, deadline_s: float) -> None:
-        """On return there is one, in which all that is open has been named."""
+        """Open a session if there is none. On return all open files have been reported in it."""
         if state.opening is None or state.opening.done():
             state.opening = asyncio.create_task(self._open_session(state, deadline_s))
-            state.opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it meets it
+            # callers that wait for the task get its error from there
+            state.opening.add_done_callback(lambda done: done.cancelled() or done.exception())
         await self._until(state.opening, deadline_s)
 
     async def meet(self, inode: int) -> None:
-        """Have a session at the inode's shard, for who is to be lent what he asks for first. Errors as of one try of `ask`."""
+        """Open a session at the inode's shard, so that the next reply can bring a lease.
+
+        Errors as of one attempt of `ask`.
+        """
         await self.ensure_session(self._shard_of(inode), self._clock.boottime_s() + self._options.deadline_s)
 
     async def _until(self, asked: asyncio.Task, deadline_s: float) -> None:
-        """Wait for what is asked once for several, each of whom may wait as long as he may."""
+        """Wait for a task that several callers share, each up to its own deadline."""
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                 await asyncio.shield(asked)
@@ -400,7 +426,8 @@ class MetaClient(Begins, Releasing):
             state.slot_count = len(last)
             state.unnamed = bool(state.open)
         else:
-            # Behind all that the processes before us may have sent: it may yet come, and must not be taken for ours.
+            # Above all sequences that the previous processes may have sent: their requests may still arrive,
+            # and must not be taken for ours.
             first = self._kept.word(Word.LIVES) << _SEQUENCES_PER_LIFE_BITS
             state.slots = deque((slot, max(first, sequence)) for slot, sequence in enumerate(last) if slot not in state.early)
             state.slot_count = len(last)
@@ -430,13 +457,13 @@ class MetaClient(Begins, Releasing):
             state.wake()
 
     def _not_taken_up(self, state: ShardSession) -> None:
-        """The session of the process before us has ended."""
+        """Handle the end of the previous process's session, which cannot be continued."""
         state.session, _ = state.earlier
         state.earlier = None
         self._lost(state, state.session)
 
     def _lost(self, state: ShardSession, session: int) -> None:
-        """The shard does not know the session any more: the next request opens a new one."""
+        """Forget a session that the shard does not know any more. The next request opens a new one."""
         if session and state.session == session:
             state.session = 0
             if self.once is not None:
@@ -464,13 +491,13 @@ class MetaClient(Begins, Releasing):
                 try:
                     await self._tell(state)
                 except NvpoolError:
-                    pass  # who reads these asks first
+                    pass  # the next reader of these files validates first
 
         state.watching = asyncio.create_task(keep_watch(state.watch, state.session, send=send, leases=self.leases, ended=ended,
                                                         newer=self._view.look_for, options=self._options, clock=self._clock))
 
     async def _keep(self, state: ShardSession) -> None:
-        """Renew the session for as long as the client lives; what fails is tried again after a second."""
+        """Renew the session for the client's life; a failed renewal is retried after a second."""
         pause = state.lease_s / 3
         while not self._closed:
             await asyncio.sleep(pause)
@@ -489,10 +516,12 @@ class MetaClient(Begins, Releasing):
                 pause = min(1.0, state.lease_s / 6)
 
     async def _renew(self, state: ShardSession, deadline_s: float) -> None:
-        """Say that we live, and where the shard does not know it all of what is open, until it has answered that it does."""
+        """Renew the session. If the shard lacks our open files, report them until it confirms."""
         again = state.unnamed
         if again:
-            state.released.clear()  # of registrations that the shard has forgotten: said now, they would end those that follow
+            # registrations that the shard has forgotten: released now, they would end the new ones that
+            # follow
+            state.released.clear()
             state.untold.clear()
             state.arrived.clear()
         opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
@@ -519,13 +548,16 @@ class MetaClient(Begins, Releasing):
     # -- open files ----------------------------------------------------------------------------------------------------
 
     def opened(self, inode: int) -> None:
-        """The service has registered one more open of `inode` for us."""
+        """Record that the service has registered one more open of `inode` for this client."""
         state = self._shard_of(inode)
         state.open[inode] = state.open.get(inode, 0) + 1
 
     def opened_quietly(self, inode: int, now: bool) -> None:
-        """We have opened `inode` by a lease, without a question: the service is told soon (`now`: at once, while we go on), or
-        before it is changed. What is closed before that it is not told of."""
+        """Record an open of `inode` by a lease, without a request, to be reported later.
+
+        It is reported soon (`now`: immediately, in the background), or before another client changes the
+        inode. An open that is closed before that is never reported.
+        """
         state = self._shard_of(inode)
         state.open[inode] = state.open.get(inode, 0) + 1
         state.untold[inode] = state.untold.get(inode, 0) + 1
@@ -545,21 +577,22 @@ class MetaClient(Begins, Releasing):
             try:
                 await self._tell(state)
             except NvpoolError:
-                await asyncio.sleep(self._options.retry_last_s)  # it is said again; and who reads without a lease asks first
+                # reported again; a reader without a lease validates first
+                await asyncio.sleep(self._options.retry_last_s)
 
     async def tell_opened(self, inode: int) -> None:
-        """On return the service knows all that is open of the inode."""
+        """Report the opens of the inode: on return the service knows all of them. Errors as `ask`."""
         await self._tell(self._shard_of(inode))
 
     async def _tell(self, state: ShardSession) -> None:
-        """Errors as `ask`; then it is said again."""
+        """Report the unreported opens. Errors as `ask`; then they are reported again later."""
         untold, state.untold = state.untold, {}
         opened = [inode for inode, count in untold.items() for _ in range(count)]
         if not opened:
             return
         try:
             if not state.session:
-                # names all that is open
+                # opening a session reports all open files
                 await self.ensure_session(state, self._clock.boottime_s() + self._options.deadline_s)
                 opened = []
             for begin in range(0, len(opened), RENEW_INODES_MAX):
@@ -573,7 +606,10 @@ class MetaClient(Begins, Releasing):
         self.told(list(untold))
 
     async def close(self, deadline_s: float, *, say_so: bool = True) -> None:
-        """End the sessions, as far as shards answer by `deadline_s`; or leave them to end by themselves."""
+        """End the sessions, as far as shards answer by `deadline_s`.
+
+        Without `say_so` they expire by themselves.
+        """
         self._closed = True
         self.leases.on_end_all = lambda: None
         self.primaries.close()
@@ -588,7 +624,7 @@ class MetaClient(Begins, Releasing):
                 request = meta_pb2.CloseSessionRequest(session=one.session)
                 await self._send(one, wire_pb2.META_CLOSE_SESSION, request, deadline_s)
             except NvpoolError:
-                pass  # it ends by itself
+                pass  # the session expires by itself
             one.session = 0
 
 

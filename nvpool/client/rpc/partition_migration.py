@@ -1,9 +1,10 @@
-"""Partitions that are another shard's by a newer map: what this client has to do with them goes along.
+"""Client side of partition migration: moves the client's state to the new shard.
 
-What is open there is named to the new shard; leases on both sides end, also those that answers under way would begin; locks
-need nothing, for sessions of one client are one to the shards. A change whose answer is missing is asked for again where it was
-sent first (`metaclient.change`): only that shard knows whether it has made it. A shard that holds nothing any more is told
-goodbye. Made by metaclient, called with each newer map; waits for nobody.
+Open files are reported to the new shard. Leases on both sides end, also those that replies in flight would
+start. Locks need no work, because the shards treat all sessions of one client as one. A change without a
+reply is retried at the shard to which it was sent first (`MetaClient.change`): only that shard knows whether
+the change was executed. The session at a shard without partitions is closed. Made by the metadata client,
+called with each newer map; never waits.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ if TYPE_CHECKING:
     from nvpool.client.rpc.meta_client import MetaClient
 
 LEAVE_S = 60.0
-"""For changes under way to be answered by a shard that holds nothing any more."""
+"""Time for a shard without partitions to answer changes in flight, before the session is closed."""
 LOOK_S = 0.1
 NAMES_MAX = 16_384
 
 
 class Moved:
+    """The partitions' owners, and the client's work when they change."""
+
     def __init__(self, meta: MetaClient, pool_map: PoolMap, shards: dict[int, ShardSession], clock: Clock,
                  deadline_s: float, state_of: Callable[[int], ShardSession]) -> None:
-        """`shards`: the metaclient's sessions, by shard; `state_of(shard)` makes one where there is none."""
+        """`shards`: the metadata client's sessions, by shard; `state_of(shard)` makes a missing one."""
         self._meta = meta
         self._state_of = state_of
         self._owners = pool_map.shard_of_partition
@@ -43,7 +46,7 @@ class Moved:
         self._tasks: set[asyncio.Task] = set()
         self._leaving: set[int] = set()
         self.count = 0
-        """Partitions that were seen to move."""
+        """Number of partition moves that were seen."""
 
     def use_map(self, pool_map: PoolMap) -> None:
         before, now = self._owners, pool_map.shard_of_partition
@@ -72,9 +75,9 @@ class Moved:
         for inode in [inode for inode in state.released if moved.get(partition_of(inode), state.shard) != state.shard]:
             state.released.remove(inode)
             other = self._state_of(moved[partition_of(inode)])
-            if other.session:  # else the shard hears with a renewal that it is not open
+            if other.session:  # else the shard learns from a renewal that the file is not open
                 self._meta._release_at(other, [inode])
-        self._meta.leases.end_all(state.watch)  # what was asked before this moment begins no lease
+        self._meta.leases.end_all(state.watch)  # replies to requests sent before now start no lease
 
     async def _name_arrived(self, state: ShardSession) -> None:
         while state.arrived:
@@ -88,7 +91,7 @@ class Moved:
                 await asyncio.sleep(LOOK_S)
 
     async def _name(self, state: ShardSession, inodes: list[int]) -> None:
-        """Tell the shard what we have open of what has moved to it."""
+        """Report open files of moved partitions to their new shard."""
         if not state.session:
             await self._meta.ensure_session(state, self._clock.boottime_s() + self._deadline_s)
         else:
@@ -108,12 +111,12 @@ class Moved:
                                            meta_pb2.CloseSessionReply)
                 self._forget(state)
         except NvpoolError:
-            pass  # it ends by itself
+            pass  # the session expires by itself
         finally:
             self._leaving.discard(state.shard)
 
     def _forget(self, state: ShardSession) -> None:
-        """Nothing is asked in this session any more."""
+        """End the session here: no request uses it any more."""
         for task in (state.renewal, state.releasing, state.watching, state.telling, state.meeting):
             if task is not None:
                 task.cancel()

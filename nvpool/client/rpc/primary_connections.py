@@ -1,11 +1,12 @@
-"""Connections to the shards' primaries: another member may take a primary's place while requests to it are under way.
+"""Connections to the shards' primaries, which follow a primary that moves to another member.
 
-A refusal or a broken connection makes this client look out for a newer map. A primary that is stopped or cut off refuses
-nothing: so where an answer is missing for a second a newer map is looked out for as well, and when one names another primary
-the connection to the old one is given up, with all that waits for it, whoever sent it. The map that this client knows may be
-older than the standby that takes over: so this holds for every shard. A primary that the pool reaches and this client does not
-is not replaced: the log and `silent_s` report it. Requests are repeated by metaclient, which gives them
-their slots; here nothing is.
+A refusal or a broken connection starts a search for a newer pool map. A primary that is stopped or cut off
+refuses nothing: so a reply that is missing for a second also starts the search. When a newer map names
+another primary, the connection to the old one is closed, and all requests that wait on it fail, of every
+sender. This holds for every shard, because the client's map may be older than the standby that takes over.
+
+A primary that the pool reaches and this client does not is not replaced; the log and `silent_s` report it.
+This module retries nothing: the metadata client does, with its slots.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ from nvpool.rpc.v1 import wire_pb2
 SILENT_S = 1.0
 LOOK_S = 0.25
 TOLD_S = 5.0
-"""Without an answer, while the map names no other primary: by then a standby would have followed one that is lost."""
+"""Silence that the log reports, if the map names no other primary.
+
+By then a standby would have replaced a lost one.
+"""
 _LONG = frozenset((wire_pb2.META_WATCH, wire_pb2.META_LOCK_WAIT))
-"""Answered when there is something to tell."""
+"""Long polls: requests that are answered when there is news."""
 
 log = logging.getLogger("nvpool.client.rpc.primary_connections")
 
 
 class Primaries:
+    """The connections of a client to the primaries of all shards."""
+
     def __init__(self, view: PoolView, dialer, clock: Clock) -> None:
         self._view = view
         self._dialer = dialer
@@ -45,15 +51,18 @@ class Primaries:
         self._closing: set[asyncio.Task] = set()
         self._closed = False
         self._unreached: dict[tuple[str, ...], float] = {}
-        """Endpoints of a primary -> since when no connection to it could be made."""
+        """Endpoints of a primary -> time since which no connection to it could be made."""
         self._silent: dict[int, float] = {}
-        """Shard -> since when its primary has not answered, where that is longer than SILENT_S."""
+        """Shard -> time since which its primary has not answered, if that is longer than SILENT_S ago."""
         self._told: dict[int, float] = {}
-        """Of these, those that the log has: since when."""
+        """The silent shards that the log has reported -> time since which."""
         view.changed.append(self._map_changed)
 
     async def connection(self, shard: Shard, deadline_s: float) -> Connection:
-        """To the shard's primary. As Dialer.connect; Unreachable as well where another one takes its place meanwhile."""
+        """The connection to the shard's primary. Errors as Dialer.connect.
+
+        Also Unreachable if another primary takes over meanwhile.
+        """
         if (self._looking is None or self._looking.done()) and not self._closed:
             self._looking = asyncio.create_task(self._look())
         connection = self._dialer.live(shard.endpoints)
@@ -62,22 +71,26 @@ class Primaries:
             try:
                 with self._followed():
                     connection = await self._connect(shard.endpoints, deadline_s)
-            except StaleIdentity:  # it answers, and refuses us
+            except StaleIdentity:  # the primary answers, and refuses this client
                 self._unreached.pop(shard.endpoints, None)
                 raise
             self._unreached.pop(shard.endpoints, None)
         return connection
 
     def silent_s(self) -> dict[int, float]:
-        """Shard -> for how long its primary has not answered this client; 0 while it does."""
+        """Shard -> seconds for which its primary has not answered this client; 0 while it answers."""
         now_s = self._clock.boottime_s()
         return {shard.id: now_s - self._silent.get(shard.id, now_s) for shard in self._view.map.shards}
 
     async def _connect(self, endpoints: tuple[str, ...], deadline_s: float) -> Connection:
-        """A daemon that is stopped lets us connect and never greets."""
+        """Connect, and give up when the primary moves to another member.
+
+        A stopped daemon accepts a connection but never greets.
+        """
         moved = self._moved.setdefault(endpoints, asyncio.get_running_loop().create_future())
         connecting = asyncio.ensure_future(self._dialer.connect(endpoints, deadline_s))
-        connecting.add_done_callback(lambda done: done.cancelled() or done.exception())  # where another has come first
+        # retrieve the error if `moved` completes first
+        connecting.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             while not moved.done():
                 if connecting.done():
@@ -91,30 +104,30 @@ class Primaries:
 
     async def call(self, connection: Connection, method: int, message: bytes, deadline_s: float,
                    payload: Sequence[Buffer] = ()) -> Reply:
-        """As Connection.call."""
+        """As Connection.call; a failure makes the client follow the pool map."""
         with self._followed():
             return await connection.call(method, message, payload, deadline_s=deadline_s)
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
-        """What fails makes us look out for a newer map: renewals and watches, too, for which nobody waits."""
+        """Follow the pool map after a failure, including those of renewals and watches."""
         try:
             yield
         except Busy:
-            raise  # it serves
+            raise  # the primary is alive
         except (StaleEpoch, Unavailable):
             self._view.follow()
             raise
 
     async def _look(self) -> None:
-        """Look for primaries that are silent; what is asked of them without `connection` counts as well."""
+        """Search for silent primaries, in the background; requests sent without `connection` count too."""
         while True:
             await asyncio.sleep(LOOK_S)
             if self.look():
                 self._view.follow()
 
     def look(self) -> bool:
-        """Note which primaries are silent, and tell of those that stay so; whether one with a connection is."""
+        """Record and log silent primaries; return whether one with a connection is silent."""
         now_s, silent, must_follow = self._clock.boottime_s(), {}, False
         shards = self._view.map.shards
         for shard in shards:
@@ -153,7 +166,8 @@ class Primaries:
             moved = self._moved.pop(known.endpoints, None)
             if moved is not None:
                 moved.set_result(None)
-            # A shard that has left the pool has given up its partitions: it says so itself of what is under way.
+            # A shard that has left the pool has given up its partitions; it says so itself to pending
+            # requests.
             for connection in self._dialer.connections(known.endpoints) if shard is not None else ():
                 task = asyncio.ensure_future(connection.close())
                 self._closing.add(task)

@@ -1,4 +1,4 @@
-"""The client's registration at one shard: its slots and what it has open there. Kept by metaclient."""
+"""The client's session at one shard: its request slots and its open files. Owned by the metadata client."""
 
 from __future__ import annotations
 
@@ -9,47 +9,57 @@ from nvpool.client.state.leases import ShardWatch
 
 
 class ShardSession:
+    """The state of a session at one shard."""
+
     def __init__(self, shard: int):
         self.shard = shard
         self.session = 0
         self.secret = b""
         self.lease_s = 60.0
         self.incarnation = 0
-        self.met: object = None                          # the connection over which that was told
+        self.met: object = None                          # the connection over which the session was confirmed
         self.meeting: asyncio.Task | None = None
-        self.slots: deque[tuple[int, int]] = deque()     # free ones, with the last sequence that each has used
-        self.waiting: deque[asyncio.Future] = deque()    # for a slot
-        self.generation = 0                              # of the session: slots of an earlier one are not given back
+        self.slots: deque[tuple[int, int]] = deque()     # free slots, each with its last used sequence
+        self.waiting: deque[asyncio.Future] = deque()    # tasks that wait for a slot
+        # of the session: slots of earlier ones are not released to it
+        self.generation = 0
         self.open: dict[int, int] = {}                   # inode -> registrations
-        self.unnamed = False                             # the shard does not know all of `open`: a new session, a restart
+        # whether the shard lacks some of `open`: new session or restart
+        self.unnamed = False
         self.released: list[int] = []
-        self.leaving: list[list[int]] = []               # batches of those that are under way
-        self.held = b""                                  # what the shard has said last that is open here
-        self.doubts: dict[int, tuple[int, frozenset[int]]] = {}  # not open, and held by the shard: handles, slots in use then
+        self.leaving: list[list[int]] = []               # batches of `released` in flight
+        self.held = b""                                  # the shard's last list of files open for this client
+        # files that the shard holds open and this client does not: inode -> (handles, slots in use at that
+        # time)
+        self.doubts: dict[int, tuple[int, frozenset[int]]] = {}
         self.opening: asyncio.Task | None = None
         self.renewal: asyncio.Task | None = None
         self.releasing: asyncio.Task | None = None
         self.watch = ShardWatch()
         self.watching: asyncio.Task | None = None
-        self.untold: dict[int, int] = {}                 # of `open`: what the shard has not been told of
+        self.untold: dict[int, int] = {}                 # part of `open` that was not reported to the shard
         self.telling: asyncio.Task | None = None
         self.tell_now = asyncio.Event()
-        self.record = -1                                 # of the memory that outlives this process
-        self.earlier: tuple[int, bytes] | None = None    # the session and secret of the process before us, to be taken up
-        self.arrived: dict[int, int] = {}                # of `open`: what came from another shard, and is to be named here
+        self.record = -1                                 # record in the mount state
+        # session and secret of the previous process, to continue
+        self.earlier: tuple[int, bytes] | None = None
+        # part of `open` from another shard, to be reported here
+        self.arrived: dict[int, int] = {}
         self.naming: asyncio.Task | None = None
         self.slot_count = 0
-        self.taken_up = -1                               # the generation in which it was
-        self.early: dict[int, int] = {}                  # slot -> sequence, of requests that may come again
-        self.given_up: list[int] = []                    # slots that were of those, and the shard is to be told
+        # the generation that continues the previous process's session
+        self.taken_up = -1
+        # slot -> sequence of requests that the kernel may replay
+        self.early: dict[int, int] = {}
+        self.given_up: list[int] = []                    # slots of `early` without a replay, to be reported
 
     @property
     def in_use(self) -> bool:
-        """Whether a change is under way."""
+        """Whether a change is in flight."""
         return bool(self.session) and len(self.slots) + len(self.early) < self.slot_count
 
     def wake(self) -> None:
-        """The first who waits for a slot may look again."""
+        """Wake the first task that waits for a slot."""
         while self.waiting:
             future = self.waiting.popleft()
             if not future.done():

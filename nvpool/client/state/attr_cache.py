@@ -1,9 +1,12 @@
-"""What this client knows of names and inodes, for a time.
+"""Cache of attributes, names and open inodes of one client.
 
-Attributes and entries (negative ones too) carry the time at which they were true; who asks says how old they may be. Own
-changes forget them, and both are bounded. What there is a lease on is true now, whatever its age. An
-inode that is open has one `OpenInode`, shared by all its handles: its layout, its newest attributes, the grant that every
-chunk request carries, and what the writer holds of it. Called by vfs, reader and writer; asks nobody.
+Attributes and names (absent names too) carry the time at which they were true; the caller says how old they
+may be. An entry under a lease is current, whatever its age. This client's own changes drop entries, and both
+caches are bounded. This module never sends a request.
+
+An open inode has one `OpenInode`, shared by all its handles: its layout, its newest attributes, the grant
+(access token) that every chunk request carries, and the writer's state. Used by vfs, the reader and the
+writer.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ S_IFMT, S_IFREG = 0o170000, 0o100000
 XATTR_FLAG, WIDE_FLAG, DIVIDED_FLAG, ACL_FLAG = 1, 4, 32, 128
 NEVER_S = float("-inf")
 NO_END = 1 << 63
-"""No file ends there."""
+"""An end that no file reaches."""
 
 
 class OpenInode:
-    """One inode that is open here. `size` is what an application on this client has to see: the service's number merged
-    with what was written here and not yet reported."""
+    """An inode that is open on this client.
+
+    `size` is the size for applications on this client: the service's size merged with unreported local
+    writes.
+    """
 
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "truncated", "grant",
                  "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
@@ -47,11 +53,13 @@ class OpenInode:
         self.attr = attr
         self.attr_born_s = NEVER_S
         self.volume = attr.volume
-        self.paid = attr.size if attr.volume else NO_END  # so long the file may be by what its volume has promised
-        self.encrypted = False  # of an encrypted volume, as a grant has told
-        self.key: VolumeKey | None = None  # of that, from the first read or write of its bytes on
+        # the size up to which the volume's quota is reserved for the file
+        self.paid = attr.size if attr.volume else NO_END
+        self.encrypted = False  # whether its volume is encrypted, as a grant has said
+        self.key: VolumeKey | None = None  # the volume's key, from the first read or write of its bytes on
         self.cut = attr.cut
-        self.truncated = attr.cut - attr.punches  # the last cut number that was a truncation; later ones were holes
+        # the last truncate epoch that was a truncation; later ones were punched holes
+        self.truncated = attr.cut - attr.punches
         self.grant = b""
         self.grant_session = 0
         self.grant_cut = 0
@@ -60,34 +68,38 @@ class OpenInode:
         self.grant_used = False
         self.handles = 0
         self.opened = 0         # registrations at the shard to be released with the last handle
-        self.lanes: dict = {}   # chunk index -> the chunkclient's lane to its target, of the newest map
+        self.lanes: dict = {}   # chunk index -> the chunk client's queue to its target, by the newest map
         self.written = None     # the writer's state, from the first write on
-        self.ahead: set = set()  # handles with read-ahead, to be told of writes
-        self.renewal = None     # one question for a new grant at a time
-        self.located: dict = {}  # chunk index -> where the shortcut knows it to lie
-        self.changes = 0        # grows when nothing of that holds any longer
-        self.owes = 0           # chunks that were located and reads that have not hit yet
-        self.denied = 0         # misses that could not be located, for that
-        self.missed = False     # a read has gone to a store: the first one of many files is the only one
-        self.looking = None     # the oldest question for attributes that is out, and since when
+        self.ahead: set = set()  # read-ahead states of handles; a write drops their bytes
+        self.renewal = None     # the request for a new grant, one at a time
+        self.located: dict = {}  # chunk index -> its location for short-circuit reads
+        self.changes = 0        # grows when none of the locations is valid any more
+        self.owes = 0           # located chunks, minus reads that have used a location
+        self.denied = 0         # misses that were not located because of `owes`
+        self.missed = False     # a read has gone to a store; for most files that first read is the only one
+        self.looking = None     # the oldest unanswered request for attributes; `looking_s`: when it was sent
         self.looking_s = NEVER_S
-        self.foreign = False    # somebody else has changed it since who asks for locks last looked
-        self.lost = False       # our locks on it ended before we gave them back: whoever has it open must open it anew
-        self.untold = False     # opened by a lease: without it the inode may be gone, and its bytes read as zeros
-        self.unsure = False     # its shard may have forgotten changes: the next number counts, lower or not
-        self.ended = 0, 0       # losses of chains, and a size that the file had after them: nothing was lost behind it
-        self.fetching = None    # the reader's: the whole of a small file, on its way
+        self.foreign = False    # another client has changed the inode since the last lock request here
+        # its locks ended before this client released them: users must open the file again
+        self.lost = False
+        # opened under a lease, unreported: the inode may be gone, its bytes read as zeros
+        self.untold = False
+        # its shard may have forgotten changes: accept the next change number, even a lower one
+        self.unsure = False
+        # number of lost chains, and a size of the file after those losses: nothing was lost behind that size
+        self.ended = 0, 0
+        self.fetching = None    # the reader's read of a whole small file, in flight
 
     @property
     def size(self) -> int:
         return self.attr.size if self.written is None else max(self.attr.size, self.written.end)
 
     def give_up_grant(self) -> None:
-        """Not all of its rights are ours any more: the next grant is used, whatever it allows."""
+        """Forget the rights of the grant after a revocation, so that the next grant replaces it."""
         self.grant_rights = 0
 
     def adopt_grant(self, raw: bytes, now_ms: int) -> None:
-        """Use `raw` from now on, when it is not weaker than what we have."""
+        """Use the grant `raw` from now on, unless it is weaker than the present one."""
         if not raw:
             return
         rights, session, cut, ends_ms = grants.terms(raw)
@@ -103,12 +115,15 @@ class OpenInode:
 
 
 class WholeDirectory:
-    """All names of a directory, while each of its changes since they were known was ours: its change number tells.
+    """The complete list of names of a directory.
 
-    So the absence of a name is known without asking for it, while the directory has this number: what unpacks or copies a tree
-    looks for each name before it makes it. Of a directory that was made here all names are known; of another one they are
-    listed (lookup/complete_dirs), and until that is over `ours` has what we have changed meanwhile, of which the listing may
-    tell what was.
+    The list is valid while all changes of the directory are this client's; the directory's change number
+    proves that. While the list is valid, a name that is not in the list does not exist, so no request is
+    needed: programs that unpack or copy a tree look for each name before they create it.
+
+    A directory that this client created is complete from the start; another one is listed first (see
+    lookup/complete_dirs). Until the listing ends, `ours` has the names that this client changes meanwhile,
+    for which the listing may return the old state.
     """
 
     __slots__ = ("change", "names", "ours")
@@ -133,10 +148,12 @@ class Cache:
     def __init__(self, options: ClientOptions, clock: Clock, leases: Leases):
         self.leases = leases
         self.open: dict[int, OpenInode] = {}
-        self._attrs: dict[int, tuple[Attr | bytes, float]] = {}   # as a record of rpc/messages/direntries where it was listed
-        # inode, when it was true, when it was asked for, and the lease on the inode that came with the answer
+        # an attribute value is a raw record of rpc/messages/direntries if it came from a listing
+        self._attrs: dict[int, tuple[Attr | bytes, float]] = {}
+        # (inode, when it was true, when it was requested, the lease on the inode from the same reply)
         self._entries: dict[tuple[int, bytes], tuple[int, float, float, Lease | None]] = {}
-        self._renamed_s: dict[int, float] = {}   # directory -> when we last changed a name in it
+        # directory -> time of this client's last change of a name in it
+        self._renamed_s: dict[int, float] = {}
         self._renamed_floor_s = NEVER_S
         self._whole: dict[int, WholeDirectory] = {}
         self._whole_names = 0
@@ -144,14 +161,14 @@ class Cache:
         self._options = options
         self._clock = clock
         self.on_change: Callable[[OpenInode], None] = lambda file: None
-        """Told of an open inode that is about to have newer attributes than those that we read by."""
+        """Called with an open inode before its attributes are replaced by newer ones."""
         self.on_cut: Callable[[OpenInode], None] = lambda file: None
-        """Told of an open inode with writes of ours that was truncated."""
+        """Called with an open inode that was truncated while it has local writes."""
 
     # -- attributes ----------------------------------------------------------------------------------------------------
 
     def attr(self, inode: int, age_s: float) -> Attr | None:
-        """The attributes, when they were true no longer than `age_s` ago."""
+        """The attributes, if under a lease or true within the last `age_s`; else None."""
         opened = self.open.get(inode)
         attr, born_s = (opened.attr, opened.attr_born_s) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
         if attr is None or (not self.is_believed(born_s, age_s) and self.leases.held(inode) is None):
@@ -162,7 +179,10 @@ class Cache:
         return attr
 
     def newer(self, inode: int, change: int) -> Attr | None:
-        """The attributes that are here, where they are newer than `change`: an answer with that was overtaken by another."""
+        """The cached attributes if they are newer than `change`; else None.
+
+        A caller with a reply of number `change` thus sees that another reply has overtaken it.
+        """
         opened = self.open.get(inode)
         held = opened.attr if opened is not None and not opened.unsure else self._attrs.get(inode, (None, NEVER_S))[0]
         if held is None or _change_of(held) <= change:
@@ -170,13 +190,13 @@ class Cache:
         return attr_of(held) if type(held) is bytes else held
 
     def known_attr(self, inode: int) -> Attr | None:
-        """The newest attributes that were ever told, however old they are."""
+        """The newest attributes that the client ever received, however old they are."""
         opened = self.open.get(inode)
         held = opened.attr if opened is not None else self._attrs.get(inode, (None, NEVER_S))[0]
         return attr_of(held) if type(held) is bytes else held
 
     def flags(self, inode: int) -> int | None:
-        """Those of the attributes, however old they are."""
+        """The flags of the cached attributes, however old they are."""
         opened = self.open.get(inode)
         attr, born_s = (opened.attr, NEVER_S) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
         if type(attr) is bytes:
@@ -185,29 +205,38 @@ class Cache:
         return None if attr is None else attr.flags
 
     def mode(self, inode: int) -> int | None:
-        """That of the attributes, however old they are: the type of an inode does not change."""
+        """The mode of the cached attributes, however old. The type of an inode does not change."""
         opened = self.open.get(inode)
         attr = opened.attr if opened is not None else self._attrs.get(inode, (None, NEVER_S))[0]
         return None if attr is None else (attr_of(attr) if type(attr) is bytes else attr).mode
 
     def entries_of(self, directory: int) -> int:
-        """How many names the directory had when somebody last heard of it; 0: nobody has."""
+        """The last known number of names in the directory; 0 if it is not known."""
         opened = self.open.get(directory)
         attr = opened.attr if opened is not None else self._attrs.get(directory, (None, NEVER_S))[0]
         return 0 if attr is None else (attr_of(attr) if type(attr) is bytes else attr).size
 
     def is_believed(self, born_s: float, age_s: float) -> bool:
-        """Of what was asked for at `born_s`: that it may be used for `age_s`, unless a lock was taken since."""
+        """Whether data requested at `born_s` may be used for `age_s`.
+
+        False if a lock was acquired since.
+        """
         return born_s + age_s > self._clock.boottime_s() and born_s >= self._trusted_from_s
 
     def distrust(self) -> None:
-        """Believe nothing that was learned before now and that there is no lease on: what others did until they gave a lock
-        back must be seen, and of what there is a lease on we have been told."""
+        """Distrust all data learned before now that is not under a lease.
+
+        Called after a lock was acquired: this client must see what others did before they released the lock.
+        Data under a lease needs no distrust, because its lease would have been recalled.
+        """
         self._trusted_from_s = self._clock.boottime_s()
 
     def put_attr(self, attr: Attr, *, ours: bool = False) -> None:
-        """Believe `attr`, unless what we have is newer: answers may overtake one another. `ours`: told in answer to a write of
-        ours, which is the change where it is the only one."""
+        """Cache `attr`, unless the cached attributes are newer: replies may overtake one another.
+
+        `ours`: the reply to a write of this client. Then a change number that grew by one is not a foreign
+        change.
+        """
         now_s = self._clock.boottime_s()
         whole = self._whole.get(attr.inode)
         if whole is not None and attr.change > whole.change:
@@ -232,7 +261,7 @@ class Cache:
         self._keep(attr, attr.inode, now_s)
 
     def put_closed(self, attr: Attr, inode: int) -> Attr:
-        """As `put_attr` of an inode that is not open; the newest attributes that are known."""
+        """As `put_attr`, for an inode that is not open; return the newest known attributes."""
         whole = self._whole.get(inode) if self._whole else None
         if whole is not None and attr.change > whole.change:
             self.forget_whole(inode)
@@ -252,8 +281,11 @@ class Cache:
         return newest
 
     def put_attrs(self, listed: Listed) -> bool:
-        """Believe the attributes of all entries. False, and nothing has changed, where one of them has to be looked at by
-        itself, with `put_attr`: it is open, or newer here."""
+        """Cache the attributes of all entries of a listing; return whether this was possible.
+
+        False: nothing has changed, and the caller must call `put_attr` for each entry, because one of the
+        inodes is open or has newer attributes here.
+        """
         attrs, inodes = self._attrs, set(listed.inodes)
         if not self.open.keys().isdisjoint(inodes) or not self._whole.keys().isdisjoint(inodes):
             return False
@@ -262,14 +294,17 @@ class Cache:
                          for inode, change in zip(listed.inodes, listed.changes, strict=True) if inode in known):
             return False
         for inode in known:
-            del attrs[inode]  # the oldest come first
+            del attrs[inode]  # reinsert at the end: the first ones of the dict are the oldest
         attrs.update(zip(listed.inodes, zip(listed.records, repeat(self._clock.boottime_s())), strict=False))
         for old in too_old(attrs, self._options.cached_entries):
             del attrs[old]
         return True
 
     def begin_anew(self, concerns: Callable[[int], bool]) -> None:
-        """Of these inodes change numbers may have run backwards: what is told next is believed, whatever its number."""
+        """Accept the next attributes of these inodes, whatever their change number.
+
+        Called when a shard's change numbers may have run backwards.
+        """
         for inode in [inode for inode in self._attrs if concerns(inode)]:
             del self._attrs[inode]
             self.leases.forget(inode)
@@ -285,26 +320,28 @@ class Cache:
         self.grow_old(inode)
 
     def grow_old(self, inode: int) -> None:
-        """The attributes may not be those of the inode any more."""
+        """Mark the cached attributes as outdated."""
         opened = self.open.get(inode)
         if opened is not None:
             opened.attr_born_s = NEVER_S
         held = self._attrs.get(inode)
         if held is not None:
-            self._attrs[inode] = (held[0], NEVER_S)  # its change number still tells an older answer
+            self._attrs[inode] = (held[0], NEVER_S)  # kept, because its change number reveals older replies
 
     # -- entries -------------------------------------------------------------------------------------------------------
 
     def entry(self, parent: int, name: bytes, age_s: float) -> int | None:
-        """The inode of the name, 0 when it is known not to exist, None when nothing so young is known. That a name is not there
-        is known by a lease on its directory only."""
+        """The inode of the name. 0: the name does not exist. None: not known, or older than `age_s`.
+
+        A name is known to be absent only under a lease on its directory.
+        """
         inode, born_s, sent_s, lease = self._entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
         if inode is None or (inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s)):
             return inode
         return inode if self._cover(parent, inode, sent_s, lease) else None
 
     def cover(self, parent: int, name: bytes, inode: int) -> int:
-        """Inode number of the lease that guards the name of `inode`: its own or the directory's; 0: none."""
+        """The inode whose lease covers the name of `inode`: its own or the directory's; 0: none."""
         known = self._entries.get((parent, name))
         return self._cover(parent, inode, known[2], known[3]) if known is not None and known[0] == inode else 0
 
@@ -316,12 +353,15 @@ class Cache:
         return parent if held is not None and sent_s >= held.since_s else 0
 
     def names_of(self, inode: int) -> list[tuple[int, bytes]]:
-        """Names (directory, name) that stand for it, as far as they are known. Looks through all entries: for rare cases."""
+        """Known names (directory, name) of the inode. Scans all entries, so call this in rare cases only."""
         return [place for place, known in self._entries.items() if known[0] == inode]
 
     def put_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
-        """`inode` 0: the name does not exist. Ignored where we have changed names of the directory since `sent_s`, when the
-        question was sent. `lease`: the inode's, of the same answer."""
+        """Cache the inode of a name. `inode` 0: the name does not exist.
+
+        `lease`: the inode's lease, from the same reply. Ignored if this client has changed names of the
+        directory since `sent_s`, the time of the request.
+        """
         if sent_s <= self._renamed_s.get(parent, self._renamed_floor_s):
             return
         key = (parent, name)
@@ -333,7 +373,10 @@ class Cache:
 
     def put_entries(self, parent: int, names: list[bytes], inodes: list[int], sent_s: float,
                     leases: list[Lease | None]) -> None:
-        """As `put_entry` of each. Names that are known stay as old as they are, where room is needed."""
+        """As `put_entry` for each name.
+
+        Names that are known already keep their place in the order of eviction.
+        """
         if sent_s <= self._renamed_s.get(parent, self._renamed_floor_s):
             return
         known = zip(inodes, repeat(self._clock.boottime_s()), repeat(sent_s), leases)
@@ -342,7 +385,7 @@ class Cache:
             del self._entries[old]
 
     def forget_entry(self, parent: int, name: bytes) -> None:
-        """We change the name, or have."""
+        """Drop a name that this client is about to change or has changed."""
         self._entries.pop((parent, name), None)
         self._renamed_s.pop(parent, None)
         self._renamed_s[parent] = self._clock.boottime_s()
@@ -350,20 +393,23 @@ class Cache:
             self._renamed_floor_s = max(self._renamed_floor_s, self._renamed_s.pop(old))
 
     def put_own_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
-        """By our change, which was sent at `sent_s` and has just been answered, the name stands for `inode`, 0: nothing."""
+        """Cache the result of this client's own change, sent at `sent_s` and just answered.
+
+        `inode` 0: no such name.
+        """
         self.forget_entry(parent, name)
         self._entries[parent, name] = inode, self._clock.boottime_s(), sent_s, lease
         for old in too_old(self._entries, self._options.cached_entries):
             del self._entries[old]
 
-    # -- directories that are known as a whole ---------------------------------------------------------------------------
+    # -- complete directories ------------------------------------------------------------------------------------------
 
     def born_directory(self, attr: Attr) -> None:
-        """The directory was made by us, with these attributes: it is empty."""
+        """Record a directory that this client created with these attributes: it is complete and empty."""
         self._hold_whole(attr.inode, WholeDirectory(attr.change))
 
     def begin_whole(self, attr: Attr) -> WholeDirectory:
-        """The names of the directory, which has these attributes, are going to be listed: `put_names`, then `end_whole`."""
+        """Start to record the names of a directory. Then call `put_names` and `end_whole`."""
         whole = WholeDirectory(attr.change, set())
         self._hold_whole(attr.inode, whole)
         return whole
@@ -378,7 +424,10 @@ class Cache:
             self.forget_whole(next(iter(self._whole)))
 
     def put_names(self, inode: int, whole: WholeDirectory, names: Iterable[bytes]) -> bool:
-        """These were listed. False where that is of no use any more: others have changed the directory, or there is no room."""
+        """Add listed names; return whether the recording goes on.
+
+        False: others have changed the directory, or there is no space left.
+        """
         if self._whole.get(inode) is not whole:
             return False
         self._whole_names -= len(whole.names)
@@ -388,19 +437,22 @@ class Cache:
         return self._whole.get(inode) is whole
 
     def end_whole(self, inode: int, whole: WholeDirectory, complete: bool) -> None:
-        """Every name was listed, or not."""
+        """End the recording. `complete`: every name of the directory was listed."""
         if complete:
             whole.ours = None
         elif self._whole.get(inode) is whole:
             self.forget_whole(inode)
 
     def is_whole(self, inode: int) -> bool:
-        """Whether its names are known, or are being listed."""
+        """Whether the directory's names are completely known, or are being listed."""
         return inode in self._whole
 
     def named_in_whole(self, parent: Attr | None, inode: int, name: bytes, exists: bool) -> None:
-        """The name has come to directory `inode` or gone by our change, after which the directory has the attributes `parent`;
-        None: nobody knows. Anything but the next change number means that others change it too."""
+        """Record that this client's change has created or removed a name in the directory `inode`.
+
+        `parent`: the directory's attributes after the change; None: unknown. If the change number is not the
+        next one, others have changed the directory too, and the recorded names are dropped.
+        """
         whole = self._whole.get(inode)
         if whole is None:
             return
@@ -418,14 +470,20 @@ class Cache:
         whole.change = parent.change
 
     def is_absent(self, parent: int, name: bytes, age_s: float) -> bool:
-        """Whether the name is known not to be there, by attributes of the directory that are no older than `age_s`, or lent."""
+        """Whether the name is known to be absent.
+
+        The directory is completely known, and its attributes are under a lease or at most `age_s` old.
+        """
         if not self.is_missed(parent, name):
             return False
         attr = self.attr(parent, age_s)
         return attr is not None and attr.change == self._whole[parent].change
 
     def is_missed(self, parent: int, name: bytes) -> bool:
-        """Whether the directory was known as a whole, and the name is none of its. One that can be nobody's is not missed."""
+        """Whether the directory was completely known and lacks the name.
+
+        False for a name that is too long.
+        """
         whole = self._whole.get(parent)
         return whole is not None and whole.ours is None and name not in whole.names and len(name) <= NAME_BYTES_MAX
 
@@ -437,7 +495,7 @@ class Cache:
     # -- open inodes ---------------------------------------------------------------------------------------------------
 
     def hold(self, attr: Attr) -> OpenInode:
-        """The open inode of `attr`, with one more handle."""
+        """Count one more handle of the inode of `attr`; return its open inode."""
         opened = self.open.get(attr.inode)
         if opened is None:
             opened = self.open[attr.inode] = OpenInode(attr)
@@ -447,8 +505,11 @@ class Cache:
         return opened
 
     def hold_lent(self, inode: int) -> OpenInode | None:
-        """As `hold` of a file that is not open, by the attributes that are here and that the caller knows a lease on: they are
-        those of now. None where it is no regular file with a name, or there are none."""
+        """As `hold`, for a file that is not open, with the cached attributes.
+
+        The caller has a lease on the inode, so the attributes are current. None: no attributes are cached, or
+        the inode is not a regular file with a name.
+        """
         attr, _ = self._attrs.get(inode, (None, NEVER_S))
         if attr is None:
             return None
@@ -463,7 +524,7 @@ class Cache:
         return opened
 
     def drop(self, opened: OpenInode) -> bool:
-        """One handle less; whether it was the last, after which the inode is not open any more."""
+        """Count one handle less; return whether it was the last one, which closes the inode."""
         opened.handles -= 1
         if opened.handles > 0:
             return False

@@ -1,6 +1,7 @@
-"""What was written to one open inode and the service does not know yet: segments of bytes, and where they are on their way.
+"""Dirty extents of one open inode: bytes that are not yet reported to the service.
 
-Plain bookkeeping without a wait. Made and changed by the writer only; the open inode, reader and vfs look at it.
+The bookkeeping never waits and sends nothing. The writer creates and changes these objects; the open inode,
+the reader and vfs read them.
 """
 
 from __future__ import annotations
@@ -16,22 +17,28 @@ from nvpool.core.units import BLOCK_BYTES, KIB
 
 _UNIT_BITS_MAX = 20
 _KEEP_BYTES = 32 * KIB
-"""From this size a write that cannot change any more (bytes) is kept as it is; smaller ones are gathered by copying."""
+"""From this size on a write of immutable bytes is not copied. Smaller writes are merged by copying."""
 _ORDERED_MAX = 256
-"""Segments of a file up to which their order is looked at: what is written here and there leaves holes anyway."""
+"""Extents of a file up to which their order is examined. Scattered writes leave holes in any case."""
 
 
 Record = tuple[int, int]
-"""A number that grows, and where in the memory that outlives this process a piece is."""
+"""An increasing number, and the place of a piece in the mount state.
+
+The mount state is memory that outlives the process.
+"""
 
 
 class Segment:
-    """Bytes [start, end) of the file, in consecutive parts. Changed only while it is dirty, never once it is being sent."""
+    """A dirty extent: the bytes [start, end) of the file, in consecutive parts.
+
+    An extent changes only while it is dirty, never after it has been sent.
+    """
 
     __slots__ = ("start", "end", "parts", "number", "born_s", "due", "records")
 
     def __init__(self, start: int, end: int, parts: list, number: int, born_s: float):
-        self.records: list[Record] = []  # of its pieces, where they are kept; older ones first
+        self.records: list[Record] = []  # mount-state records of its pieces, older ones first
         self.start = start
         self.end = end
         self.parts = parts
@@ -40,14 +47,17 @@ class Segment:
         self.due = False
 
     def bytes(self) -> bytearray:
-        """All of it as one buffer, which stays a part of the segment."""
+        """All bytes as one buffer, which remains part of the extent."""
         if len(self.parts) != 1 or type(self.parts[0]) is not bytearray:
             self.parts = [bytearray().join(self.parts)]
         return self.parts[0]
 
 
 class Turn:
-    """One at a time. Who finds it free may take it without a wait; so who waits may have to wait once more."""
+    """A lock without fairness: a caller that finds it free takes it without a wait.
+
+    So a waiter may have to wait again after it was woken.
+    """
 
     __slots__ = ("taken", "_waiting")
 
@@ -56,7 +66,7 @@ class Turn:
         self._waiting: list[asyncio.Future] = []
 
     def take(self) -> bool:
-        """Whether it is the caller's now, who has to `release` it."""
+        """Take the lock if it is free. Return whether the caller has it now and must `release` it."""
         if self.taken:
             return False
         self.taken = True
@@ -81,7 +91,8 @@ class Turn:
                 await future
             except BaseException:
                 if not self.taken:
-                    self._wake()  # it was woken and went away: the next one may have it
+                    # woken and cancelled at the same time: pass the wake-up on to the next waiter
+                    self._wake()
                 raise
         self.taken = True
 
@@ -90,7 +101,7 @@ class Turn:
 
 
 class WrittenFile:
-    """What the writer holds of one open inode."""
+    """The writer's state of one open inode: its dirty extents, sizes and errors."""
 
     __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
                  "reporting", "paused", "stored_bytes", "begun", "entry", "flushing", "met", "ahead", "appended")
@@ -98,39 +109,46 @@ class WrittenFile:
     def __init__(self, file: OpenInode):
         self.file = file
         self.unit_bits = min(file.chunk_bits, _UNIT_BITS_MAX)
-        self.dirty: dict[int, list[Segment]] = {}     # by unit; disjoint and in order
-        self.sending: dict[int, list[Segment]] = {}   # by unit; disjoint down to blocks
-        self.end = 0            # of all bytes that the service does not know of: dirty, on the way, stored and unreported
-        self.stored_end = 0     # of those that stores have, as far as nothing older before them is missing
-        self.ahead: tuple[tuple[int, int], ...] = ()  # segments that stores have sooner: number and end
-        self.wrote = False      # since the service last stamped the time
+        self.dirty: dict[int, list[Segment]] = {}     # unit -> extents, disjoint and in order
+        self.sending: dict[int, list[Segment]] = {}   # unit -> extents in flight, which share no block
+        self.end = 0            # of all unreported bytes: dirty, in flight, or stored
+        self.stored_end = 0     # of the bytes at stores, as far as nothing older before them is missing
+        self.ahead: tuple[tuple[int, int], ...] = ()  # (number, end) of extents stored before older ones
+        self.wrote = False      # written since the service last set the time
         self.wrote_s = 0.0
-        self.error: NvpoolError | None = None  # that nobody was told of
-        self.met: NvpoolError | None = None    # the last one, whoever was told
+        self.error: NvpoolError | None = None  # not reported to any caller so far
+        self.met: NvpoolError | None = None    # the last error, reported or not
         self.changed: asyncio.Future | None = None
         self.held = 0
-        self.stored_bytes = 0   # since the last report: what the file occupies is reckoned from it
+        self.stored_bytes = 0   # since the last report: the service estimates the file's space from it
         self.reporting = Turn()
         self.begun = False      # something was written
-        self.paused = 0         # nothing is sent while the file is being cut
-        self.flushing = None    # who is told on the spot when a segment has ended; see client/write/sender
-        self.entry = -1         # in the memory that outlives this process
-        self.appended: Any = None  # from the first append on; see client/write/append_reservations
+        self.paused = 0         # while above 0 nothing is sent, because the file is being truncated
+        self.flushing = None    # called when a send ends; see client/write/sender
+        self.entry = -1         # index in the mount state
+        # append state, from the first append on; see client/write/append_reservations
+        self.appended: Any = None
 
     def segments(self) -> Iterator[Segment]:
-        """Older ones before newer ones that lie over them."""
+        """All extents; older ones come before newer ones that overlap them."""
         for units in (self.sending, self.dirty):
             if units:
                 for segments in units.values():
                     yield from segments
 
     def meet(self, error: NvpoolError) -> None:
-        """Some of it can not be stored: the next one who asks is told, and who is waiting for it to be durable."""
+        """Record that some bytes cannot be stored.
+
+        The next caller that asks gets the error, and so does each fsync that waits.
+        """
         self.error = self.error or error
         self.met = error
 
     def was_cut(self) -> None:
-        """The file was truncated: what stores had under the old cut number and nobody knew of is gone."""
+        """Forget the stored and unreported bytes after a truncation.
+
+        Stores have dropped the bytes of the old truncate epoch.
+        """
         self.stored_end = 0
         self.ahead = ()
         self.find_end()
@@ -142,12 +160,15 @@ class WrittenFile:
 
     @property
     def stored_up_to(self) -> int:
-        """End of all that stores have and the service does not know, gaps or not."""
+        """End of all stored and unreported bytes, with gaps or without."""
         return max(self.stored_end, *[end for _, end in self.ahead]) if self.ahead else self.stored_end
 
     def has_stored(self, segment: Segment, end: int) -> None:
-        """Stores have the segment, which is still here; it counts up to `end`. The file is not to be reported to end there
-        while something that was written before, and makes the file longer too, is missing: others would read zeros."""
+        """Record that stores have the extent (still listed here) up to `end`.
+
+        The file must not be reported to end there while an older write that also extends the file is missing:
+        other clients would read zeros.
+        """
         if end > self.file.attr.size and (self.dirty or len(self.sending) > 1 or self.ahead
                                           or any(len(segments) > 1 for segments in self.sending.values())):
             self.ahead = (*self.ahead, (segment.number, end))
@@ -156,7 +177,10 @@ class WrittenFile:
             self.stored_end = max(self.stored_end, end)
 
     def catch_up(self, stored: Segment | None = None) -> None:
-        """Count what was stored ahead of others and is not any more. `stored`: a segment that is still here, and at a store."""
+        """Count ends that were stored ahead of older extents and are no longer ahead.
+
+        `stored`: an extent that is still listed here but is at a store.
+        """
         size = self.file.attr.size
         missing = []
         if sum(map(len, self.sending.values())) + sum(map(len, self.dirty.values())) <= _ORDERED_MAX:
@@ -171,12 +195,12 @@ class WrittenFile:
 
     @property
     def is_broken(self) -> bool:
-        """Whether places that were reserved for appends have to be withdrawn."""
+        """Whether ranges that were reserved for appends must be withdrawn."""
         return self.appended is not None and self.appended.broken is not None
 
     @property
     def unsettled(self) -> bool:
-        """Whether the service does not know all of our writes."""
+        """Whether the service lacks some of this client's writes."""
         return bool(self.wrote or self.dirty or self.sending or self.stored_end or self.reporting.taken or self.is_broken)
 
     @property
@@ -185,8 +209,11 @@ class WrittenFile:
 
 
 def kept(data, stays: bool = False):
-    """`data` in a form that stays as it is when its owner goes on: large immutable bytes themselves, and what `stays` as long
-    as it is needed; or a copy."""
+    """`data` in a form that does not change when its owner continues.
+
+    Returns large immutable bytes themselves, and also data that `stays` unchanged as long as it is needed;
+    copies everything else.
+    """
     if len(data) >= _KEEP_BYTES:
         if type(data) is bytes or stays:
             return data
@@ -208,7 +235,7 @@ def cut_out(segment: Segment, first: int, last: int) -> bytes:
 
 
 def prepared(segment: Segment) -> tuple[list, bytes]:
-    """The parts of a segment as they are to be sent, and the checksums of the pieces that block borders make of them."""
+    """The parts of an extent to send, and the checksums of its pieces between block borders."""
     if len(segment.parts) == 1:
         return segment.parts, piece_checksums(segment.parts[0], segment.start)
     place = segment.start
@@ -226,7 +253,10 @@ def prepared(segment: Segment) -> tuple[list, bytes]:
 
 
 def copies(written: WrittenFile, start: int, end: int) -> list[tuple[int, int, bytes]]:
-    """Of what is here of [start, end), in the order in which they are to be laid over what the stores have."""
+    """Copies of the local bytes in [start, end), as (start, end, bytes).
+
+    They are in the order in which they must overlay the stored bytes.
+    """
     found = []
     bits = written.unit_bits
     units = range(start >> bits, (end - 1 >> bits) + 1)

@@ -1,13 +1,14 @@
-"""What the shards have promised to tell us of before others change it, and for how long they have.
+"""Leases of a client: inodes that no other client changes without notice to this one.
 
-A lease is held while its own time and that of the shard's watch (`client/rpc/lease_watch`) have not run out; both count from
-the sending of what was answered, on a clock that goes on while this process or the machine is stopped. Who asks here asks for
-this moment: no other client has changed the inode since the lease began and no open, close or change of others that ended
-before now is missed. A name that was learned under a lease stands for its inode as long, since whatever takes a name away
-changes the inode.
+A lease is held until its own time or that of its shard's watch (`client/rpc/lease_watch`) ends. Both count
+from the sending of the request, on a clock that goes on while this process or the machine is suspended. While
+a lease is held, no other client has changed the inode since the lease began, and this client misses no open,
+close or change of others that ended before now. A name that was learned under the lease stands for its inode
+as long, because every removal of a name changes the inode.
 
-Answers may overtake one another: what is told after a lease has ended, by a request sent before, begins no new one. Bounded.
-Filled by vfs, ended by watch and by our own changes; never asks anybody.
+Replies may overtake one another: a reply to a request sent before a lease ended starts no new lease. The
+table is bounded. Filled by vfs; leases end by the watch and by this client's own changes. This module sends
+no requests.
 """
 
 from __future__ import annotations
@@ -22,27 +23,30 @@ from nvpool.core.ids import COUNTER_BITS
 NEVER_S = float("-inf")
 _ENDED_MAX = 16384
 WATCH_SHARE = 0.95
-"""Of the times that we are told: clocks of two hosts do not go at the same rate."""
+"""Share of the announced times that is used, as two hosts' clocks run at different rates."""
 
 
 class ShardWatch:
-    """What one shard and we have said to one another about leases."""
+    """State of the lease protocol between this client and one shard."""
 
     __slots__ = ("number", "seen", "until_s", "linger_s", "floor_s", "ended", "used")
 
     def __init__(self) -> None:
         self.number = 0          # WatchReply.watch
         self.seen = 0
-        self.until_s = NEVER_S   # no lease holds longer
-        self.linger_s = 0.0      # a file that has been unlinked since then keeps its bytes so long
-        self.floor_s = NEVER_S   # what was asked before begins no lease
+        self.until_s = NEVER_S   # all leases of the shard end by then
+        self.linger_s = 0.0      # how long a file keeps its bytes after it was unlinked
+        self.floor_s = NEVER_S   # replies to requests sent before start no lease
         self.ended: dict[int, float] = {}   # inode -> when its lease ended, or would have
         self.used = False
 
 
 class Lease(NamedTuple):
-    """On one inode, or on many that were listed together. `grant` was given with it or since: the right to read it, or nothing.
-    `number` is that of the lease which this one goes on, without a moment between them."""
+    """A lease on one inode, or on many inodes of one listing.
+
+    `grant` came with the lease or later: the right to read the inode, or b"". A lease that continues another
+    one without a gap keeps its `number`.
+    """
 
     until_s: float
     since_s: float
@@ -52,7 +56,7 @@ class Lease(NamedTuple):
 
 
 class Leases:
-    """`watch_of(inode)` is that of the shard which has the inode."""
+    """The lease table of a client. `watch_of(inode)` returns the watch of the inode's shard."""
 
     def __init__(self, clock: Clock, count_max: int, watch_of: Callable[[int], ShardWatch]) -> None:
         self._clock = clock
@@ -64,7 +68,7 @@ class Leases:
         """Called when all leases of a shard end together, without a recall of each inode. Must not wait."""
 
     def held(self, inode: int) -> Lease | None:
-        """The lease, where it holds now."""
+        """The lease on the inode if it is held now; else None."""
         lease = self._leases.get(inode)
         if lease is None:
             return None
@@ -75,13 +79,16 @@ class Leases:
         return lease
 
     def keeps_bytes(self, inode: int) -> bool:
-        """Whether the file had a name so short a time ago that its bytes are still there, whoever has unlinked it since."""
+        """Whether the file's bytes still exist even if another client has unlinked the file.
+
+        True while the lease is held, and for the watch's `linger_s` after it.
+        """
         lease = self._leases.get(inode)
         return lease is not None and (
             self._clock.boottime_s() < min(lease.until_s, lease.watch.until_s) + lease.watch.linger_s)
 
     def take(self, inode: int, lease_ms: int, sent_s: float, grant: bytes = b"") -> Lease | None:
-        """An answer to a request sent at `sent_s` promised so much; the lease, where it holds."""
+        """Record the lease of a reply to a request sent at `sent_s`. Return the lease if it is held now."""
         watch = self._watch_of(inode)
         if not lease_ms or sent_s <= watch.floor_s or sent_s <= watch.ended.get(inode, NEVER_S):
             return None
@@ -89,7 +96,7 @@ class Leases:
         until_s = sent_s + lease_ms * WATCH_SHARE / 1000
         leases = self._leases
         before = leases.pop(inode, None)
-        if before is not None and now_s < before.until_s:  # it has not ended in between
+        if before is not None and now_s < before.until_s:  # the earlier lease has not ended in between
             lease = before._replace(until_s=max(before.until_s, until_s), grant=grant or before.grant)
         else:
             lease = Lease(until_s, now_s, grant, watch, self._next())
@@ -108,8 +115,10 @@ class Leases:
 
     def take_all(self, inodes: list[int], lease_ms: int, sent_s: float,
                  grants: list[bytes] | None = None) -> list[Lease | None]:
-        """As `take` of each. Those of which nothing was known get one lease together, each with its grant where there are
-        `grants`."""
+        """As `take` for each inode.
+
+        Inodes without earlier state share one lease, or get one each if there are `grants`.
+        """
         if not lease_ms or not inodes:
             return [None] * len(inodes)
         watch = self._only_watch_of(inodes)
@@ -125,12 +134,12 @@ class Leases:
         return leases if self.held(inodes[-1]) is not None else [None] * len(inodes)
 
     def unknown(self, inodes: list[int]) -> set[int]:
-        """Those on which there is no lease, held or run out."""
-        known = self._leases  # of which there may be very many: none but these is looked at
+        """The inodes without a lease, held or expired."""
+        known = self._leases  # may be very large, so only the given inodes are examined
         return {inode for inode in inodes if inode not in known}
 
     def keep_grant(self, inode: int, grant: bytes) -> None:
-        """With the lease on the inode, where it holds: for the next who opens it."""
+        """Keep the grant with the inode's lease, if it is held, for the next open."""
         known = self._leases.get(inode)
         if known is None or known.grant == grant:
             return
@@ -139,33 +148,33 @@ class Leases:
             self._leases[inode] = lease._replace(grant=grant)
 
     def lacks_grant(self, inode: int) -> bool:
-        """Whether there is a lease on the inode that came without the right to read it."""
+        """Whether there is a lease on the inode that came without the right to read."""
         lease = self._leases.get(inode)
         return lease is not None and not lease.grant
 
     def is_news(self, inode: int, sent_s: float) -> bool:
-        """Whether what a request sent then tells of the inode is not older than our own last change of it."""
+        """Whether a request sent at `sent_s` is later than this client's last change of the inode."""
         watch = self._watch_of(inode)
         return sent_s > watch.floor_s and sent_s > watch.ended.get(inode, NEVER_S)
 
     def outdated(self, inodes: list[int], sent_s: float) -> set[int]:
-        """Those of which that is not so."""
+        """The inodes for which `is_news` is false."""
         watch = self._only_watch_of(inodes)
         if watch is not None and sent_s > watch.floor_s and watch.ended.keys().isdisjoint(inodes):
             return set()
         return {inode for inode in inodes if not self.is_news(inode, sent_s)}
 
     def _only_watch_of(self, inodes: list[int]) -> ShardWatch | None:
-        """That of all of them; None where they are of several shards, or there are none."""
+        """The watch of all these inodes. None if they are of several shards, or there are none."""
         watches = {self._watch_of(partition << COUNTER_BITS) for partition in {inode >> COUNTER_BITS for inode in inodes}}
         return watches.pop() if len(watches) == 1 else None
 
     def forget(self, inode: int) -> None:
-        """We have changed it, and do not know what it is now."""
+        """End the lease after this client changed the inode and does not know its new state."""
         self._end(self._watch_of(inode), inode, self._clock.boottime_s())
 
     def end(self, watch: ShardWatch, inodes: Iterable[int]) -> None:
-        """The shard has said so."""
+        """End the leases that the shard has recalled."""
         now_s = self._clock.boottime_s()
         for inode in inodes:
             self._end(watch, inode, now_s)
@@ -179,7 +188,7 @@ class Leases:
             watch.floor_s = max(watch.floor_s, ended.pop(old))
 
     def end_all(self, watch: ShardWatch) -> None:
-        """Of one shard."""
+        """End all leases of one shard."""
         watch.floor_s = self._clock.boottime_s()
         watch.ended.clear()
         self.on_end_all()

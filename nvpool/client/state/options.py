@@ -1,4 +1,7 @@
-"""How a client behaves: bounds and times, one value for all of its parts. Every queue and cache has its bound here."""
+"""Options of a client: bounds and times, one value for all of its parts.
+
+Every queue and cache of the client has its bound here.
+"""
 
 from __future__ import annotations
 
@@ -9,48 +12,70 @@ from nvpool.core.units import MIB
 
 
 class ClientOptions(NamedTuple):
+    """The options of a client."""
+
     deadline_s: float = 60.0
-    """Every operation ends by then. Longer than any failover, so that a restarted daemon is a pause and not an error."""
+    """Deadline of every operation.
+
+    Longer than any failover, so a restarted daemon causes a pause, not an error.
+    """
     attr_s: float = 1.0
-    """For how long paths are walked by attributes and entries that are here, where there is no lease on what they tell of."""
+    """How long cached attributes and names without a lease are used to walk paths."""
     fresh_s: float = 0.05
-    """For how long `lookup` and `getattr` answer from here without a lease: a kernel that asks has a cache of its own, whose
-    age adds up."""
+    """How long `lookup` and `getattr` use cached data without a lease.
+
+    Short, because a kernel has a cache of its own, whose age adds up.
+    """
     cached_entries: int = 200_000
     write_buffer_bytes: int = 64 * MIB
-    """Written and not yet stored, over all files; writers wait above it."""
+    """Written and not yet stored bytes of all files; a writer waits above this bound."""
     write_flight_bytes: int = 16 * MIB
-    """Of those, on their way to the stores at once: enough for 8 targets to have two pieces each."""
+    """Part of those in flight to the stores: enough for 8 targets to have two pieces each."""
     write_age_s: float = 1.0
-    """What is older is sent, and sizes reported, without anybody asking."""
+    """Older bytes are sent, and sizes reported, without a request by the application."""
     read_ahead_bytes: int = 8 * MIB
-    """Read-ahead of one handle. 1 MiB pieces from several targets at once; measured, more brings nothing on one host."""
+    """Read-ahead of one handle: pieces of 1 MiB from several targets at the same time.
+
+    Measured: more brings nothing on one host.
+    """
     read_ahead_bytes_max: int = 128 * MIB
-    """Read-ahead of all handles together; beyond it reads go without."""
+    """Read-ahead of all handles together; above this bound reads run without read-ahead."""
     transport: str = "auto"
-    """The scheme of the only one to be used, or auto: the best that both ends have. The short cut is none of them."""
+    """The scheme of the only transport to use, or auto: the best one that both ends have.
+
+    Short-circuit reads are not a transport.
+    """
     short_cut: bool = True
-    """Read from drives of this host without their daemon, where that lets us."""
+    """Read from drives of this host without their daemon (short-circuit reads), if the daemon allows this."""
     direct_reads: bool = False
-    """By the short cut larger reads that the kernel does not have in memory go past its cache of the drive. For who has a cache
-    of his own, as the kernel has one of a mount; others would read the drive again each time."""
+    """Let larger short-circuit reads that miss the kernel's page cache of the drive bypass that cache.
+
+    For front ends with a cache of their own, as the kernel has one for a mount; others would read the drive
+    again each time.
+    """
     locations_bytes: int = 64 * MIB
-    """For where blocks lie: some 1.3 KiB for each MiB that was read within the last seconds."""
+    """Memory for block locations: about 1.3 KiB for each MiB that was read within the last seconds."""
     rack: str = ""
-    """Where this client stands, if its host is no node of the pool: replicas of that rack are read before others."""
+    """Rack of a client whose host is not a node of the pool. Reads prefer replicas in that rack."""
     retry_first_s: float = 0.01
     retry_last_s: float = 0.5
     release_s: float = 0.1
-    """Closed handles are told to the metadata service in batches this far apart."""
+    """Interval of the batches that report closed handles to the metadata service."""
     leases: bool = True
-    """Open, look up and stat without a question what the metadata service promises to tell us of before it changes."""
+    """Open, look up and stat without a request while a lease promises notice before any change."""
     tell_s: float = 0.2
-    """Small files that were opened without a question and are still open after so long are registered, in batches. Larger ones
-    are at once: they are kept open for longer, and are to be read on when the service falls silent."""
+    """Delay before opens of small files by a lease are reported.
+
+    They are reported in batches, if the files are still open. Larger files are reported immediately: they
+    stay open for longer, and must stay readable when the service falls silent.
+    """
     small_bytes: int = 64 * MIB
-    """Contents of small files (64 KiB and less) that were read as a whole."""
+    """Cache for the contents of small files (64 KiB and less) that were read as a whole."""
 
 
 def configured(section: ClientSection) -> ClientOptions:
-    """What a node's configuration says: all keys that are named as here. The times of the kernel's caches are the mount's."""
+    """The options from a node's configuration: all keys with the same names as here.
+
+    The times of the kernel's caches belong to the mount.
+    """
     return ClientOptions(**{name: getattr(section, name) for name in ClientOptions._fields if hasattr(section, name)})

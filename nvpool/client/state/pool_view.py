@@ -1,8 +1,9 @@
-"""The newest pool map that this client knows, and where to get a newer one.
+"""The newest pool map that this client knows, and its refresh.
 
-Guarantees that the map only moves forward in epoch and that refreshes asked for at the same time are one. Called by
-metaclient and chunkclient when somebody answers that their map is old, or does not answer at all: then they wait for the next
-map, which nodes are asked to tell of as soon as there is one. Never invents a map: where none can be had the old one stays.
+The map only moves forward in epoch, and concurrent refreshes share one request. If no newer map can be
+fetched, the old one stays in use. The metadata client and the chunk client call this module when a daemon
+answers that their map is old, or does not answer at all: then they wait for the next map, and the nodes are
+asked to send it as soon as it exists.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ from nvpool.rpc.v1 import pool_pb2, wire_pb2
 
 MAP_FILE = "poolmap.json"
 ASK_S = 5.0
-"""For one question for a map: a node that takes longer is not worth waiting for, the asker repeats anyway."""
+"""Deadline of one request for a map. A slower node is not worth the wait: the caller retries in any case."""
 
 NEXT_S = 0.4
-"""Before another node is asked too: one that is gone says nothing at all."""
+"""Delay before another node is asked too: a node that is gone does not answer at all."""
 
 FOLLOW_S = 2.0
-"""For so long the next map is looked out for after somebody has last waited for it. Who goes on waiting asks again."""
+"""How long the next map is followed after the last call that waits for it. Longer waits call again."""
 FOLLOWED = 3
-"""Nodes that are asked to tell of the next map, at once: one may be dead and another cut off from the others."""
+"""Nodes followed at the same time: one may be dead and another cut off from the rest."""
 TELL_S = 1.0
-"""For so long a node keeps that question; then another one gets it."""
+"""How long a node holds that request; then another node gets it."""
 LOOK_S = 0.05
-"""Between two looks at the file, and between questions to nodes that answer at once and know nothing."""
+"""Interval of checks of the map file, and of requests to nodes that have no newer map."""
 
 
 def read_map_file(directory: str) -> PoolMap:
-    """The map in DIR/poolmap.json. NotFound or AccessDenied as the file system says; CorruptRecord, WrongFormat."""
+    """Read the map in DIR/poolmap.json.
+
+    NotFound or AccessDenied from the file system; CorruptRecord, WrongFormat.
+    """
     path = os.path.join(directory, MAP_FILE)
     try:
         with open(path, "rb") as file:
@@ -47,7 +51,7 @@ def read_map_file(directory: str) -> PoolMap:
 
 
 class PoolView:
-    """`map` is the newest; `changed` callables are told of each newer one."""
+    """The pool map of a client. Each newer `map` is passed to the callables in `changed`."""
 
     def __init__(self, pool_map: PoolMap, *, directory: str | None, dialer, clock: Clock):
         self.map = pool_map
@@ -64,7 +68,7 @@ class PoolView:
         self._closed = False
 
     def offer(self, pool_map: PoolMap) -> bool:
-        """Take `pool_map` when it is newer; whether it was."""
+        """Adopt `pool_map` if it is newer; return whether it was."""
         if pool_map.epoch <= self.map.epoch or pool_map.pool_id != self.map.pool_id:
             return False
         self.map = pool_map
@@ -77,32 +81,41 @@ class PoolView:
 
     @property
     def next(self) -> asyncio.Future[None]:
-        """Done once there is a newer map than now. Not to be cancelled."""
+        """A future that completes when a map newer than the present one arrives. Must not be cancelled."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         return self._next
 
     def follow(self) -> None:
-        """Look out for the next map, for FOLLOW_S."""
+        """Follow the next map for FOLLOW_S."""
         self._follow_until_s = self._clock.boottime_s() + FOLLOW_S
         if not self._closed and (self._following is None or self._following.done()):
             self._following = asyncio.create_task(self._follow())
 
     async def newer(self, wait_s: float) -> bool:
-        """Whether there is a newer map than now, as soon as there is; after `wait_s` there is none. It is looked out for."""
+        """Wait up to `wait_s` for a map newer than the present one. Return whether it arrived.
+
+        Follows the map.
+        """
         coming = self.next
         self.follow()
         await asyncio.wait([coming], timeout=wait_s)
         return coming.done()
 
     async def refresh(self) -> bool:
-        """Ask for a newer map once; whether there was one. Does not raise when nobody answers: the old map stays."""
+        """Request a newer map once; return whether there was one.
+
+        Does not raise if no node answers: the old map stays in use.
+        """
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
     def look_for(self, epoch: int) -> None:
-        """Somebody knows the map of this epoch: ask for it, where ours is older; nobody waits for that."""
+        """Start a refresh if the present map is older than `epoch`, which a peer knows.
+
+        Does not wait for it.
+        """
         if epoch > self.map.epoch and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask())
 
@@ -152,7 +165,7 @@ class PoolView:
                 abandon(task)
 
     def _look(self, directory: str) -> None:
-        """Read the file where it is another than before."""
+        """Read the map file if it was replaced since the last read."""
         try:
             there = os.stat(os.path.join(directory, MAP_FILE))
             if self._seen != (there.st_ino, there.st_mtime_ns):
@@ -162,7 +175,7 @@ class PoolView:
             pass
 
     def _ask_to_be_told(self, asked: dict[tuple[str, ...], asyncio.Task]) -> None:
-        """Have FOLLOWED nodes asked, each in its turn."""
+        """Keep requests for the next map pending at FOLLOWED nodes, in rotation."""
         nodes = list(dict.fromkeys(node.endpoints for node in self.map.nodes if node.endpoints))
         for _ in nodes:
             if len(asked) >= FOLLOWED:
@@ -176,7 +189,7 @@ class PoolView:
     def _took(self, found: PoolMap | None) -> bool:
         if found is not None and self.offer(found):
             return True
-        self._turn += 1  # it may be one that hears of nothing: another is asked first the next time
+        self._turn += 1  # this node may be cut off from news: ask another one first the next time
         return False
 
     async def close(self) -> None:
@@ -187,8 +200,9 @@ class PoolView:
 
 
 def _first(done: Iterable[asyncio.Task]) -> tuple[PoolMap | None] | None:
-    """What one of them was answered."""
-    for error in [task.exception() for task in done]:  # of each: what nobody has looked at is told in the log
+    """The first successful result among finished tasks, as a tuple; None if there is none."""
+    # of each task: asyncio logs exceptions that are never retrieved
+    for error in [task.exception() for task in done]:
         if error is not None and not isinstance(error, NvpoolError):
             raise error
     return next(((task.result(),) for task in done if task.exception() is None), None)
@@ -196,8 +210,11 @@ def _first(done: Iterable[asyncio.Task]) -> tuple[PoolMap | None] | None:
 
 async def fetch_map(dialer, endpoints: tuple[str, ...], clock: Clock, *, newer_than: int = 0,
                     wait_s: float = 0.0) -> PoolMap | None:
-    """The map of the node at `endpoints`, or None when it has nothing newer, and nothing newer comes there within `wait_s`.
-    Unreachable, DeadlineExceeded."""
+    """Fetch the map of the node at `endpoints`.
+
+    None: the node has no map newer than `newer_than`, and gets none within `wait_s`. Unreachable,
+    DeadlineExceeded.
+    """
     request = pool_pb2.MapRequest(newer_than=newer_than, wait_s=wait_s).SerializeToString()
     deadline_s = clock.boottime_s() + (2 * wait_s or ASK_S)
     reply = await dialer.call(endpoints, wire_pb2.POOL_MAP, request, deadline_s=deadline_s)

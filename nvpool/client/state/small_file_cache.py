@@ -1,9 +1,10 @@
-"""Contents of small files, each read as a whole: one trip to a store whatever its reader does next, none for the next opens.
+"""Cache of the contents of small files, each read as a whole.
 
-Kept by inode and `change`, the number that grows when a writer anywhere has closed: bytes that were read under a number hold
-all that was closed before it was given. Handed out while a lease says that the number is still the newest, or for as long as
-bytes read ahead are; never of files that are being written here. Bounded in bytes; what was not used for longest goes first.
-Called by reader.
+A small file costs one request to a store whatever its reader does next, and none when it is opened again. The
+key is the inode and its `change` number, which grows when a writer anywhere closes the file: bytes read under
+a number include all writes that were closed before the service gave out that number. Contents are used while
+a lease proves that the number is the newest, or as long as read-ahead bytes would be; never for files that
+are being written here. Bounded in bytes, with least-recently-used eviction. Used by the reader.
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ from nvpool.core.clock import Clock
 from nvpool.core.units import KIB
 
 SMALL_BYTES = 64 * KIB
-"""The smallest chunk, so that a small file is one read. Its latency is less than twice that of 4 KiB."""
+"""The smallest chunk size, so that a small file is one read. Its latency is less than twice that of 4 KiB."""
 _ENTRY_BYTES = 300
 LIFE_S = 3.0
-"""Without a lease, for who keeps a file open. Close-to-open would allow more, people who follow a log would not."""
+"""Life of contents without a lease, for readers that keep a file open.
+
+Close-to-open consistency would allow longer, but people who follow a log would notice.
+"""
 
 
 class Contents:
+    """The contents of small files, by inode."""
+
     def __init__(self, bytes_max: int, leases: Leases, clock: Clock) -> None:
         self._bytes_max = bytes_max
         self._leases = leases
         self._clock = clock
-        self._kept: OrderedDict[int, tuple[int, bytes, float]] = OrderedDict()   # inode -> (change, content, when it was read)
+        # inode -> (change, content, time of the read)
+        self._kept: OrderedDict[int, tuple[int, bytes, float]] = OrderedDict()
         self._bytes = 0
         self.counters = {"small_hits": 0, "small_reads": 0}
 
@@ -44,7 +51,7 @@ class Contents:
         return kept[1]
 
     def put(self, inode: int, change: int, content: bytes, read_s: float) -> None:
-        """`read_s`: before it was asked for."""
+        """Cache the content. `read_s`: a time before the read was sent."""
         self.forget(inode)
         self._kept[inode] = change, content, read_s
         self._bytes += len(content) + _ENTRY_BYTES

@@ -1,5 +1,7 @@
-"""What the Vfs hands out and takes: callers, handles, marks. Known to fuse/ops/operations and sdk, which never look inside a
-handle."""
+"""Types of the Vfs interface: callers, handles, flags and sizes.
+
+Used by fuse/ops/operations and the SDK, which never look inside a handle.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,21 @@ from nvpool.client.read.reader import Ahead
 from nvpool.client.state.attr_cache import OpenInode
 
 NOW = "now"
-"""For atime_ns and mtime_ns of setattr: the service's clock."""
+"""A time of setattr (atime_ns, mtime_ns): the present time by the service's clock."""
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 XATTR_CREATE, XATTR_REPLACE, XATTR_KILL_SET_GID = 1, 2, 4
-"""Of setxattr. The third: setting an access control list takes set-gid from the mode."""
+"""Flags of setxattr. With the third, setting an access control list removes set-gid from the mode."""
 KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 1, 2, 16
-"""Modes of fallocate(2), see linux/falloc.h; the others are not supported."""
+"""Modes of fallocate(2), as in linux/falloc.h; the other modes are not supported."""
 
 
 class Caller(NamedTuple):
-    """On whose behalf: owner of what is made. Rights are checked by who calls the Vfs (the kernel, for a mount). `umask` counts
-    for what is made, unless the directory has a default access control list."""
+    """The user on whose behalf an operation runs; owns the files that the operation creates.
+
+    The front end checks permissions before it calls the Vfs (for a mount, the kernel does). `umask` applies
+    to created files, unless the directory has a default access control list.
+    """
 
     uid: int
     gid: int
@@ -29,15 +34,17 @@ class Caller(NamedTuple):
     umask: int = 0
 
     def masked(self, mode: int) -> int:
-        """The permission bits of `mode` that the umask takes."""
+        """The permission bits of `mode` that the umask removes."""
         return mode & self.umask & 0o777
 
 
 class StatFs(NamedTuple):
+    """The sizes that statfs(2) shows."""
+
     blocks_total: int
     blocks_free: int
     blocks_available: int
-    """Until the first chain is full."""
+    """Blocks that can be written until the first chain is full."""
     block_bytes: int
     files_total: int
     files_free: int
@@ -59,8 +66,8 @@ class FileHandle:
         self.append = bool(flags & os.O_APPEND) and self.writable
         self.ahead = Ahead()
         self.closed = False
-        self.number = 0  # by which a successor of this process knows it, where there may be one
-        self.told = file.written.met if file.written is not None else None  # of what could not be stored, the last
+        self.number = 0  # by which a successor process knows the handle; 0 without mount state
+        self.told = file.written.met if file.written is not None else None  # last write error reported here
 
     @property
     def attr(self):
@@ -68,11 +75,11 @@ class FileHandle:
 
     @property
     def size(self) -> int:
-        """As this client sees it now, own writes included."""
+        """The size as this client sees it now, own writes included."""
         return self.file.size
 
 
 class DirHandle(NamedTuple):
-    """A listing needs no state: its cursors say where to go on."""
+    """An open directory. A listing has no other state: its cursors say where to continue."""
 
     inode: int

@@ -1,6 +1,7 @@
-"""The file system as every front end sees it: POSIX operations on inode numbers, names as bytes, errors of core/errors.
+"""The POSIX operations of a client, on inode numbers and names.
 
-Guarantees close-to-open consistency between clients and, on one client, that every operation sees what those before it did.
-Called by fuse/ops/operations and sdk. It never checks who may do what (the kernel does, for a mount) and never retries: parts
-below do.
+Names are bytes; errors are those of core/errors. This package guarantees close-to-open consistency between
+clients. On one client every operation sees the effects of all earlier operations. Used by fuse/ops/operations
+and by the SDK. This package never checks permissions (for a mount the kernel does) and never retries: the
+packages below do.
 """

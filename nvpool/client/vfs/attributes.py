@@ -1,4 +1,4 @@
-"""Attributes, extended attributes, rights and the state of the whole pool."""
+"""Attributes, extended attributes, permissions, and the sizes of the pool and its volumes."""
 
 from __future__ import annotations
 
@@ -29,38 +29,46 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 
 STATFS_AGE_S = 1.0
 STATFS_SILENT_S = 1.0
-"""For the answer of a target whose last figures are known: `df` is asked every few seconds by whoever watches a node."""
+"""Wait for a target whose last figures are known: node monitoring calls `df` every few seconds."""
 STATFS_KEPT_S = 600.0
-"""For so long the last figures of a target that is silent stand for it. Later they would hide that it is gone."""
+"""How long the last figures of a silent target are used. Longer use would hide that the target is gone."""
 FULL_SHARE = 0.98
-"""Stores refuse to grow beyond this share of a drive (design: a reserve for removal, repair and the journals)."""
+"""Share of a drive beyond which stores refuse to grow.
+
+The rest is reserved for removal, repair and the journals.
+"""
 
 _MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _ATIME_NOW, _MTIME_NOW, _CTIME = 1, 2, 4, 8, 16, 32, 64, 128, 256
 _CHUNK, _REPLICAS, _WIDE = 512, 1024, 2048
 
 
 class Attributes(Core):
+    """The operations on attributes, permissions and sizes."""
+
     _statfs: tuple[StatFs, float] | None = None
 
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named)
-        self._space: dict[int, tuple[int, int, float]] = {}  # target -> capacity, free, when it said so
+        self._space: dict[int, tuple[int, int, float]] = {}  # target -> capacity, free, time of that status
 
     async def getattr(self, inode: int) -> Attr:
-        """What stat shows: own writes included, in size and time."""
+        """The attributes as stat shows them: size and time include this client's own writes."""
         await self._settle(inode)
         attr = self.cache.attr(inode, self.options.fresh_s)
         if attr is None and (file := self.cache.open.get(inode)) is not None:
-            await self._look(file)  # a kernel asks before it reads what is open
+            await self._look(file)  # for an open file a kernel calls this before it reads
             attr = file.attr
         return self._merged(attr if attr is not None else await self._fetch_attr(inode))
 
     async def setattr(self, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
                       size: int | None = None, atime_ns: int | str | None = None, mtime_ns: int | str | None = None,
                       ctime_ns: int | None = None, caller: Caller, handle: FileHandle | None = None) -> Attr:
-        """Change what is not None; NOW for a time is the service's, others are clamped to what can be kept. A new size cuts or
-        extends with zeros, own unstored writes behind it are forgotten, and on return no reader anywhere sees a byte that was
-        cut."""
+        """Change the attributes that are not None; return the new attributes.
+
+        NOW as a time means the service's clock; other times are clamped to the storable range. A new size
+        truncates the file or extends it with zeros; own unstored writes behind it are dropped. On return no
+        reader on any client sees a truncated byte.
+        """
         request = meta_pb2.SetAttrRequest(inode=inode)
         valid = 0
         if mode is not None:
@@ -99,11 +107,12 @@ class Attributes(Core):
             return self._merged(self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller)))
         request.rights = file.grant_rights
         if mtime_ns is not None:
-            await self._settle(inode)  # what is stamped by a later report would lie over the time that is set here
+            await self._settle(inode)  # a later report would overwrite the time that is set here
         if size is None:
             return self._merged(self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller)))
         if size > file.attr.size:
-            # others must not see the new end before they can read what lies before it; in a volume it is counted once
+            # Others must not see the new end before they can read the bytes before it; in a volume the bytes
+            # must be counted once.
             await self._settle(inode)
         self.reader.changed(file)
         await self.writer.begin_cut(file, size)
@@ -118,19 +127,22 @@ class Attributes(Core):
         return self._merged(attr)
 
     async def birth_ns(self, inode: int) -> int:
-        """When the inode was made; 0 where its record does not tell. It never changes."""
+        """Creation time of the inode; 0 if its record has none. The time never changes."""
         request = meta_pb2.GetAttrRequest(inode=inode, birth=True)
         return (await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)).attr.birth_ns
 
     async def spread(self, inode: int, caller: Caller) -> Attr:
-        """The directory, which must be empty, is wide from here on. DirectoryNotEmpty, NotADirectory."""
+        """Turn an empty directory into a striped directory. DirectoryNotEmpty, NotADirectory."""
         self.cache.forget_attr(inode)
         request = meta_pb2.SetAttrRequest(inode=inode, valid=_WIDE)
         return self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
 
     async def hand_down(self, inode: int, caller: Caller, *, replicas: int = 0, chunk_bytes: int = 0) -> Attr:
-        """What files and directories that are made in this directory from now on get, where not 0. What is there stays as it
-        is. InvalidRequest for what can not be, NotADirectory."""
+        """Set the replicas and chunk size for new files and directories in this directory.
+
+        0 leaves a value unchanged. Existing files stay as they are. InvalidRequest: impossible values.
+        NotADirectory.
+        """
         request = meta_pb2.SetAttrRequest(inode=inode, replicas=replicas, valid=(_REPLICAS if replicas else 0))
         if chunk_bytes:
             request.valid |= _CHUNK
@@ -139,8 +151,10 @@ class Attributes(Core):
         return self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
 
     async def access(self, inode: int, mask: int, caller: Caller) -> None:
-        """AccessDenied when the mode does not give `mask` (R_OK, W_OK, X_OK) to the caller. Knows one group of the caller;
-        a mount leaves this to the kernel."""
+        """Raise AccessDenied unless the mode gives `mask` (R_OK, W_OK, X_OK) to the caller.
+
+        Considers one group of the caller only; for a mount the kernel checks permissions instead.
+        """
         attr = await self.getattr(inode)
         if self.squashes_root and caller.uid == 0:
             caller = Caller(NOBODY, caller.gid or NOBODY)
@@ -155,7 +169,7 @@ class Attributes(Core):
     # -- extended attributes -------------------------------------------------------------------------------------------
 
     async def _has_none(self, inode: int) -> bool:
-        """Whether the inode is known to have no extended attributes: the kernel asks for one at every write."""
+        """Whether the inode surely has no extended attributes; a kernel asks at every write."""
         attr = self.cache.attr(inode, self.options.attr_s)
         return attr is not None and not attr.flags & XATTR_FLAG
 
@@ -190,8 +204,10 @@ class Attributes(Core):
     # -- the pool ------------------------------------------------------------------------------------------------------
 
     async def statfs(self, inode: int = ROOT_INODE) -> StatFs:
-        """Sizes of the volume that the inode is in, where that has quotas; what it has none for is the pool's. Else as
-        `statfs_of_pool`."""
+        """Sizes for statfs(2): quotas of the inode's volume, and for the rest the pool's sizes.
+
+        See `statfs_of_pool`.
+        """
         pool = await self.statfs_of_pool()
         volume = 0 if inode == ROOT_INODE else await self._volume_of(inode)
         if not volume:
@@ -207,16 +223,19 @@ class Attributes(Core):
         return pool
 
     async def _volume_of(self, inode: int) -> int:
-        """0 for what is in none. A listing does not tell it."""
+        """The volume of the inode, 0 for none. Attributes from a listing lack it and are fetched again."""
         attr = self.cache.attr(inode, self.options.attr_s)
         if attr is None or not attr.volume:
             attr = await self._fetch_attr(inode)
         return attr.volume
 
     async def statfs_of_pool(self) -> StatFs:
-        """Sizes of the pool, at most a second old; of a target that is silent those that it last told, for STATFS_KEPT_S.
-        Unavailable where there are none: half of a pool is no pool that is full. But who holds nothing of it at the
-        moment has no room."""
+        """Sizes of the pool, at most STATFS_AGE_S (a second) old.
+
+        A silent target counts with its last figures, for STATFS_KEPT_S. Unavailable: a target with data has
+        no such figures; the rest of the pool alone would look like a full pool. A target that holds no data
+        at the moment counts as having no free space instead.
+        """
         now_s = self.clock.boottime_s()
         if self._statfs is not None and self._statfs[1] > now_s:
             return self._statfs[0]
@@ -228,7 +247,7 @@ class Attributes(Core):
         told = {target.id: space for target, space in zip(targets, spaces, strict=True)}
         capacity = {target: space[0] for target, space in told.items()}
         free = {target: space[1] for target, space in told.items()}
-        # chunks spread evenly over the chains, so the pool is full when its first target is
+        # chunks spread evenly over the chains, so the pool is full when its first target is full
         replicas = max(1, pool_map.settings.replicas)
         available = min((free.get(t, 0) * CHAINS_PER_TABLE // count for t, count in chains.items()), default=0)
         available = min(available, sum(free.values()) // replicas)
@@ -240,7 +259,7 @@ class Attributes(Core):
         return found
 
     async def _space_of(self, target: Target, holds: bool) -> tuple[int, int, float]:
-        """`holds`: whether chunks of the pool are there."""
+        """(capacity, free bytes, time) of a target. `holds`: whether the target has chunks of the pool."""
         now_s = self.clock.boottime_s()
         known = self._space.get(target.id)
         if known is not None and known[2] + STATFS_KEPT_S < now_s:

@@ -1,9 +1,9 @@
-"""Many files at once: their paths walked, looked up, opened and read whole, in one message for each shard and level of
-directories and one for each target.
+"""Operations on many files at once: walk, look up, open and read whole files.
 
-A question about many names (LOOKUP_MANY) goes to each shard once, whatever directories the names are in; answers are believed
-as those of single look-ups. What one name's answer asks for (another shard's inode, a moved partition, a refusal that says
-more) is done for that name alone, the way of every look-up (Names). Used by the SDK.
+Requests are batched: one message for each shard and directory level, and one for each target. A bulk look-up
+(LOOKUP_MANY) goes to each shard once, whatever directories the names are in; its results are cached like
+those of single look-ups. If the result of one name needs more (an inode of another shard, a moved partition,
+a refusal with details), that name alone takes the path of a single look-up (Names). Used by the SDK.
 """
 
 from __future__ import annotations
@@ -28,28 +28,34 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 NAMES_MAX = 1000
-"""In one message."""
+"""Names in one message."""
 _AT_ONCE = 64
-"""Of what is done for each by itself."""
+"""Concurrent operations where each name needs its own."""
 _ELSEWHERE_MAX = 65536
 _spares = Spares()
 
 Place = tuple[int, bytes]
-"""A name: its directory and itself."""
+"""A name: the inode of its directory, and the name itself."""
 
 
 class Many(Files):
+    """The operations on many files at once."""
+
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
-        # what names stood for whose inodes are another shard's, inode -> mode, and those of which no more is known
+        # names with inodes of another shard: inode -> mode; and such inodes without attributes and leases so
+        # far
         self._elsewhere: dict[int, int] = {}
         self._unlent: dict[int, None] = {}
 
     # -- walking ---------------------------------------------------------------------------------------------------------
 
     async def walk_many(self, places: Sequence[Place]) -> list[tuple[int, int] | NvpoolError]:
-        """As `walk` of each: inode and mode, of which only the type is to be relied on, or the error of its look-up. Those that
-        are not known are asked for together. `open_many` is expected to follow."""
+        """As `walk` for each name; return (inode, mode) or the error of its look-up.
+
+        Only the file type in `mode` is reliable. Unknown names are looked up in bulk. A call of `open_many`
+        usually follows.
+        """
         found: list = [None] * len(places)
         asked = []
         for number, (parent, name) in enumerate(places):
@@ -113,13 +119,18 @@ class Many(Files):
         return attr
 
     async def _learn_unlent(self) -> None:
-        """Have attributes of and leases on directories that other shards have than their names: the next walk asks for less."""
+        """Fetch attributes and leases of directories on other shards than their names.
+
+        The next walk then needs fewer requests.
+        """
         unlent, self._unlent = self._unlent, {}
         await self._learn_attrs(unlent, 0)
 
     async def _learn_attrs(self, inodes: Iterable[int], rights: int) -> None:
-        """Have attributes, leases and rights of inodes that other shards have than their names, with one question to each.
-        Fails quietly: who needs one of them asks again."""
+        """Fetch attributes, leases and rights of inodes on other shards than their names.
+
+        Sends one request per shard. Errors are ignored: an operation that needs an inode asks again.
+        """
         asked: dict[int, list[int]] = {}
         for inode in dict.fromkeys(inodes):
             asked.setdefault(self.meta.shard_of(inode), []).append(inode)
@@ -142,18 +153,21 @@ class Many(Files):
                 if listed.is_promised(at):
                     self.leases.take(inode, reply.lease_ms, sent_s, grants[at] if grants else b"")
 
-    # -- many names, one question ------------------------------------------------------------------------------------------
+    # -- bulk look-up --------------------------------------------------------------------------------------------------
 
     async def _ask_names(self, numbers: Iterable[int], places: Sequence[Place]
                          ) -> dict[int, tuple[meta_pb2.Entry | NvpoolError | None, float]]:
-        """For each number the answer for its place, and when it was asked for: an error; None where it is to be asked alone,
-        which does what the answer asks for."""
+        """Look up each number's place in bulk. Return (result, time of the request) for each number.
+
+        A result is an entry, an error, or None: then the caller looks up this name alone, which handles
+        everything that the reply asks for.
+        """
         told: dict[int, tuple[meta_pb2.Entry | NvpoolError | None, float]] = {}
         left = list(numbers)
         for _ in range(2):
             asked: dict[int, list[tuple[int, int, bool]]] = {}
             for number in left:
-                # what nobody knows to be wide is asked for at the directory's own shard, which says so
+                # a directory that is not known to be striped: its own shard says if it is
                 place, spread = self._place_now(*places[number]) or (places[number][0], False)
                 asked.setdefault(self.meta.shard_of(place), []).append((number, place, spread))
             await _all([self._ask_some(some[first:first + NAMES_MAX], places, told)
@@ -167,7 +181,7 @@ class Many(Files):
         return told
 
     async def _ask_some(self, some: list[tuple[int, int, bool]], places: Sequence[Place], told: dict) -> None:
-        """Of one shard. `some`: numbers with what `_place` says of them."""
+        """Send one bulk look-up to one shard. `some`: numbers with the result of `_place_now`."""
         order: dict[tuple[int, bool], list[int]] = {}
         for number, _, spread in some:
             order.setdefault((places[number][0], spread), []).append(number)
@@ -196,7 +210,7 @@ class Many(Files):
                     told[number] = None if one.error else one.entry, sent_s
 
     async def _met_s(self, place: int) -> float:
-        """Now, when there is a session at the shard: what is sent before begins no lease."""
+        """The current time, after a session at the shard exists: earlier requests bring no lease."""
         if self.meta.session_of(place):
             return self.clock.boottime_s()
         try:
@@ -204,14 +218,17 @@ class Many(Files):
         except DeadlineExceeded:
             raise
         except NvpoolError:
-            pass  # who asks does what it asks for
+            pass  # the caller's own request handles the error
         return self.clock.boottime_s()
 
     # -- opening and reading -------------------------------------------------------------------------------------------------
 
     async def open_many(self, places: Sequence[Place], caller: Caller) -> list[FileHandle | Attr | NvpoolError]:
-        """Open for reading what these (directory, name) stand for now. For each a handle, which is the caller's to release;
-        attributes where it is no regular file; or the error of its look-up. What there are leases on is not asked for."""
+        """Open the named files for reading; the names are current.
+
+        The result for each (directory, name) is a handle, which the caller releases; attributes if it is not
+        a regular file; or the error of its look-up. Names and inodes under a lease need no request.
+        """
         found: list = []
         asked = []
         for number, (parent, name) in enumerate(places):
@@ -227,7 +244,7 @@ class Many(Files):
         try:
             works = [self._learn_unlent()] if self._unlent else []
             await _all([*works, self._look_up_many(asked, places, found)])
-            # without a lease each is opened by a message of its own: what is being changed
+            # files without a lease, because they are being changed: each is opened by its own message
             others = [number for number, one in enumerate(found) if isinstance(one, Attr) and stat.S_ISREG(one.mode)]
             await _some(others, lambda number: self._open_one(number, found, caller))
         except BaseException:
@@ -261,7 +278,7 @@ class Many(Files):
 
     async def _look_up_one(self, number: int, places: Sequence[Place], found: list) -> None:
         try:
-            attr = await self._look_up(*places[number])  # which does what the error asks for
+            attr = await self._look_up(*places[number])  # handles the error
         except NvpoolError as error:
             found[number] = error
         else:
@@ -279,7 +296,7 @@ class Many(Files):
         number, inode, sent_s = one
         try:
             attr = await self._fetch_attr(inode, READ)
-        except NotFound:  # the name has gone since, or stands for something else
+        except NotFound:  # the name was removed since, or stands for another inode
             await self._look_up_one(number, places, found)
         except NvpoolError as error:
             found[number] = error
@@ -294,8 +311,11 @@ class Many(Files):
             found[number] = error
 
     async def read_whole(self, handles: Sequence[FileHandle]) -> list[memoryview]:
-        """All bytes of each file, as long as it is now. One message for each target; see ChunkClient.read for errors. The
-        buffers are the caller's to look at: some may be parts of the same memory."""
+        """Read all bytes of each file, at its current size; one message per target.
+
+        The caller may read the buffers but not write to them: some may share memory. Errors as
+        ChunkClient.read.
+        """
         found: list[memoryview] = []
         sizes = [handle.file.size for handle in handles]
         asked = []
@@ -304,7 +324,7 @@ class Many(Files):
             found.append(memoryview(content or b""))
             if content is None and sizes[number]:
                 asked.append((self.reader.target_of(handle.file), number))
-        asked.sort()  # those of one target lie beside one another: they are received where they belong
+        asked.sort()  # ranges of one target become adjacent, so they are received directly into their place
         spans = [sizes[number] + 4095 & -4096 for _, number in asked]
         if not asked:
             return found
@@ -322,13 +342,13 @@ class Many(Files):
 
 
 async def _all(works: list) -> None:
-    """All to their ends; then the first error."""
+    """Await all coroutines to their ends; then raise the first error."""
     for error in await asyncio.gather(*works, return_exceptions=True):
         if error is not None:
             raise error
 
 
 async def _some(numbers: Sequence, work) -> None:
-    """`work` of each, _AT_ONCE of them at a time."""
+    """Await `work` of each number, _AT_ONCE at a time."""
     for first in range(0, len(numbers), _AT_ONCE):
         await _all([work(number) for number in numbers[first:first + _AT_ONCE]])

@@ -1,4 +1,8 @@
-"""What all groups of the Vfs' operations stand on: the parts of the client, and how they are tied together."""
+"""Base class of all Vfs operations: makes the client's parts and connects them.
+
+`Core` owns the parts, the attributes and grants (access tokens) of open inodes, and the background work. The
+other modules of this package add the operations.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +38,17 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 from nvpool.shm.mount_state import KeptMemory
 
 PARTS_TRIES_MAX = 8
-"""Of asking for a directory whose attributes change all the time, and for its parts: then they are taken as they are."""
+"""Attempts to read a striped directory's attributes and stripes consistently.
+
+After these attempts the last values are used. More than one attempt is needed when the attributes change all
+the time.
+"""
 SILENT_S = 1.0
-"""For an answer about a file that is open and can be read without one."""
+"""Wait for the attributes of an open file before a read goes on with the cached attributes."""
 
 
 class Core:
-    """Makes the parts and owns them. `run_once` is called about once a second."""
+    """The parts of a client and their owner. The session calls `run_once` every half second."""
 
     def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
                  kept: KeptMemory | None = None, squashes_root: bool = False):
@@ -51,7 +59,11 @@ class Core:
         self.meta = MetaClient(view, dialer, options, clock, name=name, kept=kept)
         self.leases = self.meta.leases
         self.squashes_root = squashes_root
-        """Root of this machine counts as nobody. What it may open the service alone knows, which is asked each time."""
+        """Whether root of this machine counts as nobody.
+
+        Only the service knows what such a root may open, so the client sends each of its opens to the
+        service.
+        """
         self.cache = Cache(options, clock, self.leases)
         self.meta.ended = self._leases_ended
         self.meta.told = self._opens_told
@@ -74,17 +86,30 @@ class Core:
         self.meta.on_restart = self._shard_restarted
         self._renewals: set[asyncio.Task] = set()
         self.on_lost: Callable[[int], None] = lambda inode: None
-        """Set by who keeps bytes of files beyond a call: of this inode he must not show any more. Must not wait."""
+        """Called when the locks on an open inode are lost. Must not wait.
+
+        Set by a front end that caches file bytes beyond a call: the front end must not show cached bytes of
+        this inode any more.
+        """
         self.on_recall: Callable[[list[int]], Awaitable[None]] = _nothing
-        """Set by who keeps what he was told beyond a call: others change these inodes when it returns. It has to, soon."""
+        """Called with inodes whose leases have ended because other clients are about to change them.
+
+        Set by a front end that caches attributes or names beyond a call. The other clients make their changes
+        when this callback returns, so the callback must return soon.
+        """
         self.on_reported: Callable[[int, int], None] = lambda inode, change: None
-        """Set by the same: our writes, as we have just told the service, have brought the inode to this change number. Others
-        have changed it too if it has grown by more than one."""
+        """Called with an inode and its change number after the client has reported its own writes.
+
+        Set by the same front end. If the change number has grown by more than one, other clients have changed
+        the inode too.
+        """
 
     @property
     def on_unleased(self) -> Callable[[], None]:
-        """Set by who keeps what he was told beyond a call: nothing is promised any more of what a shard has lent, and nobody
-        was told of each inode. Must not wait."""
+        """Called when a shard's leases end all together, without a recall for each inode. Must not wait.
+
+        Set by a front end that caches attributes or names beyond a call.
+        """
         return self.leases.on_end_all
 
     @on_unleased.setter
@@ -100,7 +125,10 @@ class Core:
         return self.chunks.short
 
     def hold_reads(self) -> None:
-        """Reads that begin before `send_reads`, in the same turn of the loop, travel together: one message per target."""
+        """Batch the reads that begin before `send_reads`: one message per target.
+
+        The caller calls both in the same event-loop iteration.
+        """
         self.chunks.hold()
 
     def send_reads(self) -> None:
@@ -114,12 +142,16 @@ class Core:
     # -- attributes and grants of open inodes --------------------------------------------------------------------------
 
     async def _refresh(self, file: OpenInode, rights: int) -> None:
-        """New attributes of an open inode, and a grant with `rights` besides those it has, or with `rights` alone where some of
-        those were taken back. One question at a time. LockLost, AccessDenied."""
+        """Fetch new attributes and a grant for an open inode.
+
+        On return the grant has `rights` besides those it had before, or `rights` alone if some of the earlier
+        rights were revoked. One request at a time is in flight for a file. LockLost, AccessDenied.
+        """
         wanted, rights = rights, rights | file.grant_rights
         if file.renewal is None or file.renewal.done():
             file.renewal = asyncio.create_task(self._ask_attr(file, rights))
-            file.renewal.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it meets it
+            # the waiting caller gets the error from the await below
+            file.renewal.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.shield(file.renewal)
         except AccessDenied:
@@ -129,9 +161,12 @@ class Core:
             await self._ask_attr(file, rights)
 
     async def _look(self, file: OpenInode, rights: int = 0) -> None:
-        """New attributes of an open inode for who only looks. Where the service is silent, those that are known do after
-        SILENT_S, and at once while a question is out for longer; so a file that is open can be read as long as its grant
-        lasts. Fails as MetaClient.ask does without such a grant."""
+        """Fetch new attributes of an open inode for a read.
+
+        If the service does not answer within SILENT_S, the cached attributes are used; while an earlier
+        request is unanswered for longer than that, they are used immediately. So an open file stays readable
+        as long as its grant is valid. Without a valid grant this raises what MetaClient.ask raises.
+        """
         now_s = self.clock.boottime_s()
         asked = file.looking
         if asked is None or asked.done() or file.looking_s + SILENT_S > now_s:
@@ -148,13 +183,13 @@ class Core:
             if not self._may_read(file):
                 raise
         except AccessDenied:
-            file.give_up_grant()  # perhaps only the right to write was taken back
+            file.give_up_grant()  # perhaps only the write right was revoked
             await self._ask_attr(file, rights)
 
     def _looked(self, task: asyncio.Task) -> None:
         self._renewals.discard(task)
         if not task.cancelled():
-            task.exception()  # who waited long enough has met it
+            task.exception()  # retrieved here: a caller that waited long enough has already raised it
 
     def _may_read(self, file: OpenInode) -> bool:
         return bool(file.grant) and grants.read(file.grant).ends_ms > self.clock.wall_ns() // 1_000_000
@@ -166,12 +201,14 @@ class Core:
         sent_s = self.clock.boottime_s()
         entry = await self.meta.ask(file.inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
         if file.lost:
-            raise LockLost()  # the question found out: a grant of the new session must not carry what was written in the old
+            # The request found that the session was lost. Bytes written in the old session must not be sent
+            # under a grant of the new session.
+            raise LockLost()
         self._take(entry, file)
         self._leased(entry, sent_s)
 
     def _leased(self, entry, sent_s: float) -> Lease | None:
-        """The lease of an answer to a request that was sent then, if it has one."""
+        """Record the lease in a reply, if the reply has one. `sent_s`: when the request was sent."""
         if not entry.lease_ms:
             return None
         return self.leases.take(entry.attr.inode, entry.lease_ms, sent_s, entry.grant if allows(entry.grant, READ) else b"")
@@ -187,7 +224,10 @@ class Core:
         await self.on_recall(inodes)
 
     def lease_until_s(self, inode: int) -> float:
-        """On the clock's boottime_s: until when we are told before others change the inode; 0: we are not."""
+        """When the client's lease on the inode ends (boottime_s of the clock); 0 without a lease.
+
+        Until then the service notifies this client before another client changes the inode.
+        """
         lease = self.leases.held(inode)
         return lease.until_s if lease is not None else 0.0
 
@@ -195,28 +235,32 @@ class Core:
         return inode in self.cache.open
 
     def size_here(self, inode: int) -> int | None:
-        """Of a file that is open here, as it is known; None: it is not open."""
+        """The known size of a file that is open on this client. None if the file is not open."""
         file = self.cache.open.get(inode)
         return None if file is None else file.size
 
     def _opens_told(self, inodes: list[int]) -> None:
         for inode in inodes:
             file = self.cache.open.get(inode)
-            # longer without a lease it may have been told too late: then who reads next asks
+            # Without a lease the shard may have registered the open too late; the next reader must
+            # revalidate.
             if file is not None and self.leases.keeps_bytes(inode):
                 file.untold = False
 
     async def _confirm(self, file: OpenInode) -> None:
-        """Bytes were read by an open that the service may not know of, and no lease holds any more: if the inode is still there
-        when it does know, they were the file's. NotFound: they may be those of a hole."""
+        """Validate bytes that were read through an open which the service may not know.
+
+        Called when no lease covers the bytes any more. Report the open, then ask for the inode: if the inode
+        still exists, the bytes were the file's. NotFound: the bytes may be those of a hole.
+        """
         await self.meta.tell_opened(file.inode)
         await self._ask_attr(file, READ)
         file.untold = False
 
     def _take(self, entry, file: OpenInode | None = None) -> Attr:
-        """Believe an answer: attributes, and the grant where the inode is open."""
+        """Store the attributes of a reply in the cache, and its grant if the inode is open."""
         attr = entry.attr
-        if attr.flags & DIVIDED_FLAG:  # it is not the whole
+        if attr.flags & DIVIDED_FLAG:  # these attributes lack the stripes' share
             self.cache.grow_old(attr.inode)
             return attr
         self.cache.put_attr(attr)
@@ -255,15 +299,17 @@ class Core:
             self.cache.forget_attr(file.inode)
 
     async def _settle(self, inode: int) -> None:
-        """Let the service know of our writes to the inode before somebody looks: the time of a write is its to give, and must
-        not change again when the file is closed."""
+        """Report this client's writes to the inode before its attributes are read.
+
+        The service sets the time of a write, and that time must not change again when the file is closed.
+        """
         file = self.cache.open.get(inode)
         if file is not None and file.written is not None and file.written.unsettled:
             await self.writer.store(file)
             await self.writer.settle(file)
 
     def _merged(self, attr: Attr) -> Attr:
-        """`attr` as an application on this client has to see it: with what it wrote. Not to be changed by the caller."""
+        """`attr` with this client's unreported writes added. The caller must not modify the result."""
         file = self.cache.open.get(attr.inode)
         if file is None or file.written is None or file.written.end <= attr.size:
             return attr
@@ -284,8 +330,11 @@ class Core:
         return attr
 
     async def _with_parts(self, entry, request: meta_pb2.GetAttrRequest, sent_s: float) -> Attr:
-        """The attributes of a wide directory of which shards have parts (meta.proto): what all of them say, of a time in which
-        its own record did not change, since what changes that takes the parts into it."""
+        """Attributes of a striped directory, summed over its stripes on all shards (meta.proto).
+
+        The sum is of a time in which the directory's own record did not change: every change of that record
+        takes the stripes into it.
+        """
         inode = request.inode
         for _ in range(PARTS_TRIES_MAX):
             replies = await self.ask_all(wire_pb2.META_PARTS, meta_pb2.PartsReply,
@@ -298,7 +347,8 @@ class Core:
                 break
         attr = entry.attr
         parts = [part for reply in replies for part in reply.parts]
-        attr.size = max(0, attr.size + sum(part.entries for part in parts))  # one alone may take away more than there is so far
+        # a single stripe may have removed more entries than are counted so far
+        attr.size = max(0, attr.size + sum(part.entries for part in parts))
         attr.links = max(2, attr.links + sum(part.subdirectories for part in parts))
         for part in parts:
             attr.mtime_ns = max(attr.mtime_ns, part.mtime_ns)
@@ -306,12 +356,12 @@ class Core:
             attr.change += part.change
         attr.flags &= ~DIVIDED_FLAG
         self._take(entry)
-        if not self.leases.is_news(inode, sent_s):  # we have changed it since
+        if not self.leases.is_news(inode, sent_s):  # this client has changed the directory since the request
             self.cache.grow_old(inode)
         return attr
 
     async def ask_all(self, method: int, reply_type, make_request: Callable[[], object]) -> list:
-        """The answers of all shards; of one that has left the pool meanwhile there is none."""
+        """The replies of all shards, without those of shards that have left the pool meanwhile."""
         async def ask(shard: int):
             try:
                 return await self.meta.ask_shard(shard, method, make_request(), reply_type)
@@ -324,7 +374,7 @@ class Core:
         return [reply for reply in replies if reply is not None]
 
     async def _growing(self, file: OpenInode, change: Callable[[], Awaitable]):
-        """The answer to a change that may make an open file longer; see Rooms.repeat."""
+        """Await `change`, which may make an open file longer; see Rooms.repeat for retries with quotas."""
         if not file.volume:
             return await change()
         return await self.rooms.repeat(file, file.volume, change, lambda: self.writer.settle(file))
@@ -335,7 +385,7 @@ class Core:
     # -- background ----------------------------------------------------------------------------------------------------
 
     async def run_once(self) -> None:
-        """Send and report what has waited long enough; renew grants in use that are past half their life."""
+        """Send and report data that has waited long enough. Renew used grants past half their life."""
         await self.writer.run_once()
         self.chunks.short.run_once()
         self.rooms.run_once()
@@ -353,21 +403,21 @@ class Core:
         try:
             await self._refresh(file, file.grant_rights)
         except Exception as error:
-            # who uses the file next meets it and reports it
+            # the next user of the file gets the error
             if not isinstance(error, NotFound):
                 file.grant_used = True
 
     async def close(self, deadline_s: float) -> None:
-        """Store and report what was written, give the session back, stop; all by `deadline_s`."""
+        """Store and report all written data, end the session and stop the parts, all by `deadline_s`."""
         sent = await self.writer.close(deadline_s)
         self.rooms.close()
         for task in list(self._renewals):
             task.cancel()
         self.paths.close()
         await self.chunks.close()
-        # What is on its way may yet arrive: then our locks must not be given on before our grants have ended.
+        # Bytes in flight may still arrive at stores: so locks must not pass on before our grants end.
         await self.meta.close(min(deadline_s, self.clock.boottime_s() + 2.0), say_so=sent)
 
 
 async def _nothing(inodes: list[int]) -> None:
-    """Nothing is kept."""
+    """Default recall callback: nothing is cached, so there is nothing to drop."""

@@ -1,4 +1,4 @@
-"""Ranges of open files: holes, places in them, and copies that the stores make by themselves."""
+"""Ranges of open files: fallocate, holes, lseek, and copies made by the stores."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ from nvpool.poolmap.layout import check_range
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 COPY_BYTES_MAX = 64 * MIB
-"""Copied by one call: a tenth of a second, after which who asked may do something else."""
+"""Bytes copied by one call, in a tenth of a second. Then the calling program may do something else."""
 _COPIES_AT_ONCE = 8
 _PIECE_BYTES = 4 * MIB
-"""Copied by a store in one go, in which it does nothing else for some milliseconds."""
+"""Bytes copied by a store in one request. Meanwhile the store does nothing else for some milliseconds."""
 EXTENTS_S = 1.0
-"""For so long what was told of a file's extents is believed, while nothing is known to have changed: who looks for holes asks
-for one place after the other."""
+"""How long extents of a file are cached while no change is known.
+
+A program that looks for holes asks for one place after the other.
+"""
 _EXTENTS_KEPT = 16
 
 
@@ -46,7 +48,7 @@ class _Seen(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Of a copy: from, to, length, and whether the store of both can do it."""
+    """A part of a copy: offsets, length, and whether one store can copy it by itself."""
 
     source: int
     target: int
@@ -55,17 +57,21 @@ class _Piece(NamedTuple):
 
 
 class Ranges(Files, Attributes):
+    """The operations on ranges of open files."""
+
     _extents_seen: dict[int, _Seen] | None = None
 
     # -- fallocate -----------------------------------------------------------------------------------------------------
 
     async def fallocate(self, handle: FileHandle, offset: int, length: int, mode: int) -> None:
-        """fallocate(2). PUNCH_HOLE (with KEEP_SIZE) and ZERO_RANGE make a hole of [offset, offset + length): on return no
-        reader anywhere sees its bytes, and no loss of power brings them back. ZERO_RANGE and mode 0 let the file end at offset
-        + length at least, unless KEEP_SIZE is given.
+        """Allocate or punch a range of the file, as fallocate(2).
 
-        Blocks are never set aside, since every write goes to new ones: without a hole to make, NoSpace says that there is no
-        room now, and nothing else is done than the size. NotSupported for other modes (collapse, insert, unshare).
+        PUNCH_HOLE (with KEEP_SIZE) and ZERO_RANGE make a hole of [offset, offset + length): on return no
+        reader on any client sees the old bytes, and no power loss brings them back. ZERO_RANGE and mode 0
+        extend the file to at least offset + length, unless KEEP_SIZE is given.
+
+        Blocks are never reserved, since every write goes to new blocks. So mode 0 only checks that there is
+        space now (else NoSpace) and sets the size. NotSupported: other modes (collapse, insert, unshare).
         """
         if not handle.writable or handle.closed:
             raise BadHandle("the handle is not open for writing")
@@ -83,11 +89,12 @@ class Ranges(Files, Attributes):
             if not grow or offset + length <= file.size:
                 return
         if file.volume and grow:
-            await self._settle(file.inode)  # what it takes of the volume is to be counted once
+            await self._settle(file.inode)  # the volume must count the bytes once
         request = meta_pb2.AllocateRequest(inode=file.inode, offset=offset, length=length, punch=hole, grow=grow,
                                            rights=file.grant_rights)
         if hole:
-            # Stored first and not dropped: were the hole refused, they would be missing.
+            # Written data is stored first, not dropped: if the service refuses the hole, the data must be
+            # there.
             await self.writer.store(file)
             _check_locks(file)
             self.reader.changed(file)
@@ -99,10 +106,10 @@ class Ranges(Files, Attributes):
             if hole:
                 self.writer.end_cut(file)
                 self.reader.changed(file)
-                self.cache.forget_attr(file.inode)  # how many blocks went is known only now
+                self.cache.forget_attr(file.inode)  # the number of freed blocks is known only now
 
     async def _check_room(self, file: OpenInode, offset: int, length: int) -> None:
-        """NoSpace where what is a hole in the range does not fit into what is free."""
+        """Raise NoSpace if the holes in the range do not fit into the free space."""
         def room() -> bool:
             return length <= space.blocks_available * space.block_bytes
         space = await self.statfs_of_pool()
@@ -125,8 +132,11 @@ class Ranges(Files, Attributes):
     # -- lseek ---------------------------------------------------------------------------------------------------------
 
     async def seek(self, handle: FileHandle, offset: int, whence: int) -> int:
-        """The first place at or behind `offset` where there is data (os.SEEK_DATA) or a hole (os.SEEK_HOLE): a block of 4 KiB
-        is either; behind the end there is a hole. BeyondData where there is no such place, or `offset` is not in the file."""
+        """The first offset at or behind `offset` with data (os.SEEK_DATA) or a hole (os.SEEK_HOLE).
+
+        The unit is a block of 4 KiB; there is a hole behind the end of the file. BeyondData: there is no such
+        place, or `offset` is outside the file.
+        """
         if handle.closed:
             raise BadHandle("the handle is closed")
         if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
@@ -163,7 +173,10 @@ class Ranges(Files, Attributes):
         return size
 
     async def _extents(self, file: OpenInode, place: int, size: int) -> Extents:
-        """Extents around `place`, which is in the file. Its writes are settled, or concurrent with this call."""
+        """Extents around `place`, which is in the file.
+
+        The caller has settled the file's writes; other writes are concurrent with this call.
+        """
         if self._extents_seen is None:
             self._extents_seen = {}
         now_s = self.clock.boottime_s()
@@ -184,13 +197,15 @@ class Ranges(Files, Attributes):
     # -- copy_file_range -----------------------------------------------------------------------------------------------
 
     async def copy_range(self, source: FileHandle, offset: int, target: FileHandle, to: int, length: int) -> int:
-        """Make `length` bytes of `source` from `offset` part of `target` from `to`; returns how many: fewer at the end of the
-        source, where more than COPY_BYTES_MAX are asked for, or where the rest met an error; 0 behind the end.
+        """Copy `length` bytes from `offset` of `source` to `to` of `target`; return the bytes copied.
 
-        Whole blocks of chunks that lie on one target are copied there, with the checksums of their writer, and do not come
-        here; all else is read and written, which is told of errors later, as a write is. Holes stay holes where `target` ended
-        before. What was written to both files on this client before is part of it. InvalidRequest where the ranges overlap in
-        one file.
+        The result is smaller at the end of the source, above COPY_BYTES_MAX, or if the rest met an error; 0
+        if `offset` is behind the end of the source.
+
+        The store copies whole blocks of chunks that lie on one target, with the checksums of their writer;
+        these bytes do not travel to the client. All other bytes are read and written, and their errors are
+        reported later, as those of a write. Holes stay holes behind the old end of `target`. Earlier writes
+        of this client to both files are included. InvalidRequest: the ranges overlap in one file.
         """
         if not source.readable or source.closed or not target.writable or target.append or target.closed:
             raise BadHandle("the handles are not open for reading and for writing at a place")
@@ -201,7 +216,8 @@ class Ranges(Files, Attributes):
             _check_locks(one)
             await self.writer.store(one)
         if origin.written is not None and origin.written.error is not None:
-            raise origin.written.error  # what is to be copied is not there; its own descriptor is told as well
+            # the bytes to copy do not exist; the source's own descriptor reports it too
+            raise origin.written.error
         self.writer.raise_error(file)
         length = await self._up_to_end(origin, offset, min(length, COPY_BYTES_MAX))
         if length <= 0:
@@ -221,7 +237,7 @@ class Ranges(Files, Attributes):
             self.reader.changed(file)
 
     def _pieces(self, origin: OpenInode, offset: int, file: OpenInode, to: int, length: int) -> list[_Piece]:
-        """The copy, divided at the borders of chunks and into what stores can do and what not."""
+        """Split the copy at chunk borders, and by whether a store can copy the part."""
         pieces = []
         aligned = (offset - to) % BLOCK_BYTES == 0
         at = 0
@@ -243,7 +259,7 @@ class Ranges(Files, Attributes):
         return pieces
 
     async def _runs(self, origin: OpenInode, place: int, end: int) -> list[tuple[int, int]]:
-        """What is no hole between the two places."""
+        """The ranges between the two offsets that are not holes."""
         runs: list[tuple[int, int]] = []
         while place < end:
             seen = await self._extents(origin, place, end)
@@ -253,15 +269,17 @@ class Ranges(Files, Attributes):
 
     async def _copy_all(self, origin: OpenInode, file: OpenInode, pieces: list[_Piece], runs: list[tuple[int, int]],
                         end: int) -> int:
-        """Copy the pieces, of which only `runs` are no holes, to `file`, which has ended at `end`; returns how many bytes from
-        the beginning are done."""
+        """Copy the pieces to `file`, whose size was `end`. Return how many bytes from the start are complete.
+
+        Only `runs` of the source are not holes.
+        """
         gate = asyncio.Semaphore(_COPIES_AT_ONCE)
 
         async def one(piece: _Piece) -> None:
             async with gate:
                 first, last = piece.source, piece.source + piece.length
                 border = min(max(first, first + end - piece.target), last)
-                # In front of the border there may be bytes that a hole has to replace.
+                # Before the border `file` may have bytes, which a hole of the source must overwrite.
                 there = ([(first, border)] if first < border else []) + _within(runs, border, last)
                 if there and piece.by_store and await self._copy_by_store(origin, file, piece):
                     return
@@ -288,8 +306,11 @@ class Ranges(Files, Attributes):
         return done
 
     async def _copy_by_store(self, origin: OpenInode, file: OpenInode, piece: _Piece) -> bool:
-        """False where the store has no good bytes to copy, so that a reader may find them elsewhere, or tells whose they were;
-        and where others hold them too by now."""
+        """Copy one piece at the store; return whether the store copied it.
+
+        False: the store has no good bytes to copy, or the data has moved to other targets. The caller then
+        reads the bytes, which finds another replica or reports the damage.
+        """
         deadline_s = self.clock.boottime_s() + self.options.deadline_s
         while True:
             cut = file.cut
@@ -304,7 +325,8 @@ class Ranges(Files, Attributes):
                 if file.cut == cut:
                     await asyncio.sleep(self.options.retry_first_s)
                 continue
-            _check_locks(origin)  # lost meanwhile: others may have changed both, so it counts for nothing
+            # locks lost meanwhile: other clients may have changed both files, so discard the copy
+            _check_locks(origin)
             _check_locks(file)
             self.writer.was_copied(file, piece.target + piece.length, copied, place.cut, place)
             return True
@@ -316,7 +338,7 @@ def _check_locks(file: OpenInode) -> None:
 
 
 def _within(runs: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """The parts of `runs`, which are in order, that lie between the two places."""
+    """The parts of the sorted `runs` that lie between the two offsets."""
     found = []
     for number in range(bisect_right(runs, first, key=lambda run: run[1]), len(runs)):
         begin, end = max(runs[number][0], first), min(runs[number][1], last)

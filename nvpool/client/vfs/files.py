@@ -1,5 +1,13 @@
-"""Open files: bytes in and out. A read needs no question to the metadata service; a small file that is created, written and
-closed costs it two messages (create, report)."""
+"""Open files: open, create, read, write, flush and release.
+
+A read needs no request to the metadata service. A small file that is created, written and closed costs the
+service two messages (create, report).
+
+Most operations have two forms. `read_now`, `write_now` and similar never wait: they decline with None or
+False when the operation would have to wait. `begin_read`, `begin_create` and similar submit the operation
+without a task and call back with the result; they return None to decline. A declined operation has no side
+effect, and the caller awaits the plain form (`read`, `write`).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +48,7 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 _RIGHTS = {os.O_RDONLY: READ, os.O_WRONLY: READ | WRITE, os.O_RDWR: READ | WRITE}
-"""Who writes a file may open it again to read it, without a question."""
+"""Rights of a grant by access mode. A writer may read too, so a second open for reading needs no request."""
 _WANTED = {os.O_RDONLY: READ, os.O_WRONLY: WRITE, os.O_RDWR: READ | WRITE}
 
 
@@ -52,29 +60,40 @@ def rights_of(flags: int) -> int:
 
 
 class Making(Protocol):
-    """Whoever has begun to create a file. Told one of: `made`, and right after it `opened`; `found`; `go_on`; `failed`."""
+    """Callbacks of a submitted create, implemented by the caller of `begin_create`.
+
+    One of these is called: `made` and right after it `opened`; or `found`; or `go_on`; or `failed`.
+    """
 
     def made(self, attr: Attr) -> None:
-        """There is a new file with these attributes, open; nothing was kept of it yet. May raise, where it can not be kept
-        open: then it is not, and `failed` is told of that."""
+        """A new file with these attributes is open; no local state exists yet.
+
+        May raise if the caller cannot keep the file open: then the file is released, and `failed` gets the
+        error.
+        """
 
     def opened(self, handle: FileHandle) -> None:
         """The new file's handle."""
 
     def found(self, attr: Attr, handle: FileHandle) -> None:
-        """The file was there, and is open."""
+        """The file existed already and is open now."""
 
     def go_on(self, opening: Coroutine[None, None, tuple[Attr, FileHandle]]) -> None:
-        """This is to be waited for, and is as `found`."""
+        """The create continues in this coroutine. The caller awaits it; its result is as in `found`."""
 
     def failed(self, error: BaseException) -> None:
-        """As `create` raises it."""
+        """The create failed with the error that `create` would raise."""
 
 
 class Files(Together, Locks):
+    """The operations on open files."""
+
     async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
-        """A handle, with attributes as the service has them now (close-to-open), asked for or known by a lease. flags as of
-        open(2): access mode, O_TRUNC and O_APPEND count. NotFound where the inode is gone."""
+        """Open the inode; return a handle whose attributes are current at the service (close-to-open).
+
+        The attributes come from the service, or from the cache under a lease. `flags` as in open(2): the
+        access mode, O_TRUNC and O_APPEND are used. NotFound: the inode is gone.
+        """
         rights = rights_of(flags)
         if not self.squashes_root or caller.uid:
             handle = self.open_now(inode, flags)
@@ -101,9 +120,11 @@ class Files(Together, Locks):
                 self.reader.changed(file)
 
     def open_now(self, inode: int, flags: int) -> FileHandle | None:
-        """What `open` would return, where that needs no question: for reading, what there is a lease on and a right to read.
-        Not to be asked for root where `squashes_root`.
-        The service hears of it soon, or before another client changes the file, if it is still open then."""
+        """As `open`, if no request is needed: to read a file under a lease with that right. Else None.
+
+        Must not be called for root if `squashes_root`. The open is reported to the service soon; if the
+        handle is still open when another client is about to change the file, before that change.
+        """
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             return None
         lease = self.leases.held(inode)
@@ -131,7 +152,8 @@ class Files(Together, Locks):
         before = self.cache.open.get(entry.attr.inode)
         change = before.attr.change if before is not None else 0
         file = self.cache.hold(entry.attr)
-        if entry.attr.volume and not file.volume:  # opened before by what a listing tells
+        # opened before with attributes from a listing, which lack the volume
+        if entry.attr.volume and not file.volume:
             file.volume, file.paid = entry.attr.volume, file.size
         file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
         file.opened += 1
@@ -143,7 +165,7 @@ class Files(Together, Locks):
         return FileHandle(file, flags)
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, FileHandle]:
-        """Make the file where it is not there, and open it. O_EXCL: AlreadyExists where it is."""
+        """Create the file if it does not exist, and open it. O_EXCL: AlreadyExists if it exists."""
         check_name(name)
         rights = rights_of(flags)
         exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
@@ -175,8 +197,10 @@ class Files(Together, Locks):
         return self._merged(handle.attr), handle
 
     async def create_unnamed(self, parent: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, FileHandle]:
-        """O_TMPFILE: an open file in the directory that has no name, and goes when it is closed. `link` gives it one, unless
-        O_EXCL."""
+        """Create an open file without a name (O_TMPFILE). Its last close deletes it.
+
+        `link` can give the file a name, unless O_EXCL is set.
+        """
         masked = caller.masked(mode)
         request = meta_pb2.CreateRequest(parent=parent, mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked, masked=masked,
                                          open=True, rights=rights_of(flags), exclusive=bool(flags & os.O_EXCL), unnamed=True)
@@ -193,8 +217,10 @@ class Files(Together, Locks):
 
     def begin_create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int,
                      making: Making) -> Begun | None:
-        """`create`, sent already, where nothing has to be waited for before; else None, and nothing has happened. `unique`: of
-        the kernel's request."""
+        """Submit `create` without a task if nothing has to be awaited first; else return None.
+
+        None: there was no side effect. `unique`: the number of the kernel's request.
+        """
         rights = _RIGHTS.get(flags & os.O_ACCMODE)
         if rights is None or not is_name(name) or not self._is_together(parent):
             return None
@@ -212,13 +238,13 @@ class Files(Together, Locks):
         return begun
 
     def may_be_written(self, parent: int, name: bytes) -> bool:
-        """Whether the name may stand for a file that is open here, and of what we write to it."""
+        """Whether the name may be a file that is open on this client with local writes."""
         return self.writer.busy and self.cache.entry(parent, name, self.options.fresh_s) != 0 \
             and not self.cache.is_absent(parent, name, self._absent_s)
 
     def go_on_creating(self, sent: Sent, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int,
                        making: Making) -> Begun:
-        """As if `begin_create` had sent it."""
+        """Continue a create that was already sent, as if `begin_create` had sent it."""
         return self.meta.go_on_with(sent, parent, wire_pb2.META_CREATE, meta_pb2.CreateRequest, meta_pb2.CreateReply,
                                     partial(self._made, making, parent, name, mode, flags, caller, sent.sent_s), unique)
 
@@ -250,24 +276,28 @@ class Files(Together, Locks):
 
     async def _open_elsewhere(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller,
                               inode: int) -> tuple[Attr, FileHandle]:
-        """The name that was to be made stands for an inode of another shard."""
+        """Open the inode of another shard that the name of a create already stands for."""
         try:
             handle = await self.open(inode, flags, caller)
-        except NotFound:  # it has just lost its last name: this one too
+        except NotFound:  # the inode has just lost its last name, which is this one
             return await self.create(parent, name, mode, flags, caller)
         self.cache.forget_entry(parent, name)
         return self._merged(handle.attr), handle
 
     def is_settled(self, handle: FileHandle) -> bool:
-        """Whether another client that opens the file now reads what this one does: all that was written here is at the stores
-        and told of, and nobody here has a lock."""
+        """Whether another client that opens the file now reads the same bytes as this one.
+
+        All writes of this client are at the stores and reported, and no owner on this client has a lock.
+        """
         file = handle.file
         return not (file.lost or self.is_locked(file.inode) or (file.written is not None and file.written.unsettled))
 
     def read_now(self, handle: FileHandle, offset: int, size: int) -> memoryview | None:
-        """What `read` would return, when it is to be had on the spot: by the short cut, from memory, or as the content of a
-        small file that is here. Else None, and nothing has happened: call `read`, which waits. A few microseconds; never raises
-        for what `read` would report."""
+        """As `read`, if the bytes are available without waiting; else None and no side effect.
+
+        The bytes come from a short-circuit read of the page cache, or are the cached content of a small file.
+        Takes a few microseconds. Never raises what `read` would report: after None, call `read`, which waits.
+        """
         file = handle.file
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
@@ -279,8 +309,10 @@ class Files(Together, Locks):
         return found if found is not None else self.reader.content_now(file, offset, size)
 
     def begin_read(self, handle: FileHandle, offset: int, size: int) -> Later | None:
-        """As `read`, begun: the commonest reads that have to wait cost no task. None where `read` has to be asked. `read_now`
-        was tried before."""
+        """Submit the most frequent kinds of `read` without a task. None if the caller must await `read`.
+
+        The caller has tried `read_now` before.
+        """
         file = handle.file
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
@@ -289,11 +321,11 @@ class Files(Together, Locks):
         return self.reader.begin(file, handle.ahead, offset, size) if not file.untold else None
 
     def if_told(self, handle: FileHandle, offset: int, size: int) -> Callable | None:
-        """Later's `then` of such a read of a small file; None: nothing is left to be made of it."""
+        """The `then` callback of `Later` for such a read of a small file. None if no check is needed."""
         return partial(self._if_told, handle, offset, size) if handle.file.untold else None
 
     def _if_told(self, handle: FileHandle, offset: int, size: int, part: Later, found, error: BaseException | None):
-        """Bytes that were read by an open which the service may not know of; see `read`, which looks after that."""
+        """Repeat the read with `read`, which validates it, if the service may not know the open."""
         if error is not None or not handle.file.untold or self.leases.keeps_bytes(handle.file.inode):
             return found, error
         task = asyncio.get_running_loop().create_task(self.read(handle, offset, size))
@@ -311,8 +343,11 @@ class Files(Together, Locks):
             part.end(task.result(), None)
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> memoryview | bytes:
-        """Up to `size` bytes, fewer only at the end of the file; the buffer is the caller's. ChecksumMismatch when no replica
-        has good bytes; Disconnected, DeadlineExceeded after the deadline. May be repeated."""
+        """Read up to `size` bytes; fewer only at the end of the file. The caller owns the buffer.
+
+        ChecksumMismatch: no replica has good bytes. Disconnected, DeadlineExceeded: the deadline has passed.
+        May be repeated.
+        """
         if not handle.readable or handle.closed:
             raise BadHandle("the handle is not open for reading")
         if handle.file.lost:
@@ -327,11 +362,16 @@ class Files(Together, Locks):
         return found
 
     async def write(self, handle: FileHandle, offset: int, buffer, append: bool | None = None) -> int:
-        """Take all of `buffer`, or as much of it as fits into its volume; it is stored later, at the latest by flush. An error
-        of an earlier write is raised here, once. QuotaExceeded where nothing of it fits, and nothing is taken.
-        For O_APPEND handles the place is the end of the file as the service has it, and `offset` is ignored; `append` says it
-        where the flag was changed since the file was opened. An append is taken whole or refused. The file ends behind it for
-        others when they can read it: with the next close or fsync here, at the latest some hundredths of a second later."""
+        """Accept all of `buffer`, or as much as fits into the file's volume. Return the number of bytes.
+
+        The bytes are stored later, at the latest by flush. An error of an earlier write is raised here, once.
+        QuotaExceeded: nothing fits, and nothing was accepted.
+
+        For O_APPEND handles the bytes go to the end of the file as the service knows it, and `offset` is
+        ignored; `append` overrides the flag if it was changed after the open. An append is accepted as a
+        whole or refused. Other clients see the new end of the file when they can read the bytes: after the
+        next close or fsync here, at the latest some hundredths of a second later.
+        """
         if not handle.writable or handle.closed:
             raise BadHandle("the handle is not open for writing")
         file = handle.file
@@ -349,12 +389,15 @@ class Files(Together, Locks):
                 buffer = memoryview(buffer)[:fits]
         self.reader.changed(file)
         written = await self.writer.write(file, offset, buffer)
-        self.reader.changed(file)  # what was fetched while the write waited for room
+        self.reader.changed(file)  # drop what was fetched while the write waited for buffer space
         return written
 
     def write_now(self, handle: FileHandle, offset: int, buffer, unique: int = 0) -> bool:
-        """Whether `buffer` was taken as by `write`, without waiting; else nothing has happened, and `write` is to be asked.
-        `unique`: of the kernel's request, where this is for one."""
+        """As `write`, without waiting; return whether `buffer` was accepted.
+
+        False: there was no side effect, and the caller must await `write`. `unique`: the number of the
+        kernel's request, if there is one.
+        """
         plain = self.writer.plain
         if plain is not None and plain.take(handle, offset, buffer, unique):
             return True
@@ -366,11 +409,11 @@ class Files(Together, Locks):
             return False
         if not self.writer.write_now(file, offset, buffer, unique):
             return False
-        self.reader.changed(file)  # by now the bytes are on their way; nobody can have read in between
+        self.reader.changed(file)  # the bytes are already being sent; no read can have run in between
         return True
 
     async def append(self, handle: FileHandle, buffer) -> int:
-        """As `write` at the end of the file, whatever the handle was opened for. The place of the first byte."""
+        """Write at the end of the file, whatever the handle's flags; return the first offset."""
         if not handle.writable or handle.closed:
             raise BadHandle("the handle is not open for writing")
         if handle.file.lost:
@@ -395,7 +438,7 @@ class Files(Together, Locks):
         return offset
 
     async def _pay_whole(self, file: OpenInode, offset: int, length: int) -> None:
-        """Have the volume promise room for all of a record. QuotaExceeded where only a part of it fits, or nothing."""
+        """Reserve quota for a whole record. QuotaExceeded: only a part of the record fits, or nothing."""
         end = offset + length
         if end > file.paid and await self.rooms.have(file, offset, end) < end:
             raise QuotaExceeded(f"a record of {length} bytes does not fit into the volume's quota; remove files and purge its "
@@ -403,12 +446,16 @@ class Files(Together, Locks):
                                 "--size SIZE")
 
     async def _reserve(self, file: OpenInode, length: int) -> int:
-        """A place behind the file's end, which is published when stores have the bytes (`client/write/append_reservations`)."""
+        """Reserve a range behind the file's end. The end is published when the stores have the bytes.
+
+        See `client/write/append_reservations`.
+        """
         appended = self.writer.appended(file)
         deadline_s = self.clock.boottime_s() + self.options.deadline_s
         ends_before = file.written.end <= max(file.attr.size, appended.end)
         while appended.broken is not None or not ends_before:
-            # nothing is placed behind what is given up; and what other writes put behind the end comes before this
+            # Nothing is placed behind a range that is given up; other writes behind the end come before this
+            # append.
             if self.clock.boottime_s() > deadline_s:
                 raise DeadlineExceeded("the place of an earlier append could not be given back", may_be_applied=False)
             await self.writer.store(file)
@@ -425,7 +472,8 @@ class Files(Together, Locks):
             except StaleCut:
                 if last:
                     raise
-                await self._refresh(file, WRITE)  # somebody has cut it since: the end is elsewhere now
+                # another client has truncated the file, so its end has moved
+                await self._refresh(file, WRITE)
             except Refused:
                 raise
             except BaseException:
@@ -439,8 +487,12 @@ class Files(Together, Locks):
         return reply.offset
 
     async def flush(self, handle: FileHandle, owner: int | None = None) -> None:
-        """close(2) of one descriptor: what was written through any handle of the inode is at the stores and its size known to
-        all, or the error is raised here, once. The record locks of `owner` on the file end."""
+        """Do the work of close(2) for one descriptor.
+
+        The record locks of `owner` on the file are released. On return all bytes written through any handle
+        of the inode are at the stores, and all clients can learn the size; or the error of a write is raised
+        here, once.
+        """
         try:
             await self._flush(handle)
         finally:
@@ -448,13 +500,16 @@ class Files(Together, Locks):
                 await self.release_owner(handle, owner)
 
     def is_flushed(self, handle: FileHandle) -> bool:
-        """Whether `flush` has nothing to do, for any owner of locks: nothing was written, and nobody has any."""
+        """Whether `flush` has nothing to do for any lock owner: no written data and no locks."""
         file = handle.file
         return file.written is None and not file.lost and not self.is_locked(file.inode)
 
     def begin_flush(self, handle: FileHandle, on_end: OnEnd) -> Flush | bool | None:
-        """`flush`, begun, where that needs no task: what has `cancel` and tells `on_end(None, error)`. True: there is nothing
-        to be done. None: nothing has happened, and `flush` is to be asked, as for who has locks."""
+        """Submit `flush` without a task; `on_end(None, error)` is called when it ends.
+
+        Returns an object with `cancel`. True: there is nothing to do. None: there was no side effect, and the
+        caller must await `flush`, for example because the file has locks.
+        """
         file = handle.file
         if file.lost or self.is_locked(file.inode):
             return None
@@ -471,12 +526,15 @@ class Files(Together, Locks):
             try:
                 await self.writer.settle(file)
             except NotFound:
-                pass  # removed by somebody else, and nobody can ever read it
+                pass  # another client has removed the file: no reader can ever see it
             self.writer.raise_error(file)
 
     async def fsync(self, handle: FileHandle, datasync: bool) -> None:
-        """On return what was written survives the loss of power, and so does the size. Raises what a write has met since the
-        handle was opened, or since its last fsync, once: also where others were told of it, by fsync, write or close."""
+        """Make all written data and the size durable: on return both survive a power loss.
+
+        Raises each write error since the handle was opened, or since its last fsync, once: also if fsync,
+        write or close has reported the error through another handle.
+        """
         file = handle.file
         if file.lost:
             raise LockLost()
@@ -491,15 +549,18 @@ class Files(Together, Locks):
         self._tell(handle, written)
 
     def _tell(self, handle: FileHandle, written: WrittenFile | None) -> None:
-        """Raise what this handle was not told of yet."""
+        """Raise the write error that this handle has not raised yet."""
         if written is not None and written.met is not handle.told:
             handle.told = written.met
             raise self.writer.take_error(written) if written.error is not None else written.met
         self.writer.raise_error(handle.file)
 
     def release_now(self, handle: FileHandle) -> bool:
-        """Whether the handle is given up as by `release`, without waiting; else nothing has happened, and `release` is to be
-        asked: where something is left to be stored, or locks end."""
+        """As `release`, without waiting; return whether the handle was released.
+
+        False: there was no side effect, and the caller must await `release`, because data must be stored or
+        locks must be released.
+        """
         file = handle.file
         if handle.closed or self.is_locked(file.inode) or (
                 file.handles == 1 and file.written is not None and file.written.unsettled):
@@ -512,20 +573,24 @@ class Files(Together, Locks):
         return True
 
     async def release(self, handle: FileHandle) -> None:
-        """The handle is not used any more. Stores what is left (of a mapping written after close). Locks that belong to it end;
-        of the rest the service hears later."""
+        """Release the handle, which must not be used any more.
+
+        Stores remaining data (of a mapping that was written after close) and releases the handle's locks. The
+        release itself is reported to the service later.
+        """
         if handle.closed:
             return
         handle.closed = True
         file = handle.file
         self.reader.forget(file, handle.ahead)
         try:
-            # Again when it was opened, written and closed by others meanwhile: then they have left it to us.
+            # Again if others opened, wrote and closed the file meanwhile: then they have left this work to
+            # us.
             while file.handles == 1 and file.written is not None and file.written.unsettled:
                 await self.writer.store(file)
                 await self.writer.settle(file)
         except NotFound:
-            pass  # removed, and nobody can ever read it
+            pass  # the file was removed: no reader can ever see it
         finally:
             try:
                 await self._release_handle(handle)
@@ -534,7 +599,7 @@ class Files(Together, Locks):
 
     def _let_go(self, file: OpenInode) -> None:
         if self.cache.drop(file):
-            file.fetching = None  # by the time it is here the file may be another's
+            file.fetching = None  # when the fetched bytes arrive, the file may belong to another client
             if file.located:
                 self.chunks.short.forget(file)
             if file.grant_rights & READ and not file.lost:
@@ -545,9 +610,12 @@ class Files(Together, Locks):
             self.meta.release(file.inode, file.opened)
 
     async def read_many(self, reads, into: memoryview) -> list[int]:
-        """Each (handle, offset, length), one after the other in `into`, each at the sum of the lengths before it. Returns how
-        many bytes each got: fewer than asked for only at the end of its file. One message per target. On an error `into`
-        holds nothing that may be relied on."""
+        """Read several (handle, offset, length) ranges into `into`, with one message per target.
+
+        The ranges lie in `into` one after the other, each at the sum of the lengths before it. Returns the
+        number of bytes of each range: fewer than its length only at the end of its file. On an error the
+        content of `into` is undefined.
+        """
         plan = []
         lengths = []
         place = 0

@@ -1,4 +1,4 @@
-"""The file system of a client: all its operations in one class."""
+"""The file system of a client: one class with all operations."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from nvpool.client.vfs.takeover import TakeOver
 
 
 class Vfs(Many, Ranges, Listing, TakeOver, Wholes):
-    """Made by client/session."""
+    """All operations of a client's file system. Made by client/session."""

@@ -1,4 +1,7 @@
-"""Listings: streamed, in bounded memory, with cursors that stay good while the directory changes."""
+"""Directory listings: streamed, in bounded memory.
+
+Cursors stay valid while the directory changes.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from nvpool.rpc.messages.direntries import Listed
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 LIST_MAX = 1024
-"""Entries in one answer; the service gives no more."""
+"""Entries in one reply; the service sends no more."""
 
 
 class Listing(Names):
+    """The operations on directory listings."""
+
     async def opendir(self, inode: int) -> DirHandle:
-        """NotFound; NotADirectory. Asks nobody where the attributes are here already."""
+        """Open a directory; sends no request if its attributes are cached. NotFound, NotADirectory."""
         attr = self.cache.attr(inode, self.options.attr_s) or await self._fetch_attr(inode)
         if attr.mode & 0o170000 != 0o040000:
             raise NotADirectory
@@ -25,11 +30,15 @@ class Listing(Names):
 
     async def readdir(self, directory: DirHandle, cursor: int, limit: int,
                       answered: Callable[[int | None], None] | None = None) -> tuple[Listed, bool]:
-        """Up to `limit` entries behind `cursor` (0 begins), with attributes, and whether there are more. An entry that is there
-        during the whole listing is delivered once; '.' and '..' are not. StaleCursor for a cursor that is none.
+        """List up to `limit` entries behind `cursor`, with attributes; return them and whether more follow.
 
-        `answered` is called with the cursor that leads on, None at the end, as soon as that is known: a task that it makes gets
-        its first turn before this one works on what has come, so that the service does not wait for us."""
+        Cursor 0 starts the listing. An entry that exists during the whole listing is delivered once; '.' and
+        '..' are not delivered. StaleCursor: the cursor is not valid.
+
+        `answered` is called with the next cursor (None at the end) as soon as it is known. A task that the
+        callback starts runs before this method processes the entries, so the service does not wait for the
+        client.
+        """
         request = meta_pb2.ListDirRequest(inode=directory.inode, cursor=cursor, limit=min(limit, LIST_MAX), attrs=True,
                                           packed=True)
         listed, more, lease_ms, sent_s = await self._ask_list(request)
@@ -44,12 +53,14 @@ class Listing(Names):
         return listed, more
 
     def outdated(self, inodes: list[int], since_s: float) -> set[int]:
-        """Those of which an answer to a question that was asked then tells no news: we have changed them since, or were told
-        that others do."""
+        """Inodes for which a reply to a request sent at `since_s` is outdated.
+
+        This client has changed them since, or their leases were recalled for another client's change.
+        """
         return self.leases.outdated(inodes, since_s)
 
     def unpromised(self, listed: Listed) -> set[int]:
-        """Inodes whose names are not covered by a lease."""
+        """Inodes of the listing whose names are not covered by a lease."""
         inodes = listed.inodes
         if not inodes or (listed.promised == len(inodes) and self.leases.held(inodes[-1]) is not None):
             return set()
@@ -57,10 +68,10 @@ class Listing(Names):
         return {inode for at, inode in enumerate(inodes) if not listed.is_promised(at) or held(inode) is None}
 
     async def releasedir(self, directory: DirHandle) -> None:
-        """Nothing is kept for a listing."""
+        """Close a listing. A listing has no state, so there is nothing to do."""
 
     async def fsyncdir(self, inode: int) -> None:
-        """Every change of names that was answered before survives the loss of power."""
+        """Make all completed changes of names in the directory durable against power loss."""
         if not await self._is_spread(inode):
             await self.meta.ask(inode, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
             return

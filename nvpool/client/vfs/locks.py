@@ -1,13 +1,16 @@
-"""Locks of fcntl(2) and flock(2) that hold between clients, kept by the metadata service.
+"""Locks of fcntl(2) and flock(2) that hold between clients, managed by the metadata service.
 
-Taking one is a moment of consistency: what its last holder wrote is seen from then on, and before one is given back what was
-written under it is with the stores and its size known. What was given to whom is remembered here, so that a close gives it
-back, that a request which was cut short leaves nothing behind, and that whoever loses his locks with the session hears of it:
-his file answers LockLost from then on, and of what he wrote nothing more is sent.
+Locks give consistency: a client that acquires a lock sees all writes of the last holder. Before a release,
+the data written under the lock is at the stores and its size is reported.
 
-A change of an owner's locks on a file is asked one at a time, and to its end: who is interrupted goes at once, and what came of
-the request is taken back behind him. Waiting is in `lockturns`. An owner is a number that the caller chooses, here in the
-client: the kernel's lock owner, for a mount.
+This module records the granted locks of each owner, for three purposes: a close releases them, an interrupted
+request leaves nothing behind, and the loss of a session marks the files of its locks as lost. A lost file
+answers LockLost from then on, and none of its written data is sent any more.
+
+Lock requests of one owner on one file run one at a time and to their end. If the caller is interrupted, the
+caller returns immediately, and a background task undoes the request. Waiting for a lock is in
+rpc/lock_waiters. An owner is a number that the caller chooses within this client: the kernel's lock owner,
+for a mount.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
-    """Whose locks: `kind` RECORD or WHOLE."""
+    """The key of an owner's locks on a file; `kind` is RECORD (fcntl) or WHOLE (flock)."""
 
     inode: int
     kind: int
@@ -37,37 +40,45 @@ class Key(NamedTuple):
 
 
 class _Owned:
-    """What an owner has of a file's locks of one kind."""
+    """The locks of one kind that an owner has on a file."""
 
     __slots__ = ("spans", "handles", "asking", "doubtful", "kept")
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.handles: set[FileHandle] = set()  # through which they were taken
+        self.handles: set[FileHandle] = set()  # through which the locks were acquired
         self.asking = asyncio.Lock()
         self.doubtful: list[tuple[int, int, int]] = []
-        """(start, end, mode): bytes of which the service may think that more is locked. To be told."""
+        """(start, end, mode): ranges where the service may record a stronger lock than the owner has.
+
+        To be corrected at the service.
+        """
         self.kept: list[int] = []
-        """Records of the handles in the memory that outlives this process."""
+        """Records of the handles in the mount state, which outlives this process."""
 
 
 class Locks(Core):
+    """The lock operations, and the granted locks of each owner."""
+
     def __init__(self, *arguments, **fields) -> None:
         super().__init__(*arguments, **fields)
         self._owned: dict[Key, _Owned] = {}
-        self._owners: Counter[int] = Counter()  # of an inode
+        self._owners: Counter[int] = Counter()  # inode -> owners with locks on it
         self._telling: set[asyncio.Task] = set()
         self.turns = LockTurns(self.meta)
         self.meta.on_lost = self._session_lost
 
     def is_locked(self, inode: int) -> bool:
-        """Whether this client has locks on the file."""
+        """Whether an owner on this client has locks on the file."""
         return inode in self._owners
 
-    # -- what callers ask ------------------------------------------------------------------------------------------------
+    # -- public operations ---------------------------------------------------------------------------------------------
 
     async def getlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int) -> Span | None:
-        """A record lock of others that is in the way of such a one. Its pid is 0 where it is none of this client's."""
+        """A conflicting record lock of another owner, or None.
+
+        Its pid is 0 if it belongs to another client.
+        """
         _check(start, end, mode)
         request = meta_pb2.LocksRequest(inode=handle.inode, kind=RECORD, owner=owner, start=start, end=end, mode=mode)
         reply = await self.meta.ask(handle.inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)
@@ -76,19 +87,21 @@ class Locks(Core):
         return None
 
     async def locks_on(self, inode: int) -> list[meta_pb2.HeldLock]:
-        """What all clients have locked of the file, or wait to; the first thousand."""
+        """The locks of all clients on the file, granted and waiting. At most the first thousand."""
         request = meta_pb2.LocksRequest(inode=inode)
         return list((await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)).locks)
 
     async def setlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int, pid: int = 0, *,
                     wait: bool = False) -> bool:
-        """Lock or release the bytes start to end, both included, as fcntl(2). Whether others have changed the file since this
-        client last looked: then nothing that is remembered of it may be believed.
+        """Lock or unlock the bytes `start` to `end`, both included, as fcntl(2).
 
-        WouldBlock      another owner's lock is in the way, and `wait` is not set
-        WouldDeadlock   who has it waits for one of this owner's
+        Returns whether other clients have changed the file since this client last looked: then the caller
+        must drop all that it has cached of the file.
+
+        WouldBlock      another owner's lock conflicts, and `wait` is not set
+        WouldDeadlock   the holder of a conflicting lock waits for a lock of this owner
         TooManyLocks, BadHandle, LockLost
-        Cancelling it leaves the locks as they were; it may take a moment until others see that.
+        Cancellation leaves the locks as they were; it may take a moment until other clients see that.
         """
         _check(start, end, mode)
         if (mode == SHARED and not handle.readable) or (mode == EXCLUSIVE and not handle.writable):
@@ -96,22 +109,28 @@ class Locks(Core):
         return await self._lock(handle, Key(handle.inode, RECORD, owner), start, end, mode, pid, wait)
 
     async def flock(self, handle: FileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False) -> bool:
-        """As `setlk`, of the whole file, as flock(2). Where another mode is not to be had, the lock that was there is lost."""
+        """Lock or unlock the whole file, as flock(2); else as `setlk`.
+
+        If the lock cannot be converted to the other mode, the old lock is lost.
+        """
         _check(0, LAST_BYTE, mode)
         return await self._lock(handle, Key(handle.inode, WHOLE, owner), 0, LAST_BYTE, mode, pid, wait)
 
     async def release_owner(self, handle: FileHandle, owner: int) -> None:
-        """close(2) by that owner: all its record locks on the file end, through whatever descriptor they were taken."""
+        """Release all record locks of the owner on the file, as close(2) does.
+
+        This includes locks that were acquired through other descriptors.
+        """
         key = Key(handle.inode, RECORD, owner)
         if key in self._owned:
             await self._release_all(handle.file, key)
 
     async def _release_handle(self, handle: FileHandle) -> None:
-        """The last descriptor of an open file is gone, and with it the locks that belonged to it."""
+        """Release the locks of an open file whose last descriptor was closed."""
         for key in [key for key, owned in self._owned.items() if handle in owned.handles]:
             await self._release_all(handle.file, key)
 
-    # -- taking and giving back --------------------------------------------------------------------------------------------
+    # -- acquiring and releasing ---------------------------------------------------------------------------------------
 
     async def _lock(self, handle: FileHandle, key: Key, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
         file = handle.file
@@ -136,7 +155,7 @@ class Locks(Core):
                 self.turns.give_up(key.inode, request.ticket)
 
     async def _ask_lock(self, handle: FileHandle, key: Key, request: meta_pb2.LockRequest) -> meta_pb2.LockReply:
-        """Ask for the change and remember what came of it."""
+        """Send the lock request and record its result."""
         owned = await self._begin(key)
         try:
             if request.mode:
@@ -171,12 +190,12 @@ class Locks(Core):
         return reply
 
     async def _change_lock(self, key: Key, request: meta_pb2.LockRequest) -> tuple[meta_pb2.LockReply, int]:
-        """The answer, and the session for which it was given."""
+        """The reply, and the session in which it was given."""
         reply = await self.meta.change(key.inode, wire_pb2.META_LOCK, request, meta_pb2.LockReply)
         return reply, request.change.session
 
     async def _begin(self, key: Key) -> _Owned:
-        """The owner's locks, which nobody else changes until they are left."""
+        """The owner's locks, reserved for the caller until `_end`."""
         while True:
             owned = self._owned.get(key) or self._own(key)
             await owned.asking.acquire()
@@ -195,7 +214,10 @@ class Locks(Core):
         owned.asking.release()
 
     def _keep_owner(self, key: Key, owned: _Owned, handle: FileHandle) -> None:
-        """Before the lock is asked for: our successor asks the service what this owner has. TooManyOpen."""
+        """Record the owner in the mount state before the request, for a successor process. TooManyOpen.
+
+        The successor asks the service which locks this owner has.
+        """
         if self.kept is not None and handle.number and handle not in owned.handles:
             index = self.kept.locks.take()
             self.kept.locks.put(index, key.inode, key.owner, handle.number, key.kind)
@@ -213,7 +235,8 @@ class Locks(Core):
         self.cache.distrust()
         self.leases.forget(file.inode)
         self.cache.put_attr(attr)
-        # who had it before may have written and died: then the service knows of no change, and nobody was told
+        # The previous holder may have written and died: then the service knows no change, and no lease was
+        # recalled.
         self.reader.forget_content(file.inode)
         file.fetching = None
         foreign, file.foreign = file.foreign, False
@@ -223,18 +246,18 @@ class Locks(Core):
         return foreign
 
     async def _publish(self, file: OpenInode) -> None:
-        """What was written here can be seen by whoever takes a lock after us."""
+        """Store and report this client's writes, so that the next lock holder can see them."""
         if file.written is not None and file.written.unsettled:
             await self.writer.store(file)
             try:
                 await self.writer.settle(file)
             except NotFound:
-                pass  # removed, and nobody can ever read it
+                pass  # the file was removed: no reader can ever see it
 
-    # -- what was cut short ------------------------------------------------------------------------------------------------
+    # -- interrupted requests ------------------------------------------------------------------------------------------
 
     async def _take_back(self, key: Key, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task) -> None:
-        """The asker has gone: see what came of the request, and undo it."""
+        """Await a request whose caller was cancelled, and undo it."""
         try:
             reply, session = await asking
             if not self.meta.lives(session):
@@ -254,7 +277,10 @@ class Locks(Core):
 
     @staticmethod
     def _doubt(owned: _Owned, request: meta_pb2.LockRequest) -> None:
-        """The request has been carried out, or it has not: what the owner has in both cases he has, all else is given back."""
+        """Keep the locks that the owner has in both outcomes of a doubtful request.
+
+        The request may have been executed or not. All other locks are released.
+        """
         after = list(owned.spans)
         laid(after, request.start, request.end, request.mode, request.pid).apply(after)
         for start, end, mode in weaker(owned.spans, after, request.start, request.end):
@@ -262,7 +288,10 @@ class Locks(Core):
             laid(owned.spans, start, end, mode, request.pid).apply(owned.spans)
 
     async def _tell_doubtful(self, key: Key, owned: _Owned) -> None:
-        """Bring the service to what is remembered here. Never more than it may think already, so nobody can be in the way."""
+        """Correct the locks at the service to those recorded here.
+
+        The new locks are never stronger than those the service may record, so no other owner can conflict.
+        """
         while owned.doubtful:
             piece = start, end, mode = owned.doubtful[0]
             request = meta_pb2.LockRequest(inode=key.inode, kind=key.kind, owner=key.owner, start=start, end=end, mode=mode)
@@ -270,14 +299,15 @@ class Locks(Core):
             try:
                 _, its = await self._change_lock(key, request)
             except NotFound:
-                its = session  # the file is gone, and its locks with it
+                its = session  # the file is gone, and so are its locks
             if owned.doubtful and owned.doubtful[0] is piece:
                 del owned.doubtful[0]
             if mode and its != session and not self.meta.lives(session):
-                owned.doubtful.append((start, end, UNLOCKED))  # of a session that has just begun, in which nothing was locked
+                # the request started a new session, in which nothing was locked before
+                owned.doubtful.append((start, end, UNLOCKED))
 
     async def _release_all(self, file: OpenInode, key: Key) -> None:
-        """Give back all of it; what can not be told now is told later."""
+        """Release all locks of the owner on the file. A release that fails now is retried later."""
         try:
             await self._publish(file)
         except NvpoolError as error:
@@ -309,15 +339,17 @@ class Locks(Core):
         try:
             await self._tell_doubtful(key, owned)
         except NvpoolError:
-            pass  # in half a second again
+            pass  # retried in half a second
         finally:
             self._end(key, owned)
 
     # -- the end of a session ----------------------------------------------------------------------------------------------
 
     def _session_lost(self, shard: int) -> None:
-        """All locks at the shard are gone, and others may have them soon: who relied on them must not go on. Gone is also what
-        it has promised us in volumes."""
+        """Mark all files with locks at this shard as lost: others may acquire the locks soon.
+
+        Programs that relied on the locks must not continue. The quota reservations at the shard are lost too.
+        """
         self.rooms.shard_restarted(shard)
         self.reader.forget_contents()
         for file in self.cache.open.values():
@@ -334,7 +366,7 @@ class Locks(Core):
             if not owned.asking.locked():
                 self._forget(key)
         for inode in lost:
-            file = self.cache.open.pop(inode, None)  # who opens it from now on gets another one
+            file = self.cache.open.pop(inode, None)  # a later open gets a new object
             log.error("the session has ended, and with it the locks on inode %d: %s", inode,
                       "who has it open must open it anew" if file is not None else "nobody has it open")
             if file is not None:

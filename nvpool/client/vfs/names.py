@@ -1,4 +1,7 @@
-"""Operations on names: look-up, birth, removal, renaming, links. Each is one message to the metadata service."""
+"""Operations on names: look-up, create, remove, rename and link.
+
+Each operation is one message to the metadata service. Look-ups use the cache where a lease covers the name.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,15 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 ELSEWHERE_MAX = 4
-"""Times that a name is looked up whose inode another shard has and does not know any more: it comes and goes, or is damaged."""
+"""Look-ups of a name whose inode another shard has but does not know any more.
+
+Such a name comes and goes, or it is damaged.
+"""
 COMING_S = 0.1
-"""For an answer that is on its way and may bring the name: it takes four milliseconds. Then the name is asked for alone."""
+"""Wait for a reply in flight that may contain the name. After it, the name is looked up alone.
+
+Such a reply takes four milliseconds.
+"""
 
 
 def is_name(name: bytes) -> bool:
@@ -37,21 +46,31 @@ def check_name(name: bytes) -> None:
 
 
 class Names(Wide):
+    """The operations on names."""
+
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self.siblings = Siblings(self.clock, self._look_on)
-        # who is told before a directory changes knows what is not in it; else it is believed for a moment
+        # With leases the client is notified before a directory changes, so it knows which names are absent;
+        # without leases an absent name is trusted for `fresh_s`.
         self._name_s = self._absent_s = 0.0 if self.options.leases else self.options.fresh_s
 
     async def lookup(self, parent: int, name: bytes) -> Attr:
-        """The attributes of what the name stands for now (for a client without leases: within the last `fresh_s`); they were
-        true within the last `fresh_s` or by a lease. NotFound, NotADirectory, NameTooLong."""
+        """Look up a name; return the attributes of its inode.
+
+        The name is current; for a client without leases it was current within the last `fresh_s`. The
+        attributes were current within the last `fresh_s` or are covered by a lease. NotFound, NotADirectory,
+        NameTooLong.
+        """
         if self.cache.is_absent(parent, name, self._absent_s):
             raise NotFound
         return await self._find(parent, name, self._name_s, self.options.fresh_s)
 
     def lookup_now(self, parent: int, name: bytes) -> Attr | None:
-        """What `lookup` would return or raise NotFound of, where nobody has to be asked; else None."""
+        """As `lookup`, from the cache alone; None if a request is needed.
+
+        NotFound: the name is known to be absent.
+        """
         inode = self.cache.entry(parent, name, self._name_s)
         if inode == 0 or (inode is None and self.cache.is_absent(parent, name, self._absent_s)):
             raise NotFound
@@ -61,16 +80,19 @@ class Names(Wide):
         return attr
 
     def name_cover(self, parent: int, name: bytes, inode: int) -> int:
-        """The inode (its own or the directory's) of which a recall comes before the name, looked up or made just now, stands
-        for anything else; 0: nobody promises that."""
+        """The inode whose lease covers a name that was looked up or created just now.
+
+        That is the inode of the name or of the directory. A recall of that lease precedes every change of
+        what the name stands for. 0: no lease covers the name.
+        """
         return self.cache.cover(parent, name, inode)
 
     def known_attr(self, inode: int) -> Attr | None:
-        """The newest attributes that were ever told, however old they are."""
+        """The newest attributes that the client ever received, however old they are."""
         return self.cache.known_attr(inode)
 
     def getattr_now(self, inode: int) -> Attr | None:
-        """What `getattr` would return, where nobody has to be asked; else None."""
+        """As `getattr`, from the cache alone; None if a request is needed."""
         file = self.cache.open.get(inode)
         if file is not None and file.written is not None and file.written.unsettled:
             return None
@@ -78,15 +100,15 @@ class Names(Wide):
         return None if attr is None else self._merged(attr)
 
     async def walk(self, parent: int, name: bytes) -> Attr:
-        """As `lookup`, for the components of a path: believes what was true within `attr_s`."""
+        """Look up a component of a path, as `lookup`, from results at most `attr_s` old."""
         return await self._find(parent, name, self.options.attr_s, self.options.attr_s)
 
     async def look(self, parent: int, name: bytes) -> Attr:
-        """As `lookup`, attributes true now too: for a file that is to be opened."""
+        """Look up a file that is to be opened, as `lookup`. The attributes are current now."""
         return await self._find(parent, name, 0.0, 0.0)
 
     async def _find(self, parent: int, name: bytes, name_s: float, age_s: float) -> Attr:
-        """`name_s`, `age_s`: how old the name and the attributes may be where there is no lease."""
+        """Look up a name. Without a lease the name may be `name_s` old and the attributes `age_s`."""
         if len(name) > NAME_BYTES_MAX:
             raise NameTooLong
         attr = await self._found_here(parent, name, name_s, age_s)
@@ -105,7 +127,10 @@ class Names(Wide):
         return self._merged(attr)
 
     async def _found_here(self, parent: int, name: bytes, name_s: float, age_s: float) -> Attr | None:
-        """What nobody has to be asked for. NotFound."""
+        """Look up in the cache alone; None if a request is needed.
+
+        NotFound: the name is known to be absent.
+        """
         inode = self.cache.entry(parent, name, name_s)
         if inode == 0:
             raise NotFound
@@ -116,11 +141,12 @@ class Names(Wide):
 
     async def _look_up(self, parent: int, name: bytes) -> Attr:
         if self.cache.is_missed(parent, name):
-            # to ask whether the directory has changed is no more than to ask for the name, and brings a lease for the next
+            # Asking whether the directory has changed costs the same as asking for the name, and brings a
+            # lease on the directory, which covers the next look-up.
             await self._fetch_attr(parent)
             if self.cache.is_absent(parent, name, self.options.fresh_s):
                 raise NotFound
-        # with the right to read it: who looks for a file mostly opens it next
+        # with the right to read: most callers that look up a file open it next
         request = meta_pb2.LookupRequest(parent=parent, name=name, rights=READ)
         for _ in range(ELSEWHERE_MAX):
             sent_s = self.clock.boottime_s()
@@ -137,13 +163,14 @@ class Names(Wide):
                 attr = await self._fetch_attr(entry.attr.inode, READ)
             except NotFound:
                 continue  # the name has gone since, or stands for something else
-            # by the directory's lease, or one on the inode from before: one that began since does not stand for the name
+            # No lease is passed: the directory's lease or an earlier lease on the inode covers the name, but
+            # a lease on the inode that began after the request for the name does not.
             self.cache.put_entry(parent, name, attr.inode, sent_s)
             return attr
         raise NotFound
 
     async def _look_ahead(self, parent: int, name: bytes, count: int) -> Attr:
-        """As `_look_up`; the names behind it in the order of listings are known too after it."""
+        """As `_look_up`; also fetch the names that follow this one in listing order."""
         request = meta_pb2.ListDirRequest(inode=parent, name=name, limit=count, attrs=True, packed=True)
         listed, more = NOTHING_LISTED, False
         try:
@@ -152,13 +179,15 @@ class Names(Wide):
             if name in listed.names:
                 return listed.attr(listed.names.index(name))
         except (AccessDenied, Damaged):
-            pass  # one of the names behind it, or the directory may be searched and not listed: this one is asked for alone
+            # One of the following names is damaged, or the caller may search the directory but not list it:
+            # look up this name alone.
+            pass
         finally:
             self.siblings.asked(parent, listed, more)
         return await self._look_up(parent, name)
 
     def _look_on(self, parent: int, cursor: int, count: int) -> asyncio.Task:
-        """Ask for the names behind those that are being looked up one after the other. The task ends without an error."""
+        """Prefetch the names behind those that are looked up in order. The task ends without an error."""
         async def ask() -> None:
             listed, more = NOTHING_LISTED, False
             try:
@@ -166,7 +195,7 @@ class Names(Wide):
                 listed, more, lease_ms, sent_s = await self._ask_list(request)
                 self._believe_list(parent, listed, lease_ms, sent_s)
             except NvpoolError:
-                pass  # who looks up these names meets it
+                pass  # a look-up of these names gets the error
             finally:
                 self.siblings.asked(parent, listed, more)
         task = asyncio.get_running_loop().create_task(ask())
@@ -175,7 +204,10 @@ class Names(Wide):
         return task
 
     async def _ask_list(self, request: meta_pb2.ListDirRequest) -> tuple[Listed, bool, int, float]:
-        """The entries, whether there are more, for how long they are promised, and when they were asked for."""
+        """Fetch a part of a listing.
+
+        Returns the entries, whether more follow, the duration of the leases, and the time of the request.
+        """
         sent_s = self.clock.boottime_s()
         reply = await self._ask_step(request)
         listed = Listed(reply.packed or packed(reply.entries))
@@ -184,10 +216,13 @@ class Names(Wide):
         return listed, reply.more, reply.lease_ms, sent_s
 
     async def _look_elsewhere(self, listed: Listed) -> None:
-        """Have the attributes of the inodes that other shards have: one question to each. What is gone by now stays without."""
+        """Fetch the attributes of inodes that other shards have, one request for each shard.
+
+        Entries of inodes that are gone by now stay without attributes.
+        """
         asked: dict[int, dict[int, list[int]]] = {}
         for at, inode in enumerate(listed.inodes):
-            if not listed.changes[at]:  # of one inode there may be several names
+            if not listed.changes[at]:  # an inode may have several names in the listing
                 asked.setdefault(self.meta.shard_of(inode), {}).setdefault(inode, []).append(at)
 
         async def ask(places: dict[int, list[int]]) -> None:
@@ -215,7 +250,7 @@ class Names(Wide):
         await asyncio.gather(*map(ask, asked.values()))
 
     def _believe_list(self, directory: int, listed: Listed, lease_ms: int, sent_s: float) -> None:
-        """What the entries tell of names and attributes is believed, as far as we have not changed it since we asked."""
+        """Cache a listing, except the inodes that this client has changed since `sent_s`."""
         inodes, promised = listed.inodes, listed.promised
         if (promised in (0, len(inodes)) and 0 not in listed.changes and not self.leases.outdated(inodes, sent_s)
                 and self.cache.put_attrs(listed)):
@@ -228,28 +263,35 @@ class Names(Wide):
                 lease = self.leases.take(inode, lease_ms, sent_s) if listed.is_promised(at) else None
                 self.cache.put_entry(directory, listed.names[at], inode, sent_s, lease)
                 if (newer := self.cache.newer(inode, listed.changes[at])) is not None:
-                    listed.put(at, newer)  # it was written and reported since: nobody here may see it shorter
+                    # written and reported since: no user of this client may see a shorter file
+                    listed.put(at, newer)
 
     async def readlink(self, inode: int) -> bytes:
         request = meta_pb2.ReadLinkRequest(inode=inode)
         return (await self.meta.ask(inode, wire_pb2.META_READLINK, request, meta_pb2.ReadLinkReply)).target
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
-        """A regular file, fifo, socket or device node; `mode` with type. AlreadyExists."""
+        """Create a regular file, fifo, socket or device node; `mode` includes the type. AlreadyExists."""
         if not stat.S_IFMT(mode):
             mode |= stat.S_IFREG
         return await self._birth(parent, name, mode, caller, rdev=rdev)
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller, wide: bool = False) -> Attr:
-        """`wide`: its names are spread over all partitions, for directories with very many."""
+        """Create a directory. `wide` makes it a striped directory.
+
+        The names of a striped directory are spread over all partitions, for directories with very many names.
+        """
         return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller, wide=wide)
 
     async def make_volume(self, parent: int, name: bytes, mode: int, wish: meta_pb2.VolumeWish) -> Attr:
-        """The directory of a new volume, which belongs to root. AlreadyExists."""
+        """Create the directory of a new volume, owned by root. AlreadyExists."""
         return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), Caller(0, 0), volume=wish)
 
     def forget_name(self, parent: int, name: bytes, inode: int) -> None:
-        """By our wish, and not by an answer that says so, the name is gone, and the inode."""
+        """Drop a name and its inode from the cache.
+
+        For a caller that has removed them by other means than a request of this object.
+        """
         self.cache.forget_entry(parent, name)
         self.cache.forget_attr(parent)
         self.cache.forget_attr(inode)
@@ -272,13 +314,15 @@ class Names(Wide):
         reply = await self._change(place, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
         attr = self._take(reply.entry)
         self._named(parent, name, attr.inode, sent_s, reply, self._leased(reply.entry, sent_s))
-        if stat.S_ISDIR(mode) and reply.HasField("parent"):  # not a kept answer, which may be old
+        if stat.S_ISDIR(mode) and reply.HasField("parent"):  # not a replayed reply, which may be old
             self.cache.born_directory(attr)
         return attr
 
     def _named(self, parent: int, name: bytes, inode: int, sent_s: float, reply=None, lease=None) -> None:
-        """The name stands for `inode` now (0: nothing), by a change that was sent then. The answer may bring the directory's
-        attributes, which a kernel asks for next."""
+        """Cache that the name stands for `inode` (0: nothing) after this client's change, sent at `sent_s`.
+
+        The reply may bring the directory's attributes, which a kernel asks for next.
+        """
         self.cache.put_own_entry(parent, name, inode, sent_s, lease)
         if reply is not None and reply.HasField("parent"):
             self.cache.named_in_whole(reply.parent, parent, name, inode != 0)
@@ -290,7 +334,10 @@ class Names(Wide):
             self.cache.forget_attr(parent)
 
     def _made_in(self, parent: int, entries: int) -> None:
-        """A name was made in a directory, which has so many now, of which not all are known. See Wholes."""
+        """Hook: a name was created in a directory that is not cached completely. `entries`: its new size.
+
+        See Wholes.
+        """
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
         check_name(name)
@@ -308,8 +355,11 @@ class Names(Wide):
         await self._remove(parent, name, wire_pb2.META_UNLINK, caller)
 
     def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int, on_end: OnEnd) -> Begun | None:
-        """`unlink`, sent already, where nothing has to be waited for before; else None, and nothing has happened. `unique`: of
-        the kernel's request. `on_end(None, error)` comes before we keep our books."""
+        """Submit `unlink` without a task if nothing has to be awaited first; else return None.
+
+        None: there was no side effect. `unique`: the number of the kernel's request. `on_end(None, error)` is
+        called before the client updates its caches.
+        """
         if not is_name(name) or not self._is_together(parent):
             return None
         request = meta_pb2.UnlinkRequest(parent=parent, name=name)
@@ -342,10 +392,11 @@ class Names(Wide):
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int,
                      caller: Caller) -> tuple[int, int]:
-        """The inode that was moved, and the one that had its new name (0: none).
+        """Rename. Return the inode that was moved and the inode that had the new name (0: none).
 
-        The moved file's bytes are flushed first where its new name stands for something: after a loss of power that name shows
-        the old bytes or the new, also without fsync."""
+        If the new name exists, the moved file's bytes are made durable first: after a power loss the new name
+        has the old bytes or the new bytes, even without fsync.
+        """
         check_name(name)
         check_name(new_name)
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
@@ -360,13 +411,14 @@ class Names(Wide):
         for inode in (reply.inode, reply.replaced):
             if inode:
                 self.cache.forget_attr(inode)
-        # not known to be gone: renaming one of two names of an inode to the other leaves both
+        # The old name may still exist: renaming one of two names of an inode to the other leaves both.
         self.cache.forget_entry(parent, name)
         self.cache.forget_attr(parent)
         self.cache.forget_whole(parent)
         self.cache.forget_whole(new_parent)
         if reply.inode:
-            self._named(new_parent, new_name, reply.inode, self.clock.boottime_s())  # no lease is left that it could be old by
+            # any time will do: the inode has no lease left that could be older than the change
+            self._named(new_parent, new_name, reply.inode, self.clock.boottime_s())
         else:
             self.cache.forget_attr(new_parent)
         return reply.inode, reply.replaced
@@ -377,7 +429,7 @@ class Names(Wide):
             try:
                 moved = (await self._find(parent, name, self._name_s, self.options.fresh_s)).inode
             except NotFound:
-                return  # the service says so, or that this very request has been carried out
+                return  # the service will say so, or this very request has already been executed
         file = self.cache.open.get(moved)
         if not self.writer.unflushed(moved) and (file is None or file.written is None or file.written.clean):
             return

@@ -1,7 +1,7 @@
-"""The beginning of a process that goes on with what another one left: sessions, open files, locks, unstored writes.
+"""Takeover of a mount by a new process: sessions, open files, locks and unstored writes.
 
-Its predecessor was killed, or left for newer code. What it had learned of names and attributes is not known here, and neither
-are leases: they have ended with it. So nothing is believed that was not asked for anew.
+The previous process was killed, or was replaced by newer code. Its caches of names and attributes and its
+leases ended with it, so the new process starts with empty caches and fetches everything again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOST_CHUNK_BITS = 20
 
 
 class OpenBefore(NamedTuple):
-    """A file that was open."""
+    """A file that was open in the previous process."""
 
     number: int
     inode: int
@@ -37,16 +37,21 @@ class OpenBefore(NamedTuple):
 
 
 class TakeOver(Files):
-    async def take_over(self, opened: Iterable[OpenBefore]) -> dict[int, FileHandle]:
-        """Handles of what was open, by number. Those of files that are gone, or that nobody could be asked for until the
-        deadline, answer LockLost (EIO); so do those that held locks in a session that has ended meanwhile.
+    """The takeover of a previous process's open files, locks and writes."""
 
-        Called once, before anything else is asked of this client. Waits for the metadata service.
+    async def take_over(self, opened: Iterable[OpenBefore]) -> dict[int, FileHandle]:
+        """Open the previous process's files again; return the handles by number.
+
+        The handle of a file that is gone, or whose shard did not answer before the deadline, answers LockLost
+        (EIO); so does a file that held locks in a session that has ended meanwhile.
+
+        Called once, before any other operation of this client. Waits for the metadata service.
         """
         memory, opened = self.kept, list(opened)
         life = memory.word(Word.LIVES) + 1
         memory.set_word(Word.LIVES, life)
-        # behind those of the processes before us, whose session we go on with: else stores take our requests for repetitions
+        # Greater than the numbers of earlier processes, whose session continues: otherwise stores would take
+        # our requests for replays.
         self.chunks.sequence = life << LIFE_BITS
         self.writer.flushes_all(bool(memory.word(Word.UNFLUSHED)))
         left = self.keeping.left()
@@ -97,7 +102,7 @@ class TakeOver(Files):
         return inode, file
 
     async def _take_over_locks(self, handles: dict[int, FileHandle]) -> None:
-        """What the service says that our owners have, they have."""
+        """Restore the locks that the service records for this client's owners."""
         memory = self.kept
         keys: dict[Key, list[tuple[int, int]]] = {}
         for index, inode, owner, number, kind in memory.locks.valid():
@@ -121,7 +126,7 @@ class TakeOver(Files):
                 file.lost = True
 
     async def _locks_of(self, inode: int) -> list[meta_pb2.HeldLock] | None:
-        """Those of this client; None where they have ended with the session, or nobody knows."""
+        """This client's locks on the inode. None if they ended with the session, or cannot be determined."""
         request = meta_pb2.LocksRequest(inode=inode)
         try:
             reply = await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)

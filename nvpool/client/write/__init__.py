@@ -1,1 +1,4 @@
-"""Writes of files: writeback, quota reservations and the journal for crashes."""
+"""Writes of files: writeback, quota reservations and the crash journal.
+
+`writeback` is the entry point. Used by `vfs` and `read`.
+"""

@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The first write of a small new file, and its close, from our books to the frames and back. See fast_writes.py, which says
-what is promised."""
+"""The first write of a small new file, and its close: bookkeeping, frames and replies in compiled code.
+
+See fast_writes.py for the guarantees and conditions.
+"""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
@@ -57,15 +59,15 @@ crc_begin(0)
 
 cdef enum:
     GRANT_BYTES = 60
-    REPLY_BYTES = 29            # codec._WRITE_REPLY
+    REPLY_BYTES = 29            # data_codec._WRITE_REPLY
     BLOCK_BYTES_MIN = 4096
-    BYTES_MAX = 32 << 10        # stream_transport.JOIN_BYTES: a longer frame is not joined
+    BYTES_MAX = 32 << 10        # stream.JOIN_BYTES: a longer frame is not joined
     SUMS_MAX = BYTES_MAX >> 12
-    MESSAGE_MAX = 192           # of a write with so many checksums, and of a report
-    UNIT_BITS_MAX = 20          # written._UNIT_BITS_MAX
+    MESSAGE_MAX = 192           # of a write with SUMS_MAX checksums, and of a report
+    UNIT_BITS_MAX = 20          # dirty_file._UNIT_BITS_MAX
     ARENA_SMALLEST = 6          # arena._SMALLEST_BITS
     ARENA_PIECE = 20            # arena._PIECE_BITS
-    FILE_BYTES = 40             # kept.FILE, kept.WRITE
+    FILE_BYTES = 40             # mount_state.FILE, mount_state.WRITE
     WRITE_BYTES = 48
 
 assert FILE.size == FILE_BYTES and WRITE.size == WRITE_BYTES and BLOCK_BYTES == 4096
@@ -84,7 +86,7 @@ cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, gather_from = GATHER_IN_FLIGHT
 cdef Py_ssize_t put_write(uint8_t *at, uint64_t epoch, uint64_t target, const char *grant, uint64_t inode, uint64_t cut,
                           uint64_t sequence, const uint8_t *content, uint32_t length, uint64_t session,
                           uint64_t slot) noexcept nogil:
-    """codec.encode_write_request of bytes at the beginning of a file; how long it is."""
+    """Encode a write at the start of a file, as data_codec.encode_write_request; return the length."""
     cdef uint8_t *begin = at
     cdef uint32_t place = 0, count = (length + 4095) >> 12
     at = put_number(put_fixed(at, 0x09, epoch), 0x10, target)
@@ -111,7 +113,7 @@ cdef Py_ssize_t put_write(uint8_t *at, uint64_t epoch, uint64_t target, const ch
 
 cdef Py_ssize_t put_report(uint8_t *at, uint64_t session, uint64_t slot, uint64_t sequence, uint64_t epoch, uint64_t inode,
                            uint64_t cut, uint64_t end, bint wrote, uint64_t blocks) noexcept nogil:
-    """A ReportRequest, its fields in rising order; how long it is."""
+    """Encode a ReportRequest with its fields in rising order; return the length."""
     cdef uint8_t *begin = at
     cdef uint8_t *change = at + 2
     at = put_fixed(put_number(put_number(put_fixed(change, 0x09, session), 0x10, slot), 0x18, sequence), 0x21, epoch)
@@ -122,7 +124,7 @@ cdef Py_ssize_t put_report(uint8_t *at, uint64_t session, uint64_t slot, uint64_
 
 cdef bytes frame_of(int method, uint32_t number, uint32_t deadline_ms, const uint8_t *message, Py_ssize_t message_bytes,
                     const uint8_t *payload, Py_ssize_t payload_bytes):
-    """A REQUEST as frame.pack_head has it, and its payload."""
+    """A REQUEST frame with its payload, as frame.pack_head has it."""
     cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + message_bytes + payload_bytes)
     cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(frame)
     put_head(at, REQUEST, method, number, deadline_ms, <uint32_t>message_bytes, <uint32_t>payload_bytes,
@@ -134,7 +136,7 @@ cdef bytes frame_of(int method, uint32_t number, uint32_t deadline_ms, const uin
 
 
 cdef bint is_stored(message) except -1:
-    """Whether an answer to one write is nothing but good, as stores say it."""
+    """Whether the reply to one write reports success, in the form that stores send."""
     cdef const uint8_t *at
     if type(message) is not bytes or PyBytes_GET_SIZE(message) != REPLY_BYTES:
         return False
@@ -146,7 +148,7 @@ cdef bint is_stored(message) except -1:
 
 
 cdef class Sent:
-    """As writing.Writing, of a file's first bytes; it knows whom to tell."""
+    """As write_call.Writing, for a file's first bytes."""
     cdef readonly object slot, sequence, cut, error
     cdef Writes writes
     cdef object written, segment, connection, number, place, index
@@ -154,13 +156,13 @@ cdef class Sent:
     cdef bint ended
 
     def cancel(self):
-        """The writer is told a CancelledError now. The store may have it all the same."""
+        """Call the writer with CancelledError now. The store may execute the write all the same."""
         if not self.ended:
             self.connection.give_up(self.number)
             self.end(asyncio.CancelledError())
 
     def stored(self):
-        """What to flush. To be called once it has ended well."""
+        """The unstable write to commit. Must be called once, after the write has succeeded."""
         return self.writes.chunks.was_written(self.written.file, 0, self.epoch, self.cut)
 
     def __call__(self, reply, error):
@@ -195,27 +197,27 @@ cdef class Sent:
 
 
 cdef class Closing:
-    """As sending.Flush, and the report besides, as begun.Begun."""
+    """As sender.Flush, and its report too, as fast_changes.Begun."""
     cdef public object on_end
     cdef Writes writes
     cdef object written, number, otherwise
     cdef uint64_t end_told, stored_told
     cdef object cut_told
     cdef bint wrote_told
-    cdef object begun           # where the report goes on as all others
+    cdef object begun           # the report after it was passed to the slow path
     cdef object task
     cdef bint ended
-    cdef bint asked             # the report is on its way
+    cdef bint asked             # the report is in flight
     cdef object connection, request, state, session, slot, sequence, generation, epoch
     cdef double deadline_s
 
     @property
     def _report(self):
-        """What is on its way to the service."""
+        """The report in flight."""
         return self if self.asked else self.begun
 
     def look(self):
-        """A segment has ended."""
+        """Check for completion; called when an extent has ended."""
         self.look_now()
 
     cdef int look_now(self) except -1:
@@ -230,7 +232,7 @@ cdef class Closing:
         return 0
 
     cpdef bint report(self) except -1:
-        """Whether that was begun; else nothing has happened."""
+        """Submit the report; return whether it was submitted. False: there was no side effect."""
         written, writer = self.written, self.writes.writer
         reporting = written.reporting
         if (written.error is not None or written.paused or not (written.wrote or written.stored_end) or reporting.taken
@@ -251,7 +253,7 @@ cdef class Closing:
         return True
 
     cdef bint tell(self) except -1:
-        """As Begins.begin of the report, and False where that has nothing to begin with."""
+        """As Begins.begin for the report; return False if it cannot be submitted at once."""
         cdef uint8_t message[MESSAGE_MAX]
         cdef Py_ssize_t message_bytes
         cdef double now_s
@@ -282,7 +284,7 @@ cdef class Closing:
         return True
 
     def __call__(self, reply, error):
-        """What the service says to the report."""
+        """Handle the service's reply to the report."""
         if not self.asked:
             return
         answer = None
@@ -309,11 +311,11 @@ cdef class Closing:
                     state.wake()
 
     cdef object go_on(self):
-        """The report as one that was begun in the ordinary way."""
+        """Convert the report into a `Begun` request, which continues on the slow path."""
         vfs, file, state = self.writes.vfs, self.written.file, self.state
         request = vfs.report_request(file, self.cut_told, self.end_told, self.stored_told, self.wrote_told)
         change = request.change
-        # the session that it was sent in: there may be a newer one by now, which is not the one that is refused
+        # the session in which it was sent: there may be a newer one by now, which must not be refused for it
         change.session, change.slot, change.sequence, change.map_epoch = self.session, self.slot, self.sequence, self.epoch
         on_end = partial(vfs._begun_reported, file, self.wrote_told, self.reported)
         begun = Begun(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
@@ -325,7 +327,7 @@ cdef class Closing:
         return begun
 
     cdef int was_reported(self) except -1:
-        """The report was answered well."""
+        """Handle the success of the report."""
         written, writer = self.written, self.writes.writer
         self.begun = None
         self.end(writer.take_error(written) if written.error is not None else None)
@@ -387,11 +389,11 @@ cdef class Closing:
         return 0
 
 
-# -- what they have in common ------------------------------------------------------------------------------------------------
+# -- shared parts ------------------------------------------------------------------------------------------------------
 
 
 cdef class Writes:
-    """Of one client, which keeps what is written in the memory that outlives its process."""
+    """The fast writes and closes of one client with mount state."""
     cdef object writer, vfs, meta, chunks, dialer, keeping, memory, arena, pieces, files, clock, contents
     cdef dict open_files
     cdef set begun
@@ -433,7 +435,7 @@ cdef class Writes:
         cdef bint gather
         if not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed or left_ms < 1 \
                 or not connection._writable or connection._waiting or len(<dict>connection._in_flight) >= in_flight_max:
-            # a copy: what lies in the memory that is kept may be another's before it has left
+            # a copy: the memory of the mount state may be reused before the bytes are sent
             parts = (PyBytes_FromStringAndSize(<const char *>payload, payload_bytes),) if payload_bytes else ()
             return connection.submit(method, PyBytes_FromStringAndSize(<const char *>message, message_bytes), parts,
                                      deadline_s=deadline_s, on_done=on_done)
@@ -454,7 +456,7 @@ cdef class Writes:
         return 0
 
     cdef int note(self, written) except -1:
-        """As Keeping.note, without an error that nobody was told."""
+        """As Keeping.note, for a file without an unreported error."""
         file, met = written.file, written.met
         cdef uint8_t *at = self.base + self.files_at + <Py_ssize_t>written.entry * FILE_BYTES
         put64(at, written.stored_up_to if written.ahead else written.stored_end)
@@ -472,7 +474,10 @@ cdef class Writes:
         return closing
 
     def take(self, handle, offset, buffer, unique):
-        """Whether the write was taken as by Files.write_now, and is on its way; else nothing has happened."""
+        """As Files.write_now: accept and send the write; return whether it was accepted.
+
+        False: no side effect.
+        """
         cdef Py_buffer view
         if offset or not handle.writable or handle.append or handle.closed:
             return False
@@ -486,7 +491,7 @@ cdef class Writes:
             PyBuffer_Release(&view)
 
     def take_at(self, handle, bytearray buffer, Py_ssize_t at, Py_ssize_t length, uint64_t unique):
-        """As `take` of `length` bytes at the beginning of the file, which lie there in `buffer`."""
+        """As `take`, for `length` bytes at `at` in `buffer`, which are written to the start of the file."""
         if at < 0 or length < 0 or at + length > PyByteArray_GET_SIZE(buffer):
             raise ValueError("what is written lies outside of its buffer")
         if not handle.writable or handle.append or handle.closed:
@@ -507,7 +512,7 @@ cdef class Writes:
         cdef list slots, free
         cdef bytes grant
         cdef Sent sent
-        # All that has to be so, before anything happens.
+        # All conditions are checked before any side effect.
         writer, chunks, pieces, arena = self.writer, self.chunks, self.pieces, self.arena
         unit_bits = min(<int>file.chunk_bits, <int>UNIT_BITS_MAX)
         if length < BLOCK_BYTES_MIN or length > BYTES_MAX or length > 1 << unit_bits or writer._stalled:
@@ -543,7 +548,7 @@ cdef class Writes:
         grant = file.grant
         if PyBytes_GET_SIZE(grant) != GRANT_BYTES:
             return False
-        # From here on it is taken.
+        # From here on the write is accepted.
         written = WrittenFile(file)
         written.entry = self.files.take()
         self.note(written)
@@ -553,7 +558,7 @@ cdef class Writes:
         written.wrote = written.begun = True
         written.wrote_s = now_s
         written.end = written.held = size = length
-        # The piece outlives us: its bytes, then what makes them count.
+        # Journal the piece: its bytes first, then the marks that make them valid.
         keeping = self.keeping
         kept_number = keeping._number + 1
         keeping._number = kept_number
@@ -578,9 +583,9 @@ cdef class Writes:
         put32(at + 32, <uint32_t>length)
         put32(at + 36, <uint32_t>length << 1 | 1)
         put_mark(at + 40, kept_number)
-        put_mark(at + 24, unique)       # behind the mark: see KeptMemory.keep_write
+        put_mark(at + 24, unique)       # after the other mark: see KeptMemory.keep_write
         view = self.memory.payloads[place_key:place_key + size]
-        # Our books.
+        # Bookkeeping.
         writer._held += size
         writer._in_flight += size
         segment_number = writer._number + 1
@@ -592,7 +597,7 @@ cdef class Writes:
         file.fetching = None
         if file.ahead or file.inode in self.contents:
             self.vfs.reader.changed(file)
-        # And to the store.
+        # Send the write to the store.
         (<dict>chunks.counters)["writes"] += 1
         sequence = chunks.sequence + 1
         chunks.sequence = sequence
@@ -609,7 +614,7 @@ cdef class Writes:
         return True
 
     cdef bint was_stored(self, Sent sent) except -1:
-        """Whether our books say now that a store has it, where nothing else has happened to the file; else nothing has."""
+        """Record that a store has the write; False, without a side effect, if the file has more to do."""
         cdef uint64_t end, place
         cdef uint8_t *at
         writer, written, segment = self.writer, sent.written, sent.segment
@@ -631,12 +636,12 @@ cdef class Writes:
         writer._in_flight -= size
         sending.clear()
         flush = written.flushing
-        if flush is not None:  # what it sends now the service works at while we go on
+        if flush is not None:  # first, so the service works on the report while we continue
             if type(flush) is Closing:
                 (<Closing>flush).look_now()
             else:
                 flush.look()
-        # before the pieces that stand for it go: a successor has to know that it is to be flushed
+        # before the pieces are dropped: a successor process must know that the bytes are unstable
         if file.located:
             self.chunks.short.forget_chunk(file, 0)
         else:
@@ -654,7 +659,7 @@ cdef class Writes:
         return True
 
 
-# -- for tests: what is written above, by itself -----------------------------------------------------------------------
+# -- for tests: the encoders above on their own ------------------------------------------------------------------------
 
 
 def chain(uint64_t inode):

@@ -1,9 +1,10 @@
-"""What was written and no store has yet, also in the memory that outlives this process (shm/mount_state).
+"""Crash journal: copies of unstored writes in memory that outlives this process.
 
-A piece of a write lies there before the write is answered, and goes when a store has it; how far stores have a file that the
-service has not been told of goes when it has. Pieces never cross a unit's border: so those that overlap are in one segment, or
-the older one is stored before the newer is sent, and they go in the order of their numbers. What the successor finds it lays
-over one another in that order. Called by the writer, and by vfs/takeover at the start of a successor.
+A piece of a write is in the mount state (shm/mount_state) before the write is answered, and is dropped when a
+store has it. The end of stored but unreported bytes of a file is dropped when it has been reported. Pieces
+never cross a unit's border: so overlapping pieces are in one extent, or the older one is stored before the
+newer one is sent; pieces are dropped in the order of their numbers. A successor process overlays the pieces
+that it finds in that order. Used by the writer, and by vfs/takeover at the start of a successor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from nvpool.shm.mount_state import KeptMemory, Word
 
 
 class KeptPiece(NamedTuple):
-    """Of a write of the process before us."""
+    """A piece of a write of the previous process."""
 
     offset: int
     data: memoryview
@@ -23,7 +24,7 @@ class KeptPiece(NamedTuple):
 
 
 class KeptFile(NamedTuple):
-    """What it has left of a file: see shm/mount_state.FILE."""
+    """The state of a file that the previous process left; see shm/mount_state.FILE."""
 
     entry: int
     stored_end: int
@@ -35,6 +36,8 @@ class KeptFile(NamedTuple):
 
 
 class Keeping:
+    """The crash journal of a client."""
+
     def __init__(self, memory: KeptMemory) -> None:
         self.memory = memory
         self._number = max((record[-1] for record in memory.writes.all()), default=0)
@@ -44,7 +47,10 @@ class Keeping:
         return self.memory.has_room(length)
 
     def keep(self, written: WrittenFile, offset: int, data, unique: int, last: bool) -> tuple[Record, memoryview]:
-        """The piece outlives us now; what stands for it here, and its bytes as they lie there."""
+        """Journal a piece: from here on it outlives this process.
+
+        Return its record, and its bytes in the journal.
+        """
         self._number += 1
         index, kept = self.memory.keep_write(written.file.inode, offset, data, unique, last, self._number)
         return (self._number, index), kept
@@ -55,7 +61,7 @@ class Keeping:
         records.clear()
 
     def clip(self, segment: Segment, size: int) -> None:
-        """Nothing of the segment lies at or behind `size` any more."""
+        """Drop the parts of the extent's pieces at or behind `size`."""
         kept = []
         for record in segment.records:
             _, offset, _, _, length, _, _ = self.memory.writes.read(record[1])
@@ -68,20 +74,22 @@ class Keeping:
         segment.records = kept
 
     def begin(self, written: WrittenFile) -> None:
-        """The file is written from now on. TooManyOpen."""
+        """Start an entry for a file that is written from now on. TooManyOpen."""
         written.entry = self.memory.files.take()
         self.note(written)
 
     def note(self, written: WrittenFile) -> None:
-        """What stores have and the service has not, as it is now: before the pieces that stand for it go, and after it was
-        told."""
+        """Update the file's entry: the bytes that stores have and the service does not know.
+
+        Called before the pieces of those bytes are dropped, and after a report.
+        """
         file = written.file
         error = written.error.errno if written.error is not None else 0
         met = written.met.errno if written.met is not None else 0
         self.memory.files.put(written.entry, written.stored_up_to, written.stored_bytes, file.cut, error, met, file.inode)
 
     def end(self, written: WrittenFile) -> None:
-        """Nothing of the file is here any more, but what is on its way: that goes when it has arrived."""
+        """Drop the file's entry and pieces; pieces in flight stay until they have arrived."""
         for segments in written.dirty.values():
             for segment in segments:
                 self.drop(segment.records)
@@ -95,7 +103,7 @@ class Keeping:
             self.memory.set_word(Word.UNFLUSHED, there_is)
 
     def left(self) -> dict[int, KeptFile]:
-        """By inode, what the process before us has left; pieces in the order in which they were written."""
+        """The files that the previous process left, by inode; pieces are in write order."""
         found = {}
         for entry, end, byte_count, cut, error, met, inode in self.memory.files.valid():
             found[inode] = KeptFile(entry, end, byte_count, cut, error, met, [])
@@ -108,7 +116,7 @@ class Keeping:
         return found
 
     def finished(self) -> dict[int, int]:
-        """Requests of the kernel whose writes are kept, or were stored a short time ago: unique -> bytes."""
+        """Kernel requests with writes in the journal or stored a short time ago: number -> bytes."""
         found: dict[int, int] = {}
         ended = set()
         for _, _, _, _, unique, _, taken, _ in self.memory.writes.all():

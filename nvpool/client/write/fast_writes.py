@@ -1,14 +1,19 @@
-"""The commonest write and the commonest close in compiled steps: the first bytes of a small new file, kept and on their way to
-a store when the write returns; its answer, which sends the report where somebody waits for that; and the report's.
+"""Compiled fast path for the most frequent write and the most frequent close.
 
-Where a compiler was (`_plainwrites`); the twin is the way of every write: client/write/writeback, sending, writing and begun.
-The bytes on the wire, what is kept in the memory that outlives us (and in which order) and the books are the same.
+The write is the first write of a small new file: its bytes are in the mount state and on their way to a store
+when the write returns. The store's reply triggers the report if a close waits for it, and the report's reply
+completes the close.
 
-Only plain sailing. Of a write: from 4 to 32 KiB at the beginning of a file without a volume that is empty, in one unit, to a
-chunk with one target that is connected, with room in all bounds, in a client that keeps what is written. Of its answer: that it
-is stored, and nothing else has happened to the file. Of a report: what begun.Begins wants, and an answer of the service. All
-else is left to the ordinary way before anything has happened, or goes on there under the name that it has. Over other
-connections than frames over TCP and unix sockets it is submitted as ever.
+Available where a compiler was at hand (`_fast_writes.pyx`). The reference implementation is the path of every
+write: client/write/writeback, sender and write_call, and client/rpc/fast_changes. Bytes on the wire, the data
+in the mount state and its order, and all bookkeeping are the same.
+
+Conditions of a write: 4 to 32 KiB at the start of an empty file outside volumes, in one unit, to a chunk with
+one target that is connected, within all bounds, in a client with mount state. Condition of its reply: the
+bytes are stored, and nothing else has happened to the file. Conditions of a report: those of
+fast_changes.Begins, and a reply of the service. In every other case the slow path takes over before any side
+effect, or continues the request under the same request id. Connections that do not carry plain frames over
+TCP or unix sockets are used as always.
 """
 
 from __future__ import annotations
@@ -24,5 +29,5 @@ if TYPE_CHECKING:
 
 
 def plain_writes(vfs: Core) -> Any:
-    """What Writer.plain is for this client; None where that can not be here."""
+    """The value of Writer.plain for this client. None without a compiled module or without mount state."""
     return _fast_writes.Writes(vfs) if _fast_writes is not None and vfs.keeping is not None else None

@@ -1,11 +1,13 @@
-"""Room in volumes with a quota: bytes are promised by the service before a write takes them, so that none is taken that would
-not fit, and EDQUOT is told to the write itself.
+"""Quota reservations: bytes that the metadata service reserves before a write uses them.
 
-A file outside of volumes is `paid` to no end, and costs a write one comparison. In a volume a write beyond what the file has
-paid takes from what the volume's shard has promised this client; where that is not enough it is asked for, in slices. What is
-promised and not needed is given back within two seconds after the last write that made a file longer, or with the session. The
-service forgets promises when it starts anew and when a partition moves: then they are said again, before anybody is promised
-anything new. Owned by `vfs/client`; used by the operations that make files longer.
+So no write is accepted that does not fit into its volume, and EDQUOT is returned by the write itself.
+
+A file outside volumes has an unlimited reservation (`paid`), so a write to it costs one comparison. In a
+volume, a write beyond the file's reservation takes from the client's reservation at the volume's shard; if
+that is too small, the client asks for more, in slices. Unused reservations are released within two seconds
+after the last write that made a file longer, or with the session. The service forgets reservations when it
+restarts and when a partition moves: then each client reports its reservations again, before the service
+grants new ones. Owned by `vfs/client`; used by the operations that make files longer.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ from nvpool.core.units import MIB, format_bytes
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 AHEAD_BYTES = 64 * MIB
-"""Asked for beyond what is needed: so that a writer of 1 GB/s asks some fifteen times a second. The service gives less where
-the volume is nearly full."""
+"""Bytes requested beyond the need. A writer of 1 GB/s thus asks about fifteen times a second.
+
+The service grants less if the volume is nearly full.
+"""
 IDLE_S = 0.5
 UNLIMITED_BYTES = 1 << 62
 log = logging.getLogger(__name__)
 
 
 class Room:
-    """What this client is promised in one volume."""
+    """This client's reservation in one volume."""
 
     __slots__ = ("volume", "free", "taken", "files", "used_s", "until_s", "asking", "limit",
                  "told")
@@ -39,26 +43,31 @@ class Room:
     def __init__(self, volume: int) -> None:
         self.volume = volume
         self.free = 0
-        """Promised, and taken by no file yet."""
+        """Reserved bytes that no file has taken yet."""
         self.taken = 0
-        """By files, ever."""
+        """Total of bytes that files have ever taken."""
         self.files: dict[int, OpenInode] = {}
         self.used_s = 0.0
         self.until_s = 0.0
-        """Until when a volume without a quota is believed to have none."""
+        """Time until which the client assumes that the volume has no quota."""
         self.asking = asyncio.Lock()
         self.limit = 0
         self.told = 0
-        """Bytes that we are promised and that files had taken, as the service knows it: what it was told last, and what files
-        have taken since of what it promised us. Of these what was counted already, or has been since, we may be promised twice,
-        and what no file has any more is promised in vain. Unlimited while an answer has not come."""
+        """Reserved bytes that files had taken, as the service knows them.
+
+        That is the last reported number plus the bytes that files have taken since from the service's grants.
+        Of these bytes, those that the service has counted in file sizes already are reserved twice, and those
+        that no file has any more are reserved in vain. Unlimited while a reply is pending.
+        """
 
     def outstanding(self) -> int:
-        """Taken by files, and not known to the service as their size."""
+        """Bytes that files have taken and that the service does not know as their size yet."""
         return sum(max(0, file.paid - file.attr.size) for file in self.files.values())
 
 
 class Rooms:
+    """The quota reservations of a client in all volumes."""
+
     def __init__(self, meta: MetaClient, clock: Clock) -> None:
         self._meta = meta
         self._clock = clock
@@ -69,7 +78,10 @@ class Rooms:
     # -- taking --------------------------------------------------------------------------------------------------------
 
     def cover(self, file: OpenInode, end: int) -> bool:
-        """Whether the file may end there: what it takes is the file's then. Never waits; where not, ask `have`."""
+        """Reserve up to `end` for the file from the present reservation. Return whether that was possible.
+
+        Never waits. False: the caller must await `have`.
+        """
         need = end - max(file.paid, file.attr.size)
         room = self._rooms.get(file.volume)
         if need > 0:
@@ -86,8 +98,11 @@ class Rooms:
         return True
 
     async def have(self, file: OpenInode, offset: int, end: int) -> int:
-        """Up to where a write of [offset, end) may go: to its end, or less where the volume is full before that. QuotaExceeded
-        where nothing of it fits. Errors as MetaClient.ask."""
+        """Reserve quota for a write of [offset, end). Return the end up to which it may go.
+
+        The result is less than `end` if the volume is full before that. QuotaExceeded: nothing fits. Other
+        errors as MetaClient.ask.
+        """
         if end <= file.paid or self.cover(file, end):
             return end
         async with self._alone(file.volume) as room:
@@ -109,7 +124,10 @@ class Rooms:
 
     @contextlib.asynccontextmanager
     async def _alone(self, volume: int) -> AsyncIterator[Room]:
-        """The only one who asks for the volume. Its room may have been forgotten while one waited: then it is another one."""
+        """Hold the lock of the volume's reservation. Only one task at a time asks the service for it.
+
+        The reservation object may be replaced while a task waits; then the task locks the new one.
+        """
         while True:
             room = self._rooms.get(volume)
             if room is None:
@@ -120,7 +138,7 @@ class Rooms:
                     return
 
     async def _wait_for_reports(self, room: Room) -> None:
-        """What is on its way to be counted is, and what was removed and closed is not any more."""
+        """Wait for reports in flight, and for the release of removed and closed files."""
         for file in list(room.files.values()):
             if file.written is not None and file.written.reporting.taken:
                 async with file.written.reporting:
@@ -128,7 +146,7 @@ class Rooms:
         await self._meta.release_now(room.volume)
 
     async def _ask(self, room: Room, needed: int, ahead: int, again: bool = False) -> None:
-        """Have `needed` bytes promised beside what files have taken, and some more."""
+        """Reserve `needed` bytes besides those that files have taken, and `ahead` more if possible."""
         taken, outstanding = room.taken, room.outstanding()
         wanted = outstanding + max(0, needed)
         request = meta_pb2.VolumeRoomRequest(inode=room.volume, bytes=wanted + ahead, needed=wanted, again=again)
@@ -144,8 +162,11 @@ class Rooms:
             room.free, room.until_s = max(0, reply.bytes - room.told), 0.0
 
     async def repeat(self, file: OpenInode | None, volume: int, work: Callable[[], Awaitable], settle: Callable[[], Awaitable]):
-        """What `work` returns, which makes a file longer by a change of the service's own. Refused, it is done once more when
-        what this client holds in advance was given back, and its own writes are counted."""
+        """Await `work`, a change by the service that makes a file longer, and return its result.
+
+        If the service refuses it for the quota, it is repeated once, after this client's unused reservation
+        was released and its own writes were reported by `settle`.
+        """
         try:
             return await work()
         except QuotaExceeded:
@@ -160,16 +181,16 @@ class Rooms:
             await self._meta.release_now(volume)
         return await work()
 
-    # -- giving back, and saying again ---------------------------------------------------------------------------------
+    # -- releasing, and reporting again --------------------------------------------------------------------------------
 
     def drop(self, file: OpenInode) -> None:
-        """The file is closed, and all that was written to it is known or given up."""
+        """Forget a closed file, all of whose writes are reported or given up."""
         room = self._rooms.get(file.volume)
         if room is not None and room.files.get(file.inode) is file:
-            del room.files[file.inode]  # what is free stays for the next file, for a while
+            del room.files[file.inode]  # the unused reservation stays for the next file, for a while
 
     def run_once(self) -> None:
-        """Give back what was promised and is not used."""
+        """Release reservations that are not used."""
         idle_s = self._clock.boottime_s() - IDLE_S
         for room in list(self._rooms.values()):
             if room.asking.locked():
@@ -185,7 +206,7 @@ class Rooms:
                 await self._ask(room, 0, 0)
 
     async def _give_back_quietly(self, room: Room) -> None:
-        """What fails is given back a second later, or with the session."""
+        """Release the unused reservation. After a failure a later call or the session's end does it."""
         try:
             await self._give_back(room)
             if self._is_over(room):
@@ -197,7 +218,7 @@ class Rooms:
 
     @staticmethod
     def _is_over(room: Room) -> bool:
-        """Nothing is promised, and nobody asks for it."""
+        """Whether nothing is reserved and no task uses the reservation."""
         return not (room.files or room.told or room.asking.locked()) and (bool(room.until_s) or not room.free)
 
     def _forget(self, room: Room) -> None:
@@ -206,7 +227,7 @@ class Rooms:
             self._shards.pop(room.volume, None)
 
     def shard_restarted(self, shard: int) -> None:
-        """It does not know what it has promised us, nor does one that has lost our session."""
+        """Report the reservations to a shard that has restarted or has lost our session."""
         for room in self._rooms.values():
             if self._meta.shard_of(room.volume) == shard:
                 self._behind(self._say_again(room))
@@ -217,7 +238,7 @@ class Rooms:
                 self._behind(self._say_again(self._rooms[volume]))
 
     def take_over(self, file: OpenInode) -> None:
-        """The process before us has written the file as far as it is known here; it was promised that."""
+        """Adopt the reservation for the bytes that the previous process wrote to the file."""
         if not file.volume or file.written is None:
             return
         file.paid = max(file.attr.size, file.written.end)

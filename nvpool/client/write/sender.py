@@ -1,10 +1,13 @@
-"""How what was written goes to the stores and is told to the metadata service: a part of `client/write/writeback`, which has
-the rest.
+"""Sender of dirty extents to the stores, and of reports to the metadata service. It is a part of `writeback`.
 
-Mostly nothing stands in the way: the chunk has one target and a connection, the service a free slot. Then a write leaves where
-it is taken, its answer has the report sent where that is all that a flush waits for, and the report's answer ends the flush: no
-task, and no turn of the loop in between. Whatever is not so goes the ordinary way (`_send`, `Writer.settle`), which alone
-repeats and has errors: what was begun goes on there under the name that it has.
+The fast path is the common case: the chunk has one target, which is connected, and the service has a free
+slot. Then the extent is sent where the write is accepted; its reply triggers the report, if a flush waits
+only for that; the report's reply completes the flush. No task is created, and no event-loop iteration lies
+between these steps.
+
+In every other case the slow path is used (`_send`, `Writer.settle`). Only the slow path retries and reports
+errors; a request that the fast path has submitted continues there under the same request id (slot and
+sequence).
 """
 
 from __future__ import annotations
@@ -32,11 +35,14 @@ from nvpool.core.units import BLOCK_BYTES, WITHDRAW_ANY
 log = logging.getLogger(__name__)
 
 BeginReport = Callable[[OpenInode, int, int, bool, OnEnd], Begun | None]
-"""Of file, end, bytes that stores have, whether it was written; `on_end` comes before the service's attributes are believed."""
+"""Submits a report: (file, end, bytes that stores have, whether the file was written, on_end).
+
+`on_end` is called before the attributes of the service's reply are cached.
+"""
 
 
 class Told(NamedTuple):
-    """What a report says, or has said."""
+    """The content of a report to the service."""
 
     end: int
     stored: int
@@ -46,6 +52,8 @@ class Told(NamedTuple):
 
 
 class Sending:
+    """The part of `Writer` that sends; `Writer` provides the attributes declared here."""
+
     _chunks: object
     _options: ClientOptions
     _clock: Clock
@@ -78,7 +86,7 @@ class Sending:
                 segment.due = True
 
     def _pump(self, written: WrittenFile) -> None:
-        """Send what is due, as far as flight room allows and nothing on the way touches the same blocks."""
+        """Send due extents that share no block with one in flight, within the bound of bytes in flight."""
         if written.paused:
             return
         for unit, segments in list(written.dirty.items()):
@@ -111,11 +119,11 @@ class Sending:
         return any(s.start // BLOCK_BYTES <= last and (s.end - 1) // BLOCK_BYTES >= first for s in sending)
 
     def _deadline_s(self, segment: Segment) -> float:
-        """Counted from the write, not from the sending: what waited behind others does not wait as long again."""
+        """The deadline, counted from the write. A write that waited behind others does not get more time."""
         return max(segment.born_s + self._options.deadline_s, self._clock.boottime_s() + min(1.0, self._options.deadline_s))
 
     def _begin(self, written: WrittenFile, unit: int, segment: Segment) -> bool:
-        """Whether the segment has been sent, and its end is seen to without a task."""
+        """Submit the extent without a task; return whether it was submitted."""
         file = written.file
         index = segment.start >> file.chunk_bits
         way = self._chunks.way_to_write(file, index)
@@ -143,7 +151,7 @@ class Sending:
         self._left(written, unit, segment, None if error is not None else writing)
 
     async def _send(self, written: WrittenFile, unit: int, segment: Segment, begun: Writing | None = None) -> None:
-        """`begun`: what has become of it."""
+        """Send the extent by the slow path. `begun`: its earlier submission, which failed."""
         file = written.file
         try:
             parts, checksums = prepared(segment)
@@ -159,12 +167,13 @@ class Sending:
                                                       deadline_s, **named)
                     break
                 except StaleCut:
-                    # the file was cut by somebody else since: our bytes were never seen by others, so they come after the cut
+                    # Another client has truncated the file since. It never saw our bytes, so they come after
+                    # the truncation.
                     if self._clock.boottime_s() > deadline_s:
                         raise
                     await self._refresh(file, WRITE)
                     if written.appended is not None and segment.number in written.appended.void:
-                        return  # appended before the file was cut, and gone with what was cut
+                        return  # appended before the truncation, and truncated with the file
                     if file.cut == cut:
                         await asyncio.sleep(self._options.retry_first_s)
             if file.lost:
@@ -180,13 +189,13 @@ class Sending:
             self._left(written, unit, segment)
 
     def _has_stored(self, written: WrittenFile, segment: Segment, cut: int) -> None:
-        """A store has it, under this cut number."""
+        """Record that a store has the extent, written under the truncate epoch `cut`."""
         if written.file.truncated <= cut:
             end = segment.end if not written.is_broken else min(segment.end, written.appended.broken)
             written.has_stored(segment, end)
             written.stored_bytes += segment.end - segment.start
-        # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
-        # and only one more stamp tells.
+        # The service may have set the time before these bytes were stored: a client that opened the file
+        # since has cached the old bytes, and only a new time reveals that.
         written.wrote = True
         if self._keeping is not None:
             self._note(written)
@@ -200,7 +209,7 @@ class Sending:
             self._give_up(written, max(segment.start, appended.start))
 
     def _left(self, written: WrittenFile, unit: int, segment: Segment, stored: Writing | None = None) -> None:
-        """The segment is not here any more: it is `stored`, or was noted so before, or was dropped."""
+        """Remove the extent from those in flight: it was stored (`stored`, or noted before) or dropped."""
         length = segment.end - segment.start
         self._in_flight -= length
         sending = written.sending[unit]
@@ -213,8 +222,9 @@ class Sending:
             written.appended.void.discard(segment.number)
             written.find_end()
         if written.flushing is not None:
-            written.flushing.look()  # what it sends now the service works at while we go on
-        if stored is not None:  # before the pieces that stand for it go: a successor has to know that it is to be flushed
+            written.flushing.look()  # first, so the service works on the report while we continue
+        # before the pieces are dropped: a successor process must know that the bytes are unstable
+        if stored is not None:
             self._unflushed.note(written.file.inode, stored.stored())
         if self._keeping is not None:
             self._keeping.drop(segment.records)
@@ -225,7 +235,8 @@ class Sending:
         self._tell(written)
         if written.dirty:
             self._pump(written)
-        for _ in range(len(self._stalled)):  # once round: who finds no room waits for the next that ends
+        # once around: a file without space waits for the next completed send
+        for _ in range(len(self._stalled)):
             if self._in_flight >= self._options.write_flight_bytes:
                 break
             self._pump(self._stalled.popitem(last=False)[1])
@@ -236,17 +247,17 @@ class Sending:
 
     @staticmethod
     def _tell(written: WrittenFile) -> None:
-        """Wake who waits for segments to end: one has been stored, dropped or cut away."""
+        """Wake the callers that wait for extents to end: one was stored, dropped or truncated."""
         if written.flushing is not None:
             written.flushing.look()
         if written.changed is not None and not written.changed.done():
             written.changed.set_result(None)
 
-    # -- telling the service -------------------------------------------------------------------------------------------
+    # -- reports to the service ----------------------------------------------------------------------------------------
 
     @staticmethod
     def _telling(written: WrittenFile) -> Told:
-        """What there is to be reported; if there is anything, it counts as said."""
+        """The data to report now. From here on it counts as reported; `_not_told` reverses that."""
         told = Told(written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written))
         written.wrote = False
         written.stored_bytes = 0
@@ -262,7 +273,7 @@ class Sending:
 
     def _not_told(self, written: WrittenFile, told: Told, error: BaseException) -> None:
         if isinstance(error, NotFound):
-            written.stored_end = 0  # the inode is gone: nobody will ever ask for its size
+            written.stored_end = 0  # the inode is gone: no client will ever ask for its size
             self._note(written)
             return
         written.wrote = written.wrote or told.wrote
@@ -270,7 +281,7 @@ class Sending:
             written.stored_bytes += told.stored
 
     def begin_flush(self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]) -> Flush | bool | None:
-        """As Files.begin_flush. `otherwise` makes what does all of it the ordinary way."""
+        """As Files.begin_flush. `otherwise` makes the coroutine of the slow path."""
         written = file.written
         if (written.flushing is not None or written.paused or written.error is not None or written.reporting.taken
                 or written.is_broken):
@@ -291,8 +302,10 @@ class Sending:
 
 
 class Flush:
-    """close(2) on its way: until each segment up to `number` is stored or dropped, and what that has brought was reported.
-    `on_end(None, error)` is called once, before our books are kept."""
+    """A close(2) in progress: waits for extents up to `number`, then for their report.
+
+    `on_end(None, error)` is called once, before the client updates its state.
+    """
 
     __slots__ = ("on_end", "_writer", "_written", "_number", "_otherwise", "_told", "_report", "_task", "_ended")
 
@@ -309,7 +322,7 @@ class Flush:
         self._ended = False
 
     def look(self) -> None:
-        """A segment has ended."""
+        """Check for completion; called when an extent has ended."""
         written, number = self._written, self._number
         if written.sending or written.dirty:
             for segment in written.segments():
@@ -320,7 +333,7 @@ class Flush:
             self._do_otherwise()
 
     def report(self) -> bool:
-        """Whether that was begun; else nothing has happened."""
+        """Submit the report; return whether it was submitted. False: there was no side effect."""
         writer, written = self._writer, self._written
         if written.error is not None or written.is_broken or written.paused \
                 or not (written.wrote or written.stored_end) or not written.reporting.take():
@@ -357,7 +370,10 @@ class Flush:
         self._end(asyncio.CancelledError() if task.cancelled() else task.exception())
 
     def cancel(self) -> bool:
-        """The listener is told a CancelledError; what is on its way goes on. False where it has ended."""
+        """Call the listener with CancelledError; requests in flight continue.
+
+        False: the flush has ended already.
+        """
         if self._ended:
             return False
         if self._task is not None:
@@ -374,13 +390,17 @@ class Flush:
 
 
 def withdrawn(written: WrittenFile) -> int:
-    """ReportRequest.withdrawn: where the reservation ends of which nothing is on its way any more; 0: it stays."""
+    """The value of ReportRequest.withdrawn: end of a reservation to withdraw; 0: none can be withdrawn now.
+
+    A reservation can be withdrawn when none of its bytes is in flight any more.
+    """
     if not written.is_broken:
         return 0
     appended = written.appended
     if any(segment.end > appended.broken for segment in written.segments()):
         return 0
-    return WITHDRAW_ANY if appended.doubtful or not appended.end else appended.end  # 0: a truncation has closed it meanwhile
+    # an end of 0: a truncation has closed the reservation meanwhile
+    return WITHDRAW_ANY if appended.doubtful or not appended.end else appended.end
 
 
 def _closed() -> Cancelled:

@@ -1,5 +1,7 @@
-"""A write to a store that was begun without a task: sent at once under its name, and told of in the callback of its answer.
-Made by chunkclient, for the writer."""
+"""Fast path for writes to stores: sends immediately and completes in the reply callback.
+
+No task is created. Made by the chunk client, for the writer.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ if TYPE_CHECKING:
 
 
 class Writing:
-    """`on_end` is called once with this and None, or an error; the first thing to do then may be what waits for it, and
-    `stored()` comes after. After an error that is none of a cancellation the write still has its name, `slot` and `sequence`,
-    and goes on by ChunkClient.write."""
+    """A submitted write. `on_end` is called once, with this object and None or an error.
+
+    The callback may first do the work that waits for the write, and call `stored()` after that. After an
+    error that is not a cancellation, the write keeps its request id (`slot` and `sequence`) and continues in
+    ChunkClient.write.
+    """
 
     __slots__ = ("slot", "sequence", "cut", "error", "_chunks", "_file", "_index", "_epoch", "_on_end", "_connection",
                  "_number", "_ended")
@@ -54,13 +59,13 @@ class Writing:
             parts, deadline_s=deadline_s, on_done=self._done)
 
     def cancel(self) -> None:
-        """The listener is told a CancelledError now. The store may have it all the same."""
+        """Call the listener with CancelledError now. The store may execute the write all the same."""
         if not self._ended:
             self._connection.give_up(self._number)
             self._end(asyncio.CancelledError())
 
     def stored(self) -> Stored:
-        """What to flush. To be called once it has ended well."""
+        """The unstable write to commit. Must be called once, after the write has succeeded."""
         return self._chunks.was_written(self._file, self._index, self._epoch, self.cut)
 
     def _done(self, reply: Reply | None, error: BaseException | None) -> None:
@@ -89,8 +94,13 @@ class Writing:
 
 
 class BeginsWrites:
+    """The part of `ChunkClient` that submits writes without a task."""
+
     def way_to_write(self: ChunkClient, file: OpenInode, index: int) -> tuple[Chain, Lane, object] | None:
-        """Where `begin_write` of the chunk may go, where nothing has to be waited for and nobody else can take its place."""
+        """The route of `begin_write` to the chunk; None if the write would have to wait.
+
+        The caller must use the route immediately, before any other task can take its place.
+        """
         if not self._slots or self._slot_waiters:
             return None
         try:
@@ -105,7 +115,7 @@ class BeginsWrites:
 
     def begin_write(self: ChunkClient, way: tuple[Chain, Lane, object], file: OpenInode, index: int, offset: int, length: int,
                     parts: Sequence, checksums: bytes, deadline_s: float, on_end) -> Writing:
-        """`write`, sent already, the way that `way_to_write` has just told; see Writing."""
+        """Submit `write` by the route that `way_to_write` has just returned; see Writing."""
         self.counters["writes"] += 1
         self.sequence += 1
         file.grant_used = True
@@ -118,6 +128,6 @@ class BeginsWrites:
         return self.replicas.stored(file, index, epoch, cut)
 
     def leave(self: ChunkClient, writing: Writing) -> None:
-        """Its name is not used any more."""
+        """Release the request id of the write."""
         self._slots.append(writing.slot)
         self._wake()

@@ -1,13 +1,15 @@
-"""What applications have written and the stores do not have yet.
+"""Writeback: buffers the writes of applications until the stores have them.
 
-Guarantees: bytes are kept until a store has them or the deadline has passed; then the error is reported once, at the next
-write, fsync or close of the file, and not forgotten before. Of two writes to the same blocks the later one is sent when the
-earlier has ended, so that merges of parts of a block are never lost. The size that is reported to the metadata service is
-the end of what stores have, and covers nothing older that they do not have yet. Memory is bounded over all files; writers
-wait for room. Called by vfs and reader; never reads.
+Bytes are kept until a store has them or the deadline has passed. Then the error is reported once, at the next
+write, fsync or close of the file, and is not forgotten before. Of two writes to the same blocks, the later
+one is sent after the earlier one has ended, so merges of partial blocks are never lost. The size reported to
+the metadata service is the end of the stored bytes; it never covers an older write that is not stored yet.
+Memory is bounded over all files; writers wait for buffer space.
 
-Bytes gather in segments, within units of at most 1 MiB that never cross a chunk: a segment that reaches its unit's end is
-sent at once and so is what begins a new file, others when the file is flushed, after a second, or when memory is short.
+Bytes gather in extents (class `Segment`) within units of at most 1 MiB that never cross a chunk. An extent
+that reaches its unit's end is sent immediately, and so are the first bytes of a new file. Other extents are
+sent when the file is flushed, after a second, or when memory is short. Used by vfs and the reader; this
+module never reads.
 """
 
 from __future__ import annotations
@@ -37,14 +39,17 @@ from nvpool.core.units import BLOCK_BYTES, KIB
 log = logging.getLogger(__name__)
 
 _LAST = 1 << 62
-"""Above the number of any segment."""
+"""Greater than the number of any extent."""
 _TAIL_BYTES = 256 * KIB
-"""Up to this size small writes grow one buffer: growing larger ones would copy too much."""
+"""Small writes grow one buffer up to this size: growing larger buffers would copy too much."""
 
 
 class Writer(Sending):
-    """`refresh(file, rights)` gets new attributes and a grant; `report(file, end, bytes, wrote, sync)` tells the service,
-    whose attributes for the file it puts into the cache; `begin_report` as `vfs/client` has it."""
+    """The writeback buffer of a client.
+
+    `refresh(file, rights)` fetches new attributes and a grant. `report(file, end, bytes, wrote, sync)`
+    reports to the service and caches the attributes of the reply. `begin_report` is defined in `vfs/client`.
+    """
 
     def __init__(self, chunks, options: ClientOptions, clock: Clock, *,
                  refresh: Callable[[OpenInode, int], Awaitable[None]],
@@ -62,21 +67,26 @@ class Writer(Sending):
         self._in_flight = 0
         self._number = 0
         self._room: list[asyncio.Future] = []
-        self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()   # wait for flight room, in order
+        # files that wait for space in flight, in order
+        self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()
         self._tasks: set[asyncio.Task] = set()
         self._begun: set[Writing] = set()
         self.plain: Any = None
-        """What of client/write/fast_writes takes the first bytes of small new files, and makes a Flush; None: nothing does."""
+        """The compiled fast path of client/write/fast_writes; None without it.
+
+        It accepts the first bytes of small new files, and makes the `Flush` objects.
+        """
         self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None,
                                     self._was_lost)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     async def write(self, file: OpenInode, offset: int, buffer) -> int:
-        """Take `buffer` as bytes of the file from `offset`; its length. The buffer may be reused by the caller on return.
+        """Accept `buffer` as the bytes of the file from `offset` on; return its length.
 
-        Raises what an earlier write of the file has met, once. Waits only for room: DeadlineExceeded when there is none
-        in time, and then nothing of this write is kept.
+        The caller may reuse the buffer on return. Raises the error of an earlier write of the file, once.
+        Waits only for buffer space: DeadlineExceeded if there is none in time; then nothing of this write is
+        kept.
         """
         written = file.written
         if written is None:
@@ -90,7 +100,10 @@ class Writer(Sending):
         return length
 
     def write_now(self, file: OpenInode, offset: int, buffer, unique: int = 0) -> bool:
-        """Whether `buffer` was taken, as `write` would do; else `write` has to be asked. `unique`: of the kernel's request."""
+        """As `write`, without waiting; return whether `buffer` was accepted.
+
+        False: the caller must await `write`. `unique`: the number of the kernel's request.
+        """
         written = file.written or self._written(file)
         if written.error is not None or not self._has_room(len(buffer)):
             return False
@@ -111,13 +124,14 @@ class Writer(Sending):
         return written
 
     def take_over(self, file: OpenInode, left: KeptFile) -> None:
-        """Go on with what the process before us has left of the file, which is open."""
+        """Continue with the unstored writes that the previous process left for this open file."""
         written = file.written = WrittenFile(file)
         self._files[file.inode] = written
         written.entry = left.entry
         if left.entry < 0:
             self._keeping.begin(written)
-        if left.error or left.met:  # which of the open files were told of it is not known: all are
+        # it is not known which open files have reported the error, so all of them report it
+        if left.error or left.met:
             written.met = WritesLost("bytes written earlier could not be stored, as the process before this one has met")
             written.error = written.met if left.error else None
         written.wrote = written.begun = True
@@ -136,19 +150,21 @@ class Writer(Sending):
         self._pump(written)
 
     def flushes_all(self, unflushed: bool) -> None:
-        """`unflushed`: stores may have bytes of any inode that the process before us has not flushed."""
+        """Record whether stores may have unstable writes of any inode from the previous process."""
         self._unflushed.unknown = unflushed
 
     def meet(self, file: OpenInode, error: NvpoolError) -> WrittenFile:
-        """What was written to the file, which is open, is lost: each who has it open is told, by a successor of this process
-        too."""
+        """Record that bytes written to this open file are lost.
+
+        Each handle of the file reports the error, also in a successor process.
+        """
         written = file.written or self._written(file)
         written.meet(error)
         self._note(written)
         return written
 
     def _was_lost(self, inode: int) -> None:
-        """Some of what stores had of it, unflushed, is gone."""
+        """Handle the loss of unstable writes: stores have lost bytes before they were durable."""
         written = self._files.get(inode)
         log.error("inode %d: %s", inode, WritesLost())
         if written is not None:
@@ -166,8 +182,9 @@ class Writer(Sending):
         end = offset + length
         if end > written.end:
             written.end = end
-        # What begins a file is on its way while the application still thinks of its next call: most files are small, and
-        # their close follows at once. A longer one pays with one message more; less than a block would have to be merged.
+        # The first bytes of a file are sent while the application is still busy with its next call: most
+        # files are small and are closed immediately after. A longer file costs one more message. Less than a
+        # block would have to be merged.
         begins = not offset and BLOCK_BYTES <= length <= _TAIL_BYTES and not written.begun and not written.file.attr.size
         written.begun = True
         if begins and not (written.dirty or written.sending or written.paused or self._in_flight or end > 1 << bits):
@@ -195,7 +212,10 @@ class Writer(Sending):
             self._pump(written)
 
     def _begin_with(self, written: WrittenFile, end: int, data, now_s: float, unique: int) -> None:
-        """The first bytes of a new file, in one unit, are sent; as what follows would do, and nothing is on the way."""
+        """Send the first bytes of a new file, in one unit, as `_put` and `_pump` would.
+
+        The caller has made sure that nothing is in flight.
+        """
         record = None
         if self._keeping is not None:
             record, data = self._keeping.keep(written, 0, data, unique, True)
@@ -208,7 +228,7 @@ class Writer(Sending):
         self._set_out(written, 0, segment)
 
     def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float, record: Record | None) -> bool:
-        """Whether a segment has become ready to be sent."""
+        """Add bytes to the dirty extents of a unit. Return whether an extent is ready to be sent."""
         length = len(data)
         end = start + length
         segments = written.dirty.get(unit)
@@ -238,7 +258,10 @@ class Writer(Sending):
         return segment.due
 
     def _merge(self, written: WrittenFile, segments: list[Segment], start: int, end: int, data, now_s: float) -> Segment:
-        """Lay `data` over what is there; what it touches becomes one segment, which keeps the oldest one's place in line."""
+        """Overlay the extents with `data`; the extents that it touches become one.
+
+        The merged extent takes the place of the oldest one in the order of writes.
+        """
         touched = [s for s in segments if s.start <= end and s.end >= start]
         if len(touched) == 1 and touched[0].start <= start and touched[0].end >= end:
             segment = touched[0]
@@ -291,9 +314,10 @@ class Writer(Sending):
     # -- flushing ------------------------------------------------------------------------------------------------------
 
     async def store(self, file: OpenInode) -> None:
-        """Return when no byte written before the call is here only: each is at its store, or its error is kept.
+        """Wait until each byte written before the call is stored or has failed.
 
-        Raises nothing of the writes themselves; see `take_error`."""
+        Does not raise the errors of writes; they are kept, see `take_error`.
+        """
         written = file.written
         if written is None:
             return
@@ -311,9 +335,10 @@ class Writer(Sending):
             await asyncio.shield(written.changed)
 
     async def settle(self, file: OpenInode, *, sync: bool = False) -> None:
-        """What stores have of the file is known to the service, in size and time; with `sync` durably.
+        """Report size and time of the stored bytes to the service; with `sync` durably.
 
-        Raises what the service answers; what was to be reported is then kept for the next time."""
+        Raises the errors of the service; the unreported data is then kept for the next attempt.
+        """
         written = file.written
         if written is None:
             if sync:
@@ -339,34 +364,37 @@ class Writer(Sending):
                     return
 
     def take_error(self, written: WrittenFile) -> NvpoolError:
-        """The kept error, which is forgotten by this: to be raised to an application."""
+        """Return the kept error and forget it; the caller raises the error to an application."""
         error, written.error = written.error, None
         self._note(written)
         return error
 
     def raise_error(self, file: OpenInode) -> None:
-        """Raise the file's kept error, when there is one, once."""
+        """Raise the file's kept error, if there is one, once."""
         if file.written is not None and file.written.error is not None:
             raise self.take_error(file.written)
 
     @property
     def busy(self) -> bool:
-        """Whether anything is here, or at stores and not flushed, at all."""
+        """Whether there are any written files here, or unstable writes at stores."""
         return bool(self._files or self._unflushed)
 
     def unflushed(self, inode: int) -> bool:
-        """Whether stores have bytes of the inode that were not flushed since we sent them."""
+        """Whether stores have unstable writes of the inode that this client has sent."""
         return inode in self._unflushed
 
     async def make_durable(self, inode: int) -> None:
-        """Return when what we have stored of the inode survives the loss of power. WritesLost, once."""
+        """Make the inode's stored bytes durable: on return they survive a power loss. WritesLost, once."""
         await self._unflushed.flush(inode)
 
-    # -- cutting -------------------------------------------------------------------------------------------------------
+    # -- truncation ----------------------------------------------------------------------------------------------------
 
     async def begin_cut(self, file: OpenInode, size: int) -> None:
-        """Before the service cuts the file to `size`: forget what lies behind it, wait for what is on the way, send nothing
-        until `end_cut`. What stays is sent after it, with the new cut number."""
+        """Prepare for a truncation to `size` by the service.
+
+        Drops the bytes behind `size`, waits for the writes in flight, and sends nothing until `end_cut`. The
+        remaining bytes are sent after it, with the new truncate epoch.
+        """
         written = file.written
         if written is None:
             return
@@ -375,12 +403,12 @@ class Writer(Sending):
         written.stored_end = min(written.stored_end, size)
         written.ahead = tuple((number, min(end, size)) for number, end in written.ahead)
         if written.appended is not None:
-            written.appended.close()  # with the truncation: what stays of it lies before the file's end
+            written.appended.close()  # the truncation closes it: the rest of it lies before the file's end
         written.find_end()
         self._note(written)
 
     async def pause(self, file: OpenInode) -> None:
-        """Wait for what is on the way, and send nothing until `end_cut`."""
+        """Wait for the writes in flight, and send nothing until `end_cut`."""
         written = file.written
         if written is None:
             return
@@ -425,8 +453,11 @@ class Writer(Sending):
             self._tell(written)
 
     def was_cut(self, file: OpenInode) -> None:
-        """The file was truncated, by others or by us. Appends that others cut are gone, as if they had been there before; other
-        bytes that are here come after the truncation."""
+        """Adjust the local bytes after a truncation of the file, by this client or by others.
+
+        Appends that another client truncated are gone, as if they had been stored before; all other local
+        bytes count as written after the truncation.
+        """
         written = file.written
         appended = written.appended
         if appended is not None and appended.end > file.attr.size:
@@ -439,14 +470,14 @@ class Writer(Sending):
     # -- appends -------------------------------------------------------------------------------------------------------
 
     def appended(self, file: OpenInode) -> Appended:
-        """State of appends to the file."""
+        """The state of appends to the file."""
         written = file.written or self._written(file)
         if written.appended is None:
             written.appended = Appended()
         return written.appended
 
     def _give_up(self, written: WrittenFile, place: int) -> None:
-        """What was appended from `place` on can not be stored, or not taken: nothing of it comes."""
+        """Give up all appended bytes from `place` on, because some cannot be stored or accepted."""
         appended = written.appended
         if appended.broken is not None:
             place = min(place, appended.broken)
@@ -456,8 +487,11 @@ class Writer(Sending):
         written.find_end()
 
     def withdraw(self, file: OpenInode, place: int, doubtful: bool = False) -> None:
-        """A place that was reserved for an append, or may have been, is not used. Bytes that others here have written behind it
-        are cut with it, and they are told."""
+        """Withdraw the reservation of an append from `place` on, because it is not used.
+
+        `doubtful`: the service may have made the reservation, or may not. Bytes that other writers on this
+        client have written behind `place` are dropped too, and their writers get an error.
+        """
         appended = self.appended(file)
         if file.written.end > place:
             self.meet(file, WritesLost())
@@ -466,7 +500,7 @@ class Writer(Sending):
         self.publish(file)
 
     def publish(self, file: OpenInode) -> None:
-        """Send and report what was appended, soon."""
+        """Start to send and report the appended bytes."""
         written = file.written
         if not written.appended.publishing:
             written.appended.publishing = True
@@ -481,14 +515,17 @@ class Writer(Sending):
                 await self.store(file)
                 await self.settle(file)
         except NvpoolError:
-            pass  # kept, and told again with the next flush or in a second
+            pass  # the data is kept, and reported again with the next flush or in a second
         finally:
             appended.publishing = False
 
-    # -- what is written without bytes of ours ---------------------------------------------------------------------------
+    # -- bytes that the stores copied by themselves --------------------------------------------------------------------
 
     def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, stored: Stored | None = None) -> None:
-        """Under cut number `cut`, `byte_count` bytes up to `end` came to be at a store. `stored`: what to flush, None: hole."""
+        """Record `byte_count` bytes up to `end` that a store copied under truncate epoch `cut`.
+
+        `stored`: the unstable write to commit; None for a hole.
+        """
         written = file.written or self._written(file)
         written.begun = True
         if not written.wrote:
@@ -502,17 +539,17 @@ class Writer(Sending):
         if stored is not None:
             self._unflushed.note(file.inode, stored)
 
-    # -- reading one's own -----------------------------------------------------------------------------------------------
+    # -- reads of local bytes ------------------------------------------------------------------------------------------
 
     @staticmethod
     def overlay(file: OpenInode, start: int, end: int) -> list[tuple[int, int, bytes]]:
-        """Copies of what is here of [start, end), in the order in which they are to be laid over what the stores have."""
+        """Copies of the local bytes in [start, end), in the order of overlaying the stored bytes."""
         return copies(file.written, start, end)
 
     # -- background ------------------------------------------------------------------------------------------------------
 
     async def run_once(self) -> None:
-        """Send and report what is older than `write_age_s`, and let go of files that are closed and clean."""
+        """Send and report all data older than `write_age_s`, and forget files that are closed and clean."""
         oldest_s = self._clock.boottime_s() - self._options.write_age_s
         for written in list(self._files.values()):
             file = written.file
@@ -534,10 +571,10 @@ class Writer(Sending):
         try:
             await self.settle(file)
         except NvpoolError:
-            pass  # kept, and told again with the next flush or in a second
+            pass  # the data is kept, and reported again with the next flush or in a second
 
     def forget(self, file: OpenInode) -> None:
-        """The last handle is closed: nothing of the file is kept here any more, stored or not."""
+        """Drop all data of the file after its last handle was closed, stored or not."""
         written = self._files.get(file.inode)
         if written is not None and written is file.written:
             self._drop(written)
@@ -552,8 +589,10 @@ class Writer(Sending):
             self._keeping.end(written)
 
     def lose(self, file: OpenInode) -> None:
-        """What is not stored must not be sent any more, and what is not reported must not be: the locks under which it was
-        written are gone. Told to whoever has the file open."""
+        """Drop all unstored and unreported data of the file, because its locks were lost.
+
+        None of it may be sent any more. Each handle of the file gets LockLost.
+        """
         written = file.written
         if written is None:
             return
@@ -564,7 +603,10 @@ class Writer(Sending):
         written.find_end()
 
     async def close(self, deadline_s: float) -> bool:
-        """Send and report all, as far as that is done by `deadline_s`; then stop. Whether all was sent."""
+        """Send and report all data, as far as possible by `deadline_s`; then stop.
+
+        Return whether all was sent.
+        """
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                 for written in list(self._files.values()):
