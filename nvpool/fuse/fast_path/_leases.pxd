@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""What compiled modules of a mount look up in client/state/leases."""
+"""Lease look-ups of compiled modules in client/state/leases."""
 
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
