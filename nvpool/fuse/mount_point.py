@@ -26,7 +26,8 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
     Each error says why the directory is refused and what to do. `force` first removes a dead or hung mount of
     nvpool. Nothing else is changed.
 
-    NotFound, NotADirectory, InUse (a mount is there, or files), AccessDenied
+    NotFound, NotADirectory, InUse (a mount is there, or files), AccessDenied, Unavailable (no /dev/fuse, or
+    the directory can not be read)
     """
     place = place_of(path)
     for _ in range(2):
@@ -85,6 +86,7 @@ def unmount(path: Path, *, lazy: bool = False) -> None:
     InvalidRequest: nothing is mounted there.
     InUse: files of the mount are open, or a process has its current directory there (never when lazy).
     AccessDenied: this user may not unmount it.
+    Unavailable: any other failure.
     """
     place = place_of(path)
     if mount_at(place) is None:

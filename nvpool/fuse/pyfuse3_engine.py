@@ -59,7 +59,7 @@ Without credit only every 32nd time is tried. So a machine whose cores are all b
 """
 
 BURST_MAX = 16
-"""Requests that a worker may take one after the other before other events of the loop are handled."""
+"""Requests in a row that a worker may take before other events of the loop."""
 
 def _words(options: MountOptions) -> set[str]:
     """Mount options for libfuse.
@@ -415,11 +415,12 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def _do_without_splice() -> None:
-    """Give up CAP_SYS_RESOURCE in this thread, so that libfuse does not splice each request through a pipe.
+    """Give up CAP_SYS_RESOURCE in this thread, which nothing here needs.
 
-    Nothing here needs the capability. Splicing costs two more system calls and a page per request. libfuse
-    reads directly if the pipe can not hold the largest request, which is 1 MiB and one page; without the
-    capability a pipe has at most 1 MiB (/proc/sys/fs/pipe-max-size). pyfuse3 has no option for it.
+    With the capability libfuse splices each request through a pipe. Splicing costs two more system calls and
+    a page per request. libfuse reads directly if the pipe can not hold the largest request, which is 1 MiB
+    and one page; without the capability a pipe has at most 1 MiB (/proc/sys/fs/pipe-max-size). pyfuse3 has no
+    option for it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)

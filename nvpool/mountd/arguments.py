@@ -86,7 +86,10 @@ def is_read_only(arguments: argparse.Namespace) -> bool:
 
 
 def configured_pool(arguments: argparse.Namespace) -> tuple[PoolDirectory | None, Config]:
-    """The pool's directory if the pool is named by that (else None), and the configuration of this node."""
+    """The pool's directory and this node's configuration.
+
+    If `pool` is not a directory on this machine, these are None and the default configuration.
+    """
     if "://" in arguments.pool or not Path(arguments.pool).is_dir():
         return None, Config()
     directory = PoolDirectory(arguments.pool)
@@ -121,7 +124,7 @@ def given(value: float | None, otherwise: float) -> float:
 
 def client_options(arguments: argparse.Namespace, section: ClientSection) -> ClientOptions:
     options = configured(section)
-    # A user who forbids the kernel to cache does not want old attributes from the client's cache either.
+    # If the kernel must not cache, the client must not return old attributes either.
     kept_s = min(given(arguments.attr_timeout_s, section.attr_timeout_s),
                  given(arguments.entry_timeout_s, section.entry_timeout_s))
     return options._replace(deadline_s=given(arguments.deadline_s, section.deadline_s),

@@ -135,9 +135,10 @@ def serve_held(arguments: argparse.Namespace, held: Held, notices: socket.socket
 
 
 def directory_here(pool_map: PoolMap) -> PoolDirectory | None:
-    """Directory of a pool that was named by an address, if it is on this machine and writable; else None.
+    """Directory of a pool that was named by an address, or None.
 
-    The mount is announced there, so that the pool's status shows it too.
+    The directory must be on this machine and writable. The mount is announced there, so that the pool's
+    status shows it too.
     """
     for node in pool_map.nodes:
         if node.host_id == host_id():

@@ -2,11 +2,10 @@
 
 Each worker has a cloned descriptor of /dev/fuse, which this process and the holder have too, and a socket to
 this process. When a worker dies while it serves, no process will answer the requests that it took from the
-kernel, and the kernel resends only all requests together. So this process then ends as if killed, and its
-successor starts with new workers. A worker that was killed before it was admitted has taken no request, but
-nothing would replace it, so it is treated the same way. If a worker ends by itself before it is admitted, the
-mount continues without it.
-Used by mountd/server.
+kernel, and the kernel can only resend all unanswered requests together. So this process then ends as if
+killed, and its successor starts with new workers. A worker that was killed before it was admitted has taken
+no request, but nothing would replace it, so it is treated the same way. If a worker ends by itself before it
+is admitted, the mount continues without it. Used by mountd/server.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ from nvpool.mountd.process_fork import fork
 from nvpool.runtime.daemon_process import EXIT_BUG
 
 END_S = 2.0
-"""Time for a worker to complete its pending requests when the mount ends or another process takes over."""
+"""Time for a worker to complete pending requests before it is killed.
+
+This applies when the mount ends or another process takes over.
+"""
 
 log = logging.getLogger("nvpool.mountd.server")
 

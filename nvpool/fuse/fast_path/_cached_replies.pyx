@@ -649,7 +649,7 @@ cdef class Known:
             self._ops._keeps_pages(attr)  # drops the oldest
         try:
             key = self.take_number(head, flags)
-        # No space: the file is not open, and the kernel was not told whether its pages are current.
+        # No space: the file is not open, and the kernel does not learn whether its pages are current.
         except Exception:
             self._seen.pop(inode, None)
             handle.closed = True

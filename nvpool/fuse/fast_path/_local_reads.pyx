@@ -226,7 +226,7 @@ cdef class Reads:
         return False
 
     cdef int followed(self, opened, ahead, file, uint64_t end) except -1:
-        """Update the read-ahead state as the reader does, so that the next read continues from here."""
+        """Update the read-ahead state as the reader does; the next read continues from here."""
         ahead.run = 0
         ahead.reads = 0
         ahead.next = end

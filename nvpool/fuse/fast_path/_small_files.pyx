@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Compiled reads of complete small files, from the kernel's requests to one message for a store, and back.
+"""Compiled reads of complete small files, batched in one message for a store.
 
-small_files.py has the contract.
+From the kernel's requests to the message, and back. small_files.py has the contract.
 """
 
 cimport cython
@@ -284,7 +284,7 @@ cdef class Reads(Asking):
         lane = self.lane_of(file, inode)
         if lane is None:
             return False
-        # if others wait there, it was checked; it is checked again when they are sent
+        # if reads wait there, it was checked; it is checked again when they are sent
         found = PyDict_GetItem(self._pending, lane)
         if found is NULL and (not 0 < <long>lane.target < 128 or self.connection_of(lane) is None):
             return False

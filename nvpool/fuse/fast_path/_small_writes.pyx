@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Compiled first WRITE of a small new file and its FLUSH, from the request to the client and back.
+"""Compiled first WRITE and FLUSH of a small new file.
 
-small_writes.py has the contract.
+From the kernel's request to the client, and back. small_writes.py has the contract.
 """
 
 from cpython.bytearray cimport PyByteArray_AS_STRING

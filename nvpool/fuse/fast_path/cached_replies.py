@@ -58,7 +58,7 @@ class KnownAnswers(SmallReading):
             self._known = _cached_replies.Known(self, self._ops, below, self._ops.shows_subtree, self._takers())
 
     def _takers(self) -> tuple[Callable[[int], bool], ...]:
-        """The compiled reads that may take the READ in the buffer, in the order in which they are tried."""
+        """The compiled reads that may take a READ, in the order of the attempts."""
         return tuple(reads.take for reads in (self._small, self._plain, self._far) if reads is not None)
 
     def _on_read(self, count: int) -> None:

@@ -74,8 +74,8 @@ DYING_LOOK_S = 0.5
 EXIT_S = 3.0
 """How long a killed process may store its written data while it exits.
 
-The kernel interrupts those requests immediately: the process dies by a signal that it has already taken, and
-nothing else is pending any more.
+The kernel interrupts those requests immediately. Then the thread has already taken the signal that kills it,
+and only the death of the process is pending.
 """
 
 ONLY_LOOKS = frozenset((Op.LOOKUP, Op.GETATTR, Op.READLINK, Op.READ, Op.READDIR, Op.READDIRPLUS, Op.GETXATTR, Op.LISTXATTR,
@@ -608,7 +608,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         self._on_ready()
 
     def _agreed(self, flags: int) -> None:
-        """Apply the features agreed on when the kernel sent INIT, to this process or its predecessor."""
+        """Apply the features agreed on at INIT, by this process or its predecessor."""
         ops, self._setxattr_extended = self._ops, bool(flags & Init.SETXATTR_EXT)
         ops.guards_pages = not flags & (Init.WRITEBACK_CACHE | Init.AUTO_INVAL_DATA)
         ops.keeps_acls = bool(flags & Init.POSIX_ACL)

@@ -383,7 +383,7 @@ class KernelRequests:
         self._start(fields[2], "readdir", self._ops.readdir(fields[9], fields[10], listing.add, listing.add_all),
                     lambda unique, _: self._data(unique, listing.taken()))
 
-    # -- the others ----------------------------------------------------------------------------------------------------
+    # -- the other requests --------------------------------------------------------------------------------------------
 
     def _decoded(self, count: int) -> tuple[requests.Request, Any, Caller]:
         request = requests.decode(self._buffer, count)

@@ -1,4 +1,6 @@
-"""Kernel engine with a request log, for kernels that do not resend requests (Linux before 6.9).
+"""Kernel engine with a request log, for kernels that can not resend requests.
+
+Those are the kernels of Linux before 6.9.
 
 After the death of a process its successor replays the unanswered requests itself. Requests are read into
 shared memory that outlives the process (shm/request_log). Pending ones stay there until the kernel has their

@@ -42,7 +42,7 @@ class Handles:
 
     @property
     def has_room(self) -> bool:
-        """Whether there are enough free numbers for all requests that the kernel may send at a time."""
+        """Whether enough numbers are free for all requests that may be pending at a time."""
         return self._memory is None or self._memory.handles.free > _ROOM_MIN
 
     def take(self, inode: int, flags: int, caller: Caller, unique: int, *, published: bool = False) -> int:

@@ -16,7 +16,7 @@ dropped the old data.
   its caches. So no open ever uses a name from before a recall.
 * Attributes: each recall invalidates them; so does each open that finds a `change` that the kernel was not
   given.
-* Pages: at each open the kernel is told to keep them exactly if the inode's `change` is the one under which
+* Pages: at each open the kernel may keep them exactly if the inode's `change` is the one under which
   they were read, or written here and nowhere else. While the file is open they are kept as long as there is a
   lease, which is renewed; without a lease, for a second.
 
@@ -74,7 +74,10 @@ NOTICE_LOOKS = 64
 """Checks within NOTICE_S whether such a request has arrived meanwhile."""
 
 UNTOLD_S = 1.0
-"""Longest time to keep pages, while a file is open, that others may change without a recall."""
+"""Longest time to keep pages of an open file without a lease.
+
+Another client may change such a file without a recall.
+"""
 
 LOOK_S = 0.5
 """Interval of the check whether pages of open files are still covered by a lease."""
@@ -101,7 +104,7 @@ class FuseOptions(NamedTuple):
     attr_timeout_s: float = 1.0
     entry_timeout_s: float = 1.0
     negative_timeout_s: float = 0.0
-    """Zero by default: no notification tells the kernel that a name has been created."""
+    """Zero by default: the kernel gets no notification when a name is created."""
     writeback: bool = False
     """The kernel writes its pages later, and is the only one that changes the mounted files.
 
@@ -395,7 +398,7 @@ class CachedOps:
             self._changes += 1
 
     def _told_of_before(self, inodes: Iterable[int]) -> None:
-        """Invalidate attributes and pages of open files: the predecessor may have given the kernel others."""
+        """Invalidate attributes and pages of open files that the kernel has from a predecessor."""
         for inode in inodes:
             self.invalidate_attributes(inode)
         if self.guards_pages and inodes:
@@ -435,7 +438,10 @@ class CachedOps:
         return before is not None and before[0] == attr.change
 
     def _paging(self, inode: int) -> None:
-        """Record that the kernel gets pages of the open inode, which it may read again without a query."""
+        """Record that the kernel gets pages of the open inode.
+
+        It may read these pages again without a query.
+        """
         if not self.guards_pages:
             return
         until_s = self._vfs.lease_until_s(inode)

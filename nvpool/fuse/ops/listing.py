@@ -209,7 +209,7 @@ class ListOps:
         directory.newest = batch
 
     def _ask_on(self, directory: _OpenDirectory) -> None:
-        """Request the batch after the newest one, if its cursor is known and AHEAD_MAX permits it."""
+        """Request one more batch, if its cursor is known and AHEAD_MAX permits it."""
         newest = directory.newest
         if (newest is not None and newest.behind is not None and len(directory.coming) < AHEAD_MAX
                 and directory.batch == LIST_BATCH):

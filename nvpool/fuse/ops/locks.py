@@ -91,7 +91,7 @@ class LockOps(CachedOps):
             await asyncio.wait((self._dropping[file.inode],))
 
     def _tell_absent(self, parent: int, name: bytes) -> bool:
-        """Record that the kernel is told that a name does not exist. False: it must not cache that."""
+        """Record that the kernel learns that a name is absent. False: it must not cache that."""
         if not self.options.negative_timeout_s:
             return True
         self._drop_old_absent()

@@ -98,7 +98,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         LockOps.__init__(self, vfs, options or FuseOptions(), clock)
         AgainOps.__init__(self, vfs)
         self._files: dict[int, object] = {}
-        self._appending: dict[int, Caller] = {}  # handle -> who opened it
+        self._appending: dict[int, Caller] = {}  # handle -> the process that opened it
         self.pages = Bypassing(self._own)
         ListOps.__init__(self)
         self._handles = Handles(self.kept)
@@ -353,7 +353,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         published = reads_only and self._may_publish(file)
         try:
             handle = self._handles.take(file.inode, flags, caller, unique, published=published)
-        except NvpoolError:  # the file is not open, and the kernel was not told whether its pages are current
+        except NvpoolError:  # the file is not open, and the kernel gets no word on its pages
             self._seen.pop(file.inode, None)
             self._own(self._vfs.release(file))
             raise
@@ -591,7 +591,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         self._told_of_before({file.inode for file in self._files.values()})
 
     def open_again(self, handle: int) -> Opened:
-        """What `open` answered, or would have answered, in the predecessor."""
+        """The result of `open` in the predecessor, as it was returned or would have been."""
         return Opened(handle, handle in self._appending, False)
 
     async def create_again(self, handle: int) -> tuple[Attr, Opened]:

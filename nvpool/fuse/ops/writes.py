@@ -61,7 +61,10 @@ class WriteOps(PrivilegeOps):
         return inode
 
     def _forget_refused(self, inode: int) -> None:
-        """Make the kernel forget a file with refused data, after a close, if no descriptor is left."""
+        """Make the kernel drop a closed file that had refused data.
+
+        Call this after a close; nothing happens while a descriptor is open.
+        """
         if not self._vfs.is_open(inode):
             names = self._vfs.cache.names_of(inode)
             self.pages.forget_refused(inode, [(self._there(parent), name) for parent, name in names])
@@ -79,7 +82,7 @@ class WriteOps(PrivilegeOps):
     def has_pages(self, handle: int) -> bool:
         """Whether the kernel may have pages of the open file.
 
-        Asked before a write that bypasses them.
+        It may, even though writes through this handle bypass pages.
         """
         file = self._files.get(handle)
         return file is not None and self.pages.has_pages(file)
