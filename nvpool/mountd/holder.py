@@ -57,7 +57,7 @@ LEAVE_S = 10.0
 """Time to complete pending requests when a process is replaced on purpose; its successor gets the rest."""
 
 EXIT_BUG = 70
-"""As in runtime/daemon_process."""
+"""Exit code for a bug, as in runtime/daemon_process."""
 
 DESCRIPTORS_MAX = 253
 """SCM_MAX_FD: descriptors that one message can carry."""

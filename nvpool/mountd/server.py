@@ -114,7 +114,7 @@ def main(words: list[str]) -> int:
 def serve_held(arguments: argparse.Namespace, held: Held, notices: socket.socket) -> int:
     """Serve the mount in a process that mountd/forkserver forked for it; return the exit code.
 
-    `notices`: a socket to the process that writes notices to the kernel for this one.
+    `notices`: a socket to the process that sends notifications to the kernel for this one.
     """
     held.here()
     start_mount_log("mount", arguments)

@@ -452,7 +452,7 @@ cdef class Known:
         return born_s >= from_s
 
     cdef object attr(self, object inode, double age_s, double now_s, bint is_told):
-        """As Cache.attr; if `is_told`, for the kernel, as Names.getattr_now.
+        """Compiled `Cache.attr`; if `is_told`, for the kernel, `Names.getattr_now`.
 
         Returns a record if a listing had it.
         """
@@ -477,7 +477,7 @@ cdef class Known:
         return attr
 
     cdef object entry(self, object parent, tuple key, double now_s):
-        """As Cache.entry of no age; sets `_cover` as Cache.cover."""
+        """Compiled `Cache.entry` without an age; sets `_cover` as `Cache.cover` does."""
         cdef PyObject *found = PyDict_GetItem(self._entries, key)
         cdef tuple known
         cdef double sent_s, since_s
@@ -503,7 +503,7 @@ cdef class Known:
         return None
 
     cdef bint is_absent(self, object parent, bytes name, double now_s) except -1:
-        """As Cache.is_absent."""
+        """Compiled `Cache.is_absent`."""
         cdef PyObject *found = PyDict_GetItem(self._whole, parent)
         cdef Seen seen
         cdef uint64_t change
@@ -584,7 +584,7 @@ cdef class Known:
         return True
 
     cdef int hit(self, object parent, bytes name) except -1:
-        """As Siblings.hit."""
+        """Compiled `Siblings.hit`."""
         cdef PyObject *found = PyDict_GetItem(self._directories, parent)
         if found is NULL:
             return 0
@@ -597,7 +597,7 @@ cdef class Known:
         return 0
 
     cdef bint open(self, const In *head, uint32_t flags) except -1:
-        """As FuseOps.open_now and Files.open_now.
+        """Compiled `FuseOps.open_now` and `Files.open_now`.
 
         Only for a file that is not written here, in a mount without read workers.
         """
@@ -671,7 +671,7 @@ cdef class Known:
         return True
 
     cdef object hold_lent(self, object inode, bytes grant, double now_s):
-        """As Cache.hold_lent, for a file under a lease with that grant.
+        """Compiled `Cache.hold_lent`, for a file under a lease with that grant.
 
         None: it can not be opened so, and nothing has happened.
         """
@@ -729,7 +729,7 @@ cdef class Known:
         return file
 
     cdef object state_of(self, uint64_t inode):
-        """As MetaClient._shard_of; None: there is no state yet."""
+        """Compiled `MetaClient._shard_of`; None: there is no state yet."""
         cdef PyObject *found
         pool_map = self._view.map
         if pool_map is not self._known_map:
@@ -738,7 +738,7 @@ cdef class Known:
         return None if found is NULL else <object>found
 
     cdef int opened_quietly(self, object inode, bint now) except -1:
-        """As MetaClient.opened_quietly."""
+        """Compiled `MetaClient.opened_quietly`."""
         cdef PyObject *found
         cdef dict opened, untold
         state = None if now else self.state_of(inode)
@@ -754,7 +754,7 @@ cdef class Known:
         return 0
 
     cdef int closed_quietly(self, object inode, object count) except -1:
-        """As MetaClient.release.
+        """Compiled `MetaClient.release`.
 
         A file that was opened once, and not reported to the shard, needs no more.
         """
@@ -773,7 +773,7 @@ cdef class Known:
         return 0
 
     cdef object take_number(self, const In *head, uint32_t flags):
-        """As Handles.take, for an opened file."""
+        """Compiled `Handles.take`, for an opened file."""
         cdef uint64_t index, number
         cdef uint8_t *record
         if self._kept_handles is NULL or not self._free:
@@ -791,7 +791,7 @@ cdef class Known:
         return number
 
     cdef int give_back(self, object key) except -1:
-        """As Handles.give_back."""
+        """Compiled `Handles.give_back`."""
         cdef uint64_t index
         if self._kept_handles is NULL:
             self._handles.give_back(key)
@@ -802,7 +802,7 @@ cdef class Known:
         return 0
 
     cdef bint getxattr(self, uint64_t unique, uint64_t node, const uint8_t *at, Py_ssize_t count) except -1:
-        """As XattrOps.has_no_xattr.
+        """Compiled `XattrOps.has_no_xattr`.
 
         The kernel queries file capabilities before each write, and an access control list when a user other
         than the owner needs a right.
@@ -914,7 +914,7 @@ cdef class Known:
                 or ahead in <set>get(file, file_ahead) or written is not None and written.unsettled):
             return False
         assign(handle, handle_closed, True)
-        # as Cache.drop
+        # As `Cache.drop` does.
         handles = <long>get(file, file_handles) - 1
         assign(file, file_handles, handles)
         if handles <= 0:

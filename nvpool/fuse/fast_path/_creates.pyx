@@ -250,7 +250,7 @@ cdef bint take_reply(const uint8_t *at, Py_ssize_t count, Born *b) noexcept nogi
 
 cdef void pack_answer(uint8_t *at, uint64_t unique, const Shown *a, const uint64_t *seconds, const uint32_t *nanoseconds,
                       uint64_t handle, uint32_t flags) noexcept nogil:
-    """As replies.created."""
+    """Compiled `replies.created`."""
     cdef uint32_t *words = <uint32_t *>at
     cdef uint64_t *wide = <uint64_t *>at
     memset(at, 0, ANSWER_BYTES)
@@ -527,11 +527,11 @@ cdef class Creates(Asking):
         return 0
 
     cdef uint8_t *slot_of(self, Py_ssize_t number, Py_ssize_t slot) noexcept:
-        """As KeptMemory.keep_slot."""
+        """Address of the slot's record, as in `KeptMemory.keep_slot`."""
         return self.kept + self.shards_place + number * shard_bytes + shard_head_bytes + slot * SLOT_BYTES
 
     cdef int renamed_now(self, parent, now) except -1:
-        """As Cache.forget_entry, for the directory."""
+        """Note a changed name in the directory, as `Cache.forget_entry` does."""
         cdef dict renamed = self.renamed
         renamed.pop(parent, None)
         renamed[parent] = now

@@ -9,7 +9,7 @@ from libc.string cimport memcpy
 
 cdef enum:
     REQUEST_BYTES = 80          # requests._READ_WHOLE
-    OPCODE = 15                 # protocol.numbers.Op.READ
+    OPCODE = 15                 # protocol.constants.Op.READ
     PAGE = 4096
     LARGE_BYTES = 128 << 10
 

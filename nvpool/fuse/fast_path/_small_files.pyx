@@ -67,7 +67,7 @@ crc_begin(0)
 
 cdef enum:
     GRANT_BYTES = 60
-    READ_BYTES = 24             # codec.READ_ENTRY
+    READ_BYTES = 24             # data_codec.READ_ENTRY
     RESULT_BYTES = 16
     TOGETHER_MAX = 64           # reads that wait for the end of a burst
     BLOCKS_AT_ONCE = 48         # whose checksums are computed together
@@ -324,7 +324,7 @@ cdef class Reads(Asking):
         return held_lease(self._lent, inode, now_s, ShardWatch, watch_until_s, watch_used)
 
     cdef bint keeps_bytes(self, object inode, double now_s) except -1:
-        """As Leases.keeps_bytes."""
+        """Compiled `Leases.keeps_bytes`."""
         cdef PyObject *found = PyDict_GetItem(self._lent, inode)
         cdef double until_s, watched_s
         if found is NULL:
@@ -337,7 +337,7 @@ cdef class Reads(Asking):
         return now_s < min(until_s, watched_s) + <double>get(watch, watch_linger_s)
 
     cdef object lane_of(self, file, inode):
-        """As ChunkClient.find_lane, for the first chunk; None: it is unknown."""
+        """Compiled `ChunkClient.find_lane`, for the first chunk; None: it is unknown."""
         cdef dict lanes = get(file, file_lanes)
         cdef PyObject *found = PyDict_GetItem(lanes, 0)
         if found is not NULL:
@@ -538,7 +538,7 @@ cdef class Reads(Asking):
         return 0
 
     cdef int keep(self, Asked one, const char *content) except -1:
-        """As Reader._whole_came."""
+        """Cache the bytes and wake other readers; compiled `Reader._whole_came`."""
         file = one.file
         cdef bint is_wanted = get(file, file_fetching) is one
         cdef Py_ssize_t begin, end

@@ -58,7 +58,7 @@ cdef class Flushing:
         return self.begun.cancel()
 
     def __call__(self, _, error):
-        """As inline_completions.Ending.ended, and the engine's work at the end of a step."""
+        """Do the work of `inline_completions.Ending.ended`, and the engine's at the end of a step."""
         cdef Writes writes = self.writes
         engine, ops = writes.engine, writes.ops
         ops._changes += 1

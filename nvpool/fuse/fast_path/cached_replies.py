@@ -22,8 +22,8 @@ recorded as on the slow path.
 
 *Deferred closes of new files.* Threads that create files in one directory run one after the other in the
 kernel: while one thread gets the reply to its close, the next is on its way to its own CREATE, and both want
-the same processor. So if another thread or process created the last file than the one before it, a FLUSH with
-nothing to flush is answered at the end of the burst. Mostly the next CREATE has then been sent to its shard,
+the same processor. So if different threads or processes created the last two files, a FLUSH with nothing to
+flush is answered at the end of the burst. Mostly the next CREATE has then been sent to its shard,
 and this process waits for that anyway. A burst ends when no request arrives within the polling time (some
 20 µs), immediately if a request is pending, and after BURST_MAX requests. A thread that creates files alone
 gets its reply immediately.

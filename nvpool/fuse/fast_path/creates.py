@@ -55,7 +55,7 @@ class CreatesAtOnce(PlainReading):
             super()._on_create(count)
 
     def _submit_plain_reads(self) -> None:
-        """At the end of a burst."""
+        """Send the collected requests, at the end of a burst."""
         if self._creates is not None:
             self._creates.send()
         super()._submit_plain_reads()

@@ -8,10 +8,10 @@ path of every request (kernel/dispatch to client/data/short_circuit), which give
 The fast path covers up to 128 KiB of one chunk whose block location is known, in one piece on the drive; in a
 file with no data written here; at an offset that does not continue where the handle has read before. Data in
 memory is sent immediately. Other data is read from the drive, the reads of a burst submitted together. They
-bypass the page cache if that contains less than half of the data (the kernel keeps the mount's own pages),
-except for data that was read so a short time before. All is checked as the short-circuit reads do, after the
-bytes have come. In every other case (a late read, a change, a checksum, an error of the drive) the slow path
-reads again; only that reports errors.
+bypass the page cache if that contains less than half of the data (the kernel keeps the mount's own pages).
+Exception: a small read of a place that was read in the same way a short time before. All is checked as the
+short-circuit reads do, after the bytes have come. In every other case (a late read, a change, a checksum, an
+error of the drive) the slow path reads again; only that reports errors.
 
 PlainReading is the part of fuse/kernel/connection that uses this, on its loop.
 """
@@ -78,7 +78,7 @@ class PlainReading(FarReading):
             super()._on_read(count)
 
     def _submit_plain_reads(self) -> None:
-        """At the end of a burst."""
+        """Submit the collected reads, at the end of a burst."""
         if self._plain is not None:
             self._plain.submit()
         super()._submit_plain_reads()

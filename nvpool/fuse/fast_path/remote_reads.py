@@ -11,7 +11,7 @@ The fast path covers up to 128 KiB of one chunk with one replica whose store is 
 over TCP or a unix socket), without short-circuit reads; in a file above SMALL_BYTES with no data written
 here; at an offset that does not continue where the handle has read before. It also needs a reply with all of
 the blocks and their checksums, in the connection's buffer, which is wide while more than 64 KiB are
-requested, or elsewhere as always. Any other outcome (an error, a hole, a block that does not fit, a
+requested, or outside that buffer. Any other outcome (an error, a hole, a block that does not fit, a
 connection that ends) is passed to the slow path as the reply, with the read's original deadline.
 
 FarReading is the part of fuse/kernel/connection that uses this, on its loop, below
@@ -68,7 +68,7 @@ class FarReading(KernelRequests):
             super()._on_read(count)
 
     def _submit_plain_reads(self) -> None:
-        """At the end of a burst."""
+        """Submit the collected reads, at the end of a burst."""
         if self._far is not None:
             self._far.send()
 

@@ -56,7 +56,7 @@ class SmallReading(PlainReading):
             super()._on_read(count)
 
     def _submit_plain_reads(self) -> None:
-        """At the end of a burst."""
+        """Submit the collected reads, at the end of a burst."""
         if self._small is not None:
             self._small.send()
         super()._submit_plain_reads()

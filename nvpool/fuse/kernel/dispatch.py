@@ -303,7 +303,7 @@ class KernelRequests:
             self._start(unique, "create", self._ops.create(node, name, mode, flags, caller), self._created)
 
     def _on_tmpfile(self, count: int) -> None:
-        """As CREATE; the name has no meaning."""
+        """Handle TMPFILE as CREATE; the name has no meaning."""
         (_, _, unique, node, uid, gid, pid, _, _, flags, mode, umask, _), _ = requests.decode_create(self._buffer, count)
         if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
             making = self._ops.create_again(handle)

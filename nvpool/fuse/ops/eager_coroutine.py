@@ -87,7 +87,7 @@ class Step:
         self.coroutine = None
         self.on_end(result, error)
 
-    # -- the interface of a task that asyncio uses
+    # -- the interface of a task that asyncio uses ---------------------------------------------------------------------
     # -------------------------------------------------------------------------
 
     def cancel(self, msg: str | None = None) -> bool:

@@ -136,7 +136,7 @@ class _Named:
         return self._places.get(inode, [])
 
     def take_back(self, inode: int) -> list[tuple[int, bytes, int]]:
-        """As `places_of`, for the recall itself: the names are removed from the record."""
+        """Return the names of `places_of` and remove them from the record, for a recall."""
         return self.places_of(inode) and self._places.pop(inode)
 
 
@@ -216,7 +216,7 @@ class CachedOps:
         task.add_done_callback(self._forgetting.discard)
         return task
 
-    # -- what the kernel is given
+    # -- what the kernel is given --------------------------------------------------------------------------------------
     # --------------------------------------------------------------------------------------
 
     def _telling(self, attr: Attr) -> Attr:
@@ -252,9 +252,10 @@ class CachedOps:
             self._keep_name(inode, parent, name, inode)
 
     def _telling_names(self, parent: int, entries: Listed, first: int, until: int, untrue: Container[int]) -> None:
-        """As `_telling_name`, for the entries from `first` on and before `until`, together.
+        """Record several names at a time: the entries from `first` on and before `until`.
 
-        For inodes in `untrue` the kernel was given nothing that it may cache, and no attributes.
+        Works as `_telling_name`. For inodes in `untrue` the kernel was given nothing that it may cache, and
+        no attributes.
         """
         inodes = entries.inodes[first:until]
         if self.options.entry_timeout_s:
@@ -281,7 +282,7 @@ class CachedOps:
         self._naming, self._naming_until_s = _Named(now_s + kept_s + kept_s / 4), now_s + kept_s / 4
         all_named.append(self._naming)
 
-    # -- changes by other clients
+    # -- changes by other clients --------------------------------------------------------------------------------------
     # --------------------------------------------------------------------------------------
 
     async def _recalled(self, inodes: list[int]) -> None:

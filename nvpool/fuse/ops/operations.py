@@ -131,8 +131,8 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
     def lookup_now(self, parent: int, name: bytes) -> Attr | object | None:
         """The result of `lookup` from the cache, or ASK if a server must be queried.
 
-        This and `getattr_now` take a few microseconds. An engine calls them before it tries the methods that
-        wait.
+        This, `begin_lookup` and `getattr_now` take a few microseconds. An engine calls them before the
+        methods that wait.
         """
         if name in DOTS:
             return ASK
@@ -548,7 +548,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         """Usage of the volume that contains the node, or of the pool."""
         return await self._vfs.statfs(node)
 
-    # -- after a predecessor of this process
+    # -- after a predecessor of this process ---------------------------------------------------------------------------
     # ---------------------------------------------------------------------------
 
     async def take_over(self) -> None:
@@ -584,9 +584,9 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         self._told_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
 
     def told_before(self) -> None:
-        """Invalidate what the predecessor told the kernel of open files: no recall would.
+        """Invalidate what the kernel got from the predecessor on open files.
 
-        Call when serving begins.
+        No recall would do that. Call this when serving begins.
         """
         self._told_of_before({file.inode for file in self._files.values()})
 

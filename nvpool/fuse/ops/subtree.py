@@ -103,7 +103,7 @@ class SubtreeOps(FuseOps):
     def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
         super().forget((self._here(inode), count) for inode, count in forgotten)
 
-    # -- callbacks that an engine sets; they are called with the kernel's numbers
+    # -- callbacks that an engine sets; they are called with the kernel's numbers --------------------------------------
     # -----------------------------------------
 
     @property

@@ -179,8 +179,9 @@ class Listing:
         return self._add_looked_up((name,), (words,), 0, 1) == 1
 
     def add_all(self, listed: Listed, first: int, unknown: Container[int]) -> int:
-        """As `add`, for each entry from the `first` on; returns the index of the first that did not fit, or
-        the end.
+        """Add each entry from the `first` on, as `add` does.
+
+        Returns the index of the first entry that did not fit, or of the end.
 
         For inodes that are `unknown` the kernel gets the names only, and looks them up itself.
         """
@@ -212,9 +213,9 @@ class Listing:
         return True
 
     def _add_looked_up(self, names: Sequence[bytes], words: Sequence[tuple], first: int, until: int) -> int:
-        """As _attr_words, written out for speed: listings of millions of entries use it.
+        """Add entries with attributes; `words` as in a Listed.
 
-        `words` as in a Listed.
+        Contains the code of _attr_words, written out for speed: listings of millions of entries use it.
         """
         pack, second, block_bytes, head = _PACK_PLUS, SECOND_NS, BLOCK_BYTES, DIRENT_PLUS_BYTES
         entry_s, attr_s, entry_ns, attr_ns = self._times
