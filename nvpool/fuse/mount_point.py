@@ -26,8 +26,8 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
     Each error says why the directory is refused and what to do. `force` first removes a dead or hung mount of
     nvpool. Nothing else is changed.
 
-    NotFound, NotADirectory, InUse (a mount is there, or files), AccessDenied, Unavailable (no /dev/fuse, or
-    the directory can not be read)
+    Raises NotFound, NotADirectory, InUse (a mount is there, or files), AccessDenied, Unavailable (no
+    /dev/fuse, or the directory can not be read).
     """
     place = place_of(path)
     for _ in range(2):

@@ -451,8 +451,9 @@ class Pyfuse3Engine:
     def mount(self) -> Mount:
         """Mount. On return the mount is in the name space; its requests are answered once `serve` runs.
 
-        InUse: this process already has a mount. Unavailable: libfuse refused; its reason is on stderr: no
-        /dev/fuse, no right to mount, allow_other not allowed.
+        InUse: this process already has a mount.
+        Unavailable: libfuse refused and gave the reason on stderr (no /dev/fuse, no right to mount, allow_other
+        not permitted).
         """
         if Pyfuse3Engine._taken:
             raise InUse("pyfuse3 can serve one mount per process")

@@ -303,7 +303,7 @@ def prune(inodes: list[int]) -> bytes:
 # -- decoding ----------------------------------------------------------------------------------------------------------------
 
 def parse(answer: bytes) -> tuple[int, int, bytes]:
-    """(unique, error, remaining bytes). ValueError: the length differs from the declared one."""
+    """Decode a reply: (unique, error, remaining bytes). ValueError: the declared length is wrong."""
     if len(answer) < HEADER_BYTES:
         raise ValueError(f"{len(answer)} bytes are no answer")
     length, error, unique = HEADER.unpack_from(answer)

@@ -22,7 +22,7 @@ WRITE_BYTES = HEADER_BYTES + 40
 """Bytes of a WRITE before its data."""
 
 NAME_BYTES_MAX = 1024
-"""FUSE_NAME_MAX; the target of a SYMLINK may have a page."""
+"""FUSE_NAME_MAX; the target of a SYMLINK may be one page long."""
 
 
 class Malformed(Exception):
@@ -280,7 +280,7 @@ def decode_write(buffer, count: int) -> tuple:
 
 
 def decode_lookup(buffer, count: int) -> tuple[int, int, bytes, int, int, int]:
-    """LOOKUP, UNLINK, RMDIR, REMOVEXATTR: unique, node, the name, uid, gid, pid"""
+    """Decode LOOKUP, UNLINK, RMDIR or REMOVEXATTR: unique, node, the name, uid, gid, pid."""
     if not _NAMED_MIN <= count <= len(buffer):
         raise _odd(buffer, count)
     length, _, unique, node, uid, gid, pid, extension_words, _ = _unpack_header(buffer)
