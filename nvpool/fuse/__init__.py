@@ -1,1 +1,1 @@
-"""Mount adapter: requests of the kernel become operations of the client."""
+"""FUSE adapter: turns the kernel's requests into calls of the client library."""

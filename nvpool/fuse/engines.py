@@ -1,7 +1,8 @@
-"""What an engine is given, what it does, and which one is taken.
+"""FUSE engines: their interface, their options, and the choice between them.
 
-`kernel` speaks the kernel's protocol itself (Linux 5.4 and later), `pyfuse3` goes through libfuse. Both stand on
-`fuse/ops/operations`. Called by mountd/server and bench; libraries are imported only by the engine that is taken.
+`kernel` speaks the kernel's protocol itself (Linux 5.4 and later), `pyfuse3` goes through libfuse. Both are
+built on `fuse/ops/operations`. Used by mountd/server and bench. Each engine's libraries are imported only if
+that engine is chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ ENGINES = ("auto", "kernel", "pyfuse3")
 KERNEL_MIN = (5, 4)
 """The first Linux with version 7.31 of the protocol."""
 RESEND_MIN = (6, 9)
-"""The first Linux that hands out again what a process has not answered; before it fuse/kernel/replay_log does."""
+"""The first Linux that resends requests that a dead process left unanswered.
+
+On an older one fuse/kernel/replay_log does that.
+"""
 
 
 class MountOptions(NamedTuple):
@@ -32,18 +36,33 @@ class MountOptions(NamedTuple):
     extra: tuple[str, ...] = ()
     """Further options of mount(8): noexec, suid, dev, …"""
     max_read: int = 0
-    """Bytes in one READ; 0: as many as the kernel allows. As the others below, only of engine `kernel`."""
+    """Bytes in one READ; 0: as many as the kernel allows.
+
+    Only engine `kernel` uses this and the fields below.
+    """
     max_background: int = 128
-    """Requests in work that nobody waits for (read-ahead, write-back, large direct I/O); more wait in the kernel."""
+    """Pending background requests (read-ahead, write-back, large direct I/O); more wait in the kernel.
+
+    No application waits for these.
+    """
     congestion_threshold: int = 0
-    """Of those, from how many on the kernel reads less ahead; 0: three quarters of max_background."""
+    """Pending background requests from which on the kernel reads less ahead.
+
+    0: three quarters of max_background.
+    """
     writeback: bool = False
-    """Let the kernel keep written pages and write them later. Only where nobody else changes what is mounted."""
+    """Let the kernel cache written pages and write them later.
+
+    Only if no other client changes the mounted files.
+    """
     source: str = ""
-    """What /proc/mounts shows as mounted; "": nvpool:POOL."""
+    """Name of the mount's source in /proc/mounts; "": nvpool:POOL."""
 
     acl: bool = True
-    """The kernel enforces access control lists, and asks for them when somebody but the owner wants a right."""
+    """Let the kernel enforce access control lists.
+
+    It queries them when a user other than the owner needs a right.
+    """
 
     @property
     def shown(self) -> str:
@@ -51,31 +70,37 @@ class MountOptions(NamedTuple):
 
 
 class Engine(Protocol):
-    """One mount. `mount`, then `serve` until it returns, then `close`; `stop` makes `serve` return."""
+    """One mount. Call `mount`, then `serve` until it returns, then `close`; `stop` makes `serve` return."""
 
     name: str
 
     def mount(self) -> Mount:
-        """The mount is in the name space when this returns; requests are answered once `serve` runs.
+        """Mount. On return the mount is in the name space; its requests are answered once `serve` runs.
 
-        InUse, Unavailable, AccessDenied, InvalidRequest   not mounted, and why
+        InUse, Unavailable, AccessDenied, InvalidRequest: nothing is mounted; the error says why.
         """
 
     async def serve(self) -> None:
-        """Answer requests until the mount is gone or `stop` is called. Unavailable when /dev/fuse fails."""
+        """Answer requests until the mount is gone or `stop` is called.
+
+        Raises Unavailable if /dev/fuse fails.
+        """
 
     def stop(self) -> None:
-        """Take no further request; `serve` returns when those in work are answered."""
+        """Accept no further request; `serve` returns when the pending ones are answered."""
 
     def measure(self, page: Page) -> None:
-        """Put what it has counted on the page; libfuse is not counted."""
+        """Add this engine's metrics to the page; the pyfuse3 engine has none."""
 
     def close(self) -> None:
-        """Close /dev/fuse and take the mount away if it is still there. Does not wait. May be called twice."""
+        """Close /dev/fuse and unmount if the mount is still there. Does not wait. May be called twice."""
 
 
 def engine_of(wanted: str, *, writeback: bool = False) -> str:
-    """`wanted`, one of ENGINES, or what auto means here. InvalidRequest where it can not do what is asked for."""
+    """Resolve `wanted`, one of ENGINES, to an engine's name.
+
+    InvalidRequest: that engine can not do what is requested.
+    """
     name = wanted if wanted != "auto" else "kernel" if kernel_version() >= KERNEL_MIN else "pyfuse3"
     if writeback and name != "kernel":
         raise InvalidRequest("pages are written back by engine kernel only; mount without --writeback, or with --engine kernel")
@@ -83,8 +108,10 @@ def engine_of(wanted: str, *, writeback: bool = False) -> str:
 
 
 def is_held(wanted: bool | None, engine: str) -> bool:
-    """Whether a mount by this engine outlives its process; `wanted` None: where it can. InvalidRequest where it can not and is
-    to."""
+    """Whether a mount by this engine outlives its process, which needs a holder.
+
+    `wanted` None: if possible. InvalidRequest: it is wanted and not possible.
+    """
     can = engine == "kernel" and kernel_version() >= KERNEL_MIN
     if wanted and not can:
         raise InvalidRequest(f"the mount can not outlive its process: its engine is {engine}, on Linux {os.uname().release}; "
@@ -95,8 +122,12 @@ def is_held(wanted: bool | None, engine: str) -> bool:
 def make_engine(wanted: str, ops: FuseOps, mount_point: Path, options: MountOptions,
                 on_ready: Callable[[], None] = lambda: None, on_burst: Callable[[], None] = lambda: None,
                 keep: Callable[[int], Unanswered] | None = None) -> Engine:
-    """`on_ready` is called when the kernel has greeted, `on_burst` whenever requests have come. `keep`: where requests are
-    kept, because the kernel does not hand them out again; of engine kernel. InvalidRequest as engine_of."""
+    """Make the engine `wanted`, which is not mounted yet.
+
+    `on_ready` is called when the kernel has sent its first request (INIT), `on_burst` whenever requests
+    arrive. `keep`: opens the request log, for a kernel that does not resend requests; only for engine
+    `kernel`. InvalidRequest: as in engine_of.
+    """
     if engine_of(wanted, writeback=options.writeback) == "kernel":
         if keep is not None:
             from nvpool.fuse.kernel.replay_log import KeepingEngine

@@ -1,7 +1,8 @@
-"""How many requests of the kernel took how long, by operation. Counted by `fuse/kernel/connection`, told to whoever measures.
+"""Latency of the kernel's requests, by operation.
 
-Requests that are answered where they are read come many in a turn: the mean of such a run counts for each of them, for two
-looks at the clock together. What has to wait is timed by itself.
+`fuse/kernel/connection` records the times. Many requests are answered in the loop iteration that reads them;
+such a run is timed as a whole, with two readings of the clock, and each of its requests counts with the mean.
+A request that has to wait is timed by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Spent:
         self.times: list[Times | None] = [None] * 256
 
     def add(self, opcode: int, seconds: float, count: int = 1) -> None:
-        """`count` requests of one operation took so long together."""
+        """Record that `count` requests of one operation took `seconds` together."""
         times = self.times[opcode] or self._new(opcode)
         times.counts[int(seconds * 1e6 / count).bit_length()] += count
         times.sum_s += seconds

@@ -1,7 +1,8 @@
-"""Mount points: is this a place to mount at, and taking mounts away, dead ones too.
+"""Mount points: check one before a mount, and unmount, even if the mount's daemon is dead.
 
-Called by mountd/server and tests. Nothing here waits longer than a look at a mount (host/mountinfo), except an `unmount` that
-is not lazy: the kernel writes dirty pages back through the mount before it returns.
+Used by mountd/server and tests. No call here waits longer than a probe of a mount (host/mountinfo). The only
+exception is an `unmount` that is not lazy: the kernel writes dirty pages back through the mount before it
+returns.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 
 
 def check_mount_point(path: Path, *, force: bool = False) -> Path:
-    """The place to mount at: an empty directory with nothing mounted on it. Each refusal says why and what to do.
+    """Check a mount point and return its path: an empty directory with nothing mounted on it.
 
-    `force` takes a dead or hung mount of ours away first. Nothing else is changed.
+    Each error says why the directory is refused and what to do. `force` first removes a dead or hung mount of
+    nvpool. Nothing else is changed.
 
-    NotFound, NotADirectory, InUse (mounted already, or not empty), AccessDenied
+    Raises NotFound, NotADirectory, InUse (a mount is there, or files), AccessDenied, Unavailable (no
+    /dev/fuse, or the directory can not be read).
     """
     place = place_of(path)
     for _ in range(2):
         there = mount_at(place)
-        if there is None or there.type == "autofs":  # which waits for this mount, and lets nobody in before
+        if there is None or there.type == "autofs":  # autofs waits for this mount and admits nobody before
             break
         state = look_at(place) if there.type.startswith("fuse") else "alive"
         if state == "alive":
@@ -63,7 +66,10 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
 
 
 def check_fuse() -> None:
-    """Unavailable or AccessDenied, with the remedy, where this process can not mount anything."""
+    """Check that this process can mount.
+
+    Raises Unavailable or AccessDenied, with the remedy, if it can not.
+    """
     if not os.path.exists("/dev/fuse"):
         raise Unavailable("there is no /dev/fuse here; load the kernel module (modprobe fuse), or give it to this container "
                           "with: --device /dev/fuse --cap-add SYS_ADMIN")
@@ -73,12 +79,14 @@ def check_fuse() -> None:
 
 
 def unmount(path: Path, *, lazy: bool = False) -> None:
-    """Take the uppermost mount at `path` away; `lazy` takes it out of the name space now, whoever uses it and whether or not
-    its daemon lives. On return nothing new can reach it.
+    """Unmount the uppermost mount at `path`. On return no new request can reach that mount.
 
-    InvalidRequest   nothing is mounted there
-    InUse            files of it are open or it is somebody's current directory (never when lazy)
-    AccessDenied     not ours to unmount
+    `lazy` takes the mount out of the name space immediately, even if it is in use or its daemon is dead.
+
+    InvalidRequest: nothing is mounted there.
+    InUse: files of the mount are open, or a process has its current directory there (never when lazy).
+    AccessDenied: this user may not unmount it.
+    Unavailable: any other failure.
     """
     place = place_of(path)
     if mount_at(place) is None:
@@ -91,7 +99,7 @@ def unmount(path: Path, *, lazy: bool = False) -> None:
         return
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOENT) and mount_at(place) is None:
-        return  # somebody else was quicker
+        return  # another process unmounted it first
     raise _refusal(place, number)
 
 
@@ -115,8 +123,11 @@ def _unmount_as_user(place: Path, lazy: bool) -> None:
 
 
 def set_read_ahead(mount: Mount, byte_count: int) -> bool:
-    """Let the kernel read that far ahead of sequential readers through this mount (its default for FUSE is 128 KiB, an eighth
-    of what one request can carry). False where that is not allowed (not root, or /sys is read-only)."""
+    """Set how many bytes the kernel reads ahead for sequential readers of this mount.
+
+    The kernel's default for FUSE is 128 KiB, an eighth of what one request can carry. False: not permitted
+    (the user is not root, or /sys is read-only).
+    """
     try:
         Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb").write_text(str(byte_count >> 10))
     except OSError:

@@ -1,17 +1,19 @@
-"""The portable engine: libfuse through pyfuse3 3.5, one event loop, one mount per process. The only importer of pyfuse3.
+"""The portable engine: libfuse through pyfuse3 3.5, with one event loop and one mount per process.
 
-It unpacks pyfuse3's arguments, calls `fuse/ops/operations`, packs what comes back and turns errors into errnos. Called by
-mountd/server and bench/fuse_floor. What it never does: decide what a request means.
+The only importer of pyfuse3. It unpacks pyfuse3's arguments, calls `fuse/ops/operations`, packs the result
+and turns errors into errnos. It never decides what a request means. Used by mountd/server and
+bench/fuse_floor.
 
-pyfuse3's own worker loop stays as it is: a worker reads one request, awaits its handler, answers, waits for the next. What is
-replaced is the handful of names that it takes from trio (`_Loop`), as pyfuse3.asyncio.enable() does, because that stand-in
-registers and removes the descriptor with epoll for each request and hands a lock from task to task. Measured from memory, 4 KiB
+pyfuse3's own worker loop is used unchanged: a worker reads one request, awaits its handler, replies, and
+waits for the next. Only the few names that pyfuse3 takes from trio are replaced (`_Loop`), as
+pyfuse3.asyncio.enable() does. pyfuse3's own replacement is not used, because it registers and removes the
+descriptor with epoll for each request and hands a lock from task to task. Measured from memory, 4 KiB
 O_DIRECT reads: 28 k/s alone and 35 k/s from 8 threads with theirs, 51 and 95 k/s with ours.
 
-What pyfuse3 3.5 can not do, and docs/reference/semantics.md therefore says
-openly: locks and flock beyond this node, fallocate, SEEK_HOLE,
-copy_file_range, XATTR_CREATE and XATTR_REPLACE in one step, telling "now" from a time in utimensat, O_TMPFILE, the time of
-birth, and leaving the umask out where a directory has a default access control list.
+pyfuse3 3.5 can not do the following, as docs/reference/semantics.md says: locks and flock beyond this node,
+fallocate, SEEK_HOLE, copy_file_range, XATTR_CREATE and XATTR_REPLACE in one step, distinguishing "now" from a
+time in utimensat, O_TMPFILE, the birth time, and ignoring the umask where a directory has a default access
+control list.
 """
 
 from __future__ import annotations
@@ -41,22 +43,30 @@ from nvpool.metrics.exposition import Page
 log = logging.getLogger(__name__)
 
 WORKERS_MAX = 128
-"""Requests in work at once. Each worker has a buffer of libfuse (1 MiB of address space, touched as far as writes were large);
-what comes above it waits in the kernel. A dead store can hold this many reads until their deadline."""
+"""Pending requests at a time; others wait in the kernel.
+
+Each worker has a buffer of libfuse (1 MiB of address space, touched as far as writes were large). A dead
+store can block this many reads until their deadline.
+"""
 
 SPIN_LOOKS = 48
-"""About 20 µs. A sleeping process of a virtual machine is awake 25 µs after its wake-up."""
+"""Polls before sleeping, about 20 µs. A process that sleeps in a virtual machine needs 25 µs to wake up."""
 
 SPIN_CREDIT_MAX = 16
-"""Each look-out that finds a request earns two more, each in vain costs one; without credit only every 32nd time is tried.
-So a machine whose cores are all busy does not pay for it."""
+"""Most credit for polling. A poll that finds a request earns two credits, one without success costs one.
+
+Without credit only every 32nd time is tried. So a machine whose cores are all busy does not pay for polling.
+"""
 
 BURST_MAX = 16
-"""Requests that a worker may take one after the other before everything else on the loop gets its turn."""
+"""Requests in a row that a worker may take before other events of the loop."""
 
 def _words(options: MountOptions) -> set[str]:
-    """No max_read: libfuse wants the same number from an init handler that pyfuse3 does not let us have. Reads are limited by
-    the 256 pages of libfuse's buffer, 1 MiB, anyhow."""
+    """Mount options for libfuse.
+
+    No max_read: libfuse wants the same number from an init handler, which pyfuse3 does not let us have. Reads
+    are limited to 1 MiB anyway, the 256 pages of libfuse's buffer.
+    """
     shown = options.shown.replace("\\", r"\\").replace(",", r"\,")
     words = {f"fsname={shown}", "subtype=nvpool", "default_permissions", *options.extra}
     if options.allow_other:
@@ -67,7 +77,7 @@ def _words(options: MountOptions) -> set[str]:
 
 
 class _Closed(Exception):
-    """What pyfuse3 expects out of wait_readable when the session ends."""
+    """Raised out of wait_readable when the session ends, as pyfuse3 expects."""
 
 
 class _NoLock:
@@ -85,9 +95,10 @@ class _TaskName(NamedTuple):
 class _Loop:
     """The part of trio that pyfuse3's session loop uses, on an asyncio loop.
 
-    One reader stays registered for /dev/fuse. When it is readable, one idle worker is woken; that one reads without
-    waiting, since nobody else is woken before it ran. A worker that has answered and is the only one at work looks for the
-    next request SPIN_LOOKS times before it sleeps: waking up costs more than an application takes to ask again.
+    One reader stays registered for /dev/fuse. When it is readable, one idle worker is woken; that worker
+    reads without waiting, since no other worker is woken before it has run. A worker that has replied and is
+    the only busy one polls SPIN_LOOKS times for the next request before it sleeps: a wake-up costs more than
+    an application takes to send its next request.
     """
 
     ClosedResourceError = _Closed
@@ -121,7 +132,8 @@ class _Loop:
     def wait_readable(self, fd: int) -> asyncio.Future:
         if self._fd < 0:
             self._fd = fd
-            os.set_blocking(fd, False)  # a request that is interrupted between epoll and read must not stop the loop
+            # a request that is interrupted between epoll and read must not block the loop
+            os.set_blocking(fd, False)
             self._loop.add_reader(fd, self._readable)
             poll = select.poll()
             poll.register(fd, select.POLLIN)
@@ -158,7 +170,7 @@ class _Loop:
         while self.idle:
             self.idle.pop().set_exception(_Closed())
 
-    # -- the nursery: workers, and what becomes of them ----------------------------------------------------------------
+    # -- the nursery: workers and their ends ---------------------------------------------------------------------------
 
     def open_nursery(self) -> _Loop:
         return self
@@ -178,7 +190,8 @@ class _Loop:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, OSError) and error.errno != errno.EAGAIN:
             self.failed = error
-        if error is None or self.failed is not None:  # unmounted, told to stop, or /dev/fuse is broken: the others end too
+        # unmounted, stopped, or /dev/fuse failed: the other workers end too
+        if error is None or self.failed is not None:
             self.notify_closing()
         else:
             if not isinstance(error, OSError):
@@ -211,7 +224,10 @@ def _entry(attr, options, kept: bool = True) -> EntryAttributes:
 
 
 def _answering(method):
-    """Errors of a handler as pyfuse3 wants them: anything but FUSEError would leave the caller waiting for ever."""
+    """Wrap a handler so that it raises only FUSEError.
+
+    Any other error would leave the caller waiting forever.
+    """
     name = method.__name__
 
     @functools.wraps(method)
@@ -229,14 +245,18 @@ def _caller(ctx) -> Caller:
 
 
 class _Requests(pyfuse3.Operations):
-    """pyfuse3's handlers. `read` and `write` spell out what `_answering` does: one coroutine less on the hot path."""
+    """pyfuse3's handlers.
+
+    `read` and `write` contain the code of `_answering`: it saves a coroutine on the hot path.
+    """
 
     def __init__(self, ops: FuseOps, on_ready: Callable[[], None], acl: bool) -> None:
         self._ops = ops
         self.enable_acl = ops.keeps_acls = acl
         self._options = ops.options
         self._on_ready = on_ready
-        self._missing = EntryAttributes()  # st_ino 0: the kernel remembers for so long that there is no such name
+        # st_ino 0: the kernel caches for this time that the name does not exist
+        self._missing = EntryAttributes()
         self._missing.entry_timeout = ops.options.negative_timeout_s
 
     def init(self) -> None:
@@ -374,7 +394,7 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def setxattr(self, inode, name, value, ctx):
-        await self._ops.setxattr(inode, name, value, 0, _caller(ctx))  # pyfuse3 has looked at the flags
+        await self._ops.setxattr(inode, name, value, 0, _caller(ctx))  # pyfuse3 has checked the flags
 
     @_answering
     async def listxattr(self, inode, ctx):
@@ -395,11 +415,12 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def _do_without_splice() -> None:
-    """Give up CAP_SYS_RESOURCE in this thread: nothing here needs it, and with it libfuse splices each request through a pipe.
+    """Give up CAP_SYS_RESOURCE in this thread, which nothing here needs.
 
-    That costs two more system calls and a page per request. libfuse reads directly when the pipe can not hold the largest
-    request, which is 1 MiB and one page; without the capability a pipe ends at 1 MiB (/proc/sys/fs/pipe-max-size). pyfuse3
-    has no switch for it.
+    With the capability libfuse splices each request through a pipe. Splicing costs two more system calls and
+    a page per request. libfuse reads directly if the pipe can not hold the largest request, which is 1 MiB
+    and one page; without the capability a pipe has at most 1 MiB (/proc/sys/fs/pipe-max-size). pyfuse3 has no
+    option for it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -410,7 +431,7 @@ def _do_without_splice() -> None:
 
 
 class Pyfuse3Engine:
-    """See engine.Engine. One in a process."""
+    """See engines.Engine. One per process."""
 
     name = "pyfuse3"
     _taken = False
@@ -428,10 +449,11 @@ class Pyfuse3Engine:
         self._loop: _Loop | None = None
 
     def mount(self) -> Mount:
-        """The mount is in the name space when this returns; requests are answered once `serve` runs.
+        """Mount. On return the mount is in the name space; its requests are answered once `serve` runs.
 
-        InUse        this process has a mount already
-        Unavailable  libfuse refused and has said why on stderr: no /dev/fuse, no right to mount, allow_other not allowed
+        InUse: this process already has a mount.
+        Unavailable: libfuse refused and gave the reason on stderr (no /dev/fuse, no right to mount, allow_other
+        not permitted).
         """
         if Pyfuse3Engine._taken:
             raise InUse("pyfuse3 can serve one mount per process")
@@ -447,14 +469,17 @@ class Pyfuse3Engine:
         return self._mount
 
     async def serve(self) -> None:
-        """Answer requests until the mount is gone or `stop` is called. Unavailable when /dev/fuse fails."""
+        """Answer requests until the mount is gone or `stop` is called.
+
+        Raises Unavailable if /dev/fuse fails.
+        """
         self._loop = pyfuse3.trio = _Loop(self._on_burst)
         await pyfuse3.main(WORKERS_MAX, WORKERS_MAX)
         if self._loop.failed is not None:
             raise Unavailable(f"/dev/fuse failed: {self._loop.failed}")
 
     def _invalidate_attributes(self, inode: int) -> None:
-        """With attr_only the kernel marks them and returns; it would wait for pages."""
+        """With attr_only the kernel marks the attributes and returns; dropping pages would wait."""
         try:
             pyfuse3.invalidate_inode(inode, attr_only=True)
         except OSError as error:
@@ -462,11 +487,11 @@ class Pyfuse3Engine:
                 log.warning("attributes of %#x could not be invalidated: %s", inode, error)
 
     async def _invalidate(self, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
-        """In a thread, since the kernel waits for requests of ours."""
+        """Invalidate in a thread: the kernel waits for requests that this process has to answer."""
         await asyncio.get_running_loop().run_in_executor(None, _invalidate_all, list(names), list(inodes))
 
     async def _drop_pages(self, inode: int, offset: int, length: int) -> None:
-        """All of them: libfuse's wrapper knows no range."""
+        """Drop all pages: libfuse's wrapper takes no range."""
         await self._invalidate((), (inode,))
 
     async def _store_pages(self, inode: int, offset: int, content: bytes) -> None:
@@ -474,17 +499,18 @@ class Pyfuse3Engine:
             pyfuse3.notify_store, inode, offset, content))
 
     def stop(self) -> None:
-        """Take no further request; `serve` returns when those in work are answered."""
+        """Accept no further request; `serve` returns when the pending ones are answered."""
         if self._loop is not None and not self._loop.closing:
             pyfuse3.terminate()
 
     def measure(self, page: Page) -> None:
-        """Nothing is counted here."""
+        """Do nothing: this engine counts nothing."""
 
     def close(self) -> None:
-        """Close /dev/fuse and take the mount away if it is still there. Does not wait. May be called twice.
+        """Close /dev/fuse and unmount if the mount is still there. Does not wait. May be called twice.
 
-        The descriptor goes first: the kernel may write pages back while it unmounts, and nobody would answer any more.
+        The descriptor is closed first: the kernel may write pages back while it unmounts, and no process
+        would answer.
         """
         if self._mount is None:
             return
@@ -509,5 +535,5 @@ def _told(notice: Callable[[], object]) -> None:
     try:
         notice()
     except OSError as error:
-        if error.errno != errno.ENOENT:  # which is what the kernel does not know any more
+        if error.errno != errno.ENOENT:  # the kernel does not know the name or inode any more
             log.warning("the kernel has not taken a notice: %s", error)

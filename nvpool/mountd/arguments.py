@@ -1,6 +1,7 @@
-"""The command line of a mount, which all its processes are started with, and what it and the pool's directory say together.
+"""Command line and configuration of a mount.
 
-Called by the programs of a mount beside it.
+The command line is shared: every process of a mount starts with the same arguments. They are combined with
+the configuration in the pool's directory. Used by the programs in this package.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def parse_words(words: list[str]) -> argparse.Namespace:
                              "or program changes these files")
     parser.add_argument("--holder", action=argparse.BooleanOptionalAction, default=None, help="the mount outlives this "
                         "process: needs engine kernel and Linux 5.4 (where it can be)")
-    parser.add_argument("--no-resend", action="store_true", help=argparse.SUPPRESS)  # as on Linux before 6.9: for tests of that
+    # behave as on Linux before 6.9; for tests
+    parser.add_argument("--no-resend", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=_worker_count, metavar="N", help="processes for this mount; all but one only read "
                         "larger files. Needs a holder (1)")
     parser.add_argument("--metrics", metavar="HOST:PORT", help="tell Prometheus at http://HOST:PORT/metrics")
@@ -78,13 +80,16 @@ def parse_words(words: list[str]) -> argparse.Namespace:
 
 
 def is_read_only(arguments: argparse.Namespace) -> bool:
-    """By a word of its own, or as an option of mount(8), of which the last counts."""
+    """Whether the mount is read-only: by --read-only, or by `-o ro`; the last `-o ro` or `-o rw` counts."""
     words = [word for extra in arguments.extra for word in options_in(extra) if word in ("ro", "rw")]
     return words[-1] == "ro" if words else arguments.read_only
 
 
 def configured_pool(arguments: argparse.Namespace) -> tuple[PoolDirectory | None, Config]:
-    """The pool's directory, where it is named by that, and what it says of this node."""
+    """The pool's directory and this node's configuration.
+
+    If `pool` is not a directory on this machine, these are None and the default configuration.
+    """
     if "://" in arguments.pool or not Path(arguments.pool).is_dir():
         return None, Config()
     directory = PoolDirectory(arguments.pool)
@@ -93,7 +98,10 @@ def configured_pool(arguments: argparse.Namespace) -> tuple[PoolDirectory | None
 
 
 def start_mount_log(name: str, arguments: argparse.Namespace) -> None:
-    """As the words say, else as the pool's directory does; what is wrong with that is said elsewhere."""
+    """Start the log as the arguments say, else as the pool's directory says.
+
+    An error in that configuration is ignored here; other code reports it.
+    """
     try:
         directory, config = configured_pool(arguments)
     except NvpoolError:
@@ -103,8 +111,10 @@ def start_mount_log(name: str, arguments: argparse.Namespace) -> None:
 
 
 def keeps_requests(arguments: argparse.Namespace) -> bool:
-    """Whether a mount that outlives its process keeps the requests in work by itself: the kernel does not hand them out
-    again."""
+    """Whether a mount with a holder must record unanswered requests itself.
+
+    It must where the kernel does not resend them (before Linux 6.9).
+    """
     return arguments.no_resend or kernel_version() < RESEND_MIN
 
 
@@ -114,7 +124,7 @@ def given(value: float | None, otherwise: float) -> float:
 
 def client_options(arguments: argparse.Namespace, section: ClientSection) -> ClientOptions:
     options = configured(section)
-    # who has the kernel keep nothing wants nothing old from us either
+    # If the kernel must not cache, the client must not return old attributes either.
     kept_s = min(given(arguments.attr_timeout_s, section.attr_timeout_s),
                  given(arguments.entry_timeout_s, section.entry_timeout_s))
     return options._replace(deadline_s=given(arguments.deadline_s, section.deadline_s),

@@ -1,10 +1,13 @@
-"""What the serving processes of a mount are forked off: `python -m nvpool.mountd.forkserver [options] POOL MOUNTPOINT`, with
-the words of mountd/server and a socket as stdin.
+"""Fork server of a mount: starts serving processes by forking itself.
 
-Started by mountd/holder. It has imported all that serving needs and read the command line, and waits: a successor that is a
-copy of it begins after milliseconds, where Python's start and imports take hundreds, and shares its memory. It has one thread
-and no event loop, keeps nothing open and believes nothing of the pool, so that a copy is as good as a new process.
-It ends when its holder does, and never by a signal that a service manager sends to all.
+Run as `python -m nvpool.mountd.forkserver [options] POOL MOUNTPOINT`, with the arguments of mountd/server and
+a socket as stdin. mountd/holder starts it.
+
+The fork server has imported all modules that serving needs and has parsed the command line; then it waits. A
+successor is a copy of it: the successor starts within milliseconds, where the start of Python and the imports
+take hundreds, and shares its memory. The fork server has one thread and no event loop, keeps nothing open and
+caches no state of the pool, so a copy is as good as a new process.
+It ends when its holder ends. Signals that a service manager sends to all processes do not end it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from nvpool.mountd.server import serve_held
 from nvpool.rpc import registry
 
 LATER = ("nvpool.fuse.kernel.connection", "nvpool.fuse.kernel.replay_log", "nvpool.fuse.kernel.attach")
-"""Modules that others import when they need them; a mount that outlives its process does."""
+"""Modules that are otherwise imported on first use. A mount that outlives its process needs them all."""
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -51,9 +54,9 @@ def main(words: list[str]) -> int:
         importlib.import_module(name)
     registry.transports()
     with contextlib.suppress(NvpoolError):
-        configured_pool(arguments)  # a copy that finds the same text need not take it apart again
+        configured_pool(arguments)  # so that a copy that reads the same text need not parse it again
     gc.collect()
-    gc.freeze()  # pages that no collection writes to stay common
+    gc.freeze()  # pages that the garbage collector never writes to stay shared
 
     def serve(descriptors: list[int], notices: socket.socket, not_ours: socket.socket) -> int:
         control.close()

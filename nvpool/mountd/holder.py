@@ -1,18 +1,24 @@
-"""The holder of a mount: `python -m nvpool.mountd.holder [options] POOL MOUNTPOINT`, with the words of mountd/server.
+"""The holder of a mount: keeps the mount alive while serving processes die and are replaced.
 
-It has the serving process forked off one that has all modules in memory (mountd/forkserver), gets from it the descriptors of
-/dev/fuse and of the memory that outlives it (shm/mount_state), and keeps them. When the serving process dies in whatever way
-but an orderly end, another one is forked at once, is given both and goes on: the mount has never been gone. The serving process
-starts another holder when this one dies, and this one another zygote. It ends with the exit code of an orderly end; so all end
-together, or not at all.
+Run as `python -m nvpool.mountd.holder [options] POOL MOUNTPOINT`, with the arguments of mountd/server.
 
-SIGTERM and SIGINT are passed on. SIGUSR1 replaces the serving process on purpose, by what is installed now: a new zygote is
-started, and its process made ready first, then the old one finishes what it has in work and leaves; where the new one does not
-start, nothing happens.
+The serving process is forked off the fork server (mountd/forkserver, here `Zygote`), which has all modules in
+memory. The holder receives from the serving process the descriptors of /dev/fuse and of the mount state
+(shared memory, shm/mount_state), and keeps them open. When the serving process dies in any way but an orderly
+end, the holder immediately has another one forked, which gets both descriptors and continues: the mount never
+disappears. The serving process starts another holder when the holder dies; the holder starts another fork
+server when that dies. The holder ends with the exit code of an orderly end of the serving process. So all
+processes end together, or none does.
 
-Serving process and holder talk over a socket: "here" with its pidfd, "keep" with descriptors, "ready", "warm" (a successor
-could go on), "drop", "ended CODE" to here; "go WHEN", "stop", "leave" from here. The zygote is told "serve", with that socket
-and the descriptors. Tiny on purpose, of little more than the standard library: what does next to nothing has nothing to die of.
+The holder forwards SIGTERM and SIGINT. SIGUSR1 replaces the serving process on purpose, with the software
+that is installed now: the holder starts a new fork server and waits until the successor is ready; then the
+old process completes its pending requests and leaves. If the successor does not start, nothing changes.
+
+Serving process and holder exchange messages over a socket. From the serving process: "here" with its pidfd,
+"keep" with descriptors, "ready", "warm" (a successor is ready to take over), "drop", "ended CODE". From the
+holder: "go WHEN", "stop", "leave". The holder sends "serve" to the fork server, with the socket and the
+descriptors. The holder is tiny on purpose and uses little more than the standard library: a process that does
+almost nothing has almost no reason to die.
 """
 
 from __future__ import annotations
@@ -32,26 +38,35 @@ from nvpool.core.programs import Program, command
 from nvpool.runtime.logging_setup import start_log
 
 QUICK_DEATHS_MAX = 3
-"""Serving processes that die before they serve are started again at once so often; after that with a pause that grows."""
+"""Immediate restarts of serving processes that die before they serve.
+
+Later restarts wait, longer each time.
+"""
 PAUSE_S_MAX = 5.0
 DEATHS_MAX = 15
-"""Before they served, one after another, in some 40 seconds: then the mount ends, and with it the calls that wait in it."""
+"""Deaths in a row, before serving, that end the mount. They take some 40 seconds.
+
+The calls that wait in the mount end with it.
+"""
 ZYGOTE_PAUSE_S_MAX = 60.0
-"""Between zygotes that die while a process serves. Without one the next pause would be some 300 ms longer."""
+"""Longest pause between fork servers that die while a process serves.
+
+Without a fork server the next failover would take some 300 ms longer.
+"""
 LEAVE_S = 10.0
-"""For what a process has in work when it is replaced on purpose. What is left then its successor is handed."""
+"""Time to complete pending requests when a process is replaced on purpose; its successor gets the rest."""
 
 EXIT_BUG = 70
-"""As in runtime/daemon_process."""
+"""Exit code for a bug, as in runtime/daemon_process."""
 
 DESCRIPTORS_MAX = 253
-"""SCM_MAX_FD: what one message can carry."""
+"""SCM_MAX_FD: descriptors that one message can carry."""
 
 log = logging.getLogger("nvpool.mountd.holder")
 
 
 class Zygote:
-    """The process off which the serving ones are forked."""
+    """The fork server: the process off which serving processes are forked."""
 
     def __init__(self, words: list[str]) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -63,14 +78,17 @@ class Zygote:
         self.started_s = SYSTEM_CLOCK.boottime_s()
 
     def serve(self, descriptors: list[int]) -> Serving:
-        """A process that serves, or is gone before it says anything."""
+        """Have a serving process forked.
+
+        If that fails, the result is one that has ended without a message.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.control, [b"serve"], [theirs.fileno(), *descriptors])
         return Serving(ours)
 
     def end(self) -> int:
-        """The exit code."""
+        """Kill the fork server and return its exit code."""
         self._popen.kill()
         os.close(self.pidfd)
         self.control.close()
@@ -78,13 +96,13 @@ class Zygote:
 
 
 class Serving:
-    """A serving process: the one that serves, or its heir that waits."""
+    """A serving process: the current one, or its successor that waits to take over (the heir)."""
 
     def __init__(self, control: socket.socket, pidfd: int = -1) -> None:
-        self.pidfd = pidfd  # -1 until it has told
+        self.pidfd = pidfd  # -1 until its "here" has arrived
         self.control = control
         self.is_open = True
-        self.ready = pidfd >= 0  # adopted: it served
+        self.ready = pidfd >= 0  # an adopted process serves already
         self.ended: int | None = None
         control.setblocking(False)
 
@@ -114,15 +132,17 @@ class Holder:
         self._heir: Serving | None = None
         self._zygote: Zygote | None = None
         self._heirs_zygote: Zygote | None = None
-        self._zygote_s = 0.0      # when the next zygote may be started
+        self._zygote_s = 0.0      # when the next fork server may be started
         self._zygote_pause_s = 0.0
         self._descriptors: list[int] = []
-        """/dev/fuse and the memory; then for each process that reads for the serving one its own descriptor of /dev/fuse, and
-        its pidfd; and the requests in work, where the kernel does not hand them out again. As the serving process has told
-        them, and so they are passed on."""
+        """Descriptors to keep and to pass on, as the serving process reported them.
+
+        First /dev/fuse and the mount state; then, for each read worker, its own descriptor of /dev/fuse and
+        its pidfd; last the log of unanswered requests, where the kernel does not resend them.
+        """
         self._stops = 0
         self._deaths = 0
-        self._start_s = 0.0      # when the next serving process is to be started; 0: one is there
+        self._start_s = 0.0      # when to start the next serving process; 0: one is running
         self._died_s = 0.0
         self._leave_until_s = 0.0
         self._signals, signals = socket.socketpair()
@@ -134,7 +154,7 @@ class Holder:
             signal.signal(number, lambda *_: None)
 
     def adopt(self, pidfd: int, control: int, *descriptors: int) -> None:
-        """That process serves already, with these descriptors; its holder has died."""
+        """Take over a running serving process with these descriptors; its holder has died."""
         self._descriptors = list(descriptors)
         self._serving = Serving(socket.socket(fileno=control), pidfd)
 
@@ -191,7 +211,10 @@ class Holder:
         return self._zygote.serve(self._descriptors)
 
     def _look_at_zygote(self) -> None:
-        """There is one while a process serves; those that die early come again with pauses that grow."""
+        """Keep a fork server running while a process serves.
+
+        One that dies early is restarted after a pause that grows.
+        """
         now_s = SYSTEM_CLOCK.boottime_s()
         if self._zygote is not None and _has_ended(self._zygote.pidfd):
             lived_s = now_s - self._zygote.started_s
@@ -213,7 +236,7 @@ class Holder:
                 return
             except ConnectionError:
                 said, numbers = b"", []
-            if not said:  # its end is closed
+            if not said:  # the process has closed its end
                 process.is_open = False
                 return
             word, _, value = said.decode(errors="replace").partition(" ")
@@ -242,7 +265,10 @@ class Holder:
         self._descriptors.clear()
 
     def _died(self) -> int | None:
-        """The exit code where that is the end of the mount."""
+        """Handle the death of the serving process.
+
+        Returns the exit code if the mount ends with it, else None.
+        """
         process, self._serving = self._serving, None
         self._listen(process)
         process.close()
@@ -258,7 +284,8 @@ class Holder:
             self._zygote, self._heirs_zygote = self._heirs_zygote, None
             self._serving.say(f"go {self._died_s}")
             return None
-        if process.pidfd < 0 and self._zygote is not None:  # it was never forked
+        # no serving process was forked: the fork server is at fault
+        if process.pidfd < 0 and self._zygote is not None:
             self._zygote.end()
             self._zygote = None
         self._died_s = SYSTEM_CLOCK.boottime_s()
@@ -275,7 +302,7 @@ class Holder:
         return None
 
     def _give_heir_up(self, why: str) -> None:
-        """It ends by itself where it has not."""
+        """Abandon the successor. If it still runs, it ends by itself."""
         self._heir.close()
         self._heirs_zygote.end()
         self._heir = self._heirs_zygote = None
@@ -283,7 +310,10 @@ class Holder:
         log.error("the serving process is not replaced: %s", why)
 
     def _may_be_replaced(self) -> bool:
-        """Not before all that it wants kept is here."""
+        """Whether SIGUSR1 may replace the serving process.
+
+        Not before it has handed over all its descriptors.
+        """
         return self._serving is not None and self._serving.ready
 
     # -- signals ---------------------------------------------------------------------------------------------------------
@@ -315,7 +345,7 @@ def _told(code: int) -> str:
 
 
 def _notify(text: str) -> None:
-    """sd_notify(3), where systemd has started us."""
+    """Send a notification to systemd, if systemd started this process; see sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
@@ -324,7 +354,7 @@ def _notify(text: str) -> None:
 
 
 def _start_log(words: list[str]) -> None:
-    """Where the serving process writes too."""
+    """Log to the place and in the format of the serving process."""
     path, form = "", "text"
     for number, word in enumerate(words):
         if word.startswith("--log="):

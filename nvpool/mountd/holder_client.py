@@ -1,5 +1,7 @@
-"""The serving process' side of a mount that outlives it: what it says to its holder and hears from it, and another holder when
-that one has died. The words are those of mountd/holder. Called by mountd/server.
+"""Holder client: the serving process' connection to the holder of its mount.
+
+It reports to the holder, receives the holder's requests, and starts another holder when the holder has died.
+The messages are those of mountd/holder. Used by mountd/server.
 """
 
 from __future__ import annotations
@@ -23,17 +25,20 @@ from nvpool.shm.mount_state import KeptMemory
 from nvpool.shm.request_log import Unanswered
 
 _AGAIN_S = 0.4
-"""Between the starts of holders."""
+"""Shortest time between two starts of holders."""
 _ENDED_S = 10.0
-"""For a process that was killed: it may have bytes of a slow drive in its hands."""
+"""Time for a killed process to end: it may be transferring bytes of a slow drive."""
 
 log = logging.getLogger("nvpool.mountd.server")
 
 
 class Held:
-    """`descriptors`: a socket to the holder; where there was a process before us, /dev/fuse, the memory, and two for each that
-    read beside it, and the requests where those are kept (shm/request_log). `words`: those of the command line, for another
-    holder."""
+    """Connection to the holder, with the descriptors that the holder keeps.
+
+    `descriptors`: a socket to the holder. If a predecessor served the mount, then also /dev/fuse, the mount
+    state, two descriptors for each of its read workers, and the request log where there is one
+    (shm/request_log). `words`: the command-line arguments, for another holder.
+    """
 
     def __init__(self, descriptors: list[int], words: list[str]) -> None:
         control, *descriptors = descriptors
@@ -42,59 +47,68 @@ class Held:
         self.fuse, self._memory, *readers = descriptors or (-1, -1)
         self._requests = readers.pop() if len(readers) % 2 else -1
         self.clones = readers[::2]
-        """Other descriptors of the mount, each for one process that reads."""
-        self._readers = readers[1::2]  # pidfds
+        """Further descriptors of /dev/fuse, one for each read worker."""
+        self._readers = readers[1::2]  # pidfds of the predecessor's read workers
         self._words = words
         self._popen: subprocess.Popen | None = None
         self._again_s = 0.0
         self._started_s = 0.0
         self.holder_pid = struct.unpack("3i", self._control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         self.serves = False
-        """Whether the end of this process is that of the mount."""
+        """Whether the end of this process is the end of the mount."""
         self.since_s = 0.0
-        """When the process before us died or was asked to leave, on the clock that counts from the boot."""
+        """When the predecessor died or was asked to leave, in seconds since boot."""
         self.on_stop: Callable[[], None] = lambda: None
         self.left = asyncio.Event()
-        """Set when this process is to leave for its successor."""
+        """Set when this process has to leave for its successor."""
         self.on_holder: Callable[[], None] = lambda: None
-        """Called when there is another holder."""
+        """Called after another holder has been started."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether there was a process before us."""
+        """Whether this process continues the mount of a predecessor."""
         return self.fuse >= 0
 
     def memory(self, arena_bytes: int) -> KeptMemory:
-        """That of the process before us, or a new one. WrongFormat, CorruptRecord."""
+        """The mount state of the predecessor, or a new one. Raises WrongFormat, CorruptRecord."""
         if self._memory < 0:
             self._memory = KeptMemory.make(arena_bytes)
         return KeptMemory(self._memory)
 
     @property
     def has_requests(self) -> bool:
-        """Whether the process before us has kept them."""
+        """Whether the predecessor kept a request log."""
         return self._requests >= 0
 
     def requests(self, request_bytes: int) -> Unanswered:
-        """Those of the process before us, or room for new ones, of so many bytes. WrongFormat, CorruptRecord."""
+        """The request log of the predecessor, or a new one of `request_bytes`.
+
+        Raises WrongFormat, CorruptRecord.
+        """
         if self._requests < 0:
             self._requests = Unanswered.make(request_bytes)
         return Unanswered(self._requests)
 
     def here(self) -> None:
-        """Tell the holder which process this is."""
+        """Report to the holder which process this is."""
         pidfd = os.pidfd_open(os.getpid())
         self._send(b"here", [pidfd])
         os.close(pidfd)
 
     def close(self) -> None:
-        """What this process was given, where it does not serve: the holder's and the mount's are the others'."""
+        """Close the inherited descriptors, in a process that does not serve.
+
+        Other processes own the originals.
+        """
         self._control.close()
         for descriptor in self._kept() if self.goes_on else ():
             os.close(descriptor)
 
     async def wait_for_our_turn(self) -> bool:
-        """Say that we could go on, and wait until we are to. False where nobody will say so any more."""
+        """Report that this process is ready, and wait until it has to take over.
+
+        False: it never will be asked to.
+        """
         loop = asyncio.get_running_loop()
         self._say("warm")
         while True:
@@ -112,16 +126,22 @@ class Held:
                 self.on_stop()
 
     def listen(self) -> None:
-        """From now on hear the holder, and see when it dies."""
+        """Receive messages of the holder from now on, and notice when the holder dies."""
         asyncio.get_running_loop().add_reader(self._control, self._hear)
 
     def keep(self, fuse: int) -> None:
-        """The holder has the descriptors when this returns, or finds them in its socket."""
+        """Hand /dev/fuse and the other descriptors to the holder.
+
+        On return the holder has them, or will find them in its socket.
+        """
         self.fuse = fuse
         self._send(b"keep", self._kept())
 
     def keep_readers(self, clones: list[int], pidfds: list[int]) -> None:
-        """From now on these processes read through these descriptors: who goes on after this process ends them first."""
+        """Record that these processes read through these descriptors.
+
+        A successor ends the processes first.
+        """
         for pidfd in self._readers:
             os.close(pidfd)
         self.clones, self._readers = clones, pidfds
@@ -132,8 +152,10 @@ class Held:
         return self.fuse, self._memory, *pairs, *(self._requests,) * self.has_requests
 
     def end_readers(self) -> None:
-        """Those of the process before us read nothing any more when this returns: a request that one of them took later nobody
-        would answer. Unavailable."""
+        """Kill the read workers of the predecessor. On return none of them reads requests any more.
+
+        A request that one of them took later would remain unanswered. Raises Unavailable if one does not end.
+        """
         for pidfd in self._readers:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -143,25 +165,28 @@ class Held:
 
     @property
     def memory_descriptor(self) -> int:
-        """For who reads beside us."""
+        """The mount state, for the read workers."""
         return self._memory
 
     def ready(self) -> None:
         self._say("ready")
 
     def drop(self) -> None:
-        """Let the holder close what it keeps: calls that are still in the mount end when this process closes it too."""
+        """Have the holder close its descriptors.
+
+        Pending calls in the mount end when this process closes them too.
+        """
         self._say("drop")
 
     def ended(self, code: int) -> None:
-        """This was an orderly end, and that of the mount."""
+        """Report an orderly end of this process, and with it of the mount."""
         self._say(f"ended {code}")
 
     def _say(self, text: str) -> None:
         self._send(text.encode(), ())
 
     def _send(self, text: bytes, descriptors: Sequence[int]) -> None:
-        with contextlib.suppress(OSError):  # it has died: then we shall see that next
+        with contextlib.suppress(OSError):  # the holder has died; _hear notices that next
             socket.send_fds(self._control, [text], descriptors)
 
     def _hear(self) -> None:
@@ -179,7 +204,7 @@ class Held:
             self._hold_again()
 
     def _hold_again(self) -> None:
-        """The holder has died: start another one, which has what we have."""
+        """Start another holder after the holder has died; the new one gets all descriptors."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._control)
         self._control.close()
@@ -222,7 +247,7 @@ def has_ended(pidfd: int, wait_s: float) -> bool:
 
 
 def hand_to_holder(words: list[str]) -> None:
-    """Become the holder, which starts a serving process with the same words. Does not return."""
+    """Become the holder, which starts a serving process with the same arguments. Does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [*command(Program.MOUNT_HOLDER), *words])

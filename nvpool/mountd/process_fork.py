@@ -1,7 +1,7 @@
-"""A process that begins as a copy of this one: after milliseconds, with all that is imported here.
+"""Fork a copy of the current process: it starts within milliseconds, with all imports done.
 
-Called by mountd/forkserver, and by mountd/worker_pool in what that forks. A copy shows the title of the program that it is
-(`ps`, /proc/PID/cmdline), by which the CLI finds it.
+Used by mountd/forkserver, and by mountd/worker_pool in the processes that the fork server forks. A copy shows
+the title of its program (`ps`, /proc/PID/cmdline), by which the CLI finds it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ log = logging.getLogger("nvpool.runtime")
 
 
 def fork(program: Program, work: Callable[[], int], *, own_session: bool = True) -> int:
-    """The pid of a copy of this process that does `work` and ends with what that returns, in a session of its own and with the
-    title of `program`. Only before this process has a second thread or an event loop."""
+    """Fork a copy of this process that runs `work` and exits with its result; return the copy's pid.
+
+    The copy has a session of its own, unless `own_session` is False, and the title of `program`. Call this
+    only while the process has one thread and no event loop.
+    """
     pid = os.fork()
     if pid:
         return pid

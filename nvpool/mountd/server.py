@@ -1,14 +1,19 @@
-"""The mount daemon: `python -m nvpool.mountd.server [options] POOL MOUNTPOINT` shows a pool at a mount point.
+"""The mount daemon: mounts a pool at a mount point and serves it.
 
-Started by the CLI, by systemd or by hand; stays in the foreground. Exit codes as in runtime/daemon_process. Ready when the
-mount answers: then systemd is told, and the pool directory (where it is on this machine) names this process. It ends when
-somebody unmounts, or on SIGTERM or SIGINT: the mount is taken away while it still answers; where files are open in it, it
-leaves the name space at once, and their users get --drain-s seconds; then everything written is stored and the session closed.
-A second signal shortens the waiting. However it ends, no mount is left behind, except after kill -9 without a holder: the next
-start with --force cleans that up.
+Run as `python -m nvpool.mountd.server [options] POOL MOUNTPOINT` by the CLI, by systemd or by hand. It stays
+in the foreground. The exit codes are those of runtime/daemon_process. The daemon is ready when the mount
+answers requests: then it notifies systemd and announces itself in the pool directory, if that is on this
+machine.
 
-With a holder (the default where it can be) this process becomes mountd/holder at once, and what is here runs in a process
-that is forked off mountd/forkserver: then a kill -9 of any is a pause and no more.
+The daemon ends when a user unmounts, or on SIGTERM or SIGINT. It unmounts while it still answers requests. If
+files are open in the mount, the daemon immediately detaches it from the name space, and gives the users of
+the files --drain-s seconds. Then it stores all written data and closes its session. A second signal shortens
+the wait. No mount remains after any end, except after kill -9 without a holder: the next start with --force
+removes that one.
+
+With a holder (the default where it is possible) this process immediately becomes mountd/holder, and the code
+here runs in a process that is forked off mountd/forkserver. Then kill -9 of any of the processes causes only
+a pause.
 """
 
 from __future__ import annotations
@@ -62,12 +67,21 @@ from nvpool.runtime.metrics import own_page
 from nvpool.shm.mount_state import KeptMemory, Word
 
 LEAVE_S = 5.0
-"""For what is in work when a successor takes over on purpose: shorter than the holder's patience."""
+"""Time to complete pending requests when a successor takes over on purpose.
+
+Less than the holder's `LEAVE_S`.
+"""
 _ARENA_SHARE = 4
-"""Of the memory for unstored writes to their bound: pieces take powers of two, and places of one length at a time."""
+"""Size of the arena for unstored writes, in multiples of the bound for those writes.
+
+Pieces take powers of two, and the places of one length stay together, so the arena must be larger.
+"""
 
 _OF_ONE = (metrics.BUILD_INFO, metrics.PROCESS_START, metrics.PROCESS_DESCRIPTORS_MAX)
-"""Metrics that make no sense added up over the processes of a mount: the serving one's are told."""
+"""Metrics that must not be summed over the processes of a mount.
+
+Those of the serving process are reported.
+"""
 
 _CERTIFICATE_LOOK_S = min(600.0, MEMBER_S / 12)
 
@@ -98,14 +112,18 @@ def main(words: list[str]) -> int:
 
 
 def serve_held(arguments: argparse.Namespace, held: Held, notices: socket.socket) -> int:
-    """In a process that was forked for it (mountd/forkserver); its exit code. `notices`: to one that writes them for us."""
+    """Serve the mount in a process that mountd/forkserver forked for it; return the exit code.
+
+    `notices`: a socket to the process that sends notifications to the kernel for this one.
+    """
     held.here()
     start_mount_log("mount", arguments)
     try:
         directory, config = configured_pool(arguments)
-        place = place_of(arguments.mountpoint)  # looked at before; what is mounted there now may be ours
+        place = place_of(arguments.mountpoint)  # checked before; a mount that is there now may be ours
         workers = 1 if keeps_requests(arguments) else given(arguments.workers, config.client.workers)
-        beside = fork_readers(workers - 1, arguments, config, held, notices)  # while this process is but a copy
+        # while this process is a copy without threads
+        beside = fork_readers(workers - 1, arguments, config, held, notices)
     except NvpoolError as error:
         log.error("%s", error)
         code = exit_code(error)
@@ -117,8 +135,11 @@ def serve_held(arguments: argparse.Namespace, held: Held, notices: socket.socket
 
 
 def directory_here(pool_map: PoolMap) -> PoolDirectory | None:
-    """The directory of a pool that was named by an address, where it lies on this machine and may be written to: so that the
-    pool's status names this mount too."""
+    """Directory of a pool that was named by an address, or None.
+
+    The directory must be on this machine and writable. The mount is announced there, so that the pool's
+    status shows it too.
+    """
     for node in pool_map.nodes:
         if node.host_id == host_id():
             for endpoint in map(parse_endpoint, node.endpoints):
@@ -155,7 +176,7 @@ class _Mounted:
                 if not await held.wait_for_our_turn():
                     return
                 held.end_readers()
-                kept = held.memory(0)  # as it is since nobody else serves
+                kept = held.memory(0)  # read again: from now on no other process changes it
             held.serves = True
             held.on_holder = self._announce_holder
             held.listen()
@@ -170,7 +191,8 @@ class _Mounted:
                                               given(arguments.entry_timeout_s, section.entry_timeout_s),
                                               given(arguments.negative_timeout_s, 0.0),
                                               arguments.writeback), root=root, read_only=is_read_only(arguments))
-        # others than root may allow others only where /etc/fuse.conf says so: they ask for it with -o allow_other
+        # A user other than root may pass allow_other only where /etc/fuse.conf permits it; such a user adds
+        # -o allow_other.
         options = MountOptions(client.pool_map.name, is_read_only(arguments),
                                not os.geteuid() and not arguments.no_allow_other, tuple(arguments.extra),
                                arguments.max_read, arguments.max_background, arguments.congestion_threshold,
@@ -206,7 +228,7 @@ class _Mounted:
             left = asyncio.ensure_future(held.left.wait() if held is not None else asyncio.Future())
             if self._arguments.metrics:
                 scraping = asyncio.ensure_future(serve_metrics(self._arguments.metrics, partial(self._page, client, engine)))
-            gc.freeze()  # what is there now stays: collections of the years to come need not look at it
+            gc.freeze()  # the collector need never visit the objects that exist now
             await asyncio.wait([serving, asked, left], return_when=asyncio.FIRST_COMPLETED)
             if left.done() and not serving.done() and not asked.done():
                 self._readers.let_go()
@@ -214,7 +236,7 @@ class _Mounted:
                 self._readers.end()
                 log.info("another process goes on")
                 logging.shutdown()
-                os._exit(0)  # as if killed: whatever is orderly in the end of a program would take from the successor
+                os._exit(0)  # as if killed: an orderly end would take resources from the successor
             left.cancel()
             if not serving.done():
                 await self._leave(serving)
@@ -238,7 +260,10 @@ class _Mounted:
                 self._directory.withdraw(name)
 
     async def _root(self, client: Client, kept: KeptMemory | None) -> int:
-        """The inode of what is mounted: found by its path once, and then that of the process before us."""
+        """Inode of the mounted directory.
+
+        The first process finds it by path; a successor takes the recorded one.
+        """
         subtree = self._arguments.subtree
         if self._held is not None and self._held.goes_on:
             return kept.word(Word.ROOT) or ROOT_INODE
@@ -261,7 +286,7 @@ class _Mounted:
         return self._arguments.source or f"nvpool:{name}" + (":/" + os.fsdecode(b"/".join(parts)) if parts else "")
 
     async def _page(self, client: Client, engine: Engine, wait_s: float) -> Page:
-        """The metrics of all processes of this mount together."""
+        """The metrics of all processes of this mount, summed."""
         def measure(page: Page) -> None:
             page.set(metrics.UP, 1)
             engine.measure(page)
@@ -275,7 +300,10 @@ class _Mounted:
         return page
 
     async def _keep_certificate(self, client: Client) -> None:
-        """Show the certificate as the supervisor renews it. In a client's directory the client does that, and shows it."""
+        """Load the certificate again as the supervisor renews it.
+
+        If the pool is named by a client's directory, the client renews and loads the certificate itself.
+        """
         identity = client.dialer.greeting.identity
         place = PoolDirectory(self._arguments.pool)
         if identity is None or not identity.secured or not place.exists() or not place.node:
@@ -307,7 +335,8 @@ class _Mounted:
             self._held.ready()
             if self._held.goes_on and self._held.since_s:
                 pause_ms = int((SYSTEM_CLOCK.boottime_s() - self._held.since_s) * 1000)
-        # in a thread: now everybody waits for us, and a busy drive takes its time also for a small file
+        # In a thread: all callers wait for this process now, and a busy drive can be slow even for a small
+        # file.
         self._announcing = asyncio.ensure_future(asyncio.to_thread(self._announce_us, pause_ms))
         if pause_ms:
             log.info("this process goes on at %s after a pause of %d ms", self._place, pause_ms)
@@ -318,11 +347,13 @@ class _Mounted:
         self._announce("mount", os.getpid(), pause_ms)
         self._announce_holder()
         if self._directory is not None:
-            self._directory.states()  # takes away what those said that served before us
+            self._directory.states()  # removes announcements of processes that no longer run
 
     async def _leave(self, serving: asyncio.Future) -> None:
-        """Take the mount out of the name space while it still answers; return when it is unused, or its users had their
-        time."""
+        """Unmount while this process still answers.
+
+        Returns when the mount is unused or its users' time is over.
+        """
         gone = asyncio.ensure_future(asyncio.to_thread(self._unmount))
         hurry = asyncio.ensure_future(self._stop.hurry.wait())
         await asyncio.wait([gone, hurry], return_when=asyncio.FIRST_COMPLETED)
@@ -332,7 +363,7 @@ class _Mounted:
     def _unmount(self) -> None:
         there = mount_at(self._place)
         if there is None or self._mount is None or there.device != self._mount.device:
-            return  # it is gone from here, and another name space has a copy
+            return  # not mounted here any more; another name space has a copy
         try:
             unmount(self._place)
         except InUse:

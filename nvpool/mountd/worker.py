@@ -1,7 +1,8 @@
-"""A process that reads for the one that serves a mount, forked off that (mountd/worker_pool).
+"""Read worker: a process that answers read requests beside the serving process of a mount.
 
-It is a client of its own, which opens files to read them and does nothing else. It ends when the serving process does or closes
-its socket, and when the mount is gone; never by SIGTERM, which a service manager sends to all of a mount's processes.
+It is forked off the serving process (mountd/worker_pool) and is a client of its own, which opens files to
+read them and does nothing else. The worker ends when the serving process ends or closes its socket, and when
+the mount is gone. SIGTERM does not end it: a service manager sends that to all processes of a mount.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from nvpool.runtime.metrics import own_page
 from nvpool.shm.mount_state import KeptHandles
 
 LEAVE_S = 0.5
-"""For what is in work. What is left the kernel hands out again, where the mount goes on."""
+"""Time to complete pending requests.
+
+The kernel resends the rest to the next process if the mount continues.
+"""
 CLOSE_S = 1.0
 
 log = logging.getLogger("nvpool.mountd.worker")
@@ -75,7 +79,7 @@ async def _close_old(ops: ReaderOps) -> None:
 
 
 def wait_and_read(arguments: argparse.Namespace, config: Config, connection: socket.socket) -> int:
-    """The exit code. Reads nothing before the serving process says so."""
+    """Run the worker and return its exit code. It reads nothing until the serving process permits it."""
     start_mount_log("reader", arguments)
     said, descriptors, _, _ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
     if not said:

@@ -1,10 +1,11 @@
-"""The processes that read for the one that serves a mount (mountd/worker): started, let in, and ended with it.
+"""Pool of read workers (mountd/worker): starts them, admits them to the mount, and ends them with it.
 
-Each has a cloned descriptor of /dev/fuse, which this process and the holder have too, and a socket to here. When one of them
-dies while it serves, what it had taken from the kernel is in nobody's hands, and the kernel hands requests out again only all
-together: so this process then ends as if killed, and its successor begins with new ones. One that was killed before it was let
-in has taken nothing, but there would be no other: so that is the same. One that ends by itself before is done without.
-Called by mountd/server.
+Each worker has a cloned descriptor of /dev/fuse, which this process and the holder have too, and a socket to
+this process. When a worker dies while it serves, no process will answer the requests that it took from the
+kernel, and the kernel can only resend all unanswered requests together. So this process then ends as if
+killed, and its successor starts with new workers. A worker that was killed before it was admitted has taken
+no request, but nothing would replace it, so it is treated the same way. If a worker ends by itself before it
+is admitted, the mount continues without it. Used by mountd/server.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from nvpool.mountd.process_fork import fork
 from nvpool.runtime.daemon_process import EXIT_BUG
 
 END_S = 2.0
-"""For what a reader has in work when the mount ends or another process takes over."""
+"""Time for a worker to complete pending requests before it is killed.
+
+This applies when the mount ends or another process takes over.
+"""
 
 log = logging.getLogger("nvpool.mountd.server")
 
 
 class Waiting(NamedTuple):
-    """A process that could read."""
+    """A forked read worker that is not admitted yet."""
 
     pid: int
     pidfd: int
@@ -45,7 +49,10 @@ class Waiting(NamedTuple):
 
 
 def fork_readers(count: int, arguments: Namespace, config: Config, held: Held, not_theirs: socket.socket) -> list[Waiting]:
-    """Copies of this process, which wait for `Readers.start`, or for our end. Fewer where there can not be more."""
+    """Fork `count` read workers, which wait for `Readers.start` or for the end of this process.
+
+    If fewer can be forked, the log has the reason and the result is shorter.
+    """
     made: list[Waiting] = []
     for _ in range(count):
         ours, theirs = socket.socketpair()
@@ -68,7 +75,11 @@ def fork_readers(count: int, arguments: Namespace, config: Config, held: Held, n
 
 
 class Readers:
-    """`waiting`: as fork_readers has made them. `on_serving`: told of the pid of each that begins."""
+    """The read workers of one mount.
+
+    `waiting`: the result of fork_readers. `on_serving` is called with the pid of each worker that starts to
+    serve.
+    """
 
     def __init__(self, held: Held, engine: KernelEngine, waiting: list[Waiting], on_serving: Callable[[int], None]) -> None:
         self._held = held
@@ -79,8 +90,10 @@ class Readers:
         self._ending = False
 
     def start(self) -> None:
-        """Let them begin. They come in when the engine has been handed all that the process before this one left. Where that
-        can not be the mount goes on without them, and the log says why."""
+        """Start the workers. Each is admitted when the engine has received all that the predecessor left.
+
+        If workers can not be started, the mount continues without them, and the log says why.
+        """
         clones = self._held.clones
         if not self._waiting and not clones:
             return
@@ -89,17 +102,18 @@ class Readers:
             while len(clones) < len(self._waiting):
                 clones = [*clones, clone(self._engine.descriptor)]
             for reader, descriptor in zip(self._waiting, clones, strict=False):
-                with contextlib.suppress(ConnectionError):  # it has died: its end is seen where it is received from
+                # the worker has died; the receiver of its socket notices that
+                with contextlib.suppress(ConnectionError):
                     socket.send_fds(reader.connection, [b"."], [descriptor, self._held.memory_descriptor])
                 channel = Channel(reader.connection, self._engine.request_bytes_max)
                 self._passings[Passing(channel, descriptor, self._lost)] = reader
                 pidfds.append(os.dup(reader.pidfd))
         except (NvpoolError, OSError) as error:
             log.error("this mount has fewer processes than it was to have: %s", error)
-        # A descriptor without a reader is kept too, with any pidfd: requests that were taken from it may be in work.
+        # Descriptors without a worker are kept too, with any pidfd: requests taken from them may be pending.
         pidfds += [os.pidfd_open(os.getpid()) for _ in clones[len(pidfds):]]
         self._held.keep_readers(clones, pidfds)
-        for passing in self._passings:  # only now: from here on whoever follows us knows of them
+        for passing in self._passings:  # only now: from here on, a successor knows of these workers
             self._engine.let_read(passing, self._come_in)
 
     def _come_in(self, passing: Passing) -> None:
@@ -120,14 +134,17 @@ class Readers:
         os._exit(EXIT_BUG)
 
     def _end_of(self, reader: Waiting) -> int:
-        """Its exit code. Killed where it does not end."""
+        """Wait for the worker and return its exit code.
+
+        A worker that does not end within `END_S` is killed.
+        """
         self._waiting.remove(reader)
         if not has_ended(reader.pidfd, END_S):
             signal.pidfd_send_signal(reader.pidfd, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(reader.pid, 0)[1])
 
     async def pages(self, wait_s: float) -> list[Page]:
-        """The metrics of those that have told them within `wait_s`."""
+        """The metrics of the workers that answer within `wait_s`."""
         asked = [passing.ask() for passing in self._passings if passing.serves]
         if not asked or self._ending:
             return []
@@ -135,7 +152,7 @@ class Readers:
         return [Page.unpack(one.result()) for one in done]
 
     def let_go(self) -> None:
-        """They end by themselves, soon."""
+        """Have the workers end by themselves, soon."""
         self._ending = True
         for passing in self._passings:
             passing.stop_reading()
@@ -143,7 +160,10 @@ class Readers:
             reader.connection.close()
 
     def end(self) -> None:
-        """None is left when this returns. What they had in work is answered, or handed out again to whoever follows."""
+        """End all workers; on return none is left.
+
+        Their pending requests are answered or resent to a successor.
+        """
         self.let_go()
         for reader in list(self._waiting):
             self._end_of(reader)

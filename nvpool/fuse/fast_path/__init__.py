@@ -1,1 +1,1 @@
-"""Compiled handling of the commonest requests; each steps aside for fuse/kernel/dispatch where it does not apply."""
+"""Compiled fast path for the commonest requests; fuse/kernel/dispatch handles all others."""

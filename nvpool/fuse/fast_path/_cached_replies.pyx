@@ -1,6 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Answers to the kernel that nobody has to be asked for, from the request to the answer. See cached_replies.py, which says what
-is promised."""
+"""Compiled replies from the caches, from the request to the reply; cached_replies.py has the contract."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
@@ -64,7 +63,7 @@ cdef enum:                      # linux/fuse.h
     GETATTR_BYTES = 56
     FORGET_BYTES = 48
     OPEN_BYTES = 48
-    RELEASE_BYTES = 64          # and of FLUSH
+    RELEASE_BYTES = 64          # also of FLUSH
     GETXATTR_BYTES = 48         # before the name
     OUT_BYTES = 16
     ATTR_BYTES = 88
@@ -77,7 +76,7 @@ cdef enum:                      # linux/fuse.h
     HANDLE_BYTES = 40           # shm/mount_state.HANDLE
     ATTR_MAX = 256              # of an Attr as a message
     SLOTS_MAX = 64
-    PUT_OFF_MAX = 16            # closes that wait for the end of a burst
+    PUT_OFF_MAX = 16            # closes deferred to the end of a burst
     S_IFMT = 0o170000
     S_IFREG = 0o100000
     GRANT_VERSION = 1
@@ -132,13 +131,13 @@ cdef Py_ssize_t looked_in_middle = place(_Directory, "middle")
 
 
 cdef bint is_named(const uint8_t *at, Py_ssize_t count, bytes name) noexcept:
-    """Whether a GETXATTR asks for that attribute; its name with the NUL."""
+    """Whether a GETXATTR requests that attribute; `name` includes the NUL."""
     return count - GETXATTR_BYTES == PyBytes_GET_SIZE(name) and not memcmp(at + GETXATTR_BYTES, PyBytes_AS_STRING(name),
                                                                            PyBytes_GET_SIZE(name))
 
 
 cdef class Pattern:
-    """What new objects of a class with __slots__ begin as."""
+    """Template from which new objects of a class with __slots__ are copied."""
     cdef object pattern
     cdef Py_ssize_t places[SLOTS_MAX]
     cdef Py_ssize_t count
@@ -199,7 +198,7 @@ cdef void put_attr(uint8_t *at, const Seen *seen) noexcept:
 
 
 cdef int read_attr(object attr, Seen *seen) except -1:
-    """Of an Attr, or of a record of rpc/messages/direntries."""
+    """Read the attributes from an Attr, or from a record of rpc/messages/direntries."""
     cdef const uint8_t *at
     if type(attr) is bytes:
         if PyBytes_GET_SIZE(attr) != record_bytes:
@@ -225,7 +224,7 @@ cdef int read_attr(object attr, Seen *seen) except -1:
 
 
 cdef object attr_of(const uint8_t *record):
-    """As entries.attr_of."""
+    """Convert a record, as direntries.attr_of does."""
     cdef uint8_t message[ATTR_MAX]
     cdef uint8_t *at = put_fixed(message, 0x09, get64(record + 8))
     cdef uint64_t change = get64(record + 72), parent = get64(record + 96), punches = get64(record + 104)
@@ -256,7 +255,10 @@ cdef object attr_of(const uint8_t *record):
 
 
 cdef class Known:
-    """As cached_replies.py says. `engine` has the buffer, and what closed files are kept in until nobody waits."""
+    """Compiled part of KnownAnswers; see cached_replies.py.
+
+    `engine` has the buffer, and the list of closed files that are released late.
+    """
     cdef object _engine, _ops, _cache, _leases, _siblings, _clock, _spent
     cdef object _owners, _cover
     cdef object _vfs, _meta, _writer, _published
@@ -276,14 +278,17 @@ cdef class Known:
     cdef uint8_t *_kept_handles
     cdef readonly Py_ssize_t taken
     cdef uint64_t _taken[OPERATIONS]
-    cdef uint32_t _maker                            # the thread that has made the last file
-    cdef int _turns                                 # files that another one has made than the file before, and whose close may wait
-    cdef uint64_t _put_off[PUT_OFF_MAX]             # `unique` of FLUSHes
+    cdef uint32_t _maker                            # the thread that created the last file
+    cdef int _turns  # Files that another thread created than the file before; so many closes may be deferred.
+    cdef uint64_t _put_off[PUT_OFF_MAX]             # `unique` of deferred FLUSH requests
     cdef double _put_off_since_s[PUT_OFF_MAX]
     cdef int _put_off_count
 
     def __init__(self, engine, ops, vfs, bint is_subtree, tuple takers):
-        """`takers`: each says of so many bytes in the buffer whether that READ was begun by it."""
+        """`takers`: functions that may start a READ in the buffer.
+
+        Each gets the length of the request, and returns whether it has started it.
+        """
         cache = vfs.cache
         self._engine, self._ops, self._cache, self._leases, self._siblings = engine, ops, cache, vfs.leases, vfs.siblings
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
@@ -319,15 +324,18 @@ cdef class Known:
 
     @property
     def all_taken(self):
-        """How many requests were answered, put off or begun here, by operation."""
+        """Number of requests answered, deferred or started here, by operation."""
         return {opcode: self._taken[opcode] for opcode in range(OPERATIONS) if self._taken[opcode]}
 
     cdef double now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
 
     def next_request(self, Py_ssize_t most):
-        """The length of the next request of the kernel, in the engine's buffer, that is not answered or begun here; those before
-        it are, and `taken` says how many they were: up to `most`, else 0. -1: none waits. OSError."""
+        """Read requests of the kernel until one can not be handled here.
+
+        Returns that one's length; it is in the engine's buffer. -1: no request waits. 0: `most` were handled,
+        and there may be more. `taken`: how many requests were handled here. Raises OSError.
+        """
         cdef ssize_t count
         cdef int error
         self.taken = 0
@@ -341,13 +349,16 @@ cdef class Known:
             try:
                 if not self.take(count):
                     return count
-            except Exception as bug:  # who waits is told
+            except Exception as bug:  # report it to the caller
                 self._engine._broken(bug)
             self.taken += 1
         return 0
 
     cpdef bint take(self, Py_ssize_t count) except -1:
-        """Whether the request of `count` bytes in the engine's buffer was answered, or begun, here. Else nothing has happened."""
+        """Answer, or start, the request of `count` bytes in the engine's buffer.
+
+        False: nothing has happened.
+        """
         cdef const In *head = <const In *>PyByteArray_AS_STRING(self._buffer)
         cdef const uint8_t *at = <const uint8_t *>head
         cdef double since_s
@@ -387,7 +398,10 @@ cdef class Known:
         return is_done
 
     cdef bint take_read(self, Py_ssize_t count) except -1:
-        """One that is answered on the spot is counted here, one that is begun when it ends; what the engine counts stays."""
+        """Take a READ. One that is answered here is counted here, one that is pending when it ends.
+
+        The engine's own counters stay unchanged.
+        """
         engine = self._engine
         run_s, kept = engine._since_s, engine._kept
         cdef double since_s = stopwatch()
@@ -404,7 +418,7 @@ cdef class Known:
             engine._since_s, engine._kept = run_s, kept
 
     cdef int count(self, uint32_t opcode, double took_s) except -1:
-        """As Spent.add."""
+        """Record a latency, as Spent.add does."""
         times = (<list>self._spent.times)[opcode]
         if times is None:
             self._spent.add(opcode, max(0.0, took_s))
@@ -414,7 +428,7 @@ cdef class Known:
         return 0
 
     cdef int send(self, uint64_t unique, uint8_t *out, uint32_t length, int32_t failure) except -1:
-        """The answer, whose first bytes are free for its header."""
+        """Send the reply; the first bytes of `out` are free for its header."""
         cdef int error
         memcpy(out, &length, 4)
         memcpy(out + 4, &failure, 4)
@@ -425,7 +439,7 @@ cdef class Known:
                 self._engine.answer_refused(unique, error, length)
         return 0
 
-    # -- what is known -------------------------------------------------------------------------------------------------------
+    # -- the caches ----------------------------------------------------------------------------------------------------------
 
     cdef object lease(self, object inode, double now_s):
         return held_lease(self._lent, inode, now_s, ShardWatch, watch_until_s, watch_used)
@@ -438,7 +452,10 @@ cdef class Known:
         return born_s >= from_s
 
     cdef object attr(self, object inode, double age_s, double now_s, bint is_told):
-        """As Cache.attr, and of what `is_told` to the kernel as Names.getattr_now; a record where it was listed."""
+        """Compiled `Cache.attr`; if `is_told`, for the kernel, `Names.getattr_now`.
+
+        Returns a record if a listing had it.
+        """
         cdef PyObject *found = PyDict_GetItem(self._open, inode)
         cdef double born_s
         if found is not NULL:
@@ -460,7 +477,7 @@ cdef class Known:
         return attr
 
     cdef object entry(self, object parent, tuple key, double now_s):
-        """As Cache.entry of no age; `_cover` is that of Cache.cover."""
+        """Compiled `Cache.entry` without an age; sets `_cover` as `Cache.cover` does."""
         cdef PyObject *found = PyDict_GetItem(self._entries, key)
         cdef tuple known
         cdef double sent_s, since_s
@@ -486,7 +503,7 @@ cdef class Known:
         return None
 
     cdef bint is_absent(self, object parent, bytes name, double now_s) except -1:
-        """As Cache.is_absent."""
+        """Compiled `Cache.is_absent`."""
         cdef PyObject *found = PyDict_GetItem(self._whole, parent)
         cdef Seen seen
         cdef uint64_t change
@@ -567,7 +584,7 @@ cdef class Known:
         return True
 
     cdef int hit(self, object parent, bytes name) except -1:
-        """As Siblings.hit."""
+        """Compiled `Siblings.hit`."""
         cdef PyObject *found = PyDict_GetItem(self._directories, parent)
         if found is NULL:
             return 0
@@ -580,7 +597,10 @@ cdef class Known:
         return 0
 
     cdef bint open(self, const In *head, uint32_t flags) except -1:
-        """As FuseOps.open_now and Files.open_now of what nobody here writes, where no other process of the mount reads."""
+        """Compiled `FuseOps.open_now` and `Files.open_now`.
+
+        Only for a file that is not written here, in a mount without read workers.
+        """
         cdef uint8_t out[OPEN_OUT_BYTES]
         cdef PyObject *found
         cdef uint64_t change, number, unique = head.unique
@@ -626,10 +646,11 @@ cdef class Known:
         is_kept = before is not None and <uint64_t>(<tuple>before)[0] == change
         self._seen[inode] = changed, not <uint32_t>attr.flags & has_xattrs
         if PyDict_Size(self._seen) > seen_max:
-            self._ops._keeps_pages(attr)  # forgets the oldest
+            self._ops._keeps_pages(attr)  # drops the oldest
         try:
             key = self.take_number(head, flags)
-        except Exception:  # no room: it is not open, and the kernel was not told whether its pages are those of now
+        # No space: the file is not open, and the kernel does not learn whether its pages are current.
+        except Exception:
             self._seen.pop(inode, None)
             handle.closed = True
             self._vfs._let_go(file)
@@ -650,8 +671,10 @@ cdef class Known:
         return True
 
     cdef object hold_lent(self, object inode, bytes grant, double now_s):
-        """As Cache.hold_lent of what there is a lease on, with that grant; None, and nothing has happened, where it can not be
-        opened so."""
+        """Compiled `Cache.hold_lent`, for a file under a lease with that grant.
+
+        None: it can not be opened so, and nothing has happened.
+        """
         cdef PyObject *found = PyDict_GetItem(self._attrs, inode)
         cdef bytes listed
         cdef const uint8_t *record
@@ -706,7 +729,7 @@ cdef class Known:
         return file
 
     cdef object state_of(self, uint64_t inode):
-        """As MetaClient._shard_of; None: it has none yet."""
+        """Compiled `MetaClient._shard_of`; None: there is no state yet."""
         cdef PyObject *found
         pool_map = self._view.map
         if pool_map is not self._known_map:
@@ -715,7 +738,7 @@ cdef class Known:
         return None if found is NULL else <object>found
 
     cdef int opened_quietly(self, object inode, bint now) except -1:
-        """As MetaClient.opened_quietly."""
+        """Compiled `MetaClient.opened_quietly`."""
         cdef PyObject *found
         cdef dict opened, untold
         state = None if now else self.state_of(inode)
@@ -731,7 +754,10 @@ cdef class Known:
         return 0
 
     cdef int closed_quietly(self, object inode, object count) except -1:
-        """As MetaClient.release; what was opened once, and the shard was never told of, needs no more."""
+        """Compiled `MetaClient.release`.
+
+        A file that was opened once, and not reported to the shard, needs no more.
+        """
         cdef PyObject *opened_once
         cdef PyObject *untold_once
         cdef dict opened, untold
@@ -747,7 +773,7 @@ cdef class Known:
         return 0
 
     cdef object take_number(self, const In *head, uint32_t flags):
-        """As Handles.take, of a file that is opened."""
+        """Compiled `Handles.take`, for an opened file."""
         cdef uint64_t index, number
         cdef uint8_t *record
         if self._kept_handles is NULL or not self._free:
@@ -759,13 +785,13 @@ cdef class Known:
         record = self._kept_handles + index * HANDLE_BYTES
         memcpy(record, &head.node, 8)
         memcpy(record + 8, &flags, 4)
-        memcpy(record + 12, &head.uid, 12)      # gid and pid with it
+        memcpy(record + 12, &head.uid, 12)      # with gid and pid
         memcpy(record + 24, &head.unique, 8)
         put_mark(record + 32, number)
         return number
 
     cdef int give_back(self, object key) except -1:
-        """As Handles.give_back."""
+        """Compiled `Handles.give_back`."""
         cdef uint64_t index
         if self._kept_handles is NULL:
             self._handles.give_back(key)
@@ -776,8 +802,11 @@ cdef class Known:
         return 0
 
     cdef bint getxattr(self, uint64_t unique, uint64_t node, const uint8_t *at, Py_ssize_t count) except -1:
-        """As XattrOps.has_no_xattr: the kernel asks before each write whether it makes a program privileged, and for an access
-        control list when somebody but the owner wants a right."""
+        """Compiled `XattrOps.has_no_xattr`.
+
+        The kernel queries file capabilities before each write, and an access control list when a user other
+        than the owner needs a right.
+        """
         cdef uint8_t out[OUT_BYTES]
         cdef PyObject *found
         cdef uint32_t flags
@@ -798,7 +827,7 @@ cdef class Known:
         return True
 
     cdef bint has_nothing_to_flush(self, uint64_t handle) except -1:
-        """Of what was not written, by who has no locks."""
+        """Whether a file was not written and its caller has no locks."""
         cdef PyObject *found = PyDict_GetItem(self._files, handle)
         if found is NULL:
             return False
@@ -811,7 +840,7 @@ cdef class Known:
         self._maker = pid
 
     cdef bint put_off(self, uint64_t unique, double since_s) noexcept:
-        """Whether that FLUSH is answered at the end of the burst, since several threads make files."""
+        """Defer the reply to a FLUSH to the end of the burst if several threads create files."""
         if not self._turns or self._put_off_count == PUT_OFF_MAX:
             return False
         self._turns -= 1
@@ -820,7 +849,7 @@ cdef class Known:
         return True
 
     def answer_put_off(self):
-        """At the end of a burst."""
+        """Reply to the deferred FLUSH requests, at the end of a burst."""
         cdef int at, count = self._put_off_count
         self._put_off_count = 0
         self._taken[FLUSH] += count
@@ -834,7 +863,10 @@ cdef class Known:
         return self.send(unique, out, OUT_BYTES, 0)
 
     cdef bint release(self, const uint8_t *at, uint64_t handle) except -1:
-        """Put off, as KernelRequests does: its locks end before others ask for theirs."""
+        """Defer a RELEASE, as KernelRequests does.
+
+        Not with locks: they must end before other clients request theirs.
+        """
         cdef PyObject *found = PyDict_GetItem(self._files, handle)
         if found is not NULL and (<object>found).file.inode in self._owners:
             return False
@@ -843,7 +875,7 @@ cdef class Known:
         return True
 
     def release_all(self, list late):
-        """Those of these RELEASEs, which were put off, that are not done and answered here."""
+        """Handle deferred RELEASE requests; returns those that were not handled here."""
         cdef list left = []
         cdef bytes request
         for request in late:
@@ -855,8 +887,10 @@ cdef class Known:
         return left
 
     cpdef bint release_now(self, bytes request) except -1:
-        """Whether that RELEASE, which was put off, is done and answered, as FuseOps.release_now does it where nothing is left to
-        be stored or to be looked after."""
+        """Execute and answer a deferred RELEASE, as FuseOps.release_now does.
+
+        Only if nothing is left to be stored or to be tracked.
+        """
         cdef double since_s = stopwatch()
         cdef PyObject *found
         cdef const In *head = <const In *>PyBytes_AS_STRING(request)
@@ -880,7 +914,7 @@ cdef class Known:
                 or ahead in <set>get(file, file_ahead) or written is not None and written.unsettled):
             return False
         assign(handle, handle_closed, True)
-        # as Cache.drop
+        # As `Cache.drop` does.
         handles = <long>get(file, file_handles) - 1
         assign(file, file_handles, handles)
         if handles <= 0:

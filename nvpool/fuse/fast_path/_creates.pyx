@@ -1,5 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""New files, from the kernel's request to the shard's frame, and back. See creates.py, which says what is promised."""
+"""Compiled file creation, from the kernel's request to the shard's frame, and back.
+
+creates.py has the contract.
+"""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
@@ -64,7 +67,7 @@ cdef enum:
     NAME_MAX = 255
     GRANT_BYTES = 60
     BURST = 64                  # frames that wait for the end of a burst
-    TURN = 16                   # answers before what was asked for meanwhile is taken
+    TURN = 16                   # replies sent before new requests are taken
     HANDLE_BYTES = 40
     SLOT_BYTES = 24
     S_IFMT = 0o170000
@@ -106,7 +109,7 @@ cdef struct Wish:
 
 
 cdef Py_ssize_t pack_request(uint8_t *message, const Wish *w) noexcept nogil:
-    """CreateRequest as protobuf writes it, which the shard reads in one step; its length."""
+    """Encode a CreateRequest as protobuf does; returns its length. The shard decodes it in one step."""
     cdef uint8_t *at = message + 2
     at = put_fixed(at, 0x09, w.session)
     at = put_number(at, 0x10, w.slot)
@@ -143,7 +146,7 @@ cdef struct Born:
 
 
 cdef bint take_attr(const uint8_t *at, const uint8_t *end, Shown *a) noexcept nogil:
-    """False where there is anything that Attr does not have."""
+    """Decode an Attr. False: a field that Attr does not have, or a value out of range."""
     cdef uint64_t tag
     cdef uint64_t *place
     a.begin, a.length = at, end - at
@@ -210,8 +213,10 @@ cdef bint take_entry(const uint8_t *at, const uint8_t *end, Born *b) noexcept no
 
 
 cdef bint take_reply(const uint8_t *at, Py_ssize_t count, Born *b) noexcept nogil:
-    """Whether that is a CreateReply of a new file in its directory's own shard, outside of volumes, with all that belongs to
-    it, and nothing else."""
+    """Decode a CreateReply. True: it describes a new file with all its data, and nothing else.
+
+    The file must be in its directory's own shard and outside of volumes.
+    """
     cdef const uint8_t *end = at + count
     cdef uint64_t tag, length
     memset(b, 0, sizeof(Born))
@@ -245,7 +250,7 @@ cdef bint take_reply(const uint8_t *at, Py_ssize_t count, Born *b) noexcept nogi
 
 cdef void pack_answer(uint8_t *at, uint64_t unique, const Shown *a, const uint64_t *seconds, const uint32_t *nanoseconds,
                       uint64_t handle, uint32_t flags) noexcept nogil:
-    """As replies.created."""
+    """Compiled `replies.created`."""
     cdef uint32_t *words = <uint32_t *>at
     cdef uint64_t *wide = <uint64_t *>at
     memset(at, 0, ANSWER_BYTES)
@@ -269,10 +274,10 @@ cdef int trim(dict known, count_max) except -1:
     return 0
 
 
-# -- a file that is being made ---------------------------------------------------------------------------------------------
+# -- a pending file creation -----------------------------------------------------------------------------------------------
 
 cdef class Making(Taker):
-    """In the engine's table as what waits, in the connection's as who is told."""
+    """A pending CREATE: an entry of the engine's table, and the receiver of the reply on the connection."""
     cdef Creates creates
     cdef object connection, state
     cdef bytes name, message
@@ -283,13 +288,13 @@ cdef class Making(Taker):
     cdef bint told
 
     def cancel(self):
-        """Its caller dies, or the mount is gone. False where it has ended."""
+        """Cancel: the caller dies, or the mount is gone. False: the request has ended already."""
         if self.told:
             return False
         return self.otherwise().cancel()
 
     cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
-        """Where it tells of a new file."""
+        """Take the reply if it describes a new file; None: the slow path gets it."""
         if self.told or payload_bytes:
             return None
         try:
@@ -300,7 +305,7 @@ cdef class Making(Taker):
         return self.creates
 
     def __call__(self, reply, error):
-        """What came of it, where it was not taken from the buffer."""
+        """Handle a reply that was not taken from the buffer, or an error."""
         cdef bytes message
         if self.told:
             return
@@ -316,7 +321,7 @@ cdef class Making(Taker):
         self.otherwise().begun.answered(reply, error)
 
     cdef object otherwise(self):
-        """As if it had been begun the ordinary way, which goes on with it."""
+        """Continue on the slow path, as if the request had been started there."""
         self.told = True
         return self.creates.engine.create_otherwise(
             self.unique, self.parent, self.name, self.mode, self.flags, Caller(self.uid, self.gid, self.pid, self.umask),
@@ -341,7 +346,10 @@ cdef class Way:
 
 
 cdef class Creates(Asking):
-    """As creates.py says. `engine` has read the request into its buffer, and keeps what waits in its table."""
+    """Compiled part of CreatesAtOnce; see creates.py.
+
+    `engine` has read the request into its buffer, and keeps pending ones in its table.
+    """
     cdef readonly object engine
     cdef readonly uint64_t made     # files
     cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
@@ -394,8 +402,10 @@ cdef class Creates(Asking):
     # -- from the kernel to the shard
 
     def begin(self, Py_ssize_t count):
-        """Whether the CREATE of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing
-        has happened."""
+        """Start the CREATE of `count` bytes in the engine's buffer.
+
+        True: the request is in the engine's table. False: nothing has happened.
+        """
         cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self.buffer)
         cdef Wish w
         cdef uint64_t unique
@@ -429,7 +439,7 @@ cdef class Creates(Asking):
             return False
         w.rights = 3 if flags & ACCESS else READ_RIGHT
         w.exclusive, w.truncate = (flags & EXCLUSIVE) != 0, (flags & TRUNCATE) != 0
-        # the shard, its session and its connection
+        # The shard, its session and its connection.
         pool_map = self.view.map
         if pool_map is not self.known_map:
             self.use_map(pool_map)
@@ -457,7 +467,7 @@ cdef class Creates(Asking):
         unique_key = unique
         if unique_key in self.held or unique_key in self.early:
             return False
-        # room for its handle, as Handles.has_room
+        # Space for the handle, as Handles.has_room.
         free, used = len(self.table._free), self.table.used
         if free + handles_max - used <= 4096:
             return False
@@ -475,7 +485,7 @@ cdef class Creates(Asking):
         cdef Way way = self.way_of(connection)
         if way.count == BURST:
             way.send()
-        # It is begun: what follows can not fail.
+        # The request starts here: the rest can not fail.
         slot, sequence = slots.popleft()
         w.session, w.slot, w.sequence, w.epoch = session, slot, <uint64_t>sequence + 1, self.epoch
         w.masked = mode & umask & 0o777  # as Caller.masked
@@ -487,7 +497,7 @@ cdef class Creates(Asking):
         one.slot, one.slot_sequence, one.generation = slot, w.sequence, state.generation
         one.since_s, one.sent_s, one.deadline_s, one.told = engine._since_s, now_s, deadline_s, False
         self.counters["changes"] += 1
-        # before it is sent: the successor of this process sends it under this name
+        # Before the request is sent: a successor of this process sends it again under this name.
         cdef uint8_t *record = self.slot_of(state.record, w.slot)
         put64(record, w.sequence)
         put64(record + 8, method_of_creates)
@@ -517,11 +527,11 @@ cdef class Creates(Asking):
         return 0
 
     cdef uint8_t *slot_of(self, Py_ssize_t number, Py_ssize_t slot) noexcept:
-        """As KeptMemory.keep_slot."""
+        """Address of the slot's record, as in `KeptMemory.keep_slot`."""
         return self.kept + self.shards_place + number * shard_bytes + shard_head_bytes + slot * SLOT_BYTES
 
     cdef int renamed_now(self, parent, now) except -1:
-        """As Cache.forget_entry, of the directory."""
+        """Note a changed name in the directory, as `Cache.forget_entry` does."""
         cdef dict renamed = self.renamed
         renamed.pop(parent, None)
         renamed[parent] = now
@@ -544,7 +554,7 @@ cdef class Creates(Asking):
         return way
 
     def send(self):
-        """What was begun goes to the shard."""
+        """Send the collected frames to the shards."""
         cdef list waiting = self.waiting
         if waiting:
             self.waiting = []
@@ -554,8 +564,11 @@ cdef class Creates(Asking):
     # -- from the shard to the kernel
 
     cdef bint take_made(self, Making one, const uint8_t *message, Py_ssize_t count) except -1:
-        """Whether that answer tells of a new file, and of nothing else: then the kernel is told, and our books are kept. Else
-        nothing has happened."""
+        """Handle a reply that describes a new file and nothing else: reply to the kernel, then update the
+        caches.
+
+        False: the reply is another one, and nothing has happened.
+        """
         cdef Born born
         cdef uint8_t[ANSWER_BYTES] answer
         cdef uint8_t *record
@@ -583,7 +596,7 @@ cdef class Creates(Asking):
         if not free and table.used >= handles_max:
             return False
         one.told = True
-        # The handle is kept before the kernel hears of it.
+        # The handle is recorded before the kernel gets it.
         index = free.pop() if free else table.take()
         cdef uint64_t serial = <uint64_t>handles._last + 1
         handles._last = serial
@@ -616,7 +629,7 @@ cdef class Creates(Asking):
                 ops.answered(one.unique)
             self.keep_books(one, &born, handle, inode)
         finally:
-            # the request is answered: its slot is free
+            # The request is answered, so its slot is free.
             put_mark(self.slot_of(state.record, one.slot) + 16, 0)
             state.slots.append((one.slot, one.slot_sequence))
             if state.waiting:
@@ -625,7 +638,7 @@ cdef class Creates(Asking):
         return True
 
     cdef int keep_books(self, Making one, const Born *born, uint64_t handle, inode) except -1:
-        """As Files._opened and _created, and Creating.opened."""
+        """Update the caches, as Files._opened and _created and Creating.opened do."""
         cdef const Shown *file = &born.file
         cdef const Shown *directory = &born.parent
         cdef PyObject *found
@@ -671,7 +684,7 @@ cdef class Creates(Asking):
                 else:
                     watch.used = True
         opened_file = FileHandle(opened, one.flags)
-        # the name, and the directory
+        # The name and the directory.
         name = one.name
         self.renamed_now(parent, now)
         key = parent, name
@@ -697,7 +710,7 @@ cdef class Creates(Asking):
             trim(attrs, self.cached_max)
         if found is NULL:
             self.vfs._made_in(parent, directory.size)
-        # what the kernel was told
+        # What the kernel was given.
         if self.names_count:
             naming = ops._naming
             if now_s >= <double>ops._naming_until_s or len(naming.told) >= named_together:
@@ -712,7 +725,7 @@ cdef class Creates(Asking):
             ops._keeps_pages(attr)
         opened_file.number = number
         self.files[number] = opened_file
-        if one.flags & DIRECT or one.flags & APPEND and not reads_only:  # as bypassing.bypasses
+        if one.flags & DIRECT or one.flags & APPEND and not reads_only:  # as page_cache_bypass.bypasses
             ops.pages.opened(inode)
         if not reads_only:
             self.published._writing.add(number)
@@ -725,7 +738,7 @@ cdef class Creates(Asking):
         return 0
 
     cdef int go_on(self) except -1:
-        """Some were answered: what was asked for meanwhile is taken, before the others are answered."""
+        """Take new requests after some replies, before the other replies are handled."""
         engine = self.engine
         engine._some_ended()
         if self.work and engine._reading and not engine._taking:
@@ -733,7 +746,7 @@ cdef class Creates(Asking):
         return 0
 
     cdef int broken(self, Making one, error) except -1:
-        """A bug: who waits is told."""
+        """Report a bug to the caller that waits."""
         one.told = True
         self.meta.lost_sight()
         entry = self.work.get(one.unique)
@@ -748,12 +761,12 @@ cdef class Creates(Asking):
         return 0
 
     def close(self):
-        """What comes from now on is the ordinary way's."""
+        """Send what is collected. Replies that arrive later go to the slow path."""
         self.send()
         self.ways.clear()
 
 
-# -- for tests: what is read and written above, by itself ------------------------------------------------------------------
+# -- for tests: the codecs above, by themselves ----------------------------------------------------------------------------
 
 def request_of(session, slot, sequence, epoch, uid, gid, parent, bytes name, mode, rights, exclusive, truncate, masked=0):
     cdef uint8_t[FRAME_MAX] message
@@ -765,7 +778,7 @@ def request_of(session, slot, sequence, epoch, uid, gid, parent, bytes name, mod
 
 
 def answer_of(bytes message, unique, keep_entry, keep_attr, handle, flags):
-    """What the kernel is told of a CreateReply; None where it is left."""
+    """The reply to the kernel for a CreateReply; None: the fast path declines it."""
     cdef Born born
     cdef uint8_t[ANSWER_BYTES] answer
     cdef uint64_t[2] seconds

@@ -1,4 +1,4 @@
-/* What compiled reads of a mount say to the kernel. */
+/* Replies of compiled reads to the kernel. */
 
 #ifndef NVPOOL_FUSE_KERNEL_H
 #define NVPOOL_FUSE_KERNEL_H
@@ -11,7 +11,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* An answer to the kernel, linux/fuse.h: its length, an error (0), whose request it is; what was asked for. */
+/* Send a reply, linux/fuse.h: its length, an error (0), the request's number; then the requested bytes. */
 static ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length)
 {
     struct { uint32_t length; int32_t error; uint64_t unique; } head = {(uint32_t)(16 + length), 0, unique};

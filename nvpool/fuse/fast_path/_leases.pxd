@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""What compiled modules of a mount look up in client/state/leases."""
+"""Lease look-ups of compiled modules in client/state/leases."""
 
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
@@ -9,7 +9,8 @@ from nvpool.fuse.fast_path._slots cimport assign, get
 
 cdef inline object held_lease(dict lent, object inode, double now_s, object watch_type, Py_ssize_t until_place,
                               Py_ssize_t used_place):
-    """As Leases.held. `watch_type`: leases.ShardWatch, with the places of its slots until_s and used."""
+    """Compiled `Leases.held`. `watch_type`: leases.ShardWatch, with the places of its slots until_s and
+    used."""
     cdef PyObject *found = PyDict_GetItem(lent, inode)
     cdef double until_s
     if found is NULL:

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Reads from request to answer without Python in between. See local_reads.py, which says what is promised."""
+"""Compiled short-circuit reads, from request to reply without Python; local_reads.py has the contract."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING
@@ -40,7 +40,7 @@ cdef extern from "<stdlib.h>":
     int posix_memalign(void **memory, size_t alignment, size_t size) nogil
 
 cdef enum:
-    SPARES_MAX = 64             # waiting reads of a size that are kept for the next ones
+    SPARES_MAX = 64             # objects of completed reads kept for the next ones, for each size
     RING_ENTRIES = 512
     SEEN_BITS = 16
 
@@ -56,7 +56,10 @@ def is_of_use():
 
 
 cdef class Waiting:
-    """A read that is in the ring. Its memory is not used again before the drive has answered, whoever has gone by then."""
+    """A read that is in the ring.
+
+    Its memory is not used again before the drive has completed the read, even if the caller is gone by then.
+    """
     cdef Reads reads
     cdef void *memory
     cdef size_t capacity
@@ -70,17 +73,17 @@ cdef class Waiting:
         free(self.memory)
 
     def cancel(self):
-        """Its caller dies, or the mount is gone: it is answered now. False where it has been."""
+        """Cancel: the caller dies, or the mount is gone; reply now. False: the read was answered already."""
         entry = self.reads.engine._work.get(self.unique)
         if entry is None or entry[0] is not self:
             return False
-        self.told = True  # it may be already: then the ordinary way was about to begin
+        self.told = True  # may be set already: then the slow path was about to start
         self.reads.short_cut.waiting.pop(self, None)
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
 
     def __call__(self, found):
-        """It takes too long: its store is asked."""
+        """Handle a read that takes too long: request the data from its store."""
         if not self.told:
             self.told = True
             self.reads.short_cut.note(self.located, LATE)
@@ -88,7 +91,10 @@ cdef class Waiting:
 
 
 cdef class Reads:
-    """As plainreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
+    """Compiled part of PlainReading; see local_reads.py.
+
+    `engine` has read the request into its buffer, and keeps pending ones in its table.
+    """
     cdef readonly object engine, short_cut
     cdef readonly uint64_t read_bytes
     cdef object _ops, _paged, _clock
@@ -113,20 +119,22 @@ cdef class Reads:
 
     @property
     def fileno(self):
-        """Can be read from when reads have ended, which `reap` is to be called for."""
+        """Descriptor that is readable when reads have ended; then call `reap`."""
         return self.ring.fileno
 
     @property
     def waiting(self):
-        """Reads that the drive has not answered."""
+        """Reads that the drive has not completed."""
         return self.inside
 
     cdef double now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
 
     def take(self, Py_ssize_t count):
-        """Whether the READ of `count` bytes in the engine's buffer was answered, or begun: then it is in the engine's table. Else
-        nothing has happened."""
+        """Answer or start the READ of `count` bytes in the engine's buffer.
+
+        True: it is answered, or in the engine's table. False: nothing has happened.
+        """
         cdef Wanted wanted
         cdef object opened, file, ahead, located, source
         if (not is_read(self._buffer, count, &wanted) or self.inside >= RING_ENTRIES or self.engine._from
@@ -166,7 +174,8 @@ cdef class Reads:
         one = self.spare(span)
         one.located, one.source, one.unique, one.handle, one.offset, one.size = located, source, unique, handle, offset, size
         one.first, one.skip, one.span, one.told, one.direct = first, skip, span, False, False
-        if is_cold or span >= direct_bytes:  # a look by reading would bring it into memory; see blockio/reader
+        # checking by a read would bring it into memory; see blockio/reader
+        if is_cold or span >= direct_bytes:
             pages = pages_in_memory(drive, place << 12, span)
             is_cold = pages < blocks
             direct = (pages * 2 < blocks and source.takes_direct
@@ -185,14 +194,14 @@ cdef class Reads:
                 self.give_back(one)
                 return True
             self._is_cold = True
-        # To the drive.
+        # Read from the drive.
         one.direct = direct
         one.since_s = self.engine._since_s
         self.ring.put(source.direct_fd if direct else drive, one.memory, span, place << 12, <uint64_t><void *>one)
         Py_INCREF(one)
         self.inside += 1
         self.prepared += 1
-        if self.inside == 1:  # the drive has nothing to do
+        if self.inside == 1:  # the drive is idle
             self.submit()
         file.grant_used = True
         self.followed(opened, ahead, file, end)
@@ -203,8 +212,11 @@ cdef class Reads:
         return True
 
     cdef bint was_read(self, uint64_t key):
-        """Whether a small read of that place is among those that were the last: then memory of it is worth having. From now on it
-        is. (Of 65,536 reads; some are forgotten sooner, as they meet another.)"""
+        """Whether a small read of that place is among the latest ones: then it is worth caching. Records this
+        read.
+
+        The table has 65,536 entries; an entry is lost earlier if another read has the same index.
+        """
         cdef uint64_t mixed = key * <uint64_t>0x9E3779B97F4A7C15  # Fibonacci hashing: D. Knuth, The Art of Computer Programming 6.4
         cdef uint32_t tag = <uint32_t>(mixed >> 8) | 1
         cdef uint64_t at = mixed >> (64 - SEEN_BITS)
@@ -214,14 +226,14 @@ cdef class Reads:
         return False
 
     cdef int followed(self, opened, ahead, file, uint64_t end) except -1:
-        """As the reader leaves it, so that what comes next goes on where this has brought it."""
+        """Update the read-ahead state as the reader does; the next read continues from here."""
         ahead.run = 0
         ahead.reads = 0
         ahead.next = end
         return 0
 
     cdef uint64_t place_of(self, located, uint32_t first, uint32_t blocks) except? 0:
-        """The disk block where they lie one behind the other; 0: they do not, or there is a hole."""
+        """The first disk block if the blocks lie in one piece; 0: they do not, or there is a hole."""
         cdef uint64_t base = located.base, place
         cdef Py_buffer view
         cdef const uint64_t *places
@@ -244,7 +256,10 @@ cdef class Reads:
             PyBuffer_Release(&view)
 
     cdef int judge(self, Waiting one) except -1:
-        """As ShortCut's: what is wrong with what was read, 0 for nothing; then it is decrypted, where that is due. The clock and the counter are looked at after the read."""
+        """Check the bytes that were read, as ShortCut does; returns the reason to refuse them, or 0.
+
+        Good bytes are then decrypted if necessary. The clock and the counter are checked after the read.
+        """
         cdef object located = one.located, source = one.source
         cdef double now = self.now_s()
         cdef uint32_t sums[LARGE_BYTES >> 12]
@@ -267,7 +282,7 @@ cdef class Reads:
         return 0
 
     cdef int hit(self, Waiting one) except -1:
-        """As ShortCut.hit."""
+        """Count a hit, as ShortCut.hit does."""
         cdef object located = one.located, file
         located.used += 1
         located.read_bytes += one.span
@@ -278,7 +293,7 @@ cdef class Reads:
         return 0
 
     cdef int tell(self, Waiting one) except -1:
-        """Answer the kernel with what was read."""
+        """Reply to the kernel with the bytes that were read."""
         cdef const char *bytes = <const char *>one.memory + one.skip
         cdef int error
         self.read_bytes += one.size
@@ -289,8 +304,11 @@ cdef class Reads:
         return 0
 
     def submit(self):
-        """Send what was begun to the drive. Where the kernel has no memory for it now, that is done again soon; when it has taken
-        too long its store is asked."""
+        """Submit the collected reads to the drive.
+
+        If the kernel has no memory for them now, this is repeated soon. A read that takes too long is
+        requested from its store.
+        """
         if not self.prepared or not self.ring.is_open:
             return
         try:
@@ -306,7 +324,10 @@ cdef class Reads:
         self.submit()
 
     def reap(self, Py_ssize_t most, uint64_t most_bytes):
-        """Answer what has come from the drive, until those are so many reads, or bytes. How many reads they were."""
+        """Answer reads that the drive has completed; returns how many.
+
+        Stops after `most` reads, or after the read that reaches `most_bytes`.
+        """
         cdef uint64_t token
         cdef int result
         cdef Py_ssize_t count = 0
@@ -320,7 +341,7 @@ cdef class Reads:
             total += one.span
             try:
                 self.ended(one, result)
-            except Exception as error:  # a bug: who waits is told, and the others are answered
+            except Exception as error:  # a bug: report it to the caller, and answer the others
                 entry = self.engine._work.get(one.unique)
                 if entry is not None and entry[0] is one:
                     self.engine.read_ended(one.unique, error)
@@ -330,7 +351,7 @@ cdef class Reads:
         cdef int wrong = -1
         cdef object engine = self.engine
         if one.told:
-            return 0  # and it is not used again: the engine's table may still name it
+            return 0  # not reused: the engine's table may still contain it
         one.told = True
         self.short_cut.waiting.pop(one, None)
         if result == <int>one.span:
@@ -338,10 +359,10 @@ cdef class Reads:
             if wrong:
                 self.short_cut.note(one.located, wrong)
         elif one.direct:
-            one.source.takes_direct = False  # it may only be that this drive wants larger blocks
+            one.source.takes_direct = False  # perhaps the drive only requires larger blocks
         if wrong:
             engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
-            return 0  # here too the table names it, until that begins
+            return 0  # not reused either: the table contains it until the slow path starts
         self.hit(one)
         self.tell(one)
         del engine._work[one.unique]
@@ -372,7 +393,11 @@ cdef class Reads:
         return 0
 
     def close(self):
-        """When nothing waits any more; or when the process is about to end, and the kernel with it what does."""
+        """Free the memory and the ring.
+
+        Call this when no read is pending; or when the process is about to end, and the kernel ends the reads
+        with it.
+        """
         self.small_spares.clear()
         self.large_spares.clear()
         if not self.inside:

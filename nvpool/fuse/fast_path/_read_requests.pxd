@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""How compiled reads of a mount take the kernel's request apart: what _plainreads and _farreads have in common."""
+"""Decoding of READ requests, common to the compiled reads _local_reads, _remote_reads and _small_files."""
 
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.dict cimport PyDict_GetItem
@@ -9,7 +9,7 @@ from libc.string cimport memcpy
 
 cdef enum:
     REQUEST_BYTES = 80          # requests._READ_WHOLE
-    OPCODE = 15                 # protocol.numbers.Op.READ
+    OPCODE = 15                 # protocol.constants.Op.READ
     PAGE = 4096
     LARGE_BYTES = 128 << 10
 
@@ -19,7 +19,10 @@ cdef struct Wanted:
 
 
 cdef inline bint is_read(bytearray buffer, Py_ssize_t count, Wanted *wanted) noexcept:
-    """Whether the `count` bytes in `buffer` are a READ of up to LARGE_BYTES, asked for the first time: then it is in `wanted`."""
+    """Decode a READ of up to LARGE_BYTES from `count` bytes in `buffer`; False: they are something else.
+
+    A request that the kernel has resent is declined too.
+    """
     cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(buffer)
     cdef uint32_t length, opcode
     if count != REQUEST_BYTES:
@@ -36,8 +39,11 @@ cdef inline bint is_read(bytearray buffer, Py_ssize_t count, Wanted *wanted) noe
 
 
 cdef inline object read_at_random(dict files, ops, paged, const Wanted *wanted):
-    """The open file that is read, where nothing of it is written here, nobody may have changed it, and it does not go on where
-    the handle has read before; else None."""
+    """The open file if this is a random read of it that the fast path may answer; else None.
+
+    No data of the file may be written here, no other client may have changed it, and the read must not
+    continue where the handle has read before.
+    """
     cdef PyObject *found = PyDict_GetItem(files, wanted.handle)
     cdef object opened, file, ahead
     if found is NULL:

@@ -1,5 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Reads from the kernel's request to a store's frame, and back. See remote_reads.py, which says what is promised."""
+"""Compiled reads from a store: from the kernel's request to the frame, and back.
+
+remote_reads.py has the contract.
+"""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -44,13 +47,13 @@ crc_begin(0)
 
 cdef enum:
     LARGE_BLOCKS_MAX = LARGE_BYTES >> 12
-    BLOCKS_MAX = 16             # frame.SMALL_PAYLOAD_BYTES: for a larger payload the connection's buffer is made wide
-    MESSAGE_BYTES = 99          # codec._READ_REQUEST
+    BLOCKS_MAX = 16  # frame.SMALL_PAYLOAD_BYTES: for a larger payload the connection's buffer is made wide
+    MESSAGE_BYTES = 99          # data_codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
     REPLY_BYTES = 29            # of a reply's message, before the checksums
     BURST = 64                  # frames that wait for the end of a burst
     SPARES_MAX = 64
-    TURN = 8                    # reads that are answered before what was asked for meanwhile is taken
+    TURN = 8                    # reads that are answered before new requests are taken
     LARGE_TURN = 2              # of those above BLOCKS_MAX
 
 cdef int opcode_of_reads = Op.READ
@@ -66,7 +69,10 @@ def is_of_use():
 
 
 cdef class Asked(Taker):
-    """A read that a store was asked for: in the engine's table as what waits, in the connection's as who is told."""
+    """A read requested from a store.
+
+    It is an entry of the engine's table, and the receiver of the connection's reply.
+    """
     cdef Reads reads
     cdef object file, lane, index
     cdef uint64_t unique
@@ -75,7 +81,7 @@ cdef class Asked(Taker):
     cdef bint told
 
     def cancel(self):
-        """Its caller dies, or the mount is gone: it is answered now. False where it has been."""
+        """Cancel: the caller dies, or the mount is gone; reply now. False: the read was answered already."""
         entry = self.reads.engine._work.get(self.unique)
         if entry is None or entry[0] is not self:
             return False
@@ -84,27 +90,27 @@ cdef class Asked(Taker):
         return True
 
     cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
-        """Where it is all that was asked for."""
+        """Take the reply if it has all requested data; None: the slow path gets it."""
         cdef Reads reads = self.reads
         if not fits(self, message, message_bytes, payload, payload_bytes):
             return None
-        # It is as it should be.
+        # The reply is complete and correct.
         self.lane.in_flight -= 1
         try:
             if not self.told:
                 self.told = True
                 reads.tell(self, payload)
-        except Exception as error:  # a bug: who waits is told, and the others are answered
+        except Exception as error:  # a bug: report it to the caller, and answer the others
             entry = reads._work.get(self.unique)
             if entry is not None and entry[0] is self:
                 reads.engine.read_ended(self.unique, error)
         return reads
 
     def __call__(self, reply, error):
-        """What came of it, where that is not answered in one step: the ordinary way goes on with it from here."""
+        """Handle a reply that `take` did not answer, or an error: the slow path continues from here."""
         if error is None and not self.told and self.reads.whole(self, reply.message, reply.payload):
             return
-        if self.told:  # and it is not used again: the engine's table may still name it
+        if self.told:  # not reused: the engine's table may still contain it
             self.lane.in_flight -= 1
             return
         self.told = True
@@ -129,7 +135,10 @@ cdef class Way:
 
 
 cdef class Reads(Asking):
-    """As farreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
+    """Compiled part of FarReading; see remote_reads.py.
+
+    `engine` has read the request into its buffer, and keeps pending ones in its table.
+    """
     cdef readonly object engine
     cdef readonly uint64_t read_bytes
     cdef object _ops, _paged, chunks, short_cut, dialer, replicas, _counters, _clock
@@ -140,7 +149,7 @@ cdef class Reads(Asking):
     cdef double patience_s
     cdef uint16_t flags
     cdef Py_ssize_t in_work_max
-    cdef uint64_t large         # answers that were received elsewhere
+    cdef uint64_t large         # replies that were received outside the connection's buffer
     cdef list spares, waiting
 
     def __init__(self, engine, ops, chunks, Py_ssize_t in_work_max):
@@ -158,15 +167,17 @@ cdef class Reads(Asking):
         return boottime_s() if self.is_system else self._clock.boottime_s()
 
     def take(self, Py_ssize_t count):
-        """As `begin`, of a request that the engine has read."""
+        """Start a read as `begin` does, for a request that the engine has read."""
         if not self.begin(count):
             return False
         self.engine._kept += 1
         return True
 
     cdef bint begin(self, Py_ssize_t count) except -1:
-        """Whether the READ of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing has
-        happened."""
+        """Start the READ of `count` bytes in the engine's buffer.
+
+        True: it is in the engine's table. False: nothing has happened.
+        """
         cdef Wanted wanted
         cdef PyObject *found
         if (not is_read(self._buffer, count, &wanted) or self.engine._from or self.replicas.several
@@ -250,7 +261,7 @@ cdef class Reads(Asking):
         cdef long others = lane.in_flight
         lane.in_flight = others + 1
         self._work[unique] = one, wanted.pid, opcode_key, one.since_s
-        if not others:  # the store has nothing to do
+        if not others:  # the store is idle
             way.send()
         elif way.count == 1:
             self.waiting.append(way)
@@ -270,7 +281,7 @@ cdef class Reads(Asking):
         return way
 
     def send(self):
-        """What was begun goes to the stores."""
+        """Send the collected frames to the stores."""
         cdef list waiting = self.waiting
         if waiting:
             self.waiting = []
@@ -278,7 +289,10 @@ cdef class Reads(Asking):
                 (<Way>way).send()
 
     cdef bint whole(self, Asked one, message, payload) except -1:
-        """Whether that answer, which was received elsewhere, is as it should be: then the kernel has it."""
+        """Check a reply that was received outside the connection's buffer.
+
+        If it is correct, answer the kernel.
+        """
         cdef Py_buffer said, view
         cdef bint is_good = False
         PyObject_GetBuffer(message, &said, PyBUF_SIMPLE)
@@ -303,7 +317,7 @@ cdef class Reads(Asking):
         return is_good
 
     cdef int go_on(self) except -1:
-        """Some were answered: what was asked for meanwhile is taken, before the others are answered."""
+        """Take new requests after some replies, before the other replies are handled."""
         engine = self.engine
         engine._some_ended()
         if self._work and engine._reading and not engine._taking:
@@ -311,7 +325,7 @@ cdef class Reads(Asking):
         return 0
 
     cdef int tell(self, Asked one, const uint8_t *blocks) except -1:
-        """Answer the kernel."""
+        """Reply to the kernel."""
         cdef int error
         engine, file = self.engine, one.file
         if file.encrypted:
@@ -332,18 +346,20 @@ cdef class Reads(Asking):
         return 0
 
     def close(self):
-        """What comes from now on is the ordinary way's."""
+        """Send what is collected. Replies that arrive later go to the slow path."""
         self.send()
         self.ways.clear()
         self.spares.clear()
 
 
 cdef bint fits(Asked one, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
-    """Whether an answer has all of the blocks that were asked for, with their checksums; which nobody looks at whose caller has
-    gone."""
+    """Whether a reply has all requested blocks with correct checksums.
+
+    The checksums are not checked if the caller is gone.
+    """
     cdef uint32_t count = one.span >> 12, sums_bytes = count * 4
     cdef uint32_t sums[LARGE_BLOCKS_MAX]
-    cdef int wide = count >= 32  # its checksums' length takes two bytes
+    cdef int wide = count >= 32  # the length of its checksums takes two bytes
     if (payload_bytes != one.span or message_bytes != REPLY_BYTES + wide + sums_bytes or message[0] != 0x09 or message[9] != 0x12
             or message[10] != 16 or message[11] or message[12] or get32(message + 15) != one.span or message[27] != 0x1A):
         return False
@@ -357,7 +373,7 @@ cdef bint fits(Asked one, const uint8_t *message, Py_ssize_t message_bytes, cons
 
 cdef void pack(uint8_t *at, uint32_t number, uint32_t deadline_ms, uint64_t epoch, uint8_t target, const char *grant, uint64_t inode,
                uint32_t index, uint32_t offset, uint32_t length, uint16_t flags) noexcept:
-    """As frame.pack_head of codec.encode_read_request."""
+    """Encode the frame: `frame.pack_head` of `data_codec.encode_read_request`."""
     cdef uint8_t *message = at + HEADER_BYTES
     message[0] = 0x09
     put64(message + 1, epoch)

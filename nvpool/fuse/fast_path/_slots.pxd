@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""How compiled steps of a mount look into the client's objects, whose classes have __slots__; see core/_slots.h. Only for
-objects of just that class."""
+"""Access of compiled modules to attributes of client objects whose classes have __slots__; see core/_slots.h.
+
+Only for objects of exactly that class, not of a subclass.
+"""
 
 from cpython.ref cimport PyObject
 

@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Small files as a whole, from the kernel's requests to one message for a store, and back. See small_files.py, which says what
-is promised."""
+"""Compiled reads of complete small files, batched in one message for a store.
+
+From the kernel's requests to the message, and back. small_files.py has the contract.
+"""
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -65,10 +67,10 @@ crc_begin(0)
 
 cdef enum:
     GRANT_BYTES = 60
-    READ_BYTES = 24             # codec.READ_ENTRY
+    READ_BYTES = 24             # data_codec.READ_ENTRY
     RESULT_BYTES = 16
     TOGETHER_MAX = 64           # reads that wait for the end of a burst
-    BLOCKS_AT_ONCE = 48         # whose checksums are looked at together
+    BLOCKS_AT_ONCE = 48         # whose checksums are computed together
     LANES_MAX = 4096
 
 cdef uint32_t opcode_of_reads = Op.READ
@@ -99,7 +101,7 @@ def is_of_use():
 
 
 cdef inline const uint8_t *take_length(const uint8_t *at, const uint8_t *end, uint8_t tag, Py_ssize_t *length) noexcept nogil:
-    """What lies behind the length of a field of bytes that has this tag; NULL where there is none, or it is not all there."""
+    """Start of the content of a bytes field with this tag; NULL: there is none, or it is incomplete."""
     cdef uint64_t found = 0
     at = take_varint(at + 1, end, &found) if at < end and at[0] == tag else NULL
     if at is NULL or found > <uint64_t>(end - at):
@@ -110,8 +112,11 @@ cdef inline const uint8_t *take_length(const uint8_t *at, const uint8_t *end, ui
 
 @cython.freelist(64)
 cdef class Asked:
-    """A read of a small file: in the engine's table as what waits, and as its file's `fetching` what reader.Whole is. `parts` are
-    reads of others who wait for the same bytes."""
+    """A read of a small file.
+
+    It is an entry of the engine's table, and in its file's `fetching` it stands for a reader.Whole. `parts`
+    are other reads that wait for the same bytes.
+    """
     cdef Reads reads
     cdef readonly object opened, file, change
     cdef readonly list parts
@@ -122,17 +127,17 @@ cdef class Asked:
     cdef readonly bint told
 
     def cancel(self):
-        """Its caller dies, or the mount is gone: it is answered now. False where it has been."""
+        """Cancel: the caller dies, or the mount is gone; reply now. False: the read was answered already."""
         entry = self.reads.engine._work.get(self.unique)
         if entry is None or entry[0] is not self:
             return False
-        self.told = True  # it may be already: then the ordinary way was about to begin
+        self.told = True  # may be set already: then the slow path was about to start
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
 
 
 cdef class Together(Taker):
-    """Reads that one message asks for: in the connection's table as who is told."""
+    """The reads of one message: the receiver of the connection's reply."""
     cdef Reads reads
     cdef object lane
     cdef list asked
@@ -145,7 +150,7 @@ cdef class Together(Taker):
         return self.reads
 
     def __call__(self, reply, error):
-        """What came of them, where it was not taken from the buffer."""
+        """Handle a reply that was not taken from the buffer, or an error."""
         cdef Py_buffer said, came
         cdef bint is_good = False
         if error is None:
@@ -168,7 +173,7 @@ cdef class Together(Taker):
 
     cdef bint judge(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload,
                     Py_ssize_t payload_bytes) noexcept:
-        """Whether that answer has all bytes of all of them, with their checksums, and says nothing else."""
+        """Whether a reply has all bytes of all reads, with correct checksums, and nothing else."""
         cdef const uint8_t *end = message + message_bytes
         cdef const uint8_t *results
         cdef const uint8_t *expected
@@ -197,9 +202,12 @@ cdef class Together(Taker):
 
 
 cdef class Reads(Asking):
-    """As smallreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
+    """Compiled part of SmallReading; see small_files.py.
+
+    `engine` has read the request into its buffer, and keeps pending ones in its table.
+    """
     cdef readonly object engine
-    cdef readonly uint64_t read_bytes, taken    # reads
+    cdef readonly uint64_t read_bytes, taken    # number of reads
     cdef object _ops, _reader, _chunks, _contents, _short_cut, _dialer, _replicas, _view, _known_map, _clock, _spent
     cdef dict _files, _work, _paged, _lent, _lanes, _pending, _counters, _contents_counters, scratches
     cdef object _kept
@@ -229,8 +237,10 @@ cdef class Reads(Asking):
     # -- from the kernel to a store ------------------------------------------------------------------------------------------
 
     def take(self, Py_ssize_t count):
-        """Whether the READ of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing has
-        happened."""
+        """Start the READ of `count` bytes in the engine's buffer.
+
+        True: it is in the engine's table. False: nothing has happened.
+        """
         cdef Wanted wanted
         cdef PyObject *found
         cdef uint64_t file_bytes, end
@@ -265,18 +275,20 @@ cdef class Reads(Asking):
         if end > file_bytes:
             born_s = get(file, file_attr_born_s)
             if born_s + self._attr_s <= now_s and self.lease(inode, now_s) is None:
-                return False  # somebody else may have made it longer
+                return False  # another client may have made it longer
             end = file_bytes
         cdef bint is_short = self._short_cut.on
-        if is_short and get(file, file_missed):  # as its `want` of a file that nothing was read of before
+        # as ShortCut.want for a file of which nothing was read before
+        if is_short and get(file, file_missed):
             return False
         lane = self.lane_of(file, inode)
         if lane is None:
             return False
-        found = PyDict_GetItem(self._pending, lane)  # where others wait it was looked at, and when they are sent it is again
+        # if reads wait there, it was checked; it is checked again when they are sent
+        found = PyDict_GetItem(self._pending, lane)
         if found is NULL and (not 0 < <long>lane.target < 128 or self.connection_of(lane) is None):
             return False
-        # It is begun: what follows can not fail.
+        # The read starts here: the rest can not fail.
         if is_short:
             assign(file, file_missed, True)
         one = Asked.__new__(Asked)
@@ -312,7 +324,7 @@ cdef class Reads(Asking):
         return held_lease(self._lent, inode, now_s, ShardWatch, watch_until_s, watch_used)
 
     cdef bint keeps_bytes(self, object inode, double now_s) except -1:
-        """As Leases.keeps_bytes."""
+        """Compiled `Leases.keeps_bytes`."""
         cdef PyObject *found = PyDict_GetItem(self._lent, inode)
         cdef double until_s, watched_s
         if found is NULL:
@@ -325,7 +337,7 @@ cdef class Reads(Asking):
         return now_s < min(until_s, watched_s) + <double>get(watch, watch_linger_s)
 
     cdef object lane_of(self, file, inode):
-        """As ChunkClient.find_lane of the first chunk; None: it is not known."""
+        """Compiled `ChunkClient.find_lane`, for the first chunk; None: it is unknown."""
         cdef dict lanes = get(file, file_lanes)
         cdef PyObject *found = PyDict_GetItem(lanes, 0)
         if found is not NULL:
@@ -349,7 +361,7 @@ cdef class Reads(Asking):
         return lane
 
     cdef object connection_of(self, lane):
-        """One over which a message can be sent to that target now; None: there is none."""
+        """A connection over which a message can be sent to that target now, or None."""
         cdef PyObject *found = PyDict_GetItem(<dict?>self._dialer._live, lane.endpoints)
         if found is NULL:
             return None
@@ -360,7 +372,7 @@ cdef class Reads(Asking):
         return connection
 
     def send(self):
-        """What was begun goes to the stores."""
+        """Send the collected reads to the stores."""
         cdef dict pending = self._pending
         if pending:
             self._pending = {}
@@ -368,7 +380,7 @@ cdef class Reads(Asking):
                 self.send_all(lane, asked)
 
     cdef int send_all(self, lane, list asked) except -1:
-        """In one message, or in parts; see chunkclient."""
+        """Send the reads in one message, or in several; see chunk_client."""
         cdef Py_ssize_t total = 0, parts, each, at
         cdef Asked one
         for one in asked:
@@ -379,7 +391,7 @@ cdef class Reads(Asking):
             some = asked if each == len(asked) else asked[at:at + each]
             try:
                 self.send_some(lane, some)
-            except Exception as error:  # a bug: who waits is told
+            except Exception as error:  # a bug: report it to those that wait
                 for one in some:
                     if one.file.fetching is one:
                         one.file.fetching = None
@@ -458,7 +470,7 @@ cdef class Reads(Asking):
     # -- from a store to the kernel ------------------------------------------------------------------------------------------
 
     cdef int finish(self, Together together, const char *payload) except -1:
-        """These bytes came, and are right: the kernel has them, and then they are kept."""
+        """Handle bytes that are complete and correct: reply to the kernel, then cache them."""
         cdef Asked one
         cdef const char *at = payload
         cdef list asked = together.asked
@@ -474,7 +486,7 @@ cdef class Reads(Asking):
             if not one.told:
                 try:
                     self.tell(one, at, now_s)
-                except Exception as error:  # a bug: who waits is told, and the others are answered
+                except Exception as error:  # a bug: report it to the caller, and answer the others
                     self.broken(one, error)
             at += one.span
         at = payload
@@ -488,7 +500,7 @@ cdef class Reads(Asking):
         return 0
 
     cdef bytes plain(self, list asked, const uint8_t *payload, Py_ssize_t length):
-        """The same with what is encrypted of it decrypted."""
+        """The payload with its encrypted parts decrypted."""
         cdef bytes made = PyBytes_FromStringAndSize(<const char *>payload, length)
         cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(made)
         cdef Py_ssize_t done, count
@@ -511,7 +523,7 @@ cdef class Reads(Asking):
         engine = self.engine
         one.told = True
         if get(one.file, file_untold) and not self.keeps_bytes(get(one.file, file_inode), now_s):
-            # read by an open of which its shard may not know; see Files.read, which looks after that
+            # The shard may not know of the open that this read belongs to; Files.read handles that.
             engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0
         self.read_bytes += length
@@ -526,7 +538,7 @@ cdef class Reads(Asking):
         return 0
 
     cdef int keep(self, Asked one, const char *content) except -1:
-        """As Reader._whole_came."""
+        """Cache the bytes and wake other readers; compiled `Reader._whole_came`."""
         file = one.file
         cdef bint is_wanted = get(file, file_fetching) is one
         cdef Py_ssize_t begin, end
@@ -540,7 +552,7 @@ cdef class Reads(Asking):
             part = one.parts.pop(0)
             begin, end = part.offset, part.finish
             part.end(whole if end - begin == len(whole) else memoryview(whole)[begin:end], None)
-        # written, cut or locked here meanwhile, by now it may be older than what is to be read
+        # Written, truncated or locked here meanwhile, the file may have newer bytes than these.
         if not is_wanted or get(file, file_attr).change != one.change or get(file, file_written) is not None:
             return 0
         inode, kept = get(file, file_inode), self._contents
@@ -559,7 +571,7 @@ cdef class Reads(Asking):
         return 0
 
     cdef int count(self, double took_s) except -1:
-        """As Spent.add."""
+        """Record a latency, as Spent.add does."""
         times = (<list>self._spent.times)[opcode_of_reads]
         if times is None:
             self._spent.add(opcode_of_reads, max(0.0, took_s))
@@ -573,5 +585,5 @@ cdef class Reads(Asking):
         return 0
 
     def close(self):
-        """What comes from now on is the ordinary way's."""
+        """Send what is collected. Replies that arrive later go to the slow path."""
         self.send()

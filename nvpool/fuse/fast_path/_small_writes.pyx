@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The first WRITE of a small new file and its FLUSH, from the kernel's request to the client's books and back. See
-small_writes.py, which says what is promised."""
+"""Compiled first WRITE and FLUSH of a small new file.
+
+From the kernel's request to the client, and back. small_writes.py has the contract.
+"""
 
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.dict cimport PyDict_GetItem
@@ -26,7 +28,7 @@ cdef enum:
     DONE_BYTES = 16             # replies.HEADER_BYTES
     COUNT_BYTES = 24
 
-cdef struct Header:             # linux/fuse.h: fuse_in_header, and what WRITE and FLUSH begin with
+cdef struct Header:             # linux/fuse.h: fuse_in_header, and the first field of WRITE and FLUSH
     uint32_t length, opcode
     uint64_t unique, node
     uint32_t uid, gid, pid
@@ -47,7 +49,7 @@ cdef object flush_key = int(Op.FLUSH), flush_number = Op.FLUSH
 
 
 cdef class Flushing:
-    """A FLUSH that waits: in the engine's table as what does, and told when it has ended."""
+    """A pending FLUSH: an entry of the engine's table, called when it has ended."""
     cdef Writes writes
     cdef object begun, unique, inode
     cdef double since_s
@@ -56,7 +58,7 @@ cdef class Flushing:
         return self.begun.cancel()
 
     def __call__(self, _, error):
-        """As begun_ops.Ending.ended and what the engine has of a step."""
+        """Do the work of `inline_completions.Ending.ended`, and the engine's at the end of a step."""
         cdef Writes writes = self.writes
         engine, ops = writes.engine, writes.ops
         ops._changes += 1
@@ -77,7 +79,7 @@ cdef class Flushing:
 
 
 cdef class Writes:
-    """Of one engine. `plain`: its client's, see client/write/fast_writes."""
+    """Fast path of one engine. `plain`: that of the engine's client, see client/write/fast_writes."""
     cdef object engine, ops, plain, vfs, writer, owners
     cdef dict files, paged
     cdef bytearray buffer
@@ -100,7 +102,7 @@ cdef class Writes:
         return 0
 
     def write(self, Py_ssize_t count):
-        """Whether the WRITE of `count` bytes in the engine's buffer was taken and answered; else nothing has happened."""
+        """Take and answer the WRITE of `count` bytes in the engine's buffer. False: nothing has happened."""
         cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self.buffer)
         cdef Header head
         cdef uint64_t offset
@@ -137,7 +139,10 @@ cdef class Writes:
         return True
 
     def flush(self, Py_ssize_t count):
-        """Whether the FLUSH in the engine's buffer was answered, or is in its table; else nothing has happened."""
+        """Answer the FLUSH in the engine's buffer, or put it into the engine's table.
+
+        False: nothing has happened.
+        """
         cdef Header head
         cdef PyObject *found
         cdef Flushing flushing

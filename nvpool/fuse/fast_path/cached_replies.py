@@ -1,25 +1,34 @@
-"""Answers to the kernel for which nobody has to be asked, in one compiled step from the request to the answer.
+"""Fast path for replies from the caches: one compiled step from the request to the reply.
 
-A file that is made or read is half a dozen requests, most of which only repeat what is known here: attributes of the directory
-after each change of it, a name that is there or not, file capabilities before each write, a close with nothing to say. In
-Python the way of such an answer (unpack, ask `ops`, ask the client, pack) is some 10 µs, of which 3 are the system calls.
-Here they are answered in the loop that reads the requests, where a compiler was (`_known`); its twin is the way of every
-request (kernel_requests to client/state/attr_cache), which says the same.
+Creating or reading a file takes half a dozen requests. Most only repeat what is cached here: attributes of
+the directory after each change of it, a name that exists or not, file capabilities before each write, a close
+with nothing to flush. In Python such a reply (decode, call `ops`, call the client, encode) takes some 10 µs,
+of which 3 are the system calls. Here the loop that reads requests answers them, if the compiled module was
+built (`_known`). The reference implementation is the slow path of every request (kernel/dispatch to
+client/state/attr_cache), which gives the same replies.
 
-Only plain sailing: GETATTR and LOOKUP of what is believed or lent, LOOKUP of a name that is known to be absent, OPEN for
-reading of what is lent with a right to read it, GETXATTR of file capabilities that are known not to be there, FLUSH of what was
-not written, RELEASE (put off, as always) of what has no locks and nothing left to store, FORGET. Whatever else it is, and
-whatever has to be asked, is left before anything has happened: READs to the compiled ones (smallreads, plainreads, farreads),
-all others to their handlers. What the kernel was told is noted as always.
+The fast path covers:
 
-*Closes of new files that others wait behind.* Threads that make files in one directory are one behind the other for the kernel:
-while one is told that its file is closed, the next one is on its way to its own CREATE, and both want the same processor. So
-where the last file was made by another thread or process than the one before it, a FLUSH with nothing to flush is answered at
-the end of the burst, mostly when the next CREATE has left for its shard, and this process waits for that anyway. A burst ends
-when nothing more comes within the look-out (some 20 µs), at once where something is in work, and after BURST_MAX requests. A
-thread that makes files alone is answered at once.
+* GETATTR and LOOKUP of entries that are fresh or covered by a lease, and LOOKUP of a name that is known to be
+  absent;
+* OPEN for reading of a file under a lease with a right to read it;
+* GETXATTR of file capabilities that are known to be absent;
+* FLUSH of a file that was not written;
+* RELEASE (deferred, as always) of a file that has no locks and nothing left to store; FORGET.
 
-KnownAnswers is what fuse/kernel/connection has of it, above fuse/fast_path/small_files.
+All other requests, and all that need a query, are declined without side effects: READs go to the compiled
+reads (small_files, local_reads, remote_reads), others to their handlers. What the kernel was given is
+recorded as on the slow path.
+
+*Deferred closes of new files.* Threads that create files in one directory run one after the other in the
+kernel: while one thread gets the reply to its close, the next is on its way to its own CREATE, and both want
+the same processor. So if different threads or processes created the last two files, a FLUSH with nothing to
+flush is answered at the end of the burst. Mostly the next CREATE has then been sent to its shard,
+and this process waits for that anyway. A burst ends when no request arrives within the polling time (some
+20 µs), immediately if a request is pending, and after BURST_MAX requests. A thread that creates files alone
+gets its reply immediately.
+
+KnownAnswers is the part of fuse/kernel/connection that uses this, above fuse/fast_path/small_files.
 """
 
 from __future__ import annotations
@@ -35,8 +44,10 @@ _cached_replies = load_compiled("nvpool.fuse.fast_path._cached_replies")
 
 
 class KnownAnswers(SmallReading):
-    """`_known` answers what is in `_buffer`, where it can; None where that can not be here: no compiler, nothing below that
-    knows anything."""
+    """Adds `_known`, which answers the request in `_buffer` if it can.
+
+    `_known` is None without the compiled module, and if the layer below has no caches.
+    """
 
     _known: Any = None
 
@@ -47,13 +58,13 @@ class KnownAnswers(SmallReading):
             self._known = _cached_replies.Known(self, self._ops, below, self._ops.shows_subtree, self._takers())
 
     def _takers(self) -> tuple[Callable[[int], bool], ...]:
-        """Who may begin the READ in the buffer, where it is one for compiled reads; the first to be asked first."""
+        """The compiled reads that may take a READ, in the order of the attempts."""
         return tuple(reads.take for reads in (self._small, self._plain, self._far) if reads is not None)
 
     def _on_read(self, count: int) -> None:
         if self._known is None:
             super()._on_read(count)
-        else:  # the compiled ones have left it already
+        else:  # the compiled reads have declined it already
             KernelRequests._on_read(self, count)
 
     def _following(self, most: int) -> tuple[int, int]:
@@ -61,7 +72,7 @@ class KnownAnswers(SmallReading):
         return super()._following(most) if known is None else (known.next_request(most), known.taken)
 
     def _submit_plain_reads(self) -> None:
-        """At the end of a burst: who has closed a file goes on when the creates of this burst have left."""
+        """At the end of a burst: reply to deferred closes, after the creates of this burst have been sent."""
         try:
             super()._submit_plain_reads()
         finally:

@@ -1,18 +1,20 @@
-"""New files in one compiled step each way: from the kernel's request to the shard's frame, and from the frame of the answer to
-the kernel's and to our books.
+"""Fast path for new files: one compiled step from the request to the shard's frame, and one back.
 
-What is made by the thousand are small files, and of the work of a mount for one half was that it was made: a dozen layers, each
-of which has little to do. Here it is done together where a compiler was (`_creates`); its twin is the way of every request
-(kernel_requests to client/vfs/files and client/rpc/fast_changes), which keeps the same promises: the slot is noted in the
-memory that outlives this process before the request is sent, the handle before the kernel hears of it, and the kernel is
-answered before our books are kept.
+Files that are created by the thousand are small, and half of the mount's work for such a file is its
+creation: a dozen layers, each with little to do. Here they are one step, if the compiled module was built
+(`_creates`). The reference implementation is the slow path of every request (kernel/dispatch to
+client/vfs/files and client/rpc/fast_changes). Both keep the same order: the slot is recorded in the mount
+state (shared memory that outlives this process) before the request is sent, the handle before the kernel gets
+the reply, and the kernel gets the reply before the caches here are updated.
 
-Only plain sailing: a session with a free slot at a shard without standbys that is connected by frames, over TCP or a unix
-socket; and an answer by which the file is new, in its directory's shard, in no volume and not open here. Whatever else comes of
-it (an error, a file that was there, one of another shard, a connection that ends, a deadline, a caller who dies) is what has
-come of a change that was begun the ordinary way, which alone has errors, and goes on from there.
+The fast path covers a session with a free slot at a shard without standbys that is connected by frames, over
+TCP or a unix socket. It also needs a reply by which the file is new, in its directory's shard, in no volume
+and not open here. Any other outcome (an error, a file that existed, a file of another shard, a connection
+that ends, a deadline, a caller that dies) is passed to the slow path, as the outcome of a change that was
+started there. Only the slow path handles errors.
 
-CreatesAtOnce is what fuse/kernel/connection has of it, on its loop, above fuse/fast_path/local_reads.
+CreatesAtOnce is the part of fuse/kernel/connection that uses this, on its loop, above
+fuse/fast_path/local_reads.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ _creates = load_compiled("nvpool.fuse.fast_path._creates")
 
 
 class CreatesAtOnce(PlainReading):
-    """`_creates` takes a CREATE that is in `_buffer`, where it can; None where that can not be here: no compiler, nothing that
-    outlives this process, no shards below."""
+    """Adds `_creates`, which takes a CREATE in `_buffer` if it can.
+
+    `_creates` is None without the compiled module, without a mount state, and if there are no shards below.
+    """
 
     _creates: Any = None
 
@@ -51,7 +55,7 @@ class CreatesAtOnce(PlainReading):
             super()._on_create(count)
 
     def _submit_plain_reads(self) -> None:
-        """At the end of a burst."""
+        """Send the collected requests, at the end of a burst."""
         if self._creates is not None:
             self._creates.send()
         super()._submit_plain_reads()
@@ -66,7 +70,7 @@ class CreatesAtOnce(PlainReading):
 
     def create_otherwise(self, unique: int, parent: int, name: bytes, mode: int, flags: int, caller: Caller,
                          sent: Sent) -> Creating:
-        """A file that was begun there goes the way of all others from here."""
+        """Continue, on the slow path, a file creation that was started there."""
         ops = self._ops
         creating = Creating(ops, parent, name, flags, caller, unique)
         creating.begun = ops._vfs.go_on_creating(sent, parent, name, mode, flags, caller, unique, creating)

@@ -1,18 +1,19 @@
-"""The commonest reads of a mount in one compiled step: from the kernel's request to the answer.
+"""Fast path for short-circuit reads: one compiled step from the kernel's request to the reply.
 
-Of a read at random by the short cut (client/data/short_circuit) the work is two dozen small decisions, a preadv and a writev;
-in Python, with a call for each layer, the decisions are half of the processor time. Here they are made together where a
-compiler was (`_plainreads`); its twin is the way of every request (kernel_requests to client/data/short_circuit), which says
-the same.
+The work of a random short-circuit read (client/data/short_circuit) is two dozen small decisions, a preadv and
+a writev. In Python, with a call for each layer, the decisions take half of the processor time. Here they are
+made together, if the compiled module was built (`_local_reads`). The reference implementation is the slow
+path of every request (kernel/dispatch to client/data/short_circuit), which gives the same results.
 
-Only plain sailing: up to 128 KiB of one chunk whose place is known, in one piece on the drive, of a file of which nothing is
-written here, at a place that does not go on where the handle has read before. What is in memory is answered on the spot; what
-is not is read from the drive, those of a burst told to it together, past the page cache where that has less than half of it
-(the kernel keeps the mount's own pages), but what was read so a short time before. All is checked as the short cut does, after
-the bytes have come. Whatever is not as it should be (late, changed, a checksum, an error of the drive) is read the ordinary
-way, which alone has errors.
+The fast path covers up to 128 KiB of one chunk whose block location is known, in one piece on the drive; in a
+file with no data written here; at an offset that does not continue where the handle has read before. Data in
+memory is sent immediately. Other data is read from the drive, the reads of a burst submitted together. They
+bypass the page cache if that contains less than half of the data (the kernel keeps the mount's own pages).
+Exception: a small read of a place that was read in the same way a short time before. All is checked as the
+short-circuit reads do, after the bytes have come. In every other case (a late read, a change, a checksum, an
+error of the drive) the slow path reads again; only that reports errors.
 
-PlainReading is what fuse/kernel/connection has of it, on its loop.
+PlainReading is the part of fuse/kernel/connection that uses this, on its loop.
 """
 
 from __future__ import annotations
@@ -30,22 +31,27 @@ from nvpool.fuse.ops.eager_coroutine import WAITS, Step
 _local_reads = load_compiled("nvpool.fuse.fast_path._local_reads")
 
 BURST_MAX = 64
-"""Requests taken, or answered, before everything else on the loop gets its turn."""
+"""Requests taken, or answered, before other events of the loop are handled."""
 
 REAP_MAX = 4
-"""Reads that came from the drive which are answered before what was asked for meanwhile is taken. All at once, and drive and
-mount take turns: 16 readers of 4 KiB, cold, 39,000 reads a second, and 49,000 to 55,000 by fours; with those of 128 KiB by
-fours 870 MiB/s, by twos 970."""
+"""Completed drive reads that are answered before new requests are taken.
+
+If all were answered first, drive and mount would work in turns: 16 readers of 4 KiB, cold, 39,000 reads a
+second, and 49,000 to 55,000 by fours; with those of 128 KiB by fours 870 MiB/s, by twos 970.
+"""
 REAP_BYTES = 192 << 10
-"""No further read than the one that reaches it."""
+"""Bytes after which no further read is answered before new requests are taken."""
 
 DRIVE_WAIT_S = 3.0
-"""So long a mount that ends waits for reads that its drive does not answer."""
+"""How long a mount that ends waits for reads that its drive does not complete."""
 
 
 class PlainReading(FarReading):
-    """`_plain` takes a READ that is in `_buffer`, where it can; None where that can not be here: no compiler, no io_uring, a
-    processor without the instruction for checksums, a mount without the short cut."""
+    """Adds `_plain`, which takes a READ in `_buffer` if it can.
+
+    `_plain` is None without the compiled module, without io_uring, on a processor without the instruction for
+    checksums, and in a mount without short-circuit reads.
+    """
 
     _plain: Any = None
     _loop: asyncio.AbstractEventLoop
@@ -72,7 +78,7 @@ class PlainReading(FarReading):
             super()._on_read(count)
 
     def _submit_plain_reads(self) -> None:
-        """At the end of a burst."""
+        """Submit the collected reads, at the end of a burst."""
         if self._plain is not None:
             self._plain.submit()
         super()._submit_plain_reads()
@@ -82,8 +88,11 @@ class PlainReading(FarReading):
         return super()._plain_bytes + (self._plain.read_bytes if self._plain is not None else 0)
 
     def _reap(self) -> None:
-        """Answer what has come from the drive, and take what was asked for meanwhile: with several readers that is much. A few
-        at a time: so the drive has the next ones of the first while the last are answered."""
+        """Answer reads that the drive has completed, and take new requests in between.
+
+        With several readers those are many. A few at a time: so the drive has the next requests of the first
+        readers while the last are answered.
+        """
         done = 0
         while done < BURST_MAX and (count := self._plain.reap(REAP_MAX, REAP_BYTES)):
             done += count
@@ -101,21 +110,23 @@ class PlainReading(FarReading):
         until_s = stopwatch_s() + DRIVE_WAIT_S
         while plain.waiting and not self._leaving and stopwatch_s() < until_s:
             plain.submit()
-            plain.reap(BURST_MAX, REAP_BYTES)  # the kernel writes into their memory
+            plain.reap(BURST_MAX, REAP_BYTES)  # until then the kernel writes into their memory
             await asyncio.sleep(0.001)
         self.read_bytes += plain.read_bytes
         self._plain = None
         plain.close()
 
-    # -- called by _plainreads -----------------------------------------------------------------------------------------
+    # -- called by _local_reads ----------------------------------------------------------------------------------------
 
     def read_otherwise(self, unique: int, handle: int, offset: int, size: int) -> None:
-        """A read that was begun there has to go the way of all others: soon, since a task may be running, in which a step can
-        not begin."""
+        """Pass a read that was started there to the slow path.
+
+        Soon, not immediately: a task may be running, in which a step can not start.
+        """
         self._loop.call_soon(self._read_otherwise, unique, handle, offset, size)
 
     def _read_otherwise(self, unique: int, handle: int, offset: int, size: int) -> None:
-        if unique not in self._work:  # it was cancelled
+        if unique not in self._work:  # the read was cancelled
             return
         step = Step(self._loop)
         step.on_end = partial(self._step_ended, unique, "read", self._data)

@@ -1,20 +1,21 @@
-"""The commonest reads of what a store has in one compiled step each way: from the kernel's request to the store's frame, and
-from the frame of the answer to the kernel's.
+"""Fast path for reads from stores: one compiled step from the request to the store's frame, and one back.
 
-Over a connection a read at random is a message of its own then, with the next number of the connection and in its table, as any
-other: deadlines, lost connections and refusals know it. Those of a burst leave together, but one whose store has nothing to do
-at once; those that come together are checked and answered a few at a time, and what was asked for meanwhile is taken in
-between. Where a compiler was (`_farreads`); its twin is the way of every request (kernel_requests to client/data/chunk_client),
-which gathers them in messages, and says the same.
+Over a connection a random read is a message of its own here, with the next number of the connection and in
+its table, as any other: deadlines, lost connections and refusals apply to it. The reads of a burst are sent
+together, but a read whose store is idle is sent immediately. Replies that arrive together are checked and
+passed on a few at a time, and requests that arrive meanwhile are taken in between. Used if the compiled
+module was built (`_remote_reads`). The reference implementation is the slow path of every request
+(kernel/dispatch to client/data/chunk_client), which batches reads in messages and gives the same results.
 
-Only plain sailing: up to 128 KiB of one chunk with one replica whose store is known and connected (frames over TCP or a unix
-socket), with no short cut to it, of a file above SMALL_BYTES of which nothing is written here, at a place that does not go on
-where the handle has read before; and an answer with all of the blocks and their checksums, in the connection's buffer, which is
-wide while more than 64 KiB are asked for, or elsewhere as always. All else that comes of such a read (an error, a hole,
-a block that does not fit, a connection that ends) goes to the ordinary way as its answer, with the deadline that the read has
-had.
+The fast path covers up to 128 KiB of one chunk with one replica whose store is known and connected (frames
+over TCP or a unix socket), without short-circuit reads; in a file above SMALL_BYTES with no data written
+here; at an offset that does not continue where the handle has read before. It also needs a reply with all of
+the blocks and their checksums, in the connection's buffer, which is wide while more than 64 KiB are
+requested, or outside that buffer. Any other outcome (an error, a hole, a block that does not fit, a
+connection that ends) is passed to the slow path as the reply, with the read's original deadline.
 
-FarReading is what fuse/kernel/connection has of it, on its loop, below fuse/fast_path/local_reads.
+FarReading is the part of fuse/kernel/connection that uses this, on its loop, below
+fuse/fast_path/local_reads.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ _remote_reads = load_compiled("nvpool.fuse.fast_path._remote_reads")
 
 
 class FarReading(KernelRequests):
-    """`_far` takes a READ that is in `_buffer`, where it can; None where that can not be here: no compiler, a processor without
-    the instruction for checksums, nothing below that asks stores."""
+    """Adds `_far`, which takes a READ in `_buffer` if it can.
+
+    `_far` is None without the compiled module, on a processor without the instruction for checksums, and if
+    the layer below queries no stores.
+    """
 
     _far: Any = None
     _work: dict
@@ -49,8 +53,11 @@ class FarReading(KernelRequests):
             self._far = _remote_reads.Reads(self, self._ops, chunks, self.in_work_max)
 
     def _following(self, most: int) -> tuple[int, int]:
-        """The length of the next request, which is in `_buffer`, -1 where none waits; and how many before it were begun where
-        they were read, at most so many: then 0, and there may be more. OSError."""
+        """Read the next request into `_buffer`.
+
+        Returns its length, -1 if none waits; and how many requests before it were handled where they were
+        read, at most `most`. If the length is 0, there may be more. Raises OSError.
+        """
         try:
             return os.readv(self._fd, self._buffers), 0
         except BlockingIOError:
@@ -61,7 +68,7 @@ class FarReading(KernelRequests):
             super()._on_read(count)
 
     def _submit_plain_reads(self) -> None:
-        """At the end of a burst."""
+        """Submit the collected reads, at the end of a burst."""
         if self._far is not None:
             self._far.send()
 
@@ -78,16 +85,16 @@ class FarReading(KernelRequests):
     # -- called by the compiled modules --------------------------------------------------------------------------------
 
     def read_ended(self, unique: int, error: BaseException) -> None:
-        """A read that was begun there has failed."""
+        """Reply with an error to a read that was started there."""
         self._step_ended(unique, "read", self._data, None, error)
 
     def answer_refused(self, unique: int, code: int, length: int) -> None:
-        """The kernel does not take what a read has brought."""
+        """Handle a reply that the kernel has refused."""
         self._not_taken(OSError(code, os.strerror(code)), [replies.HEADER.pack(length, 0, unique)])
 
     def read_answered(self, unique: int, lane, file, index: int, within: int, span: int, skip: int, size: int,
                       deadline_s: float, reply, error: BaseException | None) -> None:
-        """What came of a read that a store was asked for goes the way of all others: as if that had asked."""
+        """Pass a store's reply, or an error, to the slow path, as if that had sent the request."""
         coming = Coming(skip, size)
         coming.on_end = partial(self._step_ended, unique, "read", self._data)
         self._work[unique] = coming, *self._work[unique][1:]

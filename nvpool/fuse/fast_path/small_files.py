@@ -1,18 +1,22 @@
-"""Small files that are read as a whole in one compiled step each way: from the kernel's requests to one message for a store,
-and from its answer to the kernel's.
+"""Fast path for small files that are read completely: one compiled step in each direction.
 
-Who reads many small files opens each, reads it once and closes it. Such reads travel together, as all reads of a burst do
-(client/data/chunk_client), in the same messages; but between the kernel and the message there are no Python objects but one for
-a read, and its bytes go from the answer to the kernel and to what is kept (client/state/small_file_cache). Where a compiler was
-(`_smallreads`); its twin is the way of every request (kernel_requests to client/read/reader), which says the same.
+From the kernel's requests to one message for a store, and from its reply to the kernel's. A program that
+reads many small files opens each, reads it once and closes it. Such reads are batched in the same messages,
+as all reads of a burst are (client/data/chunk_client). But between the kernel and the message there is only
+one Python object per read, and the bytes go from the store's reply to the kernel and to the cache
+(client/state/small_file_cache). Used if the compiled module was built (`_small_files`); the reference
+implementation is the slow path of every request (kernel/dispatch to client/read/reader), which gives the same
+results.
 
-Only plain sailing: a read of a file of up to SMALL_BYTES that is neither here nor on its way, and of which nothing is written
-here, whose end is known, with one replica whose store is known and connected (frames over TCP or a unix socket); by the short
-cut nothing was read of it. And an answer with all bytes of all that it was asked for, and their checksums. All else that comes
-of it (an error, a hole, a block that does not fit, a connection that ends) goes to the ordinary way as its answer, for all of
-the message's reads. As with reader.Whole others may wait for the same bytes.
+The fast path covers a read of a file of up to SMALL_BYTES that is neither cached nor being fetched, with no
+data written here, whose size is known, with one replica whose store is known and connected (frames over TCP
+or a unix socket), and of which short-circuit reads have read nothing. It also needs a reply with all
+requested bytes and their checksums. Any other outcome (an error, a hole, a block that does not fit, a
+connection that ends) is passed to the slow path as the reply, for all reads of the message. As with
+reader.Whole, several readers may wait for the same bytes.
 
-SmallReading is what fuse/kernel/connection has of it, on its loop, above fuse/fast_path/local_reads.
+SmallReading is the part of fuse/kernel/connection that uses this, on its loop, above
+fuse/fast_path/local_reads.
 """
 
 from __future__ import annotations
@@ -30,8 +34,11 @@ _small_files = load_compiled("nvpool.fuse.fast_path._small_files")
 
 
 class SmallReading(PlainReading):
-    """`_small` takes a READ that is in `_buffer`, where it can; None where that can not be here: no compiler, a processor
-    without the instruction for checksums, nothing below that asks stores, nothing that is to be read as a whole."""
+    """Adds `_small`, which takes a READ in `_buffer` if it can.
+
+    `_small` is None without the compiled module, on a processor without the instruction for checksums, if the
+    layer below queries no stores, and if no file is to be read completely.
+    """
 
     _small: Any = None
     _work: dict
@@ -49,7 +56,7 @@ class SmallReading(PlainReading):
             super()._on_read(count)
 
     def _submit_plain_reads(self) -> None:
-        """At the end of a burst."""
+        """Submit the collected reads, at the end of a burst."""
         if self._small is not None:
             self._small.send()
         super()._submit_plain_reads()
@@ -65,20 +72,20 @@ class SmallReading(PlainReading):
             small.close()
         await super()._end_plain_reads()
 
-    # -- called by _smallreads -----------------------------------------------------------------------------------------
+    # -- called by _small_files ----------------------------------------------------------------------------------------
 
     def small_reads_go_on(self, lane, asked: list) -> None:
-        """Reads that can not be sent there after all are, as if the ordinary way had begun them."""
+        """Continue, on the slow path, reads that can not be sent there after all."""
         reads = [self._as_ordinary(one) for one in asked]
         try:
             self._ops.chunks.send(lane, reads)
-        except Exception as error:  # a bug: who waits is told
+        except Exception as error:  # a bug: report it to those that wait
             for read in reads:
                 if not read.future.done():
                     read.future.set_exception(error)
 
     def small_reads_answered(self, lane, asked: list, reply, error: BaseException | None) -> None:
-        """What came of reads that a store was asked for goes the way of all others: as if that had asked."""
+        """Pass a store's reply, or an error, to the slow path, as if that had sent the request."""
         self._ops.chunks.answered(lane, [self._as_ordinary(one) for one in asked], reply, error)
 
     def _as_ordinary(self, one) -> Read:

@@ -1,12 +1,14 @@
-"""The first WRITE of a small new file and the FLUSH of what was written, from the kernel's request to what
-client/write/fast_writes does with them, and their answers: compiled steps.
+"""Fast path for writing a small new file: its first WRITE and the FLUSH that follows.
 
-Where a compiler was (`_writes`); the twin is the way of every request, by kernel_requests, ops and vfs/files; it does the same.
-Only plain sailing: what was asked for the first time, of this process, by who drops no set-id bits; a FLUSH of a file without
-locks here, which begins as `Files.begin_flush` says. All else is left to the ordinary way before anything has happened; errors
-are told by it.
+Compiled steps from the kernel's request to client/write/fast_writes, and from there to the reply. Used if the
+compiled module was built (`_writes`); the reference implementation is the slow path of every request, by
+kernel/dispatch, ops and vfs/files, which does the same.
 
-WritesAtOnce is what fuse/kernel/connection has of it, on its loop.
+The fast path covers a request that is not resent, of this process, by a caller that drops no set-id bits; and
+a FLUSH of a file without locks here, which starts as `Files.begin_flush` says. All other requests are left to
+the slow path without side effects; errors are reported by it.
+
+WritesAtOnce is the part of fuse/kernel/connection that uses this, on its loop.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ _small_writes = load_compiled("nvpool.fuse.fast_path._small_writes")
 
 
 class WritesAtOnce(KernelRequests):
-    """`_writes` takes a WRITE or a FLUSH that is in `_buffer`, where it can; None where that can not be here: no compiler,
-    nothing below that keeps what is written."""
+    """Adds `_writes`, which takes a WRITE or FLUSH in `_buffer` if it can.
+
+    `_writes` is None without the compiled module, and if the layer below keeps no written data.
+    """
 
     _writes: Any = None
     in_work_max: int

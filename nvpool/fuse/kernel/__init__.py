@@ -1,1 +1,1 @@
-"""Engine on /dev/fuse: connection, dispatch, notifications and read workers."""
+"""Kernel engine: the FUSE protocol on /dev/fuse, with dispatch, notifications and read workers."""

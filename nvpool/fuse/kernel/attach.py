@@ -1,6 +1,7 @@
-"""Mounting without libfuse: mount(2) as root, fusermount3 as another user. Gives the descriptor of /dev/fuse.
+"""Mounting without libfuse: mount(2) as root, fusermount3 as another user.
 
-Called by `fuse/kernel/connection`. Either there is a mount and its descriptor on return, or neither.
+Returns the descriptor of /dev/fuse. On return there are a mount and its descriptor; on an error neither. Used
+by `fuse/kernel/connection`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nvpool.host.mountinfo import options_in
 DEVICE = "/dev/fuse"
 FUSERMOUNT = "fusermount3"
 _ANSWER_S = 30.0
-"""fusermount3 looks at the mount point, which may lie on a slow file system."""
+"""Longest wait for fusermount3, which checks the mount point; that may be on a slow file system."""
 
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _SYNCHRONOUS, _DIRSYNC, _NOATIME, _NODIRATIME = 1, 2, 4, 8, 16, 128, 1024, 2048
 _FLAGS = {"ro": (_RDONLY, True), "rw": (_RDONLY, False), "nosuid": (_NOSUID, True), "suid": (_NOSUID, False),
@@ -33,15 +34,15 @@ _FLAGS = {"ro": (_RDONLY, True), "rw": (_RDONLY, False), "nosuid": (_NOSUID, Tru
           "diratime": (_NODIRATIME, False)}
 _WORDS = frozenset(("allow_other", "default_permissions"))
 _VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
-"""Of a security module; passed on as they are."""
+"""Options of a security module; passed on unchanged."""
 
 
 def attach(mount_point: Path, options: MountOptions) -> int:
-    """Mount there; the descriptor, in non-blocking mode and closed by exec.
+    """Mount there; returns the descriptor, non-blocking and closed by exec.
 
-    InvalidRequest   an option that is none
-    AccessDenied     this user may not, or not with these options
-    Unavailable      there is no FUSE here, or the kernel refuses
+    InvalidRequest: an unknown option.
+    AccessDenied: this user may not mount, or not with these options.
+    Unavailable: there is no FUSE here, or the kernel refuses.
     """
     flags, words = _parsed(options)
     descriptor = _as_root(mount_point, options, flags, words) if not os.geteuid() else _as_user(mount_point, options, words)
@@ -90,7 +91,10 @@ def _as_root(mount_point: Path, options: MountOptions, flags: int, words: list[s
 
 
 def _as_user(mount_point: Path, options: MountOptions, words: list[str]) -> int:
-    """fusermount3 opens the device, mounts, and sends the descriptor through the socket that _FUSE_COMMFD names."""
+    """Mount by fusermount3.
+
+    The program opens the device, mounts, and sends the descriptor through the socket that _FUSE_COMMFD names.
+    """
     shown = options.shown.replace("\\", r"\\").replace(",", r"\,")
     said = [f"fsname={shown}", f"subtype={OUR_TYPE.partition('.')[2]}", *words]
     said += ["ro"] * options.read_only + [word for extra in options.extra for word in options_in(extra) if word in _FLAGS]
@@ -120,7 +124,7 @@ def _as_user(mount_point: Path, options: MountOptions, words: list[str]) -> int:
 
 
 def _received(channel: socket.socket) -> int:
-    """The descriptor that comes with one byte, -1 where the other end says nothing."""
+    """The descriptor that comes with one byte; -1: the other end sends nothing."""
     numbers = array.array("i")
     with contextlib.suppress(ConnectionError):
         _, more, _, _ = channel.recvmsg(1, socket.CMSG_LEN(numbers.itemsize), socket.MSG_CMSG_CLOEXEC)

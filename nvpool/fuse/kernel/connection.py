@@ -1,17 +1,17 @@
-"""The direct engine: the FUSE kernel protocol on /dev/fuse, from one event loop, without libfuse.
+"""Kernel engine: the FUSE protocol on /dev/fuse, from one event loop, without libfuse.
 
-This file mounts, agrees on the protocol, reads requests and keeps those that wait; `fuse/kernel/dispatch` takes them apart and
-answers them. Called by mountd/server and bench/fuse_floor. What it never does: decide what a request means, or end because
-of one.
+This module mounts, negotiates the protocol, reads requests and keeps the pending ones; `fuse/kernel/dispatch`
+decodes and answers them. The engine never decides what a request means, and no request ends it. Used by
+mountd/server and bench/fuse_floor.
 
-A request costs one readv and one writev. Its coroutine is driven by hand (`fuse/ops/eager_coroutine`): what is known here is
-answered before the next request is read, without a task; what has to wait goes on when its future is done. Requests are read
-until there is none, so that reads which wait in the kernel together are asked for together (client/data/chunk_client gathers
-those of one turn).
+A request costs one readv and one writev. Its coroutine runs without a task (`fuse/ops/eager_coroutine`): a
+request that the caches can answer is answered before the next one is read; one that has to wait continues
+when its future is done. Requests are read until there is none, so that reads which wait in the kernel
+together are sent together (client/data/chunk_client batches the reads of one loop iteration).
 
-Signals: as with a local drive a call ends before a signal is looked at, except when its caller is dying anyway. So nobody meets
-an EINTR that ext4 would not give; but who waits for a store that is gone can be killed. Who waits for a lock is interrupted by
-any signal.
+Signals: as with a local drive, a call completes before a signal is handled, except when its caller is dying
+anyway. So no application gets an EINTR that ext4 would not give, but a process that waits for a lost store
+can be killed. Any signal interrupts a process that waits for a lock.
 """
 
 from __future__ import annotations
@@ -51,31 +51,36 @@ from nvpool.shm.mount_state import Word
 log = logging.getLogger(__name__)
 
 IN_WORK_MAX = 1024
-"""Requests in work at once; what comes above it waits in the kernel. Those that nobody waits for are fewer: max_background."""
+"""Pending requests at a time; others wait in the kernel. Background requests are fewer: max_background."""
 
 SPIN_LOOKS = 48
-"""About 20 µs. A sleeping process of a virtual machine is awake 25 µs after its wake-up."""
+"""Polls before sleeping, about 20 µs. A process that sleeps in a virtual machine needs 25 µs to wake up."""
 
 SPIN_CREDIT_MAX = 16
-"""Each look-out that finds a request earns two more, each in vain costs one; without credit only every 32nd time is tried.
-So a machine whose cores are all busy does not pay for it."""
+"""Most credit for polling. A poll that finds a request earns two credits, one without success costs one.
+
+Without credit only every 32nd time is tried. So a machine whose cores are all busy does not pay for polling.
+"""
 
 REQUEST_PAGES_MAX = 4096
-"""16 MiB. The kernel allows 256 (1 MiB) unless fs.fuse.max_pages_limit says more."""
+"""16 MiB. The kernel allows 256 pages (1 MiB) unless fs.fuse.max_pages_limit allows more."""
 
 READ_AHEAD_BYTES_MAX = 64 << 20
-"""The kernel takes the smaller of this and what /sys/class/bdi says."""
+"""Upper bound of read-ahead. The kernel uses the smaller of this and the value in /sys/class/bdi."""
 
 DYING_LOOK_S = 0.5
-"""How often the callers of interrupted requests are looked at: the kernel tells of the first signal only."""
+"""Interval of the check on callers of interrupted requests: the kernel reports the first signal only."""
 
 EXIT_S = 3.0
-"""So long a process that was killed may store on its way out what it has written: the kernel interrupts that at once. It dies
-by a signal that has been taken, and nothing but its death is pending any more."""
+"""How long a killed process may store its written data while it exits.
+
+The kernel interrupts those requests immediately. Then the thread has already taken the signal that kills it,
+and only the death of the process is pending.
+"""
 
 ONLY_LOOKS = frozenset((Op.LOOKUP, Op.GETATTR, Op.READLINK, Op.READ, Op.READDIR, Op.READDIRPLUS, Op.GETXATTR, Op.LISTXATTR,
                         Op.STATFS, Op.ACCESS))
-"""Nothing comes of these but their answer: when the mount is gone, they are not waited for."""
+"""Requests that change nothing. When the mount is gone, they are not waited for."""
 
 _OPCODE_AT = 4 if sys.byteorder == "little" else 7
 _OPCODE_MAX = 255
@@ -86,10 +91,13 @@ FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.DO_READD
          | Init.ASYNC_DIO | Init.PARALLEL_DIROPS | Init.ABORT_ERROR | Init.MAX_PAGES | Init.POSIX_LOCKS | Init.FLOCK_LOCKS
          | Init.CACHE_SYMLINKS | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.HAS_EXPIRE_ONLY | Init.HAS_RESEND
          | Init.POSIX_ACL | Init.DONT_MASK | Init.SETXATTR_EXT)
-"""What is agreed to where the kernel offers it. Symbolic links never change and numbers are never given twice, so links may be
-kept. Not EXPLICIT_INVAL_DATA: a file that another node made longer would show zeros behind its old end. AUTO_INVAL_DATA only
-where attributes are not kept: it would drop what was written here, at the first look at the time of it; see
-fuse/ops/kernel_cache."""
+"""Features that are agreed on if the kernel offers them.
+
+Symbolic links never change and inode numbers are never used twice, so the kernel may cache links. Not
+EXPLICIT_INVAL_DATA: a file that another node made longer would show zeros behind its old end. AUTO_INVAL_DATA
+only if attributes are not cached: it would drop data written here, at the first look at its time; see
+fuse/ops/kernel_cache.
+"""
 
 
 def max_pages_limit() -> int:
@@ -101,8 +109,10 @@ def max_pages_limit() -> int:
 
 
 def is_dying(pid: int, *, exiting: bool = False) -> bool:
-    """Whether the thread `pid` was sent something that it can not survive, or is gone; signal(7), proc(5). `exiting`: also
-    where it is on its way out for that."""
+    """Whether the thread `pid` is gone, or has a pending signal that kills it; signal(7), proc(5).
+
+    `exiting`: also if it is already exiting because of that signal.
+    """
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             for line in file:
@@ -116,7 +126,7 @@ def is_dying(pid: int, *, exiting: bool = False) -> bool:
 
 
 class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
-    """See engine.Engine and the module."""
+    """See engines.Engine and the module."""
 
     name = "kernel"
     flags = FLAGS
@@ -135,19 +145,23 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         self._buffers = (self._buffer,)
         self._table = self._handlers()
         self._work: dict[int, tuple[Step | Coming, int, int, float]] = {}
-        """Unique -> its step, its caller's pid, operation, when it was taken."""
-        self._lock_waits = 0  # of those in work: they may wait for ever, and must not keep out what they wait for
-        self._interrupted: dict[int, int] = {}  # unique -> pid, while somebody has to look whether that one dies
+        """Pending requests: unique -> (step, pid of the caller, operation, start time)."""
+        # Pending lock requests. The limit excludes them: they may wait forever, and must not keep out the
+        # requests that they wait for.
+        self._lock_waits = 0
+        # unique -> pid, while it must be checked whether the caller dies
+        self._interrupted: dict[int, int] = {}
         self._reading = False
         self._taking = False
-        self._took = 0  # requests, when they were last taken
+        self._took = 0  # requests in the last `_take`
         self._looking = False
         self._stopped = False
         self._leaving = False
-        self._asked_again = False  # requests of the process before us are being handed out again
+        self._asked_again = False  # the kernel is resending requests of the predecessor
         self._passings: list[Passing] = []
-        self._waiting: list[Callable[[], None]] = []  # readers that could come in
-        self._early: dict[int, None] = {}  # interrupts of what we have not: it may be on its way from a reader
+        self._waiting: list[Callable[[], None]] = []  # admissions of read workers that are ready
+        # Interrupts of requests that are not here yet: a worker may be forwarding them.
+        self._early: dict[int, None] = {}
         self._failed: NvpoolError | None = None
         self._credit = SPIN_CREDIT_MAX
         self._turn = 0
@@ -155,7 +169,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         self._loop: asyncio.AbstractEventLoop
         self._ended: asyncio.Future
 
-    # -- the life of a mount -------------------------------------------------------------------------------------------
+    # -- life cycle of a mount -----------------------------------------------------------------------------------------
 
     def mount(self) -> Mount:
         self._fd = attach(self._mount_point, self._options)
@@ -172,15 +186,21 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         return self._fd
 
     def go_on(self, descriptor: int) -> Mount:
-        """Instead of `mount`: serve what another process has served until it was killed, or left. `serve` asks the kernel for
-        the requests that it has not answered. The mount as it was made; it may be gone."""
+        """Continue the mount of a predecessor that was killed or has left. Call this instead of `mount`.
+
+        `serve` makes the kernel resend the unanswered requests. Returns the mount as it was made; it may be
+        gone.
+        """
         self._fd = descriptor
         self._asked_again = True
         self._mount = Mount(self._ops.kept.device, self._mount_point, OUR_TYPE, "", "")
         return self._mount
 
     def adopt(self, descriptor: int) -> None:
-        """Instead of `mount`: serve a mount that somebody else made. The descriptor is non-blocking, and stays his."""
+        """Serve a mount that another process made; call this instead of `mount`.
+
+        The descriptor is non-blocking and still belongs to the caller.
+        """
         self._fd = descriptor
 
     async def serve(self) -> None:
@@ -199,7 +219,8 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                 await self._ended
             finally:
                 self._stop_reading()
-                self._stopped = self._stopped or not self._leaving  # nothing more is taken when some of this has ended
+                # no request is read once some of these have ended
+                self._stopped = self._stopped or not self._leaving
                 for step, _, _, _ in list(self._work.values()) if not self._leaving else ():
                     step.cancel()
                 await self._end_plain_reads()
@@ -212,7 +233,10 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         self._end()
 
     def close(self) -> None:
-        """The descriptor goes first: the kernel may write pages back while it unmounts, and nobody would answer any more."""
+        """Close the descriptor, then unmount.
+
+        In this order: the kernel may write pages back while it unmounts, and no process would answer.
+        """
         self.notices.close()
         if self._mount is None:
             return
@@ -226,7 +250,10 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         self._mount = None
 
     def _ask_again(self) -> None:
-        """The kernel queues what it was not answered, in front of all else. Before it has greeted nothing else is in there."""
+        """Make the kernel resend unanswered requests; it queues them before all others.
+
+        Before INIT was answered the queue contains nothing else.
+        """
         try:
             os.write(self._fd, replies.HEADER.pack(replies.HEADER_BYTES, Notice.RESEND, 0))
         except OSError as error:
@@ -240,8 +267,11 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
             self._on_ready()
 
     async def leave(self, wait_s: float) -> None:
-        """Take no further request and return when those in work are answered, but for those that wait for locks, or after
-        `wait_s`. Then this process is to end at once: its successor is handed the rest."""
+        """Stop reading requests, and return when the pending ones are answered, or after `wait_s`.
+
+        Requests that wait for locks are not waited for. Then this process has to end immediately: its
+        successor gets the rest.
+        """
         self._leaving = True
         self._stop_reading()
         if len(self._work) > self._lock_waits:
@@ -262,25 +292,25 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                 passing.stop_reading()
 
     def _end(self) -> None:
-        """`serve` returns when nothing is in work any more."""
+        """Stop; `serve` returns when no request is pending any more."""
         self._stopped = True
         if hasattr(self, "_ended"):
             self._stop_reading()
             if not self._work and not self._ended.done():
                 self._ended.set_result(None)
 
-    # -- requests in, answers out --------------------------------------------------------------------------------------
+    # -- requests and replies ------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        """Read and answer what waits; while nothing is in work, look out for what comes next."""
+        """Read and answer waiting requests; poll for the next one while nothing is pending."""
         if self._taking:
             return
         self._taking = True
         self._on_burst()
-        held = False  # some of them are, to travel together
+        held = False  # reads and look-ups are being collected, to be sent together
         following, buffer, table = self._following, self._buffer, self._table
         opcode = -1
-        run = took = 0  # so many requests of this operation came one behind the other; of all
+        run = took = 0  # requests of this operation in a row; requests in total
         self._begin_run()
         try:
             for _ in range(BURST_MAX):
@@ -305,7 +335,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                         self._end_run(opcode, run)
                         run = 0
                     if len(self._work) > self._lock_waits or not self._look_out():
-                        return  # what waits for reads is in work: they are sent now
+                        return  # reads are pending: send them now
                     self._begin_run()
                     continue
                 if not count:
@@ -336,15 +366,15 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                 self._submit_plain_reads()
                 if self._late:
                     self._release_late()
-            finally:  # or nothing would ever be taken again
+            finally:  # otherwise no request would ever be read again
                 self._taking, self._took = False, took
-                self._answer_put_off()  # where one of these failed
+                self._answer_put_off()  # if one of these failed
 
     def _begin_run(self) -> None:
         self._since_s, self._kept = stopwatch_s(), 0
 
     def _end_run(self, opcode: int, count: int) -> None:
-        """Of these requests those that are not in work were answered since `_begin_run`."""
+        """Record the time of the requests answered since `_begin_run`; pending ones do not count."""
         now_s = stopwatch_s()
         count -= self._kept
         if count > 0:
@@ -359,7 +389,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
             self._fail(unique, error, _name_of(opcode))
 
     def _look_out(self) -> bool:
-        """Whether a request has come within the time that waking up would cost."""
+        """Poll for about the time that a wake-up would cost. Returns whether a request has arrived."""
         self._turn += 1
         if self._credit or not self._turn & 31:
             look = self._poll
@@ -371,7 +401,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         return False
 
     def _may_read_on(self, error: OSError) -> bool:
-        if error.errno in (errno.ENOENT, errno.EINTR):  # the request was taken back while it was read
+        if error.errno in (errno.ENOENT, errno.EINTR):  # the request was withdrawn while it was read
             return True
         if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
             self._failed = Unavailable(f"/dev/fuse failed: {error}")
@@ -404,7 +434,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         if opcode == Op.SETLKW:
             self._lock_waits -= 1
             if self._stopped and isinstance(error, asyncio.CancelledError):
-                error = Unavailable("the mount ends")  # EINTR is for who has a signal to look at
+                error = Unavailable("the mount ends")  # EINTR is for a caller with a signal to handle
         if error is None:
             try:
                 answer(unique, result)
@@ -422,7 +452,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         self._some_ended()
 
     def _some_ended(self) -> None:
-        """Less is in work than was."""
+        """React to the end of pending requests: stop, leave, read on or poll."""
         if self._stopped:
             self._end()
         elif self._leaving:
@@ -432,22 +462,26 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
             self._read_on()
         elif len(self._work) == self._lock_waits and not self._looking:
             self._looking = True
-            self._loop.call_soon(self._look)  # not from here: somebody else's answers may still be being told
+            # not from here: replies of other requests may still be being delivered
+            self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._looking = False
         if self._reading and len(self._work) == self._lock_waits and self._look_out():
             self._take()
 
-    # -- requests that other processes have read -----------------------------------------------------------------------
+    # -- requests that read workers have forwarded ---------------------------------------------------------------------
 
     @property
     def request_bytes_max(self) -> int:
         return len(self._buffer)
 
     def let_read(self, passing: Passing, come_in: Callable[[Passing], None]) -> None:
-        """Take what that process hands on. `come_in` is called when it could begin, and every request that the kernel handed
-        out again is here: those are known to this process alone."""
+        """Accept requests that a read worker forwards.
+
+        `come_in` is called when the worker is ready and the kernel has resent all its requests to this
+        process: only this process knows those.
+        """
         self._passings.append(passing)
         passing.begin(self._take_passed, partial(self._is_up, come_in))
         if self._reading:
@@ -456,7 +490,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
     def _is_up(self, come_in: Callable[[Passing], None], passing: Passing) -> None:
         self._waiting.append(partial(come_in, passing))
         if self._asked_again and self._reading:
-            self._take()  # nobody may have asked for anything yet: then the queue has never been found empty
+            self._take()  # maybe no request has arrived yet; then the queue was never found empty
         else:
             self._let_in()
 
@@ -492,7 +526,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                     del self._early[unique]
                     self._interrupt(unique)
                 if not self._reading:
-                    return  # the rest when we read on
+                    return  # the rest when reading continues
         finally:
             self._ops.burst_over()
 
@@ -506,7 +540,8 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
 
     def _on_interrupt(self, count: int) -> None:
         unique = requests.decode(self._buffer, count).body.unique
-        if not self._interrupt(unique) and self._passings:  # else it was answered: what is interrupted was read before
+        # with workers: the request may still be forwarded; without, it was answered
+        if not self._interrupt(unique) and self._passings:
             self._early[unique] = None
             if len(self._early) > IN_WORK_MAX:
                 del self._early[next(iter(self._early))]
@@ -514,7 +549,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                 passing.channel.send(self._view[:count])
 
     def _interrupt(self, unique: int) -> bool:
-        """Whether that request is in work here."""
+        """Handle an interrupt. False: the request is not pending here."""
         found = self._work.get(unique)
         if found is None:
             return False
@@ -549,7 +584,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         request = requests.decode(self._buffer, count)
         body = request.body
         if body.major != MAJOR or body.minor < MINOR_MIN:
-            if body.major > MAJOR:  # it asks once more, with our number
+            if body.major > MAJOR:  # the kernel repeats INIT with our version
                 self._send(self._init_answer(request.unique, Init(0), 0))
                 return
             self._failed = Unavailable(f"this kernel speaks version {body.major}.{body.minor} of FUSE, engine kernel needs "
@@ -573,7 +608,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         self._on_ready()
 
     def _agreed(self, flags: int) -> None:
-        """On this when the kernel greeted, us or the process before us."""
+        """Apply the features agreed on at INIT, by this process or its predecessor."""
         ops, self._setxattr_extended = self._ops, bool(flags & Init.SETXATTR_EXT)
         ops.guards_pages = not flags & (Init.WRITEBACK_CACHE | Init.AUTO_INVAL_DATA)
         ops.keeps_acls = bool(flags & Init.POSIX_ACL)

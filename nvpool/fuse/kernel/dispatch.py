@@ -1,7 +1,7 @@
-"""The direct engine's way from a request of the kernel to `fuse/ops/operations` and back: unpack, call, pack.
+"""Request dispatch of the kernel engine: decode a request, call `fuse/ops/operations`, send the reply.
 
-One method `_on_…` for each operation, found by its name. Called by `fuse/kernel/connection`, which reads the requests and keeps
-those that wait. Never decides what a request means.
+There is one method `_on_…` for each operation, found by its name. Used by `fuse/kernel/connection`, which
+reads the requests and keeps the pending ones. The code here never decides what a request means.
 """
 
 from __future__ import annotations
@@ -41,29 +41,33 @@ log = logging.getLogger(__name__)
 _DIRECT_IO, _KEEP_CACHE, _NOFLUSH = Opening.DIRECT_IO.value, Opening.KEEP_CACHE.value, Opening.NOFLUSH.value
 
 FIRST = RESENT - 1
-"""Mask: the number of a request, whether it is asked for the first time or again."""
+"""Mask for the number of a request: removes the RESENT bit."""
 
 
 class KernelRequests:
-    """`_buffer` holds the request that is being taken apart; nothing of it is kept when a handler returns."""
+    """Handlers of all operations.
+
+    `_buffer` has the current request; a handler keeps no part of it after return.
+    """
 
     def __init__(self, ops: FuseOps, request_bytes_max: int) -> None:
         self._ops = ops
         self.spent = Spent()
         self.read_bytes = self.written_bytes = 0
         self._fd = -1
-        self._from: dict[int, int] = {}  # request that another process has handed on -> the descriptor that it was read from
+        # request that a read worker forwarded -> the descriptor that it was read from
+        self._from: dict[int, int] = {}
         self._buffer = buffer = fault_in(self._memory(request_bytes_max))
         self._view = memoryview(buffer)
         self._keep_attr = replies.seconds(ops.options.attr_timeout_s)
         self._keep_entry = replies.seconds(ops.options.entry_timeout_s)
         self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
         self.notices: ByThreads | ByProcess = ByThreads()
-        """Whoever serves may put another in its place."""
+        """Sender of notifications. The mount daemon may replace it."""
         self._spare: Step
-        self._late: list[bytes] = []  # RELEASE
+        self._late: list[bytes] = []  # RELEASE requests
         self._since_s = 0.0
-        self._kept = 0  # of the requests taken since then, in work or late
+        self._kept = 0  # of the requests read since `_since_s`: how many are pending or late
         self._keeps = ops.kept is not None
         self._held = ops.held
         self._setxattr_extended = False  # as agreed with the kernel
@@ -72,11 +76,11 @@ class KernelRequests:
         ops.pages.drop, ops.pages.store, ops.pages.forget = self._drop_pages, self._store_pages, self._forget_names
 
     def _memory(self, byte_count: int) -> bytearray | memoryview:
-        """What requests are read into."""
+        """Allocate the buffer into which requests are read."""
         return bytearray(byte_count)
 
     def _handlers(self) -> list[Callable[[int], None]]:
-        """By operation; each is called with the length of the request."""
+        """Table of handlers by operation; each is called with the length of the request."""
         table: list[Callable[[int], None]] = [self._on_unknown] * 256
         for opcode in Op:
             handler = getattr(self, f"_on_{opcode.name.lower()}", None)
@@ -85,11 +89,14 @@ class KernelRequests:
         return table
 
     def _keep_in_work(self, step, unique: int, name: str, answer: Callable) -> None:
-        """What was begun has to wait, a Step or a Coming; its end is to be answered."""
+        """Register a pending request, a Step or a Coming; send its reply when it ends."""
         raise NotImplementedError
 
     def _start(self, unique: int, name: str, coroutine: Coroutine, answer: Callable[[int, Any], None]) -> None:
-        """Run the coroutine and answer(unique, its result), at once or when it is there."""
+        """Run the coroutine and call answer(unique, its result).
+
+        That happens immediately if the coroutine does not wait.
+        """
         step = self._spare
         step.unique = unique & FIRST
         try:
@@ -116,13 +123,13 @@ class KernelRequests:
             self._not_taken(error, (head, *more))
 
     def _back(self, head: bytes) -> int:
-        """Where the answer goes, or the notice, while others have handed on requests."""
+        """Descriptor to which a reply or notification is written while workers have forwarded requests."""
         return self._from.get(replies.HEADER.unpack_from(head)[2], self._fd)
 
     def _not_taken(self, error: OSError, parts) -> None:
-        """An answer that the kernel refuses would leave its caller waiting: say EIO instead."""
+        """Handle a refused reply: its caller would wait forever, so send EIO instead."""
         if error.errno in (errno.ENOENT, errno.ENODEV, errno.ECONNABORTED):
-            return  # nobody waits for it any more
+            return  # no caller waits for it any more
         length, _, unique = replies.HEADER.unpack_from(parts[0])
         log.error("an answer of %d bytes was refused by the kernel: %s", length, error)
         if len(parts) > 1 or length > replies.HEADER_BYTES:
@@ -132,7 +139,7 @@ class KernelRequests:
         self._send(replies.failed(unique, errno_of(error, name)))
 
     def _invalidate_attributes(self, inode: int) -> None:
-        """Without pages the kernel marks the inode and returns."""
+        """Make the kernel mark the attributes as old. Without pages it returns immediately."""
         self._send(replies.inval_inode(inode, -1, 0))
 
     async def _invalidate(self, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
@@ -149,7 +156,7 @@ class KernelRequests:
     async def _forget_names(self, names: list[tuple[int, bytes]]) -> None:
         await self.notices.write(self._fd, [replies.inval_entry(parent, name) for parent, name in names])
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    # -- replies -------------------------------------------------------------------------------------------------------
 
     def _done(self, unique: int, _result=None) -> None:
         self._send(replies.done(unique))
@@ -187,7 +194,10 @@ class KernelRequests:
                                  space.files_free, space.block_bytes, space.name_bytes_max))
 
     def _value(self, room: int, unique: int, value: bytes) -> None:
-        """An extended attribute or their list, for who has `room` bytes; 0: asks how many there are."""
+        """Reply with an extended attribute, or a list of them.
+
+        `room`: bytes that the caller has for it; 0: the caller requests the size.
+        """
         if not room:
             self._count(unique, len(value))
         elif len(value) > room:
@@ -271,7 +281,7 @@ class KernelRequests:
         caller = Caller(uid, gid, pid)
         if unique <= FIRST:
             opened = self._ops.open_now(node, flags, caller, unique)
-        else:  # what the process before us has sent for it goes on
+        else:  # continue what the predecessor started for this request
             handle = self._ops.handle_before(unique & FIRST)
             opened = self._ops.open_again(handle) if handle is not None else None
         if opened is not None:
@@ -293,7 +303,7 @@ class KernelRequests:
             self._start(unique, "create", self._ops.create(node, name, mode, flags, caller), self._created)
 
     def _on_tmpfile(self, count: int) -> None:
-        """As CREATE; the name says nothing."""
+        """Handle TMPFILE as CREATE; the name has no meaning."""
         (_, _, unique, node, uid, gid, pid, _, _, flags, mode, umask, _), _ = requests.decode_create(self._buffer, count)
         if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
             making = self._ops.create_again(handle)
@@ -314,15 +324,19 @@ class KernelRequests:
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        if fields[2] <= FIRST and not self._ops.is_locked(fields[9]):  # its locks end before others ask for theirs
+        # its locks must end before other clients request theirs
+        if fields[2] <= FIRST and not self._ops.is_locked(fields[9]):
             self._late.append(bytes(self._view[:count]))
             self._kept += 1
         else:
             self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
 
     def _release_late(self) -> None:
-        """What was closed is released when nobody waits for us any more: the kernel tells of it while the application goes on.
-        `_buffer` holds no request that is being taken apart."""
+        """Release closed files when no application waits: the kernel sends RELEASE while the application
+        continues.
+
+        `_buffer` must not contain a request that is being handled.
+        """
         late, self._late = self._late, []
         for request in self._not_released(late):
             since_s = self._since_s = stopwatch_s()
@@ -341,7 +355,7 @@ class KernelRequests:
                 self.spent.add(Op.RELEASE, stopwatch_s() - since_s)
 
     def _not_released(self, late: list[bytes]) -> list[bytes]:
-        """Those that are not released, and answered, in one step."""
+        """Release files in one compiled step if possible; returns the requests that were not handled."""
         return late
 
     def _on_opendir(self, count: int) -> None:
@@ -369,7 +383,7 @@ class KernelRequests:
         self._start(fields[2], "readdir", self._ops.readdir(fields[9], fields[10], listing.add, listing.add_all),
                     lambda unique, _: self._data(unique, listing.taken()))
 
-    # -- the others ----------------------------------------------------------------------------------------------------
+    # -- the other requests --------------------------------------------------------------------------------------------
 
     def _decoded(self, count: int) -> tuple[requests.Request, Any, Caller]:
         request = requests.decode(self._buffer, count)
@@ -451,7 +465,7 @@ class KernelRequests:
 
     def _on_lseek(self, count: int) -> None:
         if self._ops.options.writeback:
-            self._on_unknown(count)  # the whole file is data, then, and the kernel says so by itself
+            self._on_unknown(count)  # then the whole file counts as data, and the kernel answers so itself
             return
         request, body, _ = self._decoded(count)
         self._start(request.unique, "lseek", self._ops.lseek(body.fh, body.offset, body.whence), self._number)
@@ -531,17 +545,17 @@ class KernelRequests:
         self._ops.forget(self._decoded(count)[0].payload)
 
     def _on_notify_reply(self, count: int) -> None:
-        """Nothing is ever asked of the kernel's pages."""
+        """Do nothing: the kernel's pages are never requested."""
 
     def _on_destroy(self, count: int) -> None:
         self._done(requests.decode(self._buffer, count).unique)
 
     def _on_ioctl(self, count: int) -> None:
-        """ENOTTY: Linux before 6.4 hands ENOSYS through to the program."""
+        """Reply ENOTTY: Linux before 6.4 passes ENOSYS on to the program."""
         self._send(replies.failed(requests.decode(self._buffer, count).unique, errno.ENOTTY))
 
     def _on_unknown(self, count: int) -> None:
-        """ENOSYS: the kernel does without, and for most operations does not ask again."""
+        """Reply ENOSYS: the kernel does without the operation, and mostly does not send it again."""
         request = requests.decode(self._buffer, count)
         if request.opcode not in UNANSWERED:
             self._send(replies.failed(request.unique, errno.ENOSYS))

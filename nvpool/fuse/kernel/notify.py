@@ -1,9 +1,10 @@
-"""Notices to the kernel that may have to wait: for directories that are being changed and pages that are being read, which wait
-for answers of who serves the mount.
+"""Sending of notifications to the kernel, which may have to wait.
 
-So they are written by threads; and where the mount outlives its process, by threads of another one. Such a write can not be
-interrupted: a killed process that is in it is not gone before it returns, and its successor, for whose answer it waits, does
-not begin before it is gone. Called by fuse/kernel/dispatch, and by the programs of a mount.
+A notification waits for directories that are being changed and for pages that are being read; those in turn
+wait for replies of the serving process. So threads write the notifications; if the mount outlives its
+process, threads of another process do. Such a write can not be interrupted: a process that is killed during
+the write is not gone before it returns. And the successor, whose reply the write waits for, does not start
+before the process is gone. Used by fuse/kernel/dispatch and by the programs of a mount.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from functools import partial
 from itertools import count
 
 NOTICERS = 4
-"""Threads. Each may stand at a notice that waits for a request, as long as that waits for a store."""
+"""Threads.
+
+Each may be blocked by a notification that waits for a request, as long as that waits for a store.
+"""
 _FRAME = struct.Struct("=II")
-"""number, bytes of the notices that follow"""
+"""number, bytes of the notifications that follow"""
 _NUMBER = struct.Struct("=I")
 
 log = logging.getLogger(__name__)
@@ -34,7 +38,10 @@ class ByThreads:
         self._threads = ThreadPoolExecutor(NOTICERS, thread_name_prefix="fuse-notice")
 
     async def write(self, descriptor: int, notices: list[bytes]) -> None:
-        """The kernel has been told when this returns, or will not be. `descriptor` may be closed meanwhile."""
+        """Send notifications.
+
+        On return the kernel has received them, or never will. `descriptor` may be closed meanwhile.
+        """
         descriptor = os.dup(descriptor)
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, _write_all, descriptor, notices)
@@ -46,7 +53,10 @@ class ByThreads:
 
 
 class ByProcess(asyncio.Protocol):
-    """By a process that runs `write_for` with the other end of the connection. By threads when that has died."""
+    """Sender in another process, which runs `write_for` with the other end of the connection.
+
+    After that process has died, threads of this one send.
+    """
 
     def __init__(self) -> None:
         self._otherwise = ByThreads()
@@ -56,7 +66,7 @@ class ByProcess(asyncio.Protocol):
         self._received = b""
 
     async def begin(self, connection: socket.socket, descriptor: int) -> None:
-        """From now on; `descriptor` is that of /dev/fuse."""
+        """Start to send by that process; `descriptor` is that of /dev/fuse."""
         try:
             socket.send_fds(connection, [b"."], [descriptor])
         except ConnectionError:
@@ -65,7 +75,7 @@ class ByProcess(asyncio.Protocol):
         self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
     async def write(self, descriptor: int, notices: list[bytes]) -> None:
-        """As ByThreads.write."""
+        """Send notifications as ByThreads.write does."""
         if self._transport is not None:
             number = next(self._numbers) & 0xFFFFFFFF
             done = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -76,7 +86,7 @@ class ByProcess(asyncio.Protocol):
                     return
             finally:
                 del self._asked[number]
-        await self._otherwise.write(descriptor, notices)  # twice does no harm
+        await self._otherwise.write(descriptor, notices)  # sending one twice does no harm
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -102,7 +112,10 @@ class ByProcess(asyncio.Protocol):
 
 
 def write_for(connection: socket.socket) -> int:
-    """Write what a ByProcess says until its end; the exit code. What is being written then is not waited for."""
+    """Write notifications for a ByProcess until it closes the connection; returns the exit code.
+
+    Does not wait for a write that is in progress then.
+    """
     said, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not said:
         return 0
@@ -110,10 +123,11 @@ def write_for(connection: socket.socket) -> int:
 
     def write(number: int, notices: list[bytes]) -> None:
         _write_all(descriptors[0], notices)
-        connection.send(_NUMBER.pack(number))  # whole or not at all: it is one piece of the socket's memory
+        # sent completely or not at all: it is one piece of the socket's memory
+        connection.send(_NUMBER.pack(number))
 
     file = connection.makefile("rb")
-    with contextlib.suppress(ConnectionError):  # it has died before it took an answer
+    with contextlib.suppress(ConnectionError):  # the peer died before it took a reply
         while len(frame := file.read(_FRAME.size)) == _FRAME.size:
             number, length = _FRAME.unpack(frame)
             content = file.read(length)
@@ -123,7 +137,7 @@ def write_for(connection: socket.socket) -> int:
 
 
 def _taken_apart(content: bytes) -> list[bytes]:
-    """Each begins with its length."""
+    """Split notifications; each begins with its length."""
     notices = []
     while content:
         length = int.from_bytes(content[:4], sys.byteorder)
@@ -139,5 +153,5 @@ def _write_all(descriptor: int, notices: list[bytes]) -> None:
         except OSError as error:
             if error.errno in (errno.ENODEV, errno.ECONNABORTED):
                 return
-            if error.errno != errno.ENOENT:  # which is what the kernel does not know any more
+            if error.errno != errno.ENOENT:  # ENOENT: the kernel does not know the name or inode any more
                 log.error("the kernel has not taken a notice: %s", error)

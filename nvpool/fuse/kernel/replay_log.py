@@ -1,13 +1,17 @@
-"""The direct engine on a kernel that does not hand out again what a dead process has not answered (Linux before 6.9).
+"""Kernel engine with a request log, for kernels that can not resend requests.
 
-It hands that out to itself: requests are read into memory that outlives the process (shm/request_log), those in work stay
-there until the kernel has their answers, and whoever goes on takes them from there as if the kernel had asked again. Of each
-the kernel is asked first whether it still waits for the answer, since between the answer and its note a process may be killed
-too: by the answer to an interrupt (the request's number with the lowest bit set) that says EAGAIN. It is refused with ENOENT
-where nobody waits, with EINVAL where somebody waits whom nothing has interrupted; else the kernel tells of the interrupt again,
-which the dead process may have had as well.
+Those are the kernels of Linux before 6.9.
 
-What is compiled reads and answers by itself, and is not used here: slower, and the same. Made by fuse/engines.
+After the death of a process its successor replays the unanswered requests itself. Requests are read into
+shared memory that outlives the process (shm/request_log). Pending ones stay there until the kernel has their
+replies, and the successor takes them from there as if the kernel had sent them again. For each, it first
+checks whether the kernel still waits for the reply, since a process may also be killed between the reply and
+its record. The check is a reply to an interrupt (the request's number with the lowest bit set) that says
+EAGAIN. The kernel refuses it with ENOENT if no caller waits, and with EINVAL if a caller waits that nothing
+has interrupted. Otherwise the kernel sends the interrupt again, which the dead process may have received too.
+
+The compiled fast path reads and replies by itself, so it is not used here: this is slower, with the same
+results. Made by fuse/engines.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from nvpool.shm.mount_state import Word
 from nvpool.shm.request_log import Unanswered
 
 _INTERRUPT_BIT = 1
-"""FUSE_INT_REQ_BIT, which no request's number has."""
+"""FUSE_INT_REQ_BIT; no request's number has it."""
 
 
 class KeepingEngine(KernelEngine):
@@ -35,7 +39,7 @@ class KeepingEngine(KernelEngine):
 
     def __init__(self, ops: FuseOps, mount_point: Path | None, options: MountOptions,
                  on_ready: Callable[[], None], on_burst: Callable[[], None], keep: Callable[[int], Unanswered]) -> None:
-        """`keep(bytes of the longest request)`: the memory, that of the process before us or a new one."""
+        """`keep(bytes of the longest request)` opens the log, that of the predecessor or a new one."""
         self._keep = keep
         super().__init__(ops, mount_point, options, on_ready, on_burst)
         self._pages = min(self._pages, self._kept_requests.request_bytes // PAGE - 1)
@@ -45,11 +49,11 @@ class KeepingEngine(KernelEngine):
         return kept.buffer
 
     def _begin_plain_reads(self) -> None:
-        """None: they answer where they have read."""
+        """Start no compiled reads: they reply where they read, without the log."""
 
     def _following(self, most: int) -> tuple[int, int]:
         if not self._kept_requests.has_room:
-            self._stop_reading()  # until something has ended
+            self._stop_reading()  # until a request has ended
             return 0, 0
         return super()._following(most)
 
@@ -63,25 +67,26 @@ class KeepingEngine(KernelEngine):
         self._kept_requests.forget(unique & FIRST)
 
     def _on_release(self, count: int) -> None:
-        """Not later than others: it would have to be kept for that."""
+        """Release immediately, not late: a late request would have to be logged."""
         fields = requests.decode_release(self._buffer, count)
         self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
 
-    # -- what the process before us has left -----------------------------------------------------------------------------
+    # -- requests that the predecessor left ------------------------------------------------------------------------------
 
     def _ask_again(self) -> None:
         if self._ops.kept.word(Word.GREETED):
             self._agreed(Init(self._ops.kept.word(Word.INIT_FLAGS)))
             self._ops.told_before()
             self._on_ready()
-        self._loop.call_soon(self._take_left)  # a task is running now, in which no step can begin
+        # in a callback: no step can start inside the task that runs now
+        self._loop.call_soon(self._take_left)
 
     def _read_on(self) -> None:
         if not self._asked_again:
             super()._read_on()
 
     def _take_left(self) -> None:
-        """As if the kernel had asked these again, in front of all else."""
+        """Handle logged requests as if the kernel had sent them again, before all others."""
         if self._stopped or self._leaving:
             return
         self._taking = True
@@ -113,14 +118,14 @@ class KeepingEngine(KernelEngine):
         self._kept_requests.forget(unique)
 
     def _is_awaited(self, unique: int) -> bool:
-        """Whether the kernel waits for the answer to that request."""
+        """Whether the kernel waits for the reply to that request."""
         try:
             os.write(self._fd, replies.HEADER.pack(replies.HEADER_BYTES, -errno.EAGAIN, unique | _INTERRUPT_BIT))
         except OSError as error:
             return error.errno == errno.EINVAL
         return True
 
-    # -- the kernel does not know that it has asked again ----------------------------------------------------------------
+    # -- the kernel does not know that these requests were repeated ------------------------------------------------------
 
     def _send(self, head: bytes, *more) -> None:
         length, error, unique = replies.HEADER.unpack_from(head)

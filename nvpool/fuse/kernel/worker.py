@@ -1,8 +1,9 @@
-"""The engine of a process that only reads, beside the one that serves a mount: on a cloned descriptor of /dev/fuse.
+"""Engine of a read worker, on a cloned descriptor of /dev/fuse.
 
-It answers READ of open files that are published to it, and hands everything else on to the serving process, which answers
-where the request was read; also a READ that has failed here, unless that was for want of time. It begins when it is told to,
-and ends when the serving process does, or the mount. Called by mountd/worker.
+It answers READ of open files that are published to it, and forwards all other requests to the serving
+process, which replies on the descriptor where the request was read. It also forwards a READ that has failed
+here, unless it failed for lack of time. The engine starts on a message of the serving process, and ends when
+that process or the mount ends. Used by mountd/worker.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ class ReaderEngine(KernelEngine):
     def __init__(self, ops: ReaderOps, channel: Channel, on_burst: Callable[[], None]) -> None:
         super().__init__(ops, Path("/"), MountOptions(""), on_burst=on_burst)
         self._channel = channel
-        self._asked: dict[int, bytes] = {}  # those in work, to be handed on when they fail
+        self._asked: dict[int, bytes] = {}  # pending requests, to be forwarded if they fail
         self._blocked = False
         self.page: Callable[[], bytes] = bytes
-        """What this process has to tell of itself when it is asked."""
+        """This process' metrics, encoded, for the serving process."""
         self._begun = asyncio.Event()
         self.alone = asyncio.Event()
-        """Set when the serving process is gone, or has no use for this one any more."""
+        """Set when the serving process is gone, or does not need this worker any more."""
         self.answered = self.passed = 0
-        """Requests."""
+        """Number of requests."""
 
     async def serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -62,14 +63,14 @@ class ReaderEngine(KernelEngine):
             self._loop.remove_reader(self._channel.fileno())
             self.alone.set()
 
-    # -- what is handed on ---------------------------------------------------------------------------------------------
+    # -- forwarding ----------------------------------------------------------------------------------------------------
 
     def _pass_on(self, count: int) -> None:
         self._pass(self._view[:count])
 
     def _pass(self, request) -> None:
         self.passed += 1
-        self._kept += 1  # it is counted where it is answered
+        self._kept += 1  # the process that replies counts it
         self._send_on(request)
 
     def _send_on(self, request) -> None:
@@ -91,13 +92,13 @@ class ReaderEngine(KernelEngine):
             super()._read_on()
 
     def _look_out(self) -> bool:
-        """Looking out is for the serving process alone."""
+        """Do not poll: only the serving process does."""
         return False
 
-    # -- what is read here ---------------------------------------------------------------------------------------------
+    # -- reads in this process -----------------------------------------------------------------------------------------
 
     def _begin_plain_reads(self) -> None:
-        """None: what may be read is looked at first, by what the serving process says."""
+        """Start no compiled reads: each read must first be permitted by the serving process."""
 
     def _on_read(self, count: int) -> None:
         fields = requests.decode_read(self._buffer, count)
@@ -121,7 +122,7 @@ class ReaderEngine(KernelEngine):
 
     def _fail(self, unique: int, error: BaseException, name: str) -> None:
         if isinstance(error, (asyncio.CancelledError, Unavailable)):
-            # its caller dies, the mount has ended, or the deadline is over: nobody is to wait once more
+            # The caller dies, the mount has ended, or the deadline is over: no process should wait once more.
             super()._fail(unique, error, name)
         else:
             self._pass(self._asked.get(unique) or self._view[:self._count])

@@ -1,8 +1,8 @@
-"""How processes that serve one mount hand requests to one another: the bytes of each, over a stream socket.
+"""Channel between the serving process and a read worker: forwarded requests over a stream socket.
 
-A request of the kernel begins with its length, so it needs no frame around it; what the processes say to each other looks like
-a request, with numbers that no operation has. Used by `fuse/kernel/worker`, which hands on, and by `fuse/kernel/connection`,
-which takes. Nothing here waits.
+A request of the kernel begins with its length, so it needs no further frame. Messages between the processes
+have the form of a request, with operation numbers that the kernel does not use. Used by `fuse/kernel/worker`,
+which forwards, and by `fuse/kernel/connection`, which receives. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from nvpool.fuse.protocol.requests import HEADER, HEADER_BYTES
 
 DEVICE = "/dev/fuse"
 UP, GO, END, ASK, TELL = range(1 << 16, (1 << 16) + 5)
-"""Operations: the reader could begin; it is to begin; the mount is gone, and the reader ends; it is to tell its metrics; it
-tells them."""
+"""Messages.
+
+UP: the worker is ready; GO: it has to start; END: the mount is gone, and the worker ends; ASK: it has to
+report its metrics; TELL: its metrics.
+"""
 _BUFFER_MIN = 256 << 10
 
 
 def clone(descriptor: int) -> int:
-    """Another descriptor of the mount that `descriptor` serves, non-blocking and closed by exec. What is read from one is
-    answered there. Unavailable."""
+    """Another descriptor of the mount that `descriptor` serves, non-blocking and closed by exec.
+
+    A request must be answered on the descriptor that it was read from. Raises Unavailable.
+    """
     try:
         other = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -46,7 +51,7 @@ def word(number: int, body: bytes = b"") -> bytes:
 
 
 class Channel:
-    """One end. `request_bytes_max`: of the longest request."""
+    """One end of the channel. `request_bytes_max`: size of the longest request."""
 
     def __init__(self, connection: socket.socket, request_bytes_max: int) -> None:
         connection.setblocking(False)
@@ -60,18 +65,18 @@ class Channel:
 
     @property
     def is_full(self) -> bool:
-        """Whether something is left that the socket has not taken: then send nothing more, and `flush` when it takes again."""
+        """Whether unsent data remains: send nothing more, and call `flush` when the socket is writable."""
         return bool(self._unsent)
 
     def send(self, request) -> None:
-        """It is sent, or kept to be sent by `flush`. To an end that is closed nothing is."""
+        """Send a request, or keep it for `flush`. If the other end is closed, nothing is sent."""
         if not self._unsent:
             try:
                 sent = self._socket.send(request)
             except BlockingIOError:
                 sent = 0
             except OSError:
-                return  # its end is seen where it is received from
+                return  # the receiver notices the closed end
             if sent == len(request):
                 return
             request = request[sent:]
@@ -86,7 +91,7 @@ class Channel:
             self._unsent.clear()
 
     def fill(self) -> bool:
-        """Receive what is there and has room. False at the end."""
+        """Receive the data that is available and fits. False: the other end is closed."""
         if self._start:
             rest = self._end - self._start
             self._buffer[:rest] = bytes(self._buffer[self._start:self._end])
@@ -103,7 +108,10 @@ class Channel:
         return count > 0
 
     def requests(self) -> Iterator[memoryview]:
-        """Those that are whole, each valid until the next. Who stops finds the others the next time."""
+        """The complete requests, each valid until the next.
+
+        A caller that stops early gets the others from the next call.
+        """
         while self._end - self._start >= HEADER_BYTES:
             length = int.from_bytes(self._buffer[self._start:self._start + 4], sys.byteorder)
             if length > self._end - self._start:
@@ -116,8 +124,12 @@ class Channel:
 
 
 class Passing:
-    """The serving process' end to one reader: what comes is as if read from the reader's descriptor `clone`, and is answered
-    there. `take(self)` is called when something has come, `lost` when the reader is gone and has not said why."""
+    """The serving process' end of the channel to one worker.
+
+    Requests that arrive are handled as if read from the worker's descriptor `clone`, and answered there.
+    `take(self)` is called when data has arrived, `lost` when the worker is gone and has not announced its
+    end.
+    """
 
     def __init__(self, channel: Channel, clone: int, lost: Callable[[Passing], None]) -> None:
         self.channel = channel
@@ -134,7 +146,7 @@ class Passing:
         self._take, self._up = take, up
 
     def go(self) -> None:
-        """The reader takes requests from now on."""
+        """Let the worker read requests from now on."""
         self.serves = True
         self.channel.send(word(GO))
 
@@ -143,7 +155,7 @@ class Passing:
             self._reading = True
             loop = asyncio.get_running_loop()
             loop.add_reader(self.channel.fileno(), self._ready)
-            loop.call_soon(self._take_rest)  # what was received already nobody announces again
+            loop.call_soon(self._take_rest)  # no event announces data that was already received
 
     def stop_reading(self) -> None:
         if self._reading:
@@ -151,14 +163,14 @@ class Passing:
             asyncio.get_running_loop().remove_reader(self.channel.fileno())
 
     def ask(self) -> asyncio.Future[bytes]:
-        """The reader's metrics, packed, when they come."""
+        """Request the worker's metrics; the result is their encoded form."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.get_running_loop().create_future()
             self.channel.send(word(ASK))
         return self._asked
 
     def said(self, number: int, body: bytes = b"") -> None:
-        """A word of the reader's."""
+        """Handle a message of the worker."""
         if number == UP:
             self._up(self)
         elif number == TELL:

@@ -1,1 +1,1 @@
-"""Meaning of the requests of a mount, whatever the engine."""
+"""File operations of a mount, independent of the engine that speaks to the kernel."""

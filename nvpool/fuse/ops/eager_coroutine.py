@@ -1,8 +1,10 @@
-"""Coroutines driven by hand: most requests are answered in their first step; those get neither a task nor a turn of the loop.
+"""Eager coroutine runner: executes the first step immediately, without a task.
 
-`Step` runs a coroutine until it waits. If it ends before, the result is there at once; else the step goes on when the awaited
-future is done, and calls back at the end. To what it runs it is the current task (asyncio.timeout and TaskGroup cancel it).
-Called by `fuse/kernel/connection`, which owns all steps. Python 3.12 has eager tasks for this; 3.11 does not.
+Most requests are answered in their first step; those need neither a task nor an iteration of the event loop.
+`Step` runs a coroutine until it waits. If the coroutine ends before that, its result is available
+immediately. Otherwise the step continues when the awaited future is done, and calls back at the end. Inside
+the coroutine the step is the current task (asyncio.timeout and TaskGroup cancel it). Used by
+`fuse/kernel/connection`, which owns all steps. Python 3.12 has eager tasks for this; 3.11 does not.
 """
 
 from __future__ import annotations
@@ -13,17 +15,20 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 WAITS = object()
-"""What `Step.begin` returns where the coroutine has to wait."""
+"""Returned by `Step.begin` if the coroutine has to wait."""
 
 
 class Step:
-    """A coroutine at work. May be begun once; one that did not have to wait may be begun again with another coroutine."""
+    """A running coroutine.
+
+    May be started once; a step whose coroutine ended without waiting may be started again with another one.
+    """
 
     __slots__ = ("loop", "coroutine", "on_end", "unique", "_future", "_cancels", "_cancel_next", "__weakref__")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.unique = 0  # of the kernel's request; see client/rpc/exactly_once
+        self.unique = 0  # number of the kernel's request; see client/rpc/exactly_once
         self.coroutine: Coroutine | None = None
         self.on_end: Callable[[Any, BaseException | None], None] | None = None
         self._future: asyncio.Future | None = None
@@ -31,9 +36,10 @@ class Step:
         self._cancel_next = False
 
     def begin(self, coroutine: Coroutine) -> Any:
-        """Its result, or WAITS: then set `on_end`, which is called with (result, None) or (None, error) when it ends.
+        """Run the coroutine until it ends or waits. Returns its result, or WAITS.
 
-        Raises what the coroutine raises.
+        After WAITS set `on_end`, which is called with (result, None) or (None, error) at the end. Raises what
+        the coroutine raises.
         """
         loop = self.loop
         _enter_task(loop, self)
@@ -66,7 +72,7 @@ class Step:
                 self._cancel_next = False
                 future = self.coroutine.throw(asyncio.CancelledError())
             else:
-                future = self.coroutine.send(None)  # the future gives its result, or raises, in there
+                future = self.coroutine.send(None)  # the future delivers its result, or raises, inside send
         except StopIteration as end:
             result, error = end.value, None
         except (KeyboardInterrupt, SystemExit):
@@ -81,10 +87,11 @@ class Step:
         self.coroutine = None
         self.on_end(result, error)
 
-    # -- what asyncio asks of a task ---------------------------------------------------------------------------------------
+    # -- the interface of a task that asyncio uses ---------------------------------------------------------------------
+    # -------------------------------------------------------------------------
 
     def cancel(self, msg: str | None = None) -> bool:
-        """Raise CancelledError where it waits. False where it has ended."""
+        """Raise CancelledError where the coroutine waits. False: it has ended."""
         if self.coroutine is None:
             return False
         self._cancels += 1

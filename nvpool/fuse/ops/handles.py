@@ -1,7 +1,8 @@
-"""Numbers of open files and directories, valid from open to release; also in a process that goes on after this one.
+"""Handle numbers of open files and directories, valid from open to release.
 
-Then (shm/mount_state) a number says which record of the shared memory stands for it: it is written before the kernel hears of
-the number, and goes when what was open is released. Called by `fuse/ops/operations`.
+With a mount state (shm/mount_state) they stay valid in a successor of this process. Then a number contains
+the index of its record in the shared memory. The record is written before the kernel gets the number, and
+removed when the file is released. Used by `fuse/ops/operations`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _ROOM_MIN = 4096
 
 
 class Before(NamedTuple):
-    """What was open in the process before us."""
+    """A file or directory that the predecessor had open."""
 
     number: int
     inode: int
     flags: int
     caller: Caller
     unique: int
-    """The kernel's request by which it was opened."""
+    """Number of the kernel's request that opened it."""
     was_published: bool
 
     @property
@@ -41,12 +42,14 @@ class Handles:
 
     @property
     def has_room(self) -> bool:
-        """For as many as the kernel may ask for at a time."""
+        """Whether enough numbers are free for all requests that may be pending at a time."""
         return self._memory is None or self._memory.handles.free > _ROOM_MIN
 
     def take(self, inode: int, flags: int, caller: Caller, unique: int, *, published: bool = False) -> int:
-        """A number that nothing else has which is open; by request `unique` of the kernel. `published`: other processes of the
-        mount may read the file, until `take_back`. TooManyOpen."""
+        """Allocate a number that no open file has, for request `unique` of the kernel.
+
+        `published`: read workers may read the file, until `take_back`. Raises TooManyOpen.
+        """
         self._last = number = self._last + 1
         memory = self._memory
         if memory is not None:

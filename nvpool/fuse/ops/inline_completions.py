@@ -1,6 +1,6 @@
-"""Requests that were begun without a task, and how they end: the kernel is answered first, and our books are kept after.
+"""Completions of requests that run without a task: reply to the kernel first, then update the caches.
 
-What is here is of `fuse/ops/operations`, which makes it, and `fuse/kernel/connection`, which sets `on_end` and may cancel.
+`fuse/ops/operations` makes them; `fuse/kernel/connection` sets `on_end` and may cancel them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 
 class Opened(NamedTuple):
-    """What the kernel is told of an open file. direct_io: no pages; keep_cache: the pages it has are still right; no_flush:
-    nothing has to be done when a descriptor of it is closed."""
+    """Result of an open, for the kernel.
+
+    direct_io: do not use pages; keep_cache: the cached pages are still current; no_flush: a close of the
+    descriptor needs no FLUSH.
+    """
 
     handle: int
     direct_io: bool
@@ -28,8 +31,11 @@ class Opened(NamedTuple):
 
 
 class Ending:
-    """A change that ends with nothing but an error. `inode`: of a file whose pages the kernel has, and no store, where it
-    fails. `directory`: of the name that is changed."""
+    """A pending change whose only result is success or an error.
+
+    `inode`: the file, if the kernel has pages of it that no store has when the change fails. `directory`: the
+    directory in which a name changes.
+    """
 
     __slots__ = ("begun", "on_end", "_ops", "_inode", "_directory")
 
@@ -56,7 +62,7 @@ class Ending:
 
 
 class Creating:
-    """client/vfs Making, for the kernel."""
+    """A pending CREATE: the client's `Making` (client/vfs), with the kernel's side of it."""
 
     __slots__ = ("begun", "on_end", "_ops", "_parent", "_name", "_flags", "_caller", "_unique", "_handle", "_task", "_locks")
 
@@ -74,7 +80,7 @@ class Creating:
         self._locks = False
 
     def hold(self) -> None:
-        """It is in work, and changes names in its directory."""
+        """Note that the request is pending and changes names in its directory."""
         self._locks = True
         self._ops._lock(self._parent)
 
@@ -91,17 +97,18 @@ class Creating:
         ops._changes += 1
         self._handle = handle = ops._handles.take(attr.inode, flags, self._caller, self._unique)
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
-        # a new inode: the kernel has no pages of it, and nobody a lock
+        # A new inode: the kernel has no pages of it, and nobody a lock.
         appending = bool(flags & os.O_APPEND) and not reads_only
         self._let_go()
-        ops.name_is_kept = True  # there is a lease on what was made
+        ops.name_is_kept = True  # a new file comes with a lease
         self.on_end((attr, Opened(handle, appending, ops.options.writeback, reads_only)), None)
 
     def opened(self, file) -> None:
         ops = self._ops
         attr = ops._telling_name(self._parent, self._name, file.attr)
         if not ops.name_is_kept and ops.options.entry_timeout_s:
-            ops._keep_name(attr.inode, self._parent, self._name, attr.inode)  # so it was told
+            # `made` has given the kernel the name as cacheable
+            ops._keep_name(attr.inode, self._parent, self._name, attr.inode)
         ops.name_is_kept = False
         ops._keeps_pages(file.attr)
         ops._keep_open(self._handle, file, self._flags, self._caller)
@@ -118,9 +125,10 @@ class Creating:
             self.on_end(told, None)
 
     def go_on(self, opening: Coroutine) -> None:
-        self.begun.leave()  # the slot is the request's until that is answered
+        self.begun.leave()  # the slot belongs to the request until the reply
         self._task = asyncio.get_running_loop().create_task(opening)
-        self._task.unique = self._unique  # what it changes is made once for that, too; see client/rpc/exactly_once
+        # its changes are exactly-once for this request too; see client/rpc/exactly_once
+        self._task.unique = self._unique
         self._task.add_done_callback(self._gone_on)
 
     def _gone_on(self, task: asyncio.Task) -> None:

@@ -1,24 +1,29 @@
-"""What the kernel keeps of names, attributes and pages, and how it is made to forget: a part of `fuse/ops/operations`.
+"""Kernel cache coherence: which names, attributes and pages the kernel caches, and their invalidation.
 
-The kernel answers for itself for as long as it was told to (FuseOptions). What another client changes meanwhile it must not
-believe any longer than that, and mostly not that long: the metadata service tells us before it lets others change what there
-is a lease on, and we tell the kernel before we say that we know. So the change comes after the kernel has forgotten.
+A part of `fuse/ops/operations`. The kernel answers from its caches for the timeouts it was given
+(FuseOptions). After a change by another client it must not use old data for longer than that, and mostly not
+that long: the metadata service recalls a lease before another client may change the inode, and the mount
+invalidates the kernel's caches before it acknowledges the recall. So the change comes after the kernel has
+dropped the old data.
 
-* names are given to the kernel to keep only under a lease, on the inode or on its directory, by which a recall comes before
-  the name stands for anything else; without one the kernel asks each time. Names that it keeps are remembered, to be taken
-  back; those that are not there it is not to keep (they could be taken back only under a lock of their directory that a
-  request of its own may hold).
-* a notice about a name waits for a lock of its directory, and a look-up that is being answered may overtake it. So an inode
-  whose names were taken back is refused once with ESTALE when it is opened before the kernel has looked it up anew: then the
-  kernel walks the path again, without its caches. So no open ever goes by a name from before a recall.
-* attributes: each recall invalidates them; each open too, where it finds a `change` that the kernel was not told of.
-* pages: at each open the kernel is told to keep them exactly when the inode's `change` is the one under which they were read,
-  or written here and nowhere else. While the file is open they are kept as long as there is a lease, which is renewed; where
-  there is none, for a second.
+* Names: the kernel may cache a name only under a lease, on the inode or on its directory, by which a recall
+  comes before the name can stand for anything else. Without a lease the kernel queries each time. Cached
+  names are recorded here, to be invalidated. The kernel is not to cache absent names: they could be
+  invalidated only under a lock of their directory, which a request of the kernel itself may hold.
+* Overtaken notifications: a notification about a name waits for a lock of its directory, and a look-up that
+  is being answered may overtake it. So if the kernel opens an inode whose names were invalidated, before it
+  has looked the inode up again, the open fails once with ESTALE. Then the kernel walks the path again without
+  its caches. So no open ever uses a name from before a recall.
+* Attributes: each recall invalidates them; so does each open that finds a `change` that the kernel was not
+  given.
+* Pages: at each open the kernel may keep them exactly if the inode's `change` is the one under which
+  they were read, or written here and nowhere else. While the file is open they are kept as long as there is a
+  lease, which is renewed; without a lease, for a second.
 
-Notices go out in a thread and may have to wait there for requests that wait for us, so a recall waits for them for a moment
-only. Notice.INC_EPOCH, by which Linux 6.16 forgets all names without a lock, is not used: it unhashes directories, and what is
-mounted on top of one (a bind mount, a tmpfs) is then unmounted by the next walk.
+Notifications are sent by a thread, and may wait there for requests that wait for this process. So a recall
+waits for them for a short time only. Notice.INC_EPOCH, by which Linux 6.16 drops all names without a lock, is
+not used: it unhashes directories, and whatever is mounted on such a directory (a bind mount, a tmpfs) is then
+unmounted by the next walk.
 """
 
 from __future__ import annotations
@@ -38,61 +43,81 @@ from nvpool.rpc.messages.direntries import Listed
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 HAS_XATTRS = 1
-"""In Attr.flags."""
+"""Bit in Attr.flags."""
 
 SEEN_MAX = 1 << 18
-"""Inodes whose pages are remembered: 40 MB at most. The oldest makes room, and loses its pages at its next open."""
+"""Inodes whose pages are recorded: 40 MB at most.
+
+The oldest makes room, and loses its pages at its next open.
+"""
 
 TOLD_MAX = 1 << 16
-"""Inodes whose last told `change` is remembered, 10 MB at most; attributes that fell out are invalidated at the next open."""
+"""Inodes whose `change` is recorded as last given to the kernel: 10 MB at most.
+
+Attributes of an inode that fell out are invalidated at its next open.
+"""
 
 NAMED_MAX = 1 << 16
-"""Names that are remembered, 12 MB at most. What fell out the kernel believes for as long as it was told."""
+"""Recorded names: 12 MB at most. The kernel uses a name that fell out until its timeout."""
 NAMED_TOGETHER = 512
-"""Names that are remembered and forgotten as one."""
+"""Names that are recorded, and dropped, as one group."""
 
 NOTICE_S = 0.05
-"""Mostly it takes 0.1 ms. Longer, and a request is in the way that may itself wait for the change which waits for us. Names in
-directories that such a request is known to hold are not waited for: two nodes that remove the names of one directory would wait
-for this at each of them."""
+"""Longest wait for a notification; mostly one takes 0.1 ms.
+
+If it takes longer, a request is in the way that may itself wait for the change which waits for this process.
+Names in directories that such a request is known to lock are not waited for: two nodes that remove the names
+of one directory would wait for this time at each name.
+"""
 
 NOTICE_LOOKS = 64
-"""Times within NOTICE_S that it is looked whether such a request has come meanwhile."""
+"""Checks within NOTICE_S whether such a request has arrived meanwhile."""
 
 UNTOLD_S = 1.0
-"""For so long at most pages of a file that others may change without our knowledge are kept while it is open."""
+"""Longest time to keep pages of an open file without a lease.
+
+Another client may change such a file without a recall.
+"""
 
 LOOK_S = 0.5
-"""How often it is looked whether pages of open files are still promised."""
+"""Interval of the check whether pages of open files are still covered by a lease."""
 RENEWALS_MAX = 64
-"""Leases that are renewed at a time; other pages are dropped, and read anew under a new lease."""
+"""Leases renewed at a time; other pages are dropped, and read again under a new lease."""
 
 WALK_S = 1.0
 WALKING_MAX = 1024
-"""Threads that were told ESTALE, and come again at once."""
+"""Threads that were answered ESTALE and repeat the walk immediately."""
 ANSWERED_MAX = 4096
-"""Directories without a name of which the kernel was told once that it is stale."""
+"""Removed directories for which the kernel was answered ESTALE once."""
 
 Place = tuple[int, bytes]
-"""A name: its directory, and itself."""
+"""A name: its directory, and its bytes in that directory."""
 
 
 class FuseOptions(NamedTuple):
-    """For how long the kernel answers without asking, in seconds: how old attributes, names and the absence of a name may be
-    when another node changed them and could not tell. Changes through this mount are seen at once."""
+    """How long the kernel answers from its caches, in seconds.
+
+    So old attributes, names and absent names may be if another node changed them and no recall reached this
+    mount. Changes through this mount are seen immediately.
+    """
 
     attr_timeout_s: float = 1.0
     entry_timeout_s: float = 1.0
     negative_timeout_s: float = 0.0
-    """Nobody tells the kernel that a name has come."""
+    """Zero by default: the kernel gets no notification when a name is created."""
     writeback: bool = False
-    """The kernel writes its pages later, and is the only one that changes what is mounted: it reads through any handle, and
-    keeps its pages from open to open."""
+    """The kernel writes its pages later, and is the only one that changes the mounted files.
+
+    It reads through any handle, and keeps its pages from open to open.
+    """
 
 
 class _Named:
-    """Names that the kernel was told of within a short time, and believes until then: the inode whose recall takes the name
-    back, directory, name, and the inode that it stands for."""
+    """Names that the kernel was given within a short time, and may use until `until_s`.
+
+    For each: the inode whose recall invalidates it, its directory, the name, and the inode that it stands
+    for.
+    """
 
     __slots__ = ("until_s", "told", "_places", "_placed")
 
@@ -100,23 +125,23 @@ class _Named:
         self.until_s = until_s
         self.told: list[tuple[int, int, bytes, int]] = []
         self._places: dict[int, list[tuple[int, bytes, int]]] = {}
-        self._placed = 0  # so many are in there
+        self._placed = 0  # entries of `told` that are indexed in `_places`
 
     def places_of(self, inode: int) -> list[tuple[int, bytes, int]]:
-        """Names that its recall takes back: directory, name, and the inode that it stands for."""
-        while self._placed < len(self.told):  # mostly nobody ever wants to know
+        """Names that a recall of `inode` invalidates: directory, name, and the inode that it stands for."""
+        while self._placed < len(self.told):  # indexed on demand: mostly no recall comes
             cover, parent, name, child = self.told[self._placed]
             self._places.setdefault(cover, []).append((parent, name, child))
             self._placed += 1
         return self._places.get(inode, [])
 
     def take_back(self, inode: int) -> list[tuple[int, bytes, int]]:
-        """As `places_of`, for the recall itself: they are not kept any more."""
+        """Return the names of `places_of` and remove them from the record, for a recall."""
         return self.places_of(inode) and self._places.pop(inode)
 
 
 async def _nothing(names: Iterable[Place], inodes: Iterable[int]) -> None:
-    """An engine that can not."""
+    """Default of an engine that can not invalidate."""
 
 
 class CachedOps:
@@ -124,20 +149,23 @@ class CachedOps:
         self._vfs = vfs
         self.options = options
         self._clock = clock
-        self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change of its pages, it had no extended attributes)
+        # inode -> (change of its pages, it had no extended attributes)
+        self._seen: dict[int, tuple[int, bool]] = {}
         self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
         self._named: deque[_Named] = deque()  # the oldest first
         self._named_count = 0
-        self._naming = _Named(0.0)  # the last one, to which is added until then
+        self._naming = _Named(0.0)  # the newest group; names are added to it until _naming_until_s
         self._naming_until_s = 0.0
         self.name_is_kept = False
-        """Whether the kernel may keep the name that was told last, for options.entry_timeout_s."""
-        self._locked: dict[int, int] = {}  # directory -> so many of our requests in work change names in it
-        self._withdrawn: dict[int, None] = {}  # inodes whose names were taken back, and not told anew since
-        self._walking: dict[int, float] = {}  # thread whose path the kernel walks anew -> since when
-        self._answered_stale: dict[int, None] = {}  # directories that are gone
-        self._changes = 0  # made through this mount; counted when they are done
-        self._paged: dict[int, tuple[float, bool]] = {}  # open inode -> its pages are right until then, by a lease
+        """Whether the kernel may cache the name of the last result, for options.entry_timeout_s."""
+        self._locked: dict[int, int] = {}  # directory -> number of pending requests that change names in it
+        # inodes whose names were invalidated and not given to the kernel since
+        self._withdrawn: dict[int, None] = {}
+        self._walking: dict[int, float] = {}  # thread for which the kernel repeats a path walk -> since when
+        self._answered_stale: dict[int, None] = {}  # removed directories, answered ESTALE once
+        self._changes = 0  # made through this mount; counted when they are complete
+        # open inode -> (its pages are valid until then, by a lease)
+        self._paged: dict[int, tuple[float, bool]] = {}
         self._looking: asyncio.TimerHandle | None = None
         self._renewing = 0
         self._forgetting: set[asyncio.Task] = set()
@@ -148,22 +176,28 @@ class CachedOps:
         vfs.on_reported = self._changed_here
 
         self.guards_pages = False
-        """Set by the engine: the kernel does not look by itself whether pages of open files are old."""
+        """Set by the engine: the kernel does not check by itself whether pages of open files are old."""
         self.invalidate_attributes: Callable[[int], None] = lambda inode: None
-        """Set by the engine: make the kernel ask again for the attributes of an inode. Must not wait."""
+        """Set by the engine: make the kernel query the attributes of an inode again. Must not wait."""
         self.invalidate: Callable[[Iterable[Place], Iterable[int]], Awaitable[None]] = _nothing
-        """Set by the engine: the kernel asks again for these names, and drops all pages of these inodes. Waits for requests
-        that hold the names' directories, and for pages that are being read or written."""
+        """Set by the engine: invalidate these names, and drop all pages of these inodes.
+
+        Waits for requests that lock the directories of the names, and for pages that are being read or
+        written.
+        """
 
     @property
     def knows_by(self):
-        """The client's Vfs, where what is known there may be looked at; None: what is below answers from memory."""
+        """The client's Vfs if it has caches to look into; None: the layer below answers from memory."""
         return self._vfs if hasattr(self._vfs, "cache") else None
 
     def flags_below(self, flags: int) -> int:
-        """The flags of open(2) that count here. A kernel that writes pages back brings them through the handle of any writer,
-        and reads through that the rest of a page of which it has a part: so who writes may read. O_APPEND it carries out by
-        itself: it alone knows where the file ends, and each of its writes has a place."""
+        """The flags of open(2) that matter below the kernel.
+
+        A kernel that writes pages back does so through the handle of any writer, and through that handle
+        reads the rest of a page of which it has a part; so every writer may read. It does O_APPEND by itself:
+        it alone knows where the file ends, and each of its writes has a place.
+        """
         if self.options.writeback:
             flags &= ~os.O_APPEND
             if flags & os.O_ACCMODE == os.O_WRONLY:
@@ -171,7 +205,7 @@ class CachedOps:
         return flags
 
     def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
-        """The kernel dropped these inodes (inode, look-ups), and their pages with them."""
+        """Drop the records of these inodes (inode, look-ups): the kernel has dropped them and their pages."""
         for inode, _ in forgotten:
             self._seen.pop(inode, None)
             self._told.pop(inode, None)
@@ -182,7 +216,8 @@ class CachedOps:
         task.add_done_callback(self._forgetting.discard)
         return task
 
-    # -- what it is told -----------------------------------------------------------------------------------------------
+    # -- what the kernel is given --------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------
 
     def _telling(self, attr: Attr) -> Attr:
         told = self._told
@@ -193,7 +228,10 @@ class CachedOps:
         return attr
 
     def _telling_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
-        """The kernel is told that the name stands for what has these attributes, and keeps that if `name_is_kept`."""
+        """Record that the kernel is given these attributes for the name.
+
+        It may cache the name if `name_is_kept` is set on return.
+        """
         inode = attr.inode
         cover = self._vfs.name_cover(parent, name, inode) if self.options.entry_timeout_s else 0
         self.name_is_kept = cover != 0
@@ -209,13 +247,16 @@ class CachedOps:
         self._naming.told.append((cover, parent, name, inode))
 
     def _moving_name(self, inode: int, parent: int, name: bytes) -> None:
-        """What the kernel keeps of the inode it keeps by this name from now on, after a rename of its own."""
+        """Record the new name of a cached inode, after the kernel has renamed it."""
         if inode and self.options.entry_timeout_s and any(named.places_of(inode) for named in self._named):
             self._keep_name(inode, parent, name, inode)
 
     def _telling_names(self, parent: int, entries: Listed, first: int, until: int, untrue: Container[int]) -> None:
-        """As `_telling_name` of the entries from `first` on and before `until`, all told at once; of those inodes that are
-        `untrue` the kernel was told neither what it may keep nor attributes."""
+        """Record several names at a time: the entries from `first` on and before `until`.
+
+        Works as `_telling_name`. For inodes in `untrue` the kernel was given nothing that it may cache, and
+        no attributes.
+        """
         inodes = entries.inodes[first:until]
         if self.options.entry_timeout_s:
             if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
@@ -232,7 +273,7 @@ class CachedOps:
             del self._told[old]
 
     def _name_anew(self) -> None:
-        """Names are remembered apart from those before them; what the kernel has forgotten is forgotten."""
+        """Start a new group of names, and drop the groups that the kernel no longer uses."""
         now_s, all_named = self._clock.boottime_s(), self._named
         self._named_count += len(self._naming.told)
         while all_named and (all_named[0].until_s <= now_s or self._named_count > NAMED_MAX):
@@ -241,10 +282,14 @@ class CachedOps:
         self._naming, self._naming_until_s = _Named(now_s + kept_s + kept_s / 4), now_s + kept_s / 4
         all_named.append(self._naming)
 
-    # -- what others change --------------------------------------------------------------------------------------------
+    # -- changes by other clients --------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------
 
     async def _recalled(self, inodes: list[int]) -> None:
-        """Others are about to change these: on return the kernel knows."""
+        """Handle a recall: other clients are about to change these inodes.
+
+        On return the kernel has been notified.
+        """
         names: dict[Place, None] = {}
         paged = []
         for inode in inodes:
@@ -259,7 +304,8 @@ class CachedOps:
         for old in too_old(self._withdrawn, TOLD_MAX):
             del self._withdrawn[old]
         if locked := [place for place in names if place[0] in self._locked]:
-            # The kernel takes these back when those requests have ended, which may wait for the very change that waits for us.
+            # The kernel invalidates these only when those requests have ended. They may wait for the very
+            # change that waits for this recall, so the recall does not wait for them.
             self._own(self.invalidate(locked, ()))
             for place in locked:
                 del names[place]
@@ -269,12 +315,13 @@ class CachedOps:
             await asyncio.wait((dropping,), timeout=NOTICE_S)
         looks = 0
         while telling is not None and not telling.done() and looks < NOTICE_LOOKS and not any(
-                parent in self._locked for parent, _ in names):  # the kernel locks a directory before we hear of the request
+                # the kernel locks a directory before its request arrives here
+                parent in self._locked for parent, _ in names):
             await asyncio.wait((telling,), timeout=NOTICE_S / NOTICE_LOOKS)
             looks += 1
 
     def _unleased(self) -> None:
-        """The leases by which the kernel keeps names have ended, with no recall."""
+        """Invalidate all names: the leases that cover them have ended without a recall."""
         names: dict[Place, None] = {}
         for named in self._named:
             for _, parent, name, child in named.told:
@@ -288,7 +335,7 @@ class CachedOps:
             self._own(self.invalidate(names, ()))
 
     def _lock(self, directory: int) -> None:
-        """A request that changes names in it is in work: the kernel holds its lock until that is answered."""
+        """Note a pending request that changes names in `directory`: the kernel locks it until the reply."""
         self._locked[directory] = self._locked.get(directory, 0) + 1
 
     def _unlock(self, directory: int) -> None:
@@ -297,8 +344,11 @@ class CachedOps:
             self._locked[directory] = count
 
     def _is_withdrawn(self, inode: int, pid: int = 0) -> bool:
-        """Whether the kernel may have come to the inode by a name from before a recall. Once for an inode, since it then walks
-        the path anew, and once for a thread: `pid` has walked anew already, and what it found may be changed since."""
+        """Whether the kernel may have reached the inode by a name from before a recall.
+
+        True once for an inode, since the kernel then walks the path again, and once for a thread: `pid` has
+        repeated its walk already, and the inode that it found may have been recalled since.
+        """
         if self._walking and (since_s := self._walking.pop(pid, None)) is not None and (
                 self._clock.boottime_s() - since_s < WALK_S):
             return False
@@ -312,13 +362,16 @@ class CachedOps:
         return True
 
     def _is_kept(self, inode: int) -> bool:
-        """Whether the kernel may keep a name of the inode."""
+        """Whether the kernel may cache a name of the inode."""
         now_s = self._clock.boottime_s()
         return any(named.until_s > now_s and named.places_of(inode) for named in self._named)
 
     def _is_stale(self, directory: int) -> bool:
-        """Whether the kernel is to walk the path anew that led to a directory which is gone: it may have gone by a name that it
-        keeps. Once: who has it open, or works in it, gets there each time."""
+        """Whether the kernel has to repeat the path walk to a directory that is gone.
+
+        It has to if it may have used a cached name. True only once for a directory: a process that has it
+        open, or works in it, reaches it each time.
+        """
         withdrawn = self._is_withdrawn(directory)
         if directory in self._answered_stale or (not withdrawn and not self._is_kept(directory)):
             return False
@@ -328,7 +381,7 @@ class CachedOps:
         return True
 
     def _gone(self, error: DirectoryGone, *directories: int) -> DirectoryGone:
-        """What a request for a name in a directory that is gone is answered: mostly that there is no such name."""
+        """The error for a request that names an entry of a removed directory; mostly ENOENT, once ESTALE."""
         error.may_be_stale = any([self._is_stale(directory) for directory in directories])
         return error
 
@@ -346,27 +399,37 @@ class CachedOps:
             self._changes += 1
 
     def _told_of_before(self, inodes: Iterable[int]) -> None:
-        """Of these open files the kernel may have what we have not told it, and what was changed since."""
+        """Invalidate attributes and pages of open files that the kernel has from a predecessor."""
         for inode in inodes:
             self.invalidate_attributes(inode)
         if self.guards_pages and inodes:
             self._own(self.invalidate((), inodes))
 
     def _lost(self, inode: int) -> None:
-        """The locks on the inode are gone: who has it open must not even read what the kernel has of it."""
+        """Drop the pages of an inode whose locks are lost.
+
+        Programs that have it open must not read old data from these pages.
+        """
         self._own(self.invalidate((), (inode,)))
 
     # -- pages -----------------------------------------------------------------------------------------------------------
 
     def _changed_here(self, inode: int, change: int) -> None:
-        """A change of ours, and nothing but the bytes that went through the kernel's pages, has brought the inode to `change`.
-        If it is the only one since the pages were read, they are still right."""
+        """Record that a change through this mount brought the inode to `change`, and that its pages are
+        valid.
+
+        The change affected only bytes that went through the kernel's pages. So if it is the only change since
+        the pages were read, they are still current.
+        """
         seen = self._seen.get(inode)
         if seen is not None and seen[0] == change - 1:
             self._seen[inode] = change, seen[1]
 
     def _keeps_pages(self, attr: Attr) -> bool:
-        """Whether the pages that the kernel has are those of now; from now on it has such."""
+        """Whether the kernel's pages of the inode are current.
+
+        Records that it has current ones from now on.
+        """
         seen = self._seen
         before = seen.pop(attr.inode, None)
         seen[attr.inode] = attr.change, not attr.flags & HAS_XATTRS
@@ -376,7 +439,10 @@ class CachedOps:
         return before is not None and before[0] == attr.change
 
     def _paging(self, inode: int) -> None:
-        """The kernel gets pages of the open inode, and asks no more before it reads them again."""
+        """Record that the kernel gets pages of the open inode.
+
+        It may read these pages again without a query.
+        """
         if not self.guards_pages:
             return
         until_s = self._vfs.lease_until_s(inode)
@@ -401,7 +467,7 @@ class CachedOps:
             del self._paged[inode]
             self.published.take_back(inode)
             if not self._vfs.is_open(inode):
-                continue  # who opens it next compares
+                continue  # the next open compares `change`
             if leased and self._renewing < RENEWALS_MAX:
                 self._renewing += 1
                 self._own(self._renew(inode))
@@ -413,7 +479,7 @@ class CachedOps:
             self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_pages)
 
     async def _renew(self, inode: int) -> None:
-        """The lease has run out by itself: mostly nothing has changed, and pages need not be read again for that."""
+        """Renew an expired lease: mostly nothing has changed, and the pages need not be read again."""
         try:
             attr = await self._vfs.getattr(inode)
             seen = self._seen.get(inode)
@@ -421,7 +487,7 @@ class CachedOps:
                 self._paging(inode)
                 return
         except NvpoolError:
-            pass  # who reads the file meets it
+            pass  # the next reader of the file gets the error
         finally:
             self._renewing -= 1
         await self.invalidate((), (inode,))

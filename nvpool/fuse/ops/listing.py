@@ -1,7 +1,8 @@
-"""Listings of directories: a part of `fuse/ops/operations`.
+"""Directory listings: a part of `fuse/ops/operations`.
 
-'.' and '..' are made here. Entries are read ahead in batches, and used only while they are young and nothing was changed
-through this mount since: the kernel keeps the attributes that a listing carries, so they must not be older than its own.
+'.' and '..' are added here. Entries are read ahead in batches, and used only while they are young and nothing
+was changed through this mount since. The kernel caches the attributes of a listing, so they must not be older
+than those that it already has.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 S_IFDIR = 0o040000
 
 LIST_BATCH = 512
-"""Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 390 (64 KiB) a request."""
+"""Entries in one request: a message of 60 KiB.
+
+The kernel takes 20 of them (4 KiB buffer) to 390 (64 KiB) in one of its requests.
+"""
 
 SEEK_BATCH = 32
-"""Entries asked for at first behind a place that was sought; each batch that is read on from there is four times as large."""
+"""Entries in the first request after a seek; each batch that follows in order is four times as large."""
 
 AHEAD_MAX = 2
-"""Batches of a listing that nobody has come for yet: the shard makes one while another is on its way, or waits here."""
+"""Batches read ahead of the kernel: the shard makes one while another is on its way, or waits here."""
 
 
 def _seen(task: asyncio.Task) -> None:
-    """Nobody may come for what was read ahead; who comes meets its failure."""
+    """Retrieve the error of a read-ahead task, so that asyncio does not log it.
+
+    A reader that waits for the batch gets the error from the task.
+    """
     if not task.cancelled():
         task.exception()
 
@@ -43,8 +50,11 @@ def _add_each(add: Callable[[bytes, Attr, int], bool], entries: Listed, first: i
 
 
 class _Batch:
-    """Entries behind `cursor`, on their way since `asked_s`, when `changes` had been made through this mount. `behind`: the
-    cursor that leads on, known from the moment when the answer comes; None where there is no more."""
+    """Entries after `cursor`, requested at `asked_s`, when this mount had made `changes` changes.
+
+    `behind`: the cursor after the last entry, known once the reply arrives; None if there are no more
+    entries.
+    """
 
     __slots__ = ("cursor", "asked_s", "changes", "task", "behind")
 
@@ -57,8 +67,11 @@ class _Batch:
 
 
 class _OpenDirectory:
-    """A listing's place. `entries[at:]` were read ahead and follow `cursor`, all `entries` follow `begin`; `coming` follows
-    them, batch by batch. `newest`: the last batch that was asked for; `batch`: how many entries it may have."""
+    """Position in an open directory, and its batches.
+
+    `entries[at:]` were read ahead and follow `cursor`; all `entries` follow `begin`; the batches `coming`
+    follow them. `newest`: the batch that was requested last; `batch`: how many entries it may have.
+    """
 
     __slots__ = ("inode", "handle", "entries", "at", "begin", "cursor", "more", "read_s", "changes", "coming", "newest",
                  "batch")
@@ -77,9 +90,10 @@ class _OpenDirectory:
         self.batch = LIST_BATCH
 
     def try_seek(self, cursor: int) -> bool:
-        """Go to a place within the entries that were read last."""
+        """Move to a cursor within the entries that were read last. False: it is not among them."""
         entries = self.entries
-        at = 0 if cursor == self.begin else bisect_left(entries.words, (cursor,)) + 1  # they are in the order of their cursors
+        # entries are ordered by cursor
+        at = 0 if cursor == self.begin else bisect_left(entries.words, (cursor,)) + 1
         if at > len(entries) or (at and entries.cursor(at - 1) != cursor):
             return False
         self.at, self.cursor = at, cursor
@@ -102,18 +116,21 @@ class ListOps:
         self._directories[handle] = _OpenDirectory(inode, opened)
 
     def is_listed(self, inode: int) -> bool:
-        """Whether the directory is open here."""
+        """Whether the directory is open in this mount."""
         return any(directory.inode == inode for directory in self._directories.values())
 
     async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool],
                       add_all: Callable[[Listed, int, set[int]], int] | None = None) -> None:
-        """Give entries behind `cursor` to add(name, attr, cursor behind it) until it says False or the directory ends.
+        """Pass the entries after `cursor` to add(name, attr, cursor after it), until it returns False or none
+        is left.
 
-        Or to add_all(entries, index of the first, inodes whose attributes are not true any more), which takes what it can and
-        says how far that was.
+        If `add_all` is given, it is called instead as add_all(entries, index of the first, inodes whose
+        attributes are outdated). It takes as many entries as it can, and returns the index of the first that
+        it did not take.
 
-        Cursors: 0 the beginning, 1 behind '.', 2 behind '..', others are the metadata service's: valid in any process, at any
-        time, while the directory changes. A name that is there all the time is seen once; memory is 1 + AHEAD_MAX batches.
+        Cursors: 0 the beginning, 1 after '.', 2 after '..'; all others come from the metadata service, and
+        are valid in any process, at any time, while the directory changes. A name that exists all the time is
+        returned once. Memory use is 1 + AHEAD_MAX batches.
         """
         try:
             await self._list(self._directories[handle], cursor, add, add_all)
@@ -128,7 +145,8 @@ class ListOps:
                 return
             if not add(b"..", Attr(inode=self._above(own), mode=S_IFDIR), 2):
                 return
-            directory.begin = directory.cursor = -1  # a listing from the beginning sees the directory as it is now
+            # a listing from the beginning shows the current directory
+            directory.begin = directory.cursor = -1
             directory.entries, directory.at = NOTHING_LISTED, 0
             self._drop_coming(directory)
             cursor = 2
@@ -151,15 +169,15 @@ class ListOps:
             directory.changes = -1
 
     def _above(self, attr: Attr) -> int:
-        """The number that a listing of that directory shows for '..'."""
+        """The inode number that a listing of that directory shows for '..'."""
         return attr.parent or attr.inode
 
     def _is_old(self, changes: int, read_s: float) -> bool:
-        """What was read then is not what a listing may tell now."""
+        """Whether entries read at that time are too old for a listing."""
         return changes != self._changes or self._clock.boottime_s() - read_s > self.options.attr_timeout_s
 
     async def _read_batch(self, directory: _OpenDirectory, cursor: int) -> None:
-        """What follows `cursor`. Who lists on finds the next entries asked for while these are told."""
+        """Get the batch after `cursor`. The batch behind it is requested before this one is delivered."""
         coming = directory.coming
         first = coming[0] if coming else None
         if first is None or first.cursor != cursor or first.task.cancelled() or self._is_old(first.changes, first.asked_s):
@@ -191,7 +209,7 @@ class ListOps:
         directory.newest = batch
 
     def _ask_on(self, directory: _OpenDirectory) -> None:
-        """For what follows all that was asked for, where that is known and there is room."""
+        """Request one more batch, if its cursor is known and AHEAD_MAX permits it."""
         newest = directory.newest
         if (newest is not None and newest.behind is not None and len(directory.coming) < AHEAD_MAX
                 and directory.batch == LIST_BATCH):

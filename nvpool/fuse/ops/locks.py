@@ -1,8 +1,9 @@
-"""What the kernel's requests for locks mean: a part of `fuse/ops/operations`, where the rest of a request's meaning is.
+"""File locks: a part of `fuse/ops/operations`.
 
-A lock is a moment of consistency for the kernel too. Before it is answered the kernel loses what it may have learned before
-the last holder gave the lock back: attributes (the size!), pages where somebody else has changed the file, and the absence of
-names, since who has a lock looks whether a journal is there. It keeps names that it has seen, for the usual second.
+A lock is a point of consistency for the kernel too. Before the lock request is answered, the kernel drops
+what it may have cached before the last holder released the lock: attributes (the size!), pages if another
+client has changed the file, and absent names, because a program that gets a lock checks whether a journal
+exists. The kernel keeps cached names of existing files, for the usual second.
 """
 
 from __future__ import annotations
@@ -19,23 +20,31 @@ MODES = {fcntl.F_RDLCK: SHARED, fcntl.F_WRLCK: EXCLUSIVE, fcntl.F_UNLCK: UNLOCKE
 KINDS = {mode: kind for kind, mode in MODES.items()}
 
 ABSENT_MAX = 1 << 16
-"""Names of which the kernel may believe that they do not exist, where it is to keep those at all: beyond it, no more."""
+"""Most absent names that the kernel may cache, if it caches them at all."""
 
 
 class LockOps(CachedOps):
     def __init__(self, vfs, options, clock) -> None:
         super().__init__(vfs, options, clock)
-        self._absent: dict[tuple[int, bytes], float] = {}  # name -> when it was told, oldest first
-        self._dropping: dict[int, asyncio.Task] = {}  # inode -> until this is done the kernel may have pages of before
-        self._told_until_s = 0.0  # until then the kernel may remember what the process before us has told it
+        # name -> when the kernel was given it, oldest first
+        self._absent: dict[tuple[int, bytes], float] = {}
+        # inode -> until this is done the kernel may have old pages
+        self._dropping: dict[int, asyncio.Task] = {}
+        self._told_until_s = 0.0  # until then the kernel may cache absent names from the predecessor
 
     async def getlk(self, handle: int, owner: int, start: int, end: int, kind: int, pid: int) -> tuple[int, int, int, int]:
-        """(kind, start, end, pid) of a lock in the way; kind F_UNLCK where there is none, pid 0 where it is another node's."""
+        """Query a conflicting lock: (kind, start, end, pid).
+
+        kind is F_UNLCK if there is none; pid is 0 if the lock belongs to another node.
+        """
         found = await self._vfs.getlk(self._files[handle], owner, start, end, _mode(kind))
         return (KINDS[found.mode], found.start, found.end, found.pid) if found else (fcntl.F_UNLCK, start, end, pid)
 
     async def setlk(self, handle: int, owner: int, start: int, end: int, kind: int, pid: int, wait: bool) -> None:
-        """A lock of fcntl(2) on the bytes start to end, both included. Cancelled while it waits, nothing has changed."""
+        """Set a lock of fcntl(2) on the bytes start to end, both included.
+
+        If cancelled while waiting, nothing changes.
+        """
         file = self._files[handle]
         changed = await self._vfs.setlk(file, owner, start, end, _mode(kind), pid, wait=wait)
         if kind != fcntl.F_UNLCK:
@@ -50,7 +59,10 @@ class LockOps(CachedOps):
             await self._to_the_end(self._look_anew(file, changed))
 
     async def _to_the_end(self, looking: Coroutine) -> None:
-        """Also when the caller is interrupted meanwhile: he has the lock now, and must not be told anything else."""
+        """Complete `looking` even if the caller is interrupted.
+
+        The caller has the lock now, so the reply must say so.
+        """
         task = self._own(looking)
         while not task.done():
             try:
@@ -75,11 +87,11 @@ class LockOps(CachedOps):
             await work
             if self._dropping.get(file.inode) is work:
                 del self._dropping[file.inode]
-        elif file.inode in self._dropping:  # for another process of this node, that had its lock a moment before
+        elif file.inode in self._dropping:  # for another process of this node, which got its lock just before
             await asyncio.wait((self._dropping[file.inode],))
 
     def _tell_absent(self, parent: int, name: bytes) -> bool:
-        """Note that the kernel is told of a name that does not exist. False where it must not remember that."""
+        """Record that the kernel learns that a name is absent. False: it must not cache that."""
         if not self.options.negative_timeout_s:
             return True
         self._drop_old_absent()

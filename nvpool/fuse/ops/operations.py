@@ -1,23 +1,27 @@
-"""What each request of the FUSE kernel module means, for any engine that speaks to the kernel.
+"""File operations: the meaning of each FUSE request, for any engine that speaks to the kernel.
 
-An engine (`kernel_engine`, `pyfuse3_engine`) unpacks a request, calls the method here, packs the answer; what is raised it
-turns into an errno with `errno_of`. Nothing here knows a library or the kernel's structures, so all of it runs in tests
-without a mount. Below it is the client's Vfs; this layer adds only what a *kernel* needs:
+An engine (`fuse/kernel`, `fuse/pyfuse3_engine`) decodes a request, calls the method here and encodes the
+result; it turns an exception into an errno with `errno_of`. The code here depends on no FUSE library and on
+no structure of the kernel, so tests run all of it without a mount. Below is the client's Vfs; this layer adds
+only what a *kernel* needs:
 
-* the node id is the inode number; nothing is pinned by a look-up, so look-ups are not counted and a forget only drops what
-  was remembered of what the kernel keeps. Memory does not grow with the number of files that the kernel knows.
-* open files and directories get numbers, valid from open to release.
-* what the kernel keeps of names, attributes and pages, and how it is made to forget: `fuse/ops/kernel_cache`.
-* locks, and what the kernel has to forget when it gets one: `fuse/ops/locks`.
-* O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service; not
-  where the kernel writes pages back (`CachedOps.flags_below`). What a write takes from a program: `fuse/ops/setid`.
-* listings, and what is read ahead of them: `fuse/ops/listing`. Extended attributes: `fuse/ops/xattrs`.
+* The node id is the inode number. A look-up pins nothing, so look-ups are not counted, and a forget only
+  drops the record of what the kernel caches. Memory does not grow with the number of files that the kernel
+  knows.
+* Open files and directories get numbers (handles), valid from open to release.
+* What the kernel caches of names, attributes and pages, and how that is invalidated: `fuse/ops/kernel_cache`.
+* Locks, and what the kernel has to drop when it gets one: `fuse/ops/locks`.
+* O_APPEND writers bypass the kernel's pages and offsets (direct_io): the metadata service assigns the place
+  of a record. Exception: a kernel that writes pages back (`CachedOps.flags_below`). Privileges that a write
+  removes from a program: `fuse/ops/setid`.
+* Listings and their read-ahead: `fuse/ops/listing`. Extended attributes: `fuse/ops/xattrs`.
 
-Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
-inode is gone: Linux then walks the path once more without trusting its caches, so what was replaced on another node is found.
-So is a request for a name in a directory that is gone, if the kernel may have come there by a name that it keeps; else, and
-when it comes again, there is no such name (ENOENT), as on a local file system. A file without a name can be opened while it is
-open here (/proc/self/fd), and by who has just looked it up.
+The kernel checks permissions (mount option default_permissions). Methods whose name is in BY_INODE fail with
+ESTALE if the inode is gone: Linux then walks the path once more without its caches, and so finds a file that
+was replaced on another node. A request for a name in a directory that is gone also fails with ESTALE if the
+kernel may have reached that directory by a cached name. Otherwise, and when the request is repeated, the name
+does not exist (ENOENT), as on a local file system. A file without a name can be opened while it is open here
+(/proc/self/fd), and by a process that has just looked it up.
 """
 
 from __future__ import annotations
@@ -52,10 +56,10 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 log = logging.getLogger(__name__)
 
 ASK = object()
-"""What `lookup_now` returns where somebody has to be asked: None says that there is no such name."""
+"""Returned by `lookup_now` if a server must be queried; None would mean that the name does not exist."""
 
 DOTS = frozenset((b".", b".."))
-"""Asked for by NFS export and open_by_handle only."""
+"""Names that only NFS export and open_by_handle look up."""
 
 BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
                       "removexattr", "access", "statx"))
@@ -63,9 +67,9 @@ BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link
 
 
 def errno_of(error: BaseException, request: str) -> int:
-    """The errno that the application sees; the only place where errors become numbers for the kernel.
+    """The errno that the application sees. This is the only place that maps errors to numbers for the kernel.
 
-    What is none of ours is a bug: EIO, and the log has the traceback.
+    An exception that is not an NvpoolError is a bug: EIO, and the log has the traceback.
     """
     if isinstance(error, DirectoryGone):
         return errno.ESTALE if error.may_be_stale else errno.ENOENT
@@ -85,16 +89,16 @@ def errno_of(error: BaseException, request: str) -> int:
 
 
 class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
-    """See the module. Used from one event loop; methods may run at the same time."""
+    """All operations of one mount; see the module. Used from one event loop; calls may overlap."""
 
     shows_subtree = False
-    """Whether the kernel's root is not the pool's."""
+    """Whether the root of the mount is another directory than the pool's root."""
 
     def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
         LockOps.__init__(self, vfs, options or FuseOptions(), clock)
         AgainOps.__init__(self, vfs)
         self._files: dict[int, object] = {}
-        self._appending: dict[int, Caller] = {}  # handle -> who opened it
+        self._appending: dict[int, Caller] = {}  # handle -> the process that opened it
         self.pages = Bypassing(self._own)
         ListOps.__init__(self)
         self._handles = Handles(self.kept)
@@ -107,7 +111,10 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
     # -- names and attributes ----------------------------------------------------------------------------------------
 
     async def lookup(self, parent: int, name: bytes) -> Attr | None:
-        """None: there is no such name, and the kernel may remember that for options.negative_timeout_s."""
+        """Attributes of the name.
+
+        None: it does not exist; the kernel may cache that for negative_timeout_s.
+        """
         if name in DOTS:
             attr = await self.getattr(parent)
             self.name_is_kept = False
@@ -122,8 +129,11 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             return None
 
     def lookup_now(self, parent: int, name: bytes) -> Attr | object | None:
-        """What `lookup` would bring, where nobody has to be asked; else ASK. As the two below it is a few microseconds, and for
-        the engine to call before what waits."""
+        """The result of `lookup` from the cache, or ASK if a server must be queried.
+
+        This, `begin_lookup` and `getattr_now` take a few microseconds. An engine calls them before the
+        methods that wait.
+        """
         if name in DOTS:
             return ASK
         try:
@@ -135,7 +145,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return ASK if attr is None else self._telling_name(parent, name, attr)
 
     def begin_lookup(self, parent: int, name: bytes) -> Asked | None:
-        """`lookup`, begun, where that needs no task; as `begin_read`. `lookup_now` was tried before."""
+        """Start `lookup` without a task if possible, as `begin_read` does. Call `lookup_now` before."""
         asked = self._vfs.begin_lookup(parent, name) if name not in DOTS else None
         if asked is not None:
             asked.then = self._looked_up
@@ -152,7 +162,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return None, error
 
     def getattr_now(self, inode: int) -> Attr | None:
-        """What `getattr` would bring, where nobody has to be asked; else None."""
+        """The result of `getattr` from the cache, or None if a server must be queried."""
         attr = self._vfs.getattr_now(inode)
         return None if attr is None else self._telling(attr)
 
@@ -166,7 +176,10 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             return attr
 
     def _removed(self, inode: int) -> Attr | None:
-        """The last attributes of a directory that another node has removed, for who has it open here or works in it."""
+        """Last known attributes of a directory that another node removed.
+
+        For processes that have the directory open here or work in it; else None.
+        """
         known = self._vfs.known_attr(inode)
         if known is None or not stat.S_ISDIR(known.mode) or (not self.is_listed(inode) and self._is_stale(inode)):
             return None
@@ -178,10 +191,14 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
     async def setattr(self, inode: int, caller: Caller, handle: int | None, *, mode: int | None = None, uid: int | None = None,
                       gid: int | None = None, size: int | None = None, atime_ns: int | None = None,
                       mtime_ns: int | None = None, drop_set_ids: bool = False) -> Attr:
-        """`handle`: of the open file where the application named one (ftruncate), which allows what the mode may not. A time
-        may be NOW. `drop_set_ids`: the caller may not change a set-id file and leave it one."""
+        """Change attributes; returns the new ones.
+
+        `handle`: the open file, if the application named one (ftruncate); it permits what the mode may not. A
+        time may be NOW. `drop_set_ids`: the caller may not change a set-id file and leave the set-id bits on
+        it.
+        """
         if size is not None:
-            mtime_ns = None  # a change of size is stamped by the service
+            mtime_ns = None  # the metadata service sets the time when the size changes
         if drop_set_ids and mode is None:
             mode = without_set_ids(await self._vfs.getattr(inode), caller)
         if caller.uid and mode is None and (uid is not None or gid is not None):
@@ -235,7 +252,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             await self._vfs.rmdir(parent, name, caller)
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller) -> None:
-        """flags of renameat2: 1 NOREPLACE, 2 EXCHANGE; others are refused."""
+        """Rename. `flags` of renameat2(2): 1 NOREPLACE, 2 EXCHANGE; InvalidRequest for others."""
         if flags & ~3 or flags == 3:
             raise errors.InvalidRequest(f"rename flags {flags:#x}")
         with self._changing_names(parent, new_parent):
@@ -250,7 +267,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
     # -- open files --------------------------------------------------------------------------------------------------
 
     async def open(self, inode: int, flags: int, caller: Caller, drop_set_ids: bool = False) -> Opened:
-        """`drop_set_ids`: as in setattr, where O_TRUNC cuts."""
+        """Open a file. `drop_set_ids`: as in setattr, if O_TRUNC truncates the file."""
         flags = self.flags_below(flags)
         if self._is_withdrawn(inode, caller.pid):
             raise NotFound(f"inode {inode:#x} may have another name by now")
@@ -263,7 +280,10 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return self._opened_anew(file, flags, caller, asking())
 
     def open_now(self, inode: int, flags: int, caller: Caller, unique: int = 0) -> Opened | None:
-        """What `open` would return, where nobody has to be asked; else None. `unique`: the kernel's request."""
+        """The result of `open` if no server must be queried, else None.
+
+        `unique`: number of the kernel's request.
+        """
         if inode in self._withdrawn or (not caller.uid and self._vfs.squashes_root):
             return None
         file = self._vfs.open_now(inode, flags)
@@ -275,7 +295,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return self._opened(file, flags, caller, unique)
 
     async def create_unnamed(self, parent: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
-        """O_TMPFILE: see `Files.create_unnamed`."""
+        """Create an unnamed file (O_TMPFILE); see `Files.create_unnamed`."""
         flags = self.flags_below(flags)
         attr, file = await self._vfs.create_unnamed(parent, mode, flags, caller)
         return self._telling(attr), self._opened(file, flags & ~os.O_TMPFILE, caller, asking())
@@ -287,9 +307,12 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return self._telling_name(parent, name, attr), self._opened(file, flags, caller, asking())
 
     def begin_create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int) -> Creating | None:
-        """`create`, sent already, where nothing has to be waited for before: what has `cancel`, and calls its `on_end` as a
-        Step does. Else None, and `create` is to be asked. `unique`: the kernel's request. As the others that begin something it
-        has the kernel answered before our books are kept."""
+        """Start `create` without a task: its request is sent before this returns.
+
+        The result has `cancel`, and calls its `on_end` as a Step does. None: something must be awaited first
+        and nothing was sent; call `create`. `unique`: number of the kernel's request. As all methods
+        `begin_…` this one has the reply sent to the kernel before the caches here are updated.
+        """
         if not self._handles.has_room:
             return None
         flags = self.flags_below(flags)
@@ -301,7 +324,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return creating
 
     def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int) -> Ending | None:
-        """`unlink`, as `begin_create`."""
+        """Start `unlink`, as `begin_create` does."""
         ending = Ending(self, directory=parent)
         ending.begun = self._vfs.begin_unlink(parent, name, caller, unique, ending.ended)
         if ending.begun is None:
@@ -310,7 +333,10 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return ending
 
     def begin_flush(self, handle: int) -> Ending | bool | None:
-        """`flush`, as `begin_create`; True: it is done. Only for who has no locks."""
+        """Start `flush`, as `begin_create` does.
+
+        True: nothing is left to flush. Only for a caller without locks.
+        """
         file = self._files[handle]
         if self._vfs.is_flushed(file):
             return True
@@ -327,7 +353,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         published = reads_only and self._may_publish(file)
         try:
             handle = self._handles.take(file.inode, flags, caller, unique, published=published)
-        except NvpoolError:  # it is not open, and the kernel was not told whether its pages are those of now
+        except NvpoolError:  # the file is not open, and the kernel gets no word on its pages
             self._seen.pop(file.inode, None)
             self._own(self._vfs.release(file))
             raise
@@ -337,12 +363,13 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         if keeps and file.inode not in self._paged:
             self._paging(file.inode)
         return Opened(handle, appending, self.options.writeback or keeps,
-                      # A close that has nothing to say is a request less. It ends record locks, so it is heard where there are
-                      # any; one that is taken later through this descriptor ends with the open file instead.
+                      # Without data to flush, NOFLUSH saves a request at each close. But a close also ends
+                      # record locks, so FLUSH is needed while there are any. A lock that is taken later
+                      # through this descriptor ends with the open file instead.
                       reads_only and not self._vfs.is_locked(file.inode))
 
     def _keep_open(self, handle: int, file, flags: int, caller: Caller) -> bool:
-        """Whether it is open for appending."""
+        """Register an open file. Returns whether it is open for appending."""
         file.number = handle
         self._files[handle] = file
         if bypasses(flags):
@@ -356,53 +383,67 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return True
 
     def _may_publish(self, file) -> bool:
-        """Whether other processes of this mount may read the file. Small ones are here as a whole sooner than they open
-        them; where root is squashed they, who open as root, could not."""
+        """Whether read workers of this mount may read the file.
+
+        Not small files: this process has them completely sooner than a worker opens them. Not where root is
+        squashed: the workers open files as root, and could not.
+        """
         inode = file.inode
         if not self.published.on or self._vfs.squashes_root or file.attr.size <= SMALL_BYTES or self.published.is_barred(inode):
             return False
         if not self._vfs.is_settled(file):
             return False
         if inode not in self._paged:
-            self._paging(inode)  # the kernel gets pages from them, and loses them when the lease does
+            # workers fill the kernel's pages too, and those are dropped when the lease ends
+            self._paging(inode)
         return inode in self._paged and self._paged[inode][1]
 
     def burst(self) -> None:
-        """Several requests may follow at once, before `burst_over`: reads among them travel together."""
+        """Announce that several requests may follow before `burst_over`. Reads among them are batched."""
         self._vfs.hold_reads()
 
     def burst_over(self) -> None:
         self._vfs.send_reads()
 
     def read_now(self, handle: int, offset: int, size: int):
-        """What `read` would bring, where it can be had without waiting; else None, and `read` is to be asked."""
+        """The result of `read` if it is available without waiting; else None: call `begin_read` or `read`."""
         file = self._files[handle]
         if file.inode not in self._paged:
             self._paging(file.inode)
         return self._vfs.read_now(file, offset, size)
 
     def begin_read(self, handle: int, offset: int, size: int):
-        """`read`, begun, where that needs no task: what has `cancel`, and calls its `on_end` as a Step does. Else None, and
-        `read` is to be asked. `read_now` was tried before."""
+        """Start `read` if that needs no task; else return None: call `read`. Call `read_now` before.
+
+        The result has `cancel`, and calls its `on_end` as a Step does.
+        """
         return self._vfs.begin_read(self._files[handle], offset, size)
 
     @property
     def chunks(self):
-        """The client's reads of chunks; None: what is below answers from memory."""
+        """The client's chunk reader; None: the layer below answers from memory."""
         return getattr(self._vfs, "chunks", None)
 
     @property
     def short_cut(self):
-        """The client's short cut to the drives of its host; None: what is below answers from memory."""
+        """The client's short-circuit reads from drives of this host.
+
+        None: the layer below answers from memory.
+        """
         return getattr(self._vfs, "short_cut", None)
 
     def read(self, handle: int, offset: int, size: int):
-        """Awaitable of up to `size` bytes as one buffer, short only at the end of the file. After `read_now`."""
+        """Awaitable of up to `size` bytes as one buffer, short only at the end of the file.
+
+        After `read_now`.
+        """
         return self._vfs.read(self._files[handle], offset, size)
 
     async def flush(self, handle: int, owner: int | None = None) -> None:
-        """close(2): what was written is at the stores and the size is known to all, or the error is told here. The record locks
-        of `owner` on the file end."""
+        """close(2): on return the stores have all written data, and the size is known to all clients.
+
+        Raises the error of an earlier write if there was one. The record locks of `owner` on the file end.
+        """
         file = self._files[handle]
         with self._changing(file):
             await self._vfs.flush(file, owner)
@@ -413,8 +454,11 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             await self._vfs.fsync(file, datasync)
 
     async def fallocate(self, handle: int, offset: int, length: int, mode: int, caller: Caller) -> None:
-        """Modes as of fallocate(2). The kernel writes back the pages of a hole before and drops them after, and asks for the
-        attributes again."""
+        """Allocate space or punch a hole; `mode` as in fallocate(2).
+
+        The kernel writes back the pages of a hole before and drops them after, and queries the attributes
+        again.
+        """
         file = self._files[handle]
         try:
             await self._take_privileges(file, caller)
@@ -426,15 +470,20 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             self._changes += 1
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
-        """SEEK_DATA and SEEK_HOLE; the kernel does the others. NotSupported where it may keep pages that are not here yet:
-        they would be missed."""
+        """Find data or holes (SEEK_DATA and SEEK_HOLE); the kernel does the other kinds of lseek itself.
+
+        NotSupported if the kernel may cache pages that it has not written back: they would be missed.
+        """
         if self.options.writeback:
             raise NotSupported("pages that the kernel has not written back would be taken for holes")
         return await self._vfs.seek(self._files[handle], offset, whence)
 
     async def copy_file_range(self, handle_in: int, offset_in: int, handle_out: int, offset_out: int, length: int,
                               flags: int, caller: Caller) -> int:
-        """How many bytes were copied. The kernel has written back its pages of both ranges, and drops those of the second."""
+        """Copy a range; returns the number of bytes copied.
+
+        The kernel has written back its pages of both ranges, and drops those of the second.
+        """
         if flags:
             raise errors.InvalidRequest(f"copy_file_range with flags {flags:#x}")
         file = self._files[handle_out]
@@ -449,12 +498,12 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             self._changes += 1
 
     def is_locked(self, handle: int) -> bool:
-        """Whether somebody here has locks on the open file."""
+        """Whether a process of this mount holds locks on the open file."""
         file = self._files.get(handle)
         return file is not None and self._vfs.is_locked(file.inode)
 
     def release_now(self, handle: int) -> bool:
-        """Whether it was released as by `release`, without waiting; else nothing has happened."""
+        """Release as `release` does, if that needs no waiting. False: nothing has happened."""
         file = self._files.get(handle)
         if file is None or not self._vfs.release_now(file):
             return False
@@ -476,8 +525,10 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             del self._paged[file.inode]
 
     async def release(self, handle: int, again: bool = False) -> None:
-        """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again. `again`: the
-        process before us may have done it."""
+        """Close the open file after its last descriptor; the locks that belong to it end.
+
+        The number is not used again. `again`: the predecessor may have done this already.
+        """
         self._appending.pop(handle, None)
         if again and handle not in self._files:
             return
@@ -490,22 +541,26 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     async def statx(self, inode: int) -> tuple[Attr, int]:
-        """As `getattr`, and when the inode was made, in nanoseconds; 0 where that is not known."""
+        """Attributes as from `getattr`, and the birth time in nanoseconds; 0 if unknown."""
         return await self.getattr(inode), await self._vfs.birth_ns(inode)
 
     async def statfs(self, node: int = ROOT_INODE):
-        """Of the volume that the node is in, or the pool."""
+        """Usage of the volume that contains the node, or of the pool."""
         return await self._vfs.statfs(node)
 
-    # -- after another process of this mount ---------------------------------------------------------------------------
+    # -- after a predecessor of this process ---------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------
 
     async def take_over(self) -> None:
-        """Go on with what is open, locked and unstored. Before anything else is asked."""
+        """Continue a predecessor's open files, locks and unstored writes.
+
+        Call this before any other operation.
+        """
         before = self._handles.before()
         self._written_before = self._vfs.keeping.finished()
         handles = await self._vfs.take_over([OpenBefore(one.number, one.inode, self.flags_below(one.flags)) for one in before
                                              if not one.is_directory])
-        self._handles = Handles(self.kept)  # behind the numbers of the life before
+        self._handles = Handles(self.kept)  # numbers follow those of the predecessor
         self.published.begin(self._handles)
         for number, handle in handles.items():
             if handle.writable:
@@ -529,11 +584,14 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         self._told_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
 
     def told_before(self) -> None:
-        """Requests are served now: what the process before us has told of open files nobody would take back."""
+        """Invalidate what the kernel got from the predecessor on open files.
+
+        No recall would do that. Call this when serving begins.
+        """
         self._told_of_before({file.inode for file in self._files.values()})
 
     def open_again(self, handle: int) -> Opened:
-        """What `open` has answered, or would have, in the process before us."""
+        """The result of `open` in the predecessor, as it was returned or would have been."""
         return Opened(handle, handle in self._appending, False)
 
     async def create_again(self, handle: int) -> tuple[Attr, Opened]:
@@ -544,7 +602,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Flush and release every open file: what a mount does before it goes. Errors are logged, all files are tried."""
+        """Flush and release every open file before the mount ends. Errors are logged; all files are tried."""
         for handle, file in list(self._files.items()):
             try:
                 await self._vfs.flush(file)

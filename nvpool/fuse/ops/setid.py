@@ -1,7 +1,8 @@
-"""What a change of a program's bytes takes from it: set-id bits and file capabilities; a part of `fuse/ops/operations`.
+"""Set-id bits and file capabilities: a change of a program's bytes removes them.
 
-The kernel takes them only where a write goes through its pages, and marks requests of who may not make set-id files. What it
-leaves, appends past its pages, ranges and what it has marked, is done here.
+A part of `fuse/ops/operations`. The kernel removes them only if a write goes through its pages; it marks
+requests of callers that may not make set-id files. The rest is done here: appends past the kernel's pages,
+range operations, and requests with that mark.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ CAPABILITY = b"security.capability"
 
 
 def is_in_group(caller: Caller, gid: int) -> bool:
-    """Whether `gid` is the caller's group, or a supplementary one of its process. False where that cannot be seen."""
+    """Whether `gid` is the caller's group, or a supplementary one of its process.
+
+    False if that is unknown.
+    """
     if caller.gid == gid:
         return True
     try:
@@ -34,10 +38,10 @@ def is_in_group(caller: Caller, gid: int) -> bool:
 
 
 def without_set_ids(attr, caller: Caller) -> int | None:
-    """The permissions that a regular file keeps when `caller`, without CAP_FSETID, changes its bytes; None: all of them.
+    """Mode bits that a regular file keeps when `caller`, without CAP_FSETID, changes its bytes; None: all.
 
-    As `setattr_should_drop_suidgid` of Linux 6.2: set-uid goes; set-gid goes where the group may execute the file, and else
-    where the caller is not in the file's group.
+    As `setattr_should_drop_suidgid` of Linux 6.2: the set-uid bit is removed. The set-gid bit is removed if
+    the group may execute the file, and otherwise if the caller is not in the file's group.
     """
     mode = attr.mode & 0o7777
     kept = mode & ~S_ISUID
@@ -47,10 +51,11 @@ def without_set_ids(attr, caller: Caller) -> int | None:
 
 
 def drops_set_gid(attr, caller: Caller) -> bool:
-    """Whether set-gid goes when `caller` changes the owner or group of a file whose group may not execute it.
+    """Whether the set-gid bit goes when `caller` changes owner or group of the file.
 
-    As `setattr_should_drop_sgid` of Linux: it stays for who is in the file's group, and for root. The other set-id bits go
-    whoever changes the owner, by the metadata service.
+    This concerns a file whose group may not execute it. As `setattr_should_drop_sgid` of Linux: the bit stays
+    if the caller is in the file's group, and for root. The metadata service removes the other set-id bits at
+    each change of the owner.
     """
     return (attr.mode & (0o170000 | S_ISGID | S_IXGRP) == 0o100000 | S_ISGID and caller.uid != 0
             and not is_in_group(caller, attr.gid))
@@ -67,18 +72,24 @@ class PrivilegeOps:
             self.invalidate_attributes(file.inode)
 
     async def _append(self, file, buffer, caller: Caller | None) -> int:
-        """The place of a write at the end that leaves the file no more privileges than one through the kernel's pages does.
-        `caller`: None where it goes through them."""
+        """Append without leaving the file more privileges than a write through the kernel's pages would.
+
+        Returns the place of the record. `caller`: None if the write goes through those pages.
+        """
         if caller is None:
             return await self._vfs.append(file, buffer)
         await self._take_privileges(file, caller)
         place = await self._vfs.append(file, buffer)
-        await self._take_privileges(file, caller)  # given on another node: the answer that told the place told of them too
+        # another node may have set them meanwhile; the reply to the append has the current attributes
+        await self._take_privileges(file, caller)
         return place
 
     async def _take_privileges(self, file, caller: Caller) -> None:
-        """Before bytes of somebody are in a program: set-id bits go unless root writes (capabilities(7), CAP_FSETID; who opened
-        stands for who writes), file capabilities always."""
+        """Remove privileges from a program before bytes are written into it.
+
+        Set-id bits are removed unless root writes (capabilities(7), CAP_FSETID; the process that opened the
+        file stands for the writer). File capabilities are removed always.
+        """
         if caller.uid:
             await self._drop_set_ids(file, caller)
         if file.attr.flags & HAS_XATTRS:

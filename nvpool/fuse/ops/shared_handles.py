@@ -1,10 +1,11 @@
-"""Which open files of a mount its other processes may read (fuse/ops/worker), and when they may not any more.
+"""Published files: which open files of a mount its read workers may read, and until when.
 
-A file is published at an open for reading while nobody can change it without our knowledge: there is a lease on it, nobody has
-it open for writing here, nothing of ours is unstored, nobody here has a lock on it. It is taken back, for all its handles and
-before anybody is answered who could have changed it, when one of these ends; and then stays with us until it is opened anew.
-What was opened elsewhere in between is thus never older than what the kernel was told. Called by `fuse/ops/operations` and its
-parts.
+A file is published at an open for reading if nobody can change it without the knowledge of this process: it
+has a lease, no writer has it open in this mount, all data written here is stored, and no process here has a
+lock on it. When one of these conditions ends, all handles of the file are withdrawn, before any request is
+answered that could have changed it; then the file stays with the serving process until the next open. So a
+file that a worker opened in between is never older than what the kernel was given. Used by
+`fuse/ops/operations` and its parts.
 """
 
 from __future__ import annotations
@@ -15,31 +16,34 @@ from nvpool.fuse.ops.handles import Handles
 class Published:
     def __init__(self) -> None:
         self.on = False
-        """Whether there are other processes."""
+        """Whether there are read workers."""
         self._handles: Handles
         self._of: dict[int, set[int]] = {}   # inode -> handles
-        self._barred: dict[int, int] = {}    # inode -> reasons
+        self._barred: dict[int, int] = {}    # inode -> number of reasons
         self._writing: set[int] = set()      # handles
 
     def begin(self, handles: Handles) -> None:
         self._handles = handles
 
     def add(self, inode: int, handle: int) -> None:
-        """The handle is published."""
+        """Record that the handle is published."""
         self._of.setdefault(inode, set()).add(handle)
 
     def take_back(self, inode: int) -> None:
-        """Requests that are taken from the kernel from now on are not answered elsewhere."""
+        """Withdraw all handles of the file.
+
+        Workers answer no request that is read from the kernel after this.
+        """
         for handle in self._of.pop(inode, ()):
             self._handles.take_back(handle)
 
     def opened_to_write(self, inode: int, handle: int) -> None:
-        """Until it is closed."""
+        """Bar the file from publishing until the handle is closed."""
         self._writing.add(handle)
         self.bar(inode)
 
     def closed(self, inode: int, handle: int) -> None:
-        """And what was written through it is stored."""
+        """Note that the handle is closed and all data written through it is stored."""
         if handle in self._writing:
             self._writing.remove(handle)
             self.unbar(inode)
@@ -53,7 +57,7 @@ class Published:
         return inode in self._barred
 
     def bar(self, inode: int) -> None:
-        """Somebody here may change the file, until `unbar`."""
+        """Withdraw the file: a process here may change it, until `unbar`."""
         self._barred[inode] = self._barred.get(inode, 0) + 1
         self.take_back(inode)
 

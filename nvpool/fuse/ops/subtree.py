@@ -1,15 +1,17 @@
-"""What a mount shows of a pool, where that is less than all of it: a subtree, or nothing that may be changed.
+"""Views of a pool: a mount of a subtree, a read-only mount, or both.
 
-A subtree: the kernel's name for the root of a mount is 1, as is the pool's root inode. Here 1 stands for the directory that was
-mounted, wherever the kernel or a part of `fuse/ops/operations` says it: so nothing above can be named by any request, and '..'
-ends there. What goes out to the kernel is turned round in the notices alone, since no answer names a directory by its inode but
-that of a look-up in its parent, which is not in the mount. An engine knows nothing of all this.
+Subtree: the kernel's number for the root of a mount is 1, the same as the pool's root inode. Here 1 stands
+for the mounted directory, wherever the kernel or a part of `fuse/ops/operations` uses it. So no request can
+name anything above that directory, and '..' ends there. Towards the kernel, only notifications must be
+translated: a reply names a directory by its inode only in a look-up in its parent, which is not in the mount.
+An engine knows nothing of all this.
 
-Read-only: the kernel refuses changes by itself, as long as it thinks that the mount is read-only. Here they are refused
-whatever it thinks (`mount -i -o remount,rw`), before anybody is asked for a right to write.
+Read-only: the kernel itself refuses changes as long as it considers the mount read-only. Here they are
+refused in any case (`mount -i -o remount,rw`), before a server is asked for a right to write.
 
-Called by mountd/server, which finds the directory once (`directory_at`) and keeps its number: it is that directory for as
-long as there is the mount, wherever it is renamed to. Where it is removed, everything that names it fails with ESTALE.
+Used by mountd/server, which finds the directory once (`directory_at`) and keeps its inode number. The mount
+shows that directory as long as the mount exists, even if the directory is renamed. If it is removed, every
+request that names it fails with ESTALE.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _CHANGES = ("setattr", "mknod", "mkdir", "symlink", "link", "unlink", "rmdir", "
 
 
 def parts_of(path: str) -> tuple[bytes, ...]:
-    """The names that lead from the root of a pool to the directory at `path`. InvalidRequest: '..', or what no name can be."""
+    """Names from the root of a pool to the directory at `path`.
+
+    InvalidRequest: `path` contains '..', or a byte that no name can have.
+    """
     parts = tuple(part for part in os.fsencode(path).split(b"/") if part not in (b"", b"."))
     if b".." in parts or any(b"\0" in part for part in parts):
         raise InvalidRequest(f"{path!r} is no place to mount: write the names from the root of the pool on, without '..'")
@@ -39,9 +44,10 @@ def parts_of(path: str) -> tuple[bytes, ...]:
 
 
 async def directory_at(vfs, path: str) -> int:
-    """The inode of the directory at `path` of the pool. Symbolic links are not followed: they may have been planted in there.
+    """The inode of the directory at `path` of the pool.
 
-    InvalidRequest as parts_of; NotFound, NotADirectory with the part of the path; what the metadata service says.
+    Symbolic links are not followed: an attacker may have put them there. Raises InvalidRequest as parts_of;
+    NotFound and NotADirectory, with the part of the path; and errors of the metadata service.
     """
     inode, walked = ROOT_INODE, ""
     for name in parts_of(path):
@@ -59,7 +65,10 @@ async def directory_at(vfs, path: str) -> int:
 
 
 class SubtreeOps(FuseOps):
-    """See the module. `root` is the inode of the directory that is shown as the root."""
+    """Operations on a subtree; see the module.
+
+    `root` is the inode of the directory that is shown as the root.
+    """
 
     shows_subtree = True
 
@@ -74,7 +83,8 @@ class SubtreeOps(FuseOps):
         return ROOT_INODE if inode == self.root else inode
 
     async def lookup(self, parent: int, name: bytes):
-        if name in DOTS:  # of exported file systems only, which a subtree is not to be: handles of files know no root
+        # only for exported file systems; a subtree must not be exported, because file handles know no root
+        if name in DOTS:
             raise NotSupported("a subtree can not be exported")
         return await super().lookup(self._here(parent), name)
 
@@ -93,7 +103,8 @@ class SubtreeOps(FuseOps):
     def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
         super().forget((self._here(inode), count) for inode, count in forgotten)
 
-    # -- what an engine sets to be told by, in the names that the kernel knows ------------------------------------------------
+    # -- callbacks that an engine sets; they are called with the kernel's numbers --------------------------------------
+    # -----------------------------------------
 
     @property
     def invalidate_attributes(self) -> Callable[[int], None]:
@@ -128,7 +139,10 @@ for _name in _BY_INODE:
 
 
 class ReadOnlyOps:
-    """Before FuseOps or SubtreeOps in the order of bases: whatever would change something is ReadOnly."""
+    """Operations of a read-only mount: every change raises ReadOnly.
+
+    Comes before FuseOps or SubtreeOps in the order of bases.
+    """
 
     def open_now(self, inode: int, flags: int, caller, unique: int = 0):
         _check_only_reads(flags)
@@ -142,7 +156,7 @@ class ReadOnlyOps:
         raise ReadOnly(_READ_ONLY)
 
     def begin_create(self, *_) -> None:
-        """`create` says so."""
+        """Decline, so that `create` is called, which raises ReadOnly."""
 
     begin_unlink = begin_create
 
@@ -176,7 +190,7 @@ class _ReadOnlySubtreeOps(ReadOnlyOps, SubtreeOps):
 
 
 def view_of(vfs, options=None, *, root: int = ROOT_INODE, read_only: bool = False) -> FuseOps:
-    """What an engine serves: the directory `root` of the pool and what is below it, to be changed or not."""
+    """Operations on directory `root` of the pool and all below, for an engine to serve."""
     if root == ROOT_INODE:
         return (_ReadOnlyFuseOps if read_only else FuseOps)(vfs, options)
     return (_ReadOnlySubtreeOps if read_only else SubtreeOps)(vfs, options, root=root)

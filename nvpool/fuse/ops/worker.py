@@ -1,8 +1,9 @@
-"""What a process that only reads knows of a mount's open files: which of them it may read, and its own handles of these.
+"""Operations of a read worker: which of a mount's open files it may read, with handles of its own.
 
-The serving process publishes an open file (fuse/ops/handles) before the kernel hears of it, and takes it back before anybody
-can have changed the file: so what is opened here after that is what the kernel was told, for as long as it is published. Called
-by `fuse/kernel/worker`; whatever can not be read here is read by the serving process.
+The serving process publishes an open file (fuse/ops/handles) before the kernel gets the reply to the open,
+and withdraws it before anybody can have changed the file. So a file that a worker opens later has the state
+that the kernel was given, for as long as it is published. Used by `fuse/kernel/worker`; the serving process
+reads everything that a worker can not read.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from nvpool.fuse.ops.page_cache_bypass import Bypassing
 from nvpool.shm.mount_state import KeptHandles
 
 OPEN_MAX = 4096
-"""Files that are open here at once. What comes above it the serving process reads."""
+"""Files open in this worker at a time. The serving process reads all others."""
 OPEN_S = 0.25
-"""For the metadata service's answer. The serving process reads on without one, for as long as its grant lasts."""
+"""Longest wait for the metadata service.
+
+Without its answer the serving process continues to read, for as long as its grant lasts.
+"""
 LOOK_S = 0.25
-"""How often it is looked which of them were closed: so much later the space of a file without a name is free."""
+"""Interval of the check for closed files. By so much the space of a file without a name is freed later."""
 
 
 class NotHere(Exception):
-    """The serving process has to be asked after all."""
+    """The serving process has to answer this request."""
 
 
 class ReaderOps:
@@ -33,13 +37,17 @@ class ReaderOps:
         self.kept = kept
         self.options = FuseOptions()
         self.held: dict = {}
-        self.pages = Bypassing(asyncio.ensure_future)  # expected by the engine; unused, because nothing is written here
+        # required by the engine; unused, because a worker does not write
+        self.pages = Bypassing(asyncio.ensure_future)
         self._files: dict[int, FileHandle] = {}
         self._opening: dict[int, asyncio.Task] = {}
-        self._late: set[int] = set()  # of these, those that take long
+        self._late: set[int] = set()  # of `_opening`, those that take longer than OPEN_S
 
     def may_read(self, handle: int, end: int) -> bool:
-        """Whether bytes up to `end` may be read here now. What lies behind the end of the file may have grown: others know."""
+        """Whether bytes up to `end` may be read here now.
+
+        Not behind the known end of the file: it may have grown, and only the serving process knows.
+        """
         if not self.kept.published(handle):
             return False
         file = self._files.get(handle)
@@ -62,7 +70,7 @@ class ReaderOps:
         return self._vfs.begin_read(file, offset, size) if file is not None else None
 
     async def read(self, handle: int, offset: int, size: int):
-        """Or NotHere."""
+        """Read `size` bytes. Raises NotHere if the serving process must do it."""
         file = self._files.get(handle) or await self._open(handle)
         if offset + size > file.file.size:
             raise NotHere
@@ -72,7 +80,8 @@ class ReaderOps:
         opening = self._opening.get(handle)
         if opening is None:
             opening = self._opening[handle] = asyncio.ensure_future(self._open_once(handle))
-            opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it meets it
+            # a caller that waits gets the error
+            opening.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait((opening,), timeout=OPEN_S)
         if not opening.done():
             self._late.add(handle)
@@ -91,6 +100,6 @@ class ReaderOps:
             self._late.discard(handle)
 
     async def close_old(self) -> None:
-        """Release what was closed or taken back."""
+        """Release files that were closed or withdrawn."""
         for handle in [handle for handle in self._files if not self.kept.published(handle)]:
             await self._vfs.release(self._files.pop(handle))

@@ -1,8 +1,8 @@
-"""Writes as the kernel asks for them: at their place or at the end, through its pages or past them; a part of
-`fuse/ops/operations`.
+"""Writes: at an offset or at the end, through the kernel's pages or past them.
 
-A write request says which flags its descriptor has now, so F_SETFL of O_APPEND and O_DIRECT counts from the next write on. How
-pages are kept right beside what bypasses them: `fuse/ops/page_cache_bypass`.
+A part of `fuse/ops/operations`. A write request carries the current flags of its descriptor, so a change of
+O_APPEND or O_DIRECT by F_SETFL takes effect from the next write on. How pages are kept coherent with writes
+that bypass them: `fuse/ops/page_cache_bypass`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class WriteOps(PrivilegeOps):
     fsync: Any
 
     def write_now(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None, unique: int) -> bool:
-        """Whether `buffer` was taken as by `write`, without waiting. Where what is written is kept (`kept`), it was copied."""
+        """Write `buffer` as `write` does, if that needs no waiting. False: nothing was taken.
+
+        If written data is kept in the mount state (`kept`), `buffer` was copied on return.
+        """
         file = self._files[handle]
         if (drop_set_ids is not None and file.attr.mode & SET_IDS) or (offset and offset > file.size and may_have_tail(file)):
             return False
@@ -48,7 +51,7 @@ class WriteOps(PrivilegeOps):
         return True
 
     def failed(self, inode: int) -> None:
-        """The kernel's pages have what was to be written, and no store does."""
+        """Note a failed write: the kernel's pages have data that no store has."""
         self._seen.pop(inode, None)
         if self.options.writeback:
             self.pages.refuse(inode)
@@ -58,7 +61,10 @@ class WriteOps(PrivilegeOps):
         return inode
 
     def _forget_refused(self, inode: int) -> None:
-        """A descriptor is closed of a file of which the kernel has what was refused."""
+        """Make the kernel drop a closed file that had refused data.
+
+        Call this after a close; nothing happens while a descriptor is open.
+        """
         if not self._vfs.is_open(inode):
             names = self._vfs.cache.names_of(inode)
             self.pages.forget_refused(inode, [(self._there(parent), name) for parent, name in names])
@@ -74,24 +80,33 @@ class WriteOps(PrivilegeOps):
             self._changes += 1
 
     def has_pages(self, handle: int) -> bool:
-        """Whether the kernel may have pages of the open file, though what is written through this handle bypasses them."""
+        """Whether the kernel may have pages of the open file.
+
+        It may, even though writes through this handle bypass pages.
+        """
         file = self._files.get(handle)
         return file is not None and self.pages.has_pages(file)
 
     def syncs_itself(self, handle: int) -> bool:
-        """Whether the kernel leaves what O_SYNC and O_DSYNC ask for to us: past its pages it sends no FSYNC behind a write."""
+        """Whether O_SYNC and O_DSYNC must be carried out here.
+
+        The kernel sends no FSYNC after a write that bypasses its pages.
+        """
         return handle in self._appending
 
     async def synced(self, handle: int, taken: int) -> int:
-        """`taken`, when what was written is durable."""
+        """Return `taken` once the written data is durable."""
         await self.fsync(handle, False)
         return taken
 
     async def write(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None = None, syncs: bool = False,
                     flags: int | None = None) -> int:
-        """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: the writer,
-        where it may not leave set-id bits on the file. `syncs`: it is durable too, where `syncs_itself`. `flags`: of the
-        descriptor now, which fcntl(2) may have changed; None: those that it was opened with."""
+        """Write all of `buffer`, or raise. The buffer must not change until the file is flushed.
+
+        `drop_set_ids`: the writer, if it may not leave set-id bits on the file. `syncs`: make the data
+        durable too, if `syncs_itself`. `flags`: the current ones of the descriptor, which fcntl(2) may have
+        changed; None: those of the open.
+        """
         file = self._files[handle]
         if drop_set_ids is not None and file.attr.mode & SET_IDS:
             await self._drop_set_ids(file, drop_set_ids)
@@ -108,7 +123,7 @@ class WriteOps(PrivilegeOps):
                 taken = await self._vfs.write(file, offset, buffer, False)
                 if has_tail:
                     await self.pages.written_behind(file.inode, size, offset)
-                if taken < len(buffer) and self.options.writeback:  # the kernel takes no notice of what it wrote back in part
+                if taken < len(buffer) and self.options.writeback:  # the kernel ignores a short write-back
                     raise QuotaExceeded("the volume's quota is used up: what was written back fits in part only")
             if direct:
                 await self.pages.written(file, place, taken)

@@ -1,8 +1,8 @@
-"""Extended attributes and access control lists, as the kernel asks for them: a part of `fuse/ops/operations`.
+"""Extended attributes and access control lists: a part of `fuse/ops/operations`.
 
-The kernel enforces access control lists where that was agreed on (`keeps_acls`), forgets them with an inode's attributes, and
-asks for them when somebody but the owner wants a right. So the commonest answer, that there is none, is given from what is
-known of the inode's attributes.
+If agreed with the engine (`keeps_acls`), the kernel enforces access control lists. It drops them with an
+inode's attributes, and queries them when a user other than the owner needs a right. The commonest answer is
+that there is none, so that answer comes from the cached attributes of the inode.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ class XattrOps:
     """Set by the engine: the kernel enforces access control lists."""
 
     def has_no_xattr(self, inode: int, name: bytes) -> bool:
-        """Whether the inode is known not to have what is asked for most: file capabilities, which the kernel looks at before
-        each write, and access control lists."""
+        """Whether the inode is known to lack `name`, without a query.
+
+        Answers for the two that are queried most: file capabilities, which the kernel checks before each
+        write, and access control lists.
+        """
         if name == CAPABILITY:
             seen = self._seen.get(inode)
             return seen is not None and seen[1]
@@ -45,7 +48,8 @@ class XattrOps:
         self._check_system(name)
         try:
             return await self._vfs.getxattr(inode, name)
-        except NotSupported:  # by an older metadata service: the kernel would keep out whoever is not the owner
+        # by an older metadata service; else the kernel would deny access to all but the owner
+        except NotSupported:
             raise NoAttribute() from None
 
     def _check_system(self, name: bytes) -> None:
@@ -54,7 +58,10 @@ class XattrOps:
 
     async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller: Caller,
                        kill_set_gid: bool | None = None) -> None:
-        """`kill_set_gid`: an access control list takes set-gid away; None: that is to be found out by the caller's groups."""
+        """Set an attribute.
+
+        `kill_set_gid`: an access control list removes the set-gid bit; None: the caller's groups decide that.
+        """
         if name.startswith(_SYSTEM):
             self._check_system(name)
             if kill_set_gid is None and name == acl.ACCESS and caller.uid:
@@ -72,7 +79,7 @@ class XattrOps:
         return names if self.keeps_acls else [name for name in names if not name.startswith(_SYSTEM)]
 
     async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
-        """An access control list that is not there is removed, as on local file systems."""
+        """Remove an attribute. Removing an absent access control list succeeds, as on local file systems."""
         if name.startswith(_SYSTEM):
             self._check_system(name)
         try:

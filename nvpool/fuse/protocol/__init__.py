@@ -1,5 +1,6 @@
-"""The FUSE kernel protocol (linux/fuse.h, 7.31 to 7.45) between bytes and numbers, without I/O.
+"""Encoding and decoding of the FUSE kernel protocol (linux/fuse.h, 7.31 to 7.45), without I/O.
 
-`numbers` names operations and flags, `requests` takes apart what the kernel asks, `replies` makes what it is told. Called by
-`fuse/kernel/connection` and tests. Every length is checked; what is no request is requests.Malformed, never another error.
+`constants` names operations and flags, `requests` decodes the kernel's requests, `replies` encodes replies
+and notifications. Used by `fuse/kernel/connection` and tests. Every length is checked: invalid bytes raise
+requests.Malformed, never another error.
 """

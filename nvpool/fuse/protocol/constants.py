@@ -1,4 +1,4 @@
-"""Numbers of the FUSE kernel protocol: operations, notifications and flags, as in linux/fuse.h of 7.45. Nothing else."""
+"""Constants of the FUSE kernel protocol: operations, notifications and flags, as in linux/fuse.h of 7.45."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from enum import IntEnum, IntFlag
 
 MAJOR = 7
 MINOR = 45
-"""The newest that we know. A kernel with another minor number is met at the smaller of the two."""
+"""The newest version known here. With a kernel of another minor version the smaller of the two is used."""
 MINOR_MIN = 31
-"""Linux 5.4."""
+"""The version of Linux 5.4."""
 
 ROOT = 1
 RESENT = 1 << 63
-"""In `unique`: the kernel asks this for the second time (Notice.RESEND)."""
+"""Bit of `unique`: the kernel sends this request again (Notice.RESEND)."""
 
 PAGE = 4096
 READ_BUFFER_MIN = 8192
@@ -22,7 +22,7 @@ BACKING_OPEN, BACKING_CLOSE = 0x4010E501, 0x4004E502
 
 
 class Op(IntEnum):
-    """What is asked for."""
+    """Operation of a request."""
 
     LOOKUP = 1
     FORGET = 2
@@ -78,14 +78,14 @@ class Op(IntEnum):
 
 
 OP_COUNT = 64
-"""Numbers below it have a place in tables; what is above is no operation of a file system."""
+"""Operations below it have a place in tables; numbers above are no operation of a file system."""
 
 UNANSWERED = frozenset((Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT, Op.NOTIFY_REPLY))
-"""The kernel waits for no answer to these, and refuses one."""
+"""Requests for which the kernel expects no reply, and refuses one."""
 
 
 class Notice(IntEnum):
-    """What is said without being asked."""
+    """Notification: a message to the kernel that is not a reply."""
 
     POLL = 1
     INVAL_INODE = 2
@@ -99,7 +99,10 @@ class Notice(IntEnum):
 
 
 class Init(IntFlag):
-    """What kernel and daemon agree on. Bits from 32 travel in `flags2`, which counts where INIT_EXT is set."""
+    """Features that kernel and daemon agree on.
+
+    Bits from 32 on are in `flags2`, which is valid if INIT_EXT is set.
+    """
 
     ASYNC_READ = 1 << 0
     POSIX_LOCKS = 1 << 1
@@ -146,7 +149,7 @@ class Init(IntFlag):
 
 
 class Opening(IntFlag):
-    """In the answer to OPEN, CREATE and OPENDIR."""
+    """Flags in the reply to OPEN, CREATE and OPENDIR."""
 
     DIRECT_IO = 1 << 0
     KEEP_CACHE = 1 << 1
@@ -159,7 +162,7 @@ class Opening(IntFlag):
 
 
 class Valid(IntFlag):
-    """Which fields of SETATTR count."""
+    """Flags of SETATTR: which fields are valid."""
 
     MODE = 1 << 0
     UID = 1 << 1
@@ -184,4 +187,4 @@ FSYNC_DATA_ONLY = 1 << 0
 SETXATTR_ACL_KILL_SGID = 1 << 0
 LOCK_FLOCK = 1 << 0
 EXPIRE_ONLY = 1 << 0
-"""Of an entry's invalidation: the kernel asks again and keeps what is open below."""
+"""Flag of INVAL_ENTRY: the kernel looks the name up again and keeps what is open below it."""

@@ -1,8 +1,9 @@
-"""Answers and notifications to the kernel, as bytes. No I/O.
+"""Encoding of replies and notifications to the kernel. No I/O.
 
-Each function gives a whole answer, header and all, except `data`, whose payload follows in the same writev. An `attr` is
-anything with the fields of the metadata service's Attr; how long the kernel may keep something is (seconds, nanoseconds).
-`parse` and `read` take answers apart again, for tests and for who plays the kernel.
+Each function returns a complete message with its header. Exceptions are `data`, `ioctl` and `store`: their
+payload follows in the same writev. An `attr` is any object with the fields of the metadata service's Attr.
+The time for which the kernel may cache something is (seconds, nanoseconds). `parse` and `read` decode
+replies, for tests and simulated kernels.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from nvpool.rpc.messages.direntries import Listed
 
 _HEADER = "=IiQ"
 HEADER = struct.Struct(_HEADER)
-"""len, error (negative errno; of a notification its code), unique (0: a notification)"""
+"""len, error (negative errno; in a notification its code), unique (0: a notification)"""
 HEADER_BYTES = HEADER.size
 
 BLOCK_BYTES = 64 << 10
-"""st_blksize: what stdio and Python allocate for each open file; copying tools use more on their own."""
+"""st_blksize: the buffer that stdio and Python allocate for each open file; copying tools use more anyway."""
 
 _ATTR = "QQQqqqIIIIIIIIII"
 _ENTRY = "QQQQII" + _ATTR
@@ -46,7 +47,7 @@ SECOND_NS = 1_000_000_000
 
 
 def seconds(value: float) -> Times:
-    """A time for which the kernel may keep something."""
+    """A time for which the kernel may cache something, from seconds."""
     whole = int(value)
     return whole, min(int((value - whole) * SECOND_NS), SECOND_NS - 1)
 
@@ -60,7 +61,7 @@ def _attr_words(attr) -> tuple:
 
 
 def data(unique: int, length: int) -> bytes:
-    """The header before `length` bytes."""
+    """Header before `length` bytes of data."""
     return HEADER.pack(HEADER_BYTES + length, 0, unique)
 
 
@@ -73,12 +74,12 @@ def failed(unique: int, errno: int) -> bytes:
 
 
 def attributes(unique: int, attr, keep: Times) -> bytes:
-    """To GETATTR and SETATTR."""
+    """Reply to GETATTR and SETATTR."""
     return _ATTR_OUT.pack(_ATTR_OUT.size, 0, unique, *keep, *_attr_words(attr))
 
 
 def entry(unique: int, attr, keep_entry: Times, keep_attr: Times) -> bytes:
-    """To LOOKUP and what makes names."""
+    """Reply to LOOKUP and to the requests that create names."""
     return _ENTRY_OUT.pack(_ENTRY_OUT.size, 0, unique, attr.inode, 0, keep_entry[0], keep_attr[0], keep_entry[1], keep_attr[1],
                            *_attr_words(attr))
 
@@ -87,51 +88,55 @@ _NOTHING = (0,) * 16
 
 
 def absent(unique: int, keep_entry: Times) -> bytes:
-    """To LOOKUP: there is no such name, and that may be remembered."""
+    """Reply to LOOKUP: the name does not exist, and the kernel may cache that."""
     return _ENTRY_OUT.pack(_ENTRY_OUT.size, 0, unique, 0, 0, keep_entry[0], 0, keep_entry[1], 0, *_NOTHING)
 
 
 def opened(unique: int, handle: int, flags: int, backing: int = 0) -> bytes:
-    """To OPEN and OPENDIR, with flags of Opening."""
+    """Reply to OPEN and OPENDIR, with flags of Opening."""
     return _OPEN_OUT.pack(_OPEN_OUT.size, 0, unique, handle, flags, backing)
 
 
 def created(unique: int, attr, keep_entry: Times, keep_attr: Times, handle: int, flags: int) -> bytes:
-    """To CREATE and TMPFILE."""
+    """Reply to CREATE and TMPFILE."""
     return _CREATE_OUT.pack(_CREATE_OUT.size, 0, unique, attr.inode, 0, keep_entry[0], keep_attr[0], keep_entry[1],
                             keep_attr[1], *_attr_words(attr), handle, flags, 0)
 
 
 def count(unique: int, size: int) -> bytes:
-    """To WRITE and COPY_FILE_RANGE: bytes taken; to GETXATTR and LISTXATTR of size 0: bytes there are; to POLL: events."""
+    """Reply with a 32-bit number.
+
+    To WRITE and COPY_FILE_RANGE: bytes taken; to GETXATTR and LISTXATTR of size 0: bytes needed; to POLL:
+    events.
+    """
     return _WRITE_OUT.pack(_WRITE_OUT.size, 0, unique, size)
 
 
 def number(unique: int, value: int) -> bytes:
-    """To LSEEK: a place; to BMAP: a block; to COPY_FILE_RANGE_64: bytes copied."""
+    """Reply to LSEEK: an offset; to BMAP: a block; to COPY_FILE_RANGE_64: bytes copied."""
     return _NUMBER_OUT.pack(_NUMBER_OUT.size, 0, unique, value)
 
 
 def lock(unique: int, start: int, end: int, kind: int, pid: int) -> bytes:
-    """To GETLK: the lock in the way, or one of kind F_UNLCK."""
+    """Reply to GETLK: the conflicting lock, or one of kind F_UNLCK."""
     return _LOCK_OUT.pack(_LOCK_OUT.size, 0, unique, start, end, kind, pid)
 
 
 def space(unique: int, blocks: int, free: int, available: int, files: int, files_free: int, block_bytes: int,
           name_bytes_max: int) -> bytes:
-    """To STATFS."""
+    """Reply to STATFS."""
     return _STATFS_OUT.pack(_STATFS_OUT.size, 0, unique, blocks, free, available, files, files_free, block_bytes,
                             name_bytes_max, block_bytes)
 
 
 def ioctl(unique: int, result: int, flags: int = 0, in_iovs: int = 0, out_iovs: int = 0) -> bytes:
-    """Before the bytes that it gives back; those are part of the length, see `data`."""
+    """Reply to IOCTL, before the bytes that it returns; those are part of the length, see `data`."""
     return _IOCTL_OUT.pack(_IOCTL_OUT.size, 0, unique, result, flags, in_iovs, out_iovs)
 
 
 def init(unique: int, *, minor: int, max_readahead: int, flags: int, max_background: int, congestion_threshold: int,
          max_write: int, max_pages: int, map_alignment: int = 0, max_stack_depth: int = 0, request_timeout_s: int = 0) -> bytes:
-    """To INIT. `flags` are all 64; times are kept in nanoseconds."""
+    """Reply to INIT. `flags` are all 64. It declares that times have a resolution of one nanosecond."""
     return _INIT_OUT.pack(_INIT_OUT.size, 0, unique, 7, minor, max_readahead, flags & 0xFFFFFFFF, max_background,
                           congestion_threshold, max_write, 1, max_pages, map_alignment, flags >> 32, max_stack_depth,
                           request_timeout_s)
@@ -141,7 +146,7 @@ STATX_BASIC, STATX_BTIME = 0x7FF, 0x800
 
 
 def statx(unique: int, attr, keep: Times, birth_ns: int = 0) -> bytes:
-    """To STATX; without a time of birth where that is 0."""
+    """Reply to STATX; without a birth time if that is 0."""
     times = (word for ns in (attr.atime_ns, birth_ns, attr.ctime_ns, attr.mtime_ns) for word in divmod(ns, SECOND_NS))
     mask = STATX_BASIC | STATX_BTIME if birth_ns else STATX_BASIC
     major, minor = attr.rdev >> 8 & 0xFFF, attr.rdev & 0xFF | attr.rdev >> 12 & 0xFFF00
@@ -152,7 +157,7 @@ def statx(unique: int, attr, keep: Times, birth_ns: int = 0) -> bytes:
 # -- listings ----------------------------------------------------------------------------------------------------------------
 
 class Listing:
-    """The answer to READDIR (`plus` False) or READDIRPLUS in at most `room` bytes."""
+    """Reply to READDIR (`plus` False) or READDIRPLUS in at most `room` bytes."""
 
     __slots__ = ("_buffer", "_at", "_times", "_plus")
 
@@ -163,7 +168,10 @@ class Listing:
         self._times = keep_entry[0], keep_attr[0], keep_entry[1], keep_attr[1]
 
     def add(self, name: bytes, attr, cursor: int) -> bool:
-        """False where there is no room. `cursor` leads behind the entry. '.' and '..' are not taken for looked up."""
+        """Add an entry; False: there is no space left for it.
+
+        `cursor` is the position after the entry. '.' and '..' do not count as looked up.
+        """
         if not self._plus or name in _DOTS:
             return self._add_name(name, cursor, attr.inode, attr.mode)
         words = (cursor, attr.inode, attr.mode, attr.links, attr.uid, attr.gid, attr.size, attr.blocks, attr.atime_ns,
@@ -171,8 +179,12 @@ class Listing:
         return self._add_looked_up((name,), (words,), 0, 1) == 1
 
     def add_all(self, listed: Listed, first: int, unknown: Container[int]) -> int:
-        """As `add` of each entry from the `first` on; the index of the one for which there is no room, or of the end. Of the
-        inodes that are `unknown` the kernel is told their names only: it will ask."""
+        """Add each entry from the `first` on, as `add` does.
+
+        Returns the index of the first entry that did not fit, or of the end.
+
+        For inodes that are `unknown` the kernel gets the names only, and looks them up itself.
+        """
         names, words, length = listed.names, listed.words, len(listed)
         if self._plus and not unknown:
             return self._add_looked_up(names, words, first, length)
@@ -201,7 +213,10 @@ class Listing:
         return True
 
     def _add_looked_up(self, names: Sequence[bytes], words: Sequence[tuple], first: int, until: int) -> int:
-        """As _attr_words, spelt out: a listing of millions comes by here. `words` as those of a Listed."""
+        """Add entries with attributes; `words` as in a Listed.
+
+        Contains the code of _attr_words, written out for speed: listings of millions of entries use it.
+        """
         pack, second, block_bytes, head = _PACK_PLUS, SECOND_NS, BLOCK_BYTES, DIRENT_PLUS_BYTES
         entry_s, attr_s, entry_ns, attr_ns = self._times
         buffer, after = self._buffer, self._at
@@ -242,50 +257,53 @@ def poll_wakeup(kh: int) -> bytes:
 
 
 def inval_inode(inode: int, offset: int, length: int) -> bytes:
-    """The kernel asks again for the attributes; offset 0 and length 0 drop all pages, a negative offset drops none."""
+    """Make the kernel query the attributes again.
+
+    Offset 0 and length 0 drop all pages, a negative offset drops none.
+    """
     return _notice(Notice.INVAL_INODE, struct.pack("=Qqq", inode, offset, length))
 
 
 def inval_entry(parent: int, name: bytes, *, expire_only: bool = False) -> bytes:
-    """The kernel asks again for the name."""
+    """Make the kernel look the name up again."""
     return _notice(Notice.INVAL_ENTRY, struct.pack("=QII", parent, len(name), EXPIRE_ONLY * expire_only) + name + b"\0")
 
 
 def delete(parent: int, child: int, name: bytes) -> bytes:
-    """The name is gone, and watchers are told."""
+    """Report that the name is gone; the kernel notifies watchers."""
     return _notice(Notice.DELETE, struct.pack("=QQI4x", parent, child, len(name)) + name + b"\0")
 
 
 def store(inode: int, offset: int, length: int) -> bytes:
-    """Before `length` bytes for the kernel's pages; those are part of the length."""
+    """Header before `length` bytes for the kernel's pages; those are part of the length."""
     body = struct.pack("=QQI4x", inode, offset, length)
     return HEADER.pack(HEADER_BYTES + len(body) + length, Notice.STORE, 0) + body
 
 
 def retrieve(unique: int, inode: int, offset: int, size: int) -> bytes:
-    """The kernel sends its pages in a NOTIFY_REPLY of that unique."""
+    """Make the kernel send its pages in a NOTIFY_REPLY with this unique."""
     return _notice(Notice.RETRIEVE, struct.pack("=QQQI4x", unique, inode, offset, size))
 
 
 def resend() -> bytes:
-    """The kernel asks again what was not answered, with RESENT in `unique`. Needs HAS_RESEND."""
+    """Make the kernel resend unanswered requests, with RESENT in `unique`. Needs HAS_RESEND."""
     return _notice(Notice.RESEND, b"")
 
 
 def inc_epoch() -> bytes:
-    """All names have to be asked for again."""
+    """Make the kernel look all names up again."""
     return _notice(Notice.INC_EPOCH, b"")
 
 
 def prune(inodes: list[int]) -> bytes:
-    """The kernel forgets those of the inodes that nobody uses."""
+    """Make the kernel drop those of the inodes that are not in use."""
     return _notice(Notice.PRUNE, struct.pack(f"=I4x8x{len(inodes)}Q", len(inodes), *inodes))
 
 
-# -- the other way round -----------------------------------------------------------------------------------------------------
+# -- decoding ----------------------------------------------------------------------------------------------------------------
 
 def parse(answer: bytes) -> tuple[int, int, bytes]:
-    """(unique, error, what follows). ValueError where the length is not the one that it says."""
+    """Decode a reply: (unique, error, remaining bytes). ValueError: the declared length is wrong."""
     if len(answer) < HEADER_BYTES:
         raise ValueError(f"{len(answer)} bytes are no answer")
     length, error, unique = HEADER.unpack_from(answer)
@@ -321,13 +339,16 @@ SHAPES = {
 
 
 def read(shape: str, body: bytes):
-    """The fields of an answer's body. struct.error where its length is another."""
+    """The fields of a reply's body. struct.error: its length is wrong."""
     made, form = SHAPES[shape]
     return made(*form.unpack(body))
 
 
 def read_listing(body: bytes, plus: bool) -> list[tuple[bytes, int, int, int, tuple]]:
-    """(name, inode, cursor, type, fields of the entry) of each; ValueError where the records do not fit the body."""
+    """Decode a listing: (name, inode, cursor, type, fields of the entry) of each entry.
+
+    ValueError: the records do not fit the body.
+    """
     found, at = [], 0
     form = _DIRENT_PLUS if plus else _DIRENT
     while at < len(body):

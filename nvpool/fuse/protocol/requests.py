@@ -1,9 +1,9 @@
-"""Requests of the kernel, from bytes and to bytes. No I/O.
+"""Decoding and encoding of the kernel's requests. No I/O.
 
-`decode` takes any request apart; `decode_read` and the like do it for those that come by the ten thousand, with one look at
-the bytes and no objects but the numbers. All check every length: what is shorter or longer than it says, or has a name
-without an end, is Malformed, which carries `unique` so that somebody can be answered. `encode` is the other way round, for
-tests and for who plays the kernel. Fields are called as in linux/fuse.h.
+`decode` handles any request; `decode_read` and the like handle the frequent ones, with one unpacking and no
+objects but the numbers. All check every length. A request that is shorter or longer than it declares, or has
+a name without an end, raises Malformed, which carries `unique` so that an error can be sent as the reply.
+`encode` is the inverse, for tests and simulated kernels. Fields are named as in linux/fuse.h.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from nvpool.fuse.protocol.constants import OP_COUNT, Op
 
 _HEADER = "=IIQQIIIHH"
 HEADER = struct.Struct(_HEADER)
-"""len, opcode, unique, nodeid, uid, gid, pid, total_extlen (of 8 bytes, at the end), padding"""
+"""len, opcode, unique, nodeid, uid, gid, pid, total_extlen (in units of 8 bytes, at the end), padding"""
 HEADER_BYTES = HEADER.size
 WRITE_BYTES = HEADER_BYTES + 40
-"""Before the bytes of a WRITE."""
+"""Bytes of a WRITE before its data."""
 
 NAME_BYTES_MAX = 1024
-"""FUSE_NAME_MAX; SYMLINK's target may be a page."""
+"""FUSE_NAME_MAX; the target of a SYMLINK may be one page long."""
 
 
 class Malformed(Exception):
-    """Bytes that are no request. `unique` names whom to answer, 0 where not even that can be read."""
+    """Bytes that are not a valid request.
+
+    `unique` identifies the request to reply to; 0 if it can not be read.
+    """
 
     def __init__(self, unique: int, reason: str) -> None:
         super().__init__(reason)
@@ -34,7 +37,11 @@ class Malformed(Exception):
 
 
 class Request(NamedTuple):
-    """Any request. `body` has the fields of its structure, or is None; `payload` is what follows: bytes, or pairs to forget."""
+    """Any request.
+
+    `body` has the fields of its structure, or is None; `payload` is the data that follows: bytes, or pairs to
+    forget.
+    """
 
     opcode: int
     unique: int
@@ -49,17 +56,18 @@ class Request(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """How a request is built: structure, zero-terminated names, then `rest` bytes."""
+    """Layout of a request: structure, zero-terminated names, then `rest`."""
 
     body: Any
     struct: struct.Struct
     names: int = 0
     rest: str = ""
-    """'': nothing; a field's name: as many bytes as it says; 'forget', 'unmap': as many records; 'any': what is there."""
+    """'': nothing; a field's name: as many bytes as the field says; 'forget', 'unmap': as many records;
+    'any': all remaining bytes."""
 
 
 def _form(title: str, fields: str, names: int = 0, rest: str = "") -> _Form:
-    """`fields`: name:code words; a word without a name is padding."""
+    """`fields`: words name:code; a word without a name is padding."""
     words = [word.rpartition(":") for word in fields.split()]
     body = namedtuple(title, [name for name, _, _ in words if name]) if words else None
     return _Form(body, struct.Struct("=" + "".join(code for _, _, code in words)), names, rest)
@@ -126,11 +134,11 @@ FORMS: dict[int, _Form] = {
     Op.COPY_FILE_RANGE_64: _form("CopyFileRange64", _COPY),
 }
 SETXATTR_EXTENDED = _form("SetXattrExtended", "size:I flags:I setxattr_flags:I 4x", 1, "size")
-"""Where SETXATTR_EXT was agreed on."""
+"""Layout if SETXATTR_EXT was agreed on."""
 
 _PAIR = struct.Struct("=QQ")
 _INIT_MORE = struct.Struct("=I11I")
-"""flags2 and reserved fields, from 7.36 on."""
+"""flags2 and reserved fields, from version 7.36 on."""
 
 LENGTH_MIN = [HEADER_BYTES] * OP_COUNT
 for _opcode, _made in FORMS.items():
@@ -138,9 +146,10 @@ for _opcode, _made in FORMS.items():
 
 
 def decode(buffer, count: int, *, setxattr_extended: bool = False) -> Request:
-    """The request in the first `count` bytes of `buffer`. Its payload is a view of the buffer, its names are copies.
+    """The request in the first `count` bytes of `buffer`. Its payload is a view of the buffer, its names are
+    copies.
 
-    Malformed   it is no request, or one of another length than its own; the buffer is as it was
+    Malformed: the bytes are no request, or its length is wrong; the buffer is unchanged.
     """
     if count < HEADER_BYTES or count > len(buffer):
         raise Malformed(0, f"{count} bytes are no request")
@@ -197,7 +206,7 @@ def flags_of(request: Request) -> int:
 
 
 def encode(request: Request, *, setxattr_extended: bool = False) -> bytes:
-    """As the kernel would send it."""
+    """The request as the kernel would send it."""
     form = SETXATTR_EXTENDED if setxattr_extended and request.opcode == Op.SETXATTR else FORMS.get(request.opcode)
     parts = [form.struct.pack(*(request.body or ()))] if form is not None else []
     parts += [name + b"\0" for name in request.names]
@@ -212,7 +221,7 @@ def encode(request: Request, *, setxattr_extended: bool = False) -> bytes:
                        request.pid, len(request.extension) // 8, 0) + tail
 
 
-# -- those that come by the ten thousand: header and body in one look ------------------------------------------------------
+# -- frequent requests: header and body in one unpacking -------------------------------------------------------------------
 
 _unpack_header = HEADER.unpack_from
 _NAMED_MIN = HEADER_BYTES + 2
@@ -227,7 +236,10 @@ _GETXATTR_WHOLE = struct.Struct(_HEADER + "I4x")
 
 
 def _fixed(whole: struct.Struct):
-    """A decoder of requests that have no tail: all numbers of the header, then those of the body."""
+    """Make a decoder of requests that have no tail.
+
+    It returns the header's numbers, then those of the body.
+    """
     size, unpack = whole.size, whole.unpack_from
 
     def decode_fixed(buffer, count: int) -> tuple:
@@ -242,20 +254,23 @@ def _fixed(whole: struct.Struct):
 
 
 decode_read = _fixed(_READ_WHOLE)
-"""READ, READDIR, READDIRPLUS: nine numbers of the header, fh, offset, size."""
+"""READ, READDIR, READDIRPLUS: the nine numbers of the header, fh, offset, size."""
 decode_getattr = _fixed(_GETATTR_WHOLE)
-"""… getattr_flags, fh"""
+"""GETATTR: the header's numbers, getattr_flags, fh"""
 decode_open = _fixed(_OPEN_WHOLE)
-"""OPEN, OPENDIR: … flags, open_flags"""
+"""OPEN, OPENDIR: the header's numbers, flags, open_flags"""
 decode_forget = _fixed(_FORGET_WHOLE)
-"""… nlookup"""
+"""FORGET: the header's numbers, nlookup"""
 decode_release = _fixed(_RELEASE_WHOLE)
-"""RELEASE, RELEASEDIR, FLUSH: … fh, flags (FLUSH: unused), release_flags (FLUSH: padding), lock_owner"""
+"""RELEASE, RELEASEDIR, FLUSH: the header's numbers, fh, flags (FLUSH: unused), release_flags (FLUSH:
+padding), lock_owner"""
 
 
 def decode_write(buffer, count: int) -> tuple:
-    """… fh, offset, size, write_flags, flags of the open file and of this call. The bytes are
-    buffer[WRITE_BYTES:WRITE_BYTES + size]."""
+    """Decode a WRITE: the header's numbers, fh, offset, size, write_flags, current flags of the open file.
+
+    The data is buffer[WRITE_BYTES:WRITE_BYTES + size].
+    """
     if not WRITE_BYTES <= count <= len(buffer):
         raise _odd(buffer, count)
     fields = _WRITE_WHOLE.unpack_from(buffer)
@@ -265,7 +280,7 @@ def decode_write(buffer, count: int) -> tuple:
 
 
 def decode_lookup(buffer, count: int) -> tuple[int, int, bytes, int, int, int]:
-    """LOOKUP, UNLINK, RMDIR, REMOVEXATTR: unique, node, the name, uid, gid, pid"""
+    """Decode LOOKUP, UNLINK, RMDIR or REMOVEXATTR: unique, node, the name, uid, gid, pid."""
     if not _NAMED_MIN <= count <= len(buffer):
         raise _odd(buffer, count)
     length, _, unique, node, uid, gid, pid, extension_words, _ = _unpack_header(buffer)
@@ -276,7 +291,7 @@ def decode_lookup(buffer, count: int) -> tuple[int, int, bytes, int, int, int]:
 
 
 def decode_create(buffer, count: int) -> tuple[tuple, bytes]:
-    """Nine numbers of the header, flags, mode, umask, open_flags; and the name."""
+    """Decode a CREATE: the header's nine numbers, flags, mode, umask, open_flags; and the name."""
     if not _CREATE_WHOLE.size + 2 <= count <= len(buffer):
         raise _odd(buffer, count)
     fields = _CREATE_WHOLE.unpack_from(buffer)
@@ -287,7 +302,7 @@ def decode_create(buffer, count: int) -> tuple[tuple, bytes]:
 
 
 def decode_getxattr(buffer, count: int) -> tuple[int, int, int, bytes]:
-    """unique, node, size, the name"""
+    """Decode a GETXATTR: unique, node, size, the name."""
     if not _GETXATTR_WHOLE.size + 2 <= count <= len(buffer):
         raise _odd(buffer, count)
     length, _, unique, node, _, _, _, extension_words, _, size = _GETXATTR_WHOLE.unpack_from(buffer)
