@@ -1,1 +1,2 @@
-"""Remote procedure calls: connections, limits, access control, and errors on the wire."""
+"""Remote procedure calls: connections, transports, limits, access control and error codes of the wire
+protocol."""
