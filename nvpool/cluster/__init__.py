@@ -1,1 +1,1 @@
-"""Coordinator of a pool: holds the pool map and decides its changes."""
+"""Coordinator of a pool: stores the pool map, leases and the leader, and decides map changes."""
