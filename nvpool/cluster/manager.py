@@ -43,7 +43,7 @@ LEASE_S = 2.7
 
 A silent target is out of its chains within 3 s; a target that busy processors delay for 2 s is not."""
 LENT_S = LEASE_S * 0.95
-"""Lease time that a target is told: its clock may be slower than ours by the difference."""
+"""Lease time that is sent to a target: its clock may be slower than ours by the difference."""
 BEAT_S = 0.4
 """Interval of heartbeats: five may be lost."""
 OUTLIVES_S = 1.0
@@ -148,8 +148,7 @@ class Manager:
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
 
-    # -- events
-    # ------------------------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------
 
     def alive(self, request: AliveRequest) -> AliveReply:
         """Process a target's heartbeat and return its lease.
@@ -209,8 +208,7 @@ class Manager:
         """Check the map, which another process has changed, for what follows."""
         self._news.set()
 
-    # -- state
-    # -------------------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
 
     def answering(self, target: int) -> bool:
         """Whether the target is known to be neither dead nor silent."""
@@ -244,8 +242,7 @@ class Manager:
         """Bytes that all targets together have copied from others during the life of their processes."""
         return sum(heard.copied_bytes for heard in self._heard.values())
 
-    # -- decisions
-    # ---------------------------------------------------------------------------------------------------------
+    # -- decisions -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Make maps when events require them, until cancelled."""

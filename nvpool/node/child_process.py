@@ -1,9 +1,8 @@
 """One supervised process: started, adopted, monitored and restarted.
 
-Used by node/supervisor. Guarantees: no second process is started for a shard or target while a process holds
-its lock (run/NAME.lock), whoever started that process. A process is signalled only while it is certainly the
-intended one (pidfd). Each wait ends when a stop is requested. This module never reads the data that the
-process stores.
+Used by node/supervisor. Guarantees: no second process is started for a shard or target while any process
+holds its lock (run/NAME.lock). A process is signalled only while it is certainly the intended one (pidfd). Each
+wait ends when a stop is requested. This module never reads the data that the process stores.
 """
 
 from __future__ import annotations

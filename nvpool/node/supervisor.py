@@ -81,7 +81,7 @@ _ANSWERS_PER_PEER = 512
 Enough for one poll for each mount of a host, with space left for other peers."""
 _LOOK_S = 5.0
 _TOLD_S = 10.0
-"""Interval in which systemd is told that the start continues."""
+"""Interval of messages to systemd that the start continues."""
 _START_S = 15.0
 """Time for a store to appear when all processes start. Only then it counts as missing."""
 _DRAIN_S_MAX = 3600.0
@@ -242,7 +242,8 @@ class Supervisor:
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         primaries = {process_name(shard.id, shard.member) for shard in self._coordinator.pool_map.shards}
         children = self._children.values()
-        for ending in ([child for child in children if child.name in primaries],  # their last replies wait for standbys
+        # Primaries end first, because their last replies wait for standbys.
+        for ending in ([child for child in children if child.name in primaries],
                        [child for child in children if child.role == "meta" and child.name not in primaries],
                        [child for child in children if child.role == "store"]):
             await asyncio.gather(*(child.end(self._drain_s + 5.0, self._stop.hurry) for child in ending))
@@ -309,7 +310,8 @@ class Supervisor:
                 return begun(newest) if newest.epoch == pool_map.epoch else newest
 
             await self.leading.change(decide)
-            if looked_at[-1] == pool_map.epoch:  # else another change came first: they ended at an older epoch
+            # If the epochs differ, another change came first: the targets ended at an older epoch.
+            if looked_at[-1] == pool_map.epoch:
                 self._begun = dead
                 self.leading.grace_s = _START_S
                 return

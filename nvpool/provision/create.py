@@ -458,7 +458,8 @@ def main() -> int:
     try:
         print(json.dumps(answer | ({"code": code} if code else {})), flush=True)
     except BrokenPipeError:  # the caller was killed; the same command continues later
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that Python still flushes at exit
+        # Redirects the output that Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 

@@ -162,7 +162,7 @@ class Caller(NamedTuple):
     refused: frozenset[int]
     """Methods that the caller may not call."""
     user: Credentials | None = None
-    """The only user and groups as which the caller may act, whatever the request says.
+    """The only user and groups as which the caller may act, whatever user the request names.
 
     SOMEBODY: any user except root. None: the caller is trusted to name the user.
     """

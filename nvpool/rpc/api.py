@@ -103,7 +103,7 @@ class Credentials(NamedTuple):
 
     uid: int
     gids: frozenset[int] | BelievedGroups
-    """The group of the process and its supplementary groups, which the kernel reports since Linux 4.13."""
+    """The group of the process and its supplementary groups (reported since Linux 4.13)."""
     pid: int
 
 

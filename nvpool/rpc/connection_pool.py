@@ -215,7 +215,8 @@ class Dialer:
     def _refresh_identity(self) -> None:
         if self._greeting.identity is not None:
             with contextlib.suppress(NvpoolError):  # keep the identity that was used so far
-                self._greeting.identity.refresh()  # a process may outlive its certificate, which another process renews
+                # A process may outlive its certificate, which another process renews.
+                self._greeting.identity.refresh()
 
     async def _try(self, candidate: _Candidate) -> Connection:
         began_s = self._clock.boottime_s()
@@ -288,7 +289,8 @@ class Dialer:
                 if connection is None:
                     continue
                 if self.live(endpoints) is not replaced:
-                    await connection.close()  # the worse one ended meanwhile; the next attempt takes the best anyway
+                    # The worse one ended meanwhile; the next attempt takes the best anyway.
+                    await connection.close()
                     return
                 self._live[endpoints], self._ranks[endpoints] = connection, candidate.transport.rank
                 self._retire(endpoints, replaced)

@@ -17,7 +17,7 @@ from nvpool.rpc.api import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Greeting
 from nvpool.rpc.v1 import wire_pb2
 
 SOFTWARE = f"nvpool {VERSION}"
-"""Software name for people who read refusals and logs. The program makes no decision with it."""
+"""Software name for readers of refusals and logs. The program makes no decision with it."""
 
 HELLO_S = 10.0
 """Time limit for the Hello of a peer.

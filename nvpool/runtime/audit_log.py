@@ -112,8 +112,7 @@ class AuditLog:
             self._thread.join(CLOSE_S)
             self._thread = None
 
-    # -- in the writer thread
-    # ------------------------------------------------------------------------------------------
+    # -- in the writer thread --------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
         while (found := self._waiting.get()) is not None:

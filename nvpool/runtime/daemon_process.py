@@ -204,7 +204,7 @@ def spawn(arguments: list[str], *, pass_fds: tuple[int, ...] = ()) -> subprocess
 
 
 def keep_supervised(directory: PoolDirectory, stop: Stop) -> None:
-    """Wait in a thread for the pool directory's lock; then start a supervisor that inherits it.
+    """Wait in a thread for the pool directory's lock; then start a supervisor with it.
 
     The wait is a blocking flock: the kernel wakes exactly one process when the supervisor has ended in any
     way, also if that supervisor had only adopted us. The lock is passed on in its open file description,

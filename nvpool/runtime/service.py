@@ -70,7 +70,7 @@ class Service(Protocol):
 
 
 class Opened:
-    """What a daemon passes to its service.
+    """Environment that a daemon passes to its service.
 
     It consists of the directory, the shard or target number, the configuration, the present map, a dialer and
     the grant key.

@@ -129,7 +129,8 @@ class EtcdCalls:
                 if left_s > PAUSE_S or not (told or asked):
                     member = self._members[at % len(self._members)]
                     trying = asyncio.ensure_future(_answer(ask, member, max(0.05, min(CALL_S, left_s))))
-                    trying.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, even if late
+                    # Retrieved, even if late.
+                    trying.add_done_callback(lambda done: done.cancelled() or done.exception())
                     asked[trying] = member
                     at += 1
                 elif not asked:
@@ -197,7 +198,7 @@ class EtcdCalls:
     async def keep_alive(self, number: int, wait_s: float) -> bool:
         """Renew a lease; return whether it exists.
 
-        Its whole time then counts from within this call. Unavailable.
+        Its whole time then counts from this call. Unavailable.
         """
         try:
             call = self._members[self._at].leases.LeaseKeepAlive(timeout=min(CALL_S, wait_s), metadata=NEEDS_LEADER)

@@ -187,8 +187,7 @@ class EtcdCoordinator:
         finally:
             await calls.close()
 
-    # -- known state
-    # ---------------------------------------------------------------------------------------------------
+    # -- known state -----------------------------------------------------------------------------------------
 
     @property
     def pool_map(self) -> PoolMap:
@@ -346,7 +345,8 @@ class EtcdCoordinator:
                 # Also after a failure: the first of two attempts may have been applied.
                 await self._look()
             except Unavailable:
-                if self.pool_map != new:  # else the watch has delivered it: the new map may have ended an etcd member
+                # If they are equal, the watch has delivered the new map, which may have ended an etcd member.
+                if self.pool_map != new:
                     raise
             if self.pool_map == new or (self.pool_map.epoch > new.epoch and await self._was_made(new)):
                 return
@@ -387,7 +387,7 @@ class EtcdCoordinator:
                     reign = None
                 if reign is not None:
                     return self._kept(reign)
-                await asyncio.sleep(AGAIN_S)  # the stream may be behind what etcd has just seen
+                await asyncio.sleep(AGAIN_S)  # the stream may not yet show what etcd has just processed
             left_s = until_s - self._clock.boottime_s()
             if left_s <= 0:
                 return None
@@ -430,7 +430,7 @@ class EtcdCoordinator:
 
 
 async def _beat(stream) -> None:
-    """Request a sign of life from the stream periodically."""
+    """Send liveness requests on the stream periodically."""
     try:
         while True:
             await asyncio.sleep(BEAT_S)

@@ -69,8 +69,7 @@ class Certificates:
         """This node's certificates, in the form of `nvpool status --json`."""
         return [{"kind": kind} | _told(one) for kind, one in self.own().items()]
 
-    # -- certificates that this node has signed
-    # ------------------------------------------------------------------------
+    # -- certificates that this node has signed --------------------------------------------------------------
 
     def note_issued(self, member: str, certificate: bytes) -> None:
         """Record the newest certificate of `member`. A failed write is only logged."""

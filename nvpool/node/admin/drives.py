@@ -62,8 +62,7 @@ class Drives:
             "drive-add": self._add, "drive-drain": self._drain, "drive-remove": self._remove, "drive-replace": self._replace,
             "rebalance": self._rebalance, "replicas": self._replicas}
 
-    # -- add
-    # ---------------------------------------------------------------------------------------------------------------
+    # -- add -------------------------------------------------------------------------------------------------
 
     async def _add(self, arguments: dict) -> dict:
         new_drive = _drive_of(arguments, "drive-add")
@@ -140,8 +139,7 @@ class Drives:
 
         return await self._leading.change(decide), *numbers
 
-    # -- drain and remove
-    # ----------------------------------------------------------------------------------------------------
+    # -- drain and remove ------------------------------------------------------------------------------------
 
     async def _drain(self, arguments: dict) -> dict:
         cancel, used = bool(arguments.get("cancel", False)), await self._used()
@@ -279,8 +277,7 @@ class Drives:
         new = await self._leading.change(lambda newest: with_table(newest, replicas, answering))
         return {"replicas": replicas, "epoch": new.epoch}
 
-    # -- data movement
-    # -------------------------------------------------------------------------------------------------------
+    # -- data movement ---------------------------------------------------------------------------------------
 
     async def _rebalance(self, arguments: dict) -> dict:
         """Pause, resume or limit data movement; with none of these arguments, rebalance the chains."""
@@ -346,8 +343,7 @@ class Progress:
                 "paused": pool_map.moving.paused, "limit_bytes_s": pool_map.moving.limit_bytes_s}
 
 
-# -- values derived from a map
-# ---------------------------------------------------------------------------------------------
+# -- values derived from a map -------------------------------------------------------------------------------
 
 
 def held(pool_map: PoolMap) -> Counter[int]:

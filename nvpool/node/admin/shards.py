@@ -57,8 +57,7 @@ class MetaShards:
         self._empty_since_s: dict[int, float] = {}
         self.verbs: dict[str, Callable[[dict], Awaitable[dict]]] = {"shard-add": self._add, "shard-remove": self._remove}
 
-    # -- commands
-    # ----------------------------------------------------------------------------------------------------------
+    # -- commands --------------------------------------------------------------------------------------------
 
     async def _add(self, arguments: dict) -> dict:
         """Add a shard, which gets its share of the partitions from the others.
@@ -164,8 +163,7 @@ class MetaShards:
         return {"shard": number, "node": node, "state": state, "epoch": pool_map.epoch,
                 "partitions_to_move": partition_moves.left(pool_map, number)}
 
-    # -- removal of empty shards
-    # ---------------------------------------------------------------------------------------------
+    # -- removal of empty shards -----------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Make requested shards and, on the leader, remove empty ones, until cancelled."""
@@ -217,8 +215,7 @@ class MetaShards:
             return False
         return not status.sessions or empty_s > EMPTY_S
 
-    # -- left-over files
-    # -------------------------------------------------------------------------------------------------------
+    # -- left-over files -------------------------------------------------------------------------------------
 
     def left_behind(self, pool_map: PoolMap) -> list[Path]:
         """Directories on this node of shards that have left the pool."""

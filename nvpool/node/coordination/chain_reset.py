@@ -47,7 +47,7 @@ class NewChains:
         self._has_ended = has_ended
         self._clock = clock
         self._since_s: dict[int, float] = {}
-        """Given-up targets that were the last of a chain -> since when it is known here."""
+        """Given-up targets that were the last of a chain -> start of the wait."""
 
     async def run(self) -> None:
         """Reset chains periodically, until cancelled."""

@@ -2,7 +2,7 @@
 
 Run by node/supervisor. poolmap/nodes/etcd_membership decides the steps from the map, which records the
 progress of each member: so every step may be interrupted, and the next leader continues. A node does what its
-own map entry says (node/coordination/map_backend owns the process and its data). It gets the keys of the
+own map entry requires (node/coordination/map_backend owns the process and its data). It gets the keys of the
 pool's CAs when it has become a member, and deletes them when it is no longer one. Every few seconds each node
 publishes that it is present and whether its member answers. Nothing is changed while etcd is unreachable.
 """
@@ -70,7 +70,7 @@ class EtcdKeeper:
         self._turned_away = False
         """Whether the other nodes report that this node is not in the pool.
 
-        This can be so whatever our map says."""
+        Our own map may still name this node."""
         self._hung_up = 0
         """Last removal for which our member was restarted."""
 
@@ -85,8 +85,7 @@ class EtcdKeeper:
         inner = self._keeper.relay.inner
         return inner if isinstance(inner, EtcdCoordinator) else None
 
-    # -- presence
-    # ----------------------------------------------------------------------------------------------------------
+    # -- presence --------------------------------------------------------------------------------------------
 
     async def _announce(self) -> None:
         lease, said = None, b""
@@ -158,7 +157,8 @@ class EtcdKeeper:
         keeper.use(etcd_membership.clients(pool_map))
         entry, own = of_node(pool_map, self._node), keeper.own
         if entry is None or entry.state == "lost":
-            if own is not None and not own.alone and own.generation < pool_map.epoch:  # else newer (`recover`)
+            # A member with a newer generation comes from `recover`.
+            if own is not None and not own.alone and own.generation < pool_map.epoch:
                 log.info("this node keeps the pool map no more")
                 await keeper.give_place_up()
             if self._node in etcd_membership.lets_in(pool_map):
@@ -256,8 +256,7 @@ class EtcdKeeper:
             if newer is not None:
                 self._keeper.learn(newer)
 
-    # -- changes while this node leads
-    # -------------------------------------------------------------------------------------
+    # -- changes while this node leads -----------------------------------------------------------------------
 
     async def _lead(self) -> None:
         epoch = -1
@@ -354,8 +353,7 @@ class EtcdKeeper:
         known = [node for node in self._keeper.relay.pool_map.nodes if node.id in nodes and node.id != self._node]
         return [node.id for node, told in zip(known, await asyncio.gather(*map(answers, known)), strict=True) if told]
 
-    # -- status
-    # ------------------------------------------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
         """Problems of the map's etcd, as sentences for `nvpool status`."""

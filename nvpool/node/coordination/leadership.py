@@ -38,7 +38,7 @@ from nvpool.rpc.v1.pool_pb2 import AliveRequest, Forwardable, Forwarded
 _LEAD_S = LEASE_S_MIN
 """Leadership lease; a heartbeat is written each fifth of it.
 
-After this time another node leads when the leader's node is gone, which everything on that node waits for. On
+After this time another node leads if the leader's node has failed, and everything on that node waits for that. On
 two busy cores a heartbeat takes up to half a second; the next heartbeats do not wait for it."""
 _RETRY_S = 0.5
 _PASSED_ON_MAX = 1024
@@ -70,7 +70,7 @@ class Reign:
     """Whether all leases that were granted before this leadership have ended.
 
     Leases never outlast the leader's own certain lease. So it is True if the former leader has led for longer
-    than any other lease lasts: this node has seen that, or the former leader's last heartbeat says so."""
+    than any other lease lasts: this node has seen that, or the former leader's last heartbeat reports it."""
     gone: int | None = None
     """Node that led before, if it was another one. Nothing was heard of that node since."""
 
@@ -241,7 +241,8 @@ class Leading:
 
     async def _tell_death(self, target: int, pid: int) -> None:
         def decide(newest: PoolMap) -> PoolMap:
-            return died(newest, {target}) if self._pid_of(target) in (0, pid) else newest  # else a new process serves it
+            # No change if a new process serves the target.
+            return died(newest, {target}) if self._pid_of(target) in (0, pid) else newest
 
         try:
             await self.change(decide)
@@ -283,11 +284,10 @@ class Leading:
             call.fail(error)
 
     def _hops(self, call: Call, forwarded: Forwarded) -> int:
-        """Number of supervisors that have forwarded the request, as it says. AccessDenied: its certificate
-        contradicts.
+        """Number of supervisors that have forwarded the request, as recorded in it.
 
-        The certificate alone is not enough: over TCP the processes of this node present the same one as its
-        supervisor.
+        AccessDenied: the peer's certificate contradicts the record. The certificate alone is not enough: over TCP
+        the processes of this node present the same one as its supervisor.
         """
         member = call.peer.member
         if not member:
@@ -300,12 +300,13 @@ class Leading:
             return forwarded.hops
         if forwarded.hops:
             raise AccessDenied(f"{member} passes a request on in the name of node {forwarded.node}, which it is not")
-        return 1  # another node's supervisor of version 0.1.0 or older, which does not mark forwarded requests
+        # Another node's supervisor of version 0.1.0 or older, which does not mark forwarded requests.
+        return 1
 
     async def ask_leader(self, call: Call) -> bytes | None:
         """Forward a local process's request to the leader and return the answer.
 
-        None: this node leads. The request itself says whether it was forwarded (`Forwarded`). AccessDenied:
+        None: this node leads. The request itself records whether it was forwarded (`Forwarded`). AccessDenied:
         its certificate contradicts. NotLeader: no node leads, the leader is unreachable, or the request was
         already forwarded; `may_be_applied` is set if the request was sent to a node that led until then.
         """
@@ -388,7 +389,8 @@ class Leading:
                 error = answered.exception()
                 if error is None:
                     return answered.result()
-                if isinstance(error, Fenced) or not isinstance(error, Unavailable):  # refused by the leader, not the relay
+                # The refusal comes from the leader, not from the relay.
+                if isinstance(error, Fenced) or not isinstance(error, Unavailable):
                     raise error
                 may_be_applied |= error.may_be_applied
         error = direct.exception()

@@ -56,7 +56,7 @@ _SURE_S = 15.0
 """Silence of etcd before it is given up: longer than an election, with more than one attempt for each
 member."""
 EPOCHS_SKIPPED = 1000
-"""Epochs that the map skips after a recovery: more than others may have seen of the lost changes."""
+"""Epochs that the map skips after a recovery: more than the lost ones that others may have seen."""
 
 
 class MapKeeper:
@@ -113,8 +113,7 @@ class MapKeeper:
                               self._before_start)
             self._keeper = asyncio.ensure_future(self.etcd.keep(self._stopping))
 
-    # -- this node's etcd member
-    # -------------------------------------------------------------------------------------------
+    # -- this node's etcd member -----------------------------------------------------------------------------
 
     @property
     def own(self) -> OwnMember | None:
@@ -363,8 +362,7 @@ class MapKeeper:
         await self.start_again()
         log.warning("this node's member of etcd is the only one now")
 
-    # -- from the embedded coordinator to etcd
-    # ------------------------------------------------------------------------------
+    # -- from the embedded coordinator to etcd ---------------------------------------------------------------
 
     async def move(self) -> None:
         """Move the map to etcd; on return it is there. Does nothing if it already was.
@@ -443,8 +441,7 @@ class MapKeeper:
         write_map_location(self._directory, location)
         self._location = location
 
-    # -- close
-    # ----------------------------------------------------------------------------------------------------------------
+    # -- close -----------------------------------------------------------------------------------------------
 
     async def close(self, drain_s: float, hurry: asyncio.Event, *, stop: bool) -> None:
         """Close the coordinator. With `stop` the etcd member ends too, else the next process adopts it."""

@@ -251,7 +251,8 @@ class ShardKeeper:
                 if reign is None:
                     continue
                 if heard[0] != shard.term:
-                    self._heard[shard.id] = heard = shard.term, now_s  # a new primary: it has a whole lease to report
+                    # A new primary: it has a whole lease to report.
+                    self._heard[shard.id] = heard = shard.term, now_s
                 if now_s - heard[1] <= self._lease_s:
                     continue
             if shard_members.up_standbys(shard):

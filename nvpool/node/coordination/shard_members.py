@@ -175,8 +175,7 @@ class ShardPlaces:
                 log.info("the primary of shard %d, member %d, ends so that another member follows it", shard.id, shard.member)
                 self._again(process_name(shard.id, shard.member))
 
-    # -- admin commands
-    # --------------------------------------------------------------------------------------------------------
+    # -- admin commands --------------------------------------------------------------------------------------
 
     async def _wish_standbys(self, arguments: dict) -> dict:
         try:

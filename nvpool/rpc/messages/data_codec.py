@@ -61,8 +61,7 @@ LOCATE_BYTES_MAX = 2 << 20
 _BLOCK_MASK = BLOCK_BYTES - 1
 
 
-# -- the most common messages without protobuf: the same bytes, a quarter of the time
-# ------------------------------------------
+# -- the most common messages without protobuf: the same bytes, a quarter of the time ------------------------
 
 _READ_REQUEST = Struct("<BQBBBB60sBB24s")
 _READ_REQUEST_BYTES = _READ_REQUEST.size
@@ -229,7 +228,7 @@ def pack_writes(entries: Iterable[tuple[int, int, int, int, int, int, int, int]]
 
 
 def unpack_writes(raw, grant_count: int, payload_bytes: int, checksums) -> list[tuple[int, int, int, int, int, int, int, int]]:
-    """Return (inode, cut, sequence, index, offset, length, grant, flags) of each write.
+    """Return the fields of each write, as in WRITE_ENTRY.
 
     Each write lies inside the largest chunk and names a grant of the request. Payload and checksums have the
     length that the writes require. InvalidRequest: otherwise.

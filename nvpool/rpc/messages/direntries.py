@@ -17,7 +17,7 @@ from nvpool.core.grants import GRANT_BYTES
 from nvpool.rpc.v1.meta_pb2 import Attr, DirEntry
 
 ENTRY = struct.Struct("<QQIIIIQQqqqQQIHBBQQBB")
-"""Fields of an entry: cursor behind it, attributes as in Attr, promised, length of the name.
+"""Fields of an entry: cursor after it, attributes as in Attr, promised, length of the name.
 
 The attributes are inode, mode, links, uid, gid, size, blocks, atime_ns, mtime_ns, ctime_ns, change, cut,
 rdev, table, chunk_bits, flags, parent and punches. `promised`: the reply's lease_ms holds for the inode."""
@@ -103,7 +103,7 @@ class Listed:
         return found
 
     def cursor(self, at: int) -> int:
-        """Cursor that continues the listing behind the entry."""
+        """Cursor that continues the listing after the entry."""
         return self.words[at][_CURSOR]
 
     def is_promised(self, at: int) -> bool:

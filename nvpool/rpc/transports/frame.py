@@ -10,8 +10,8 @@ Header, 32 bytes, little-endian:
     6-7     reserved u16    0
     8-11    number u32      of the request, chosen by the client, unique among its pending requests · HELLO: 0
     12-15   deadline u32    REQUEST: milliseconds left when it was sent · else 0
-    16-19   message u32     bytes of the message behind the header, at most MESSAGE_BYTES_MAX
-    20-23   payload u32     bytes of the payload behind the message, at most PAYLOAD_BYTES_MAX
+    16-19   message u32     bytes of the message after the header, at most MESSAGE_BYTES_MAX
+    20-23   payload u32     bytes of the payload after the message, at most PAYLOAD_BYTES_MAX
     24-27   message crc u32 CRC32C of the message
     28-31   header crc u32  CRC32C of bytes 0-27
 
@@ -98,7 +98,8 @@ def read_head_plain(buffer: bytearray, begin: int, end: int, whole_max: int) -> 
 
 def _read_head_compiled(buffer: bytearray, begin: int, end: int, whole_max: int) -> tuple[int, int, int, int, bytes, int] | int:
     found = _frame.read_head(buffer, begin, end, whole_max)
-    return found if found is not None else read_head_plain(buffer, begin, end, whole_max)  # raises the exact error
+    # For an invalid frame the plain version raises the exact error.
+    return found if found is not None else read_head_plain(buffer, begin, end, whole_max)
 
 
 pack_head = pack_head_plain if _frame is None else _frame.pack_head

@@ -309,7 +309,7 @@ class _Served(_Sending, Answerer):
             await asyncio.wait([reader, writer])
             for task in (reader, writer):
                 if not task.cancelled():
-                    task.exception()  # retrieve it: the stream is gone, nobody can be told
+                    task.exception()  # retrieve it: the stream has ended, so nobody can get it
 
     async def _greet(self) -> bool:
         greeting = self._listener.greeting

@@ -7,13 +7,13 @@ Both sides exchange the addresses of their UCX workers and create endpoints to o
 one too, although it sends nothing through it: UCX ends a process that learns of a peer's death through an
 endpoint without an owner. Then the client gives the server a key to its memory, the server writes a few bytes
 there, and once they have arrived both know that RDMA works. Otherwise the connection stays a plain stream,
-and the log says why.
+and the log gives the reason.
 
 **Requests.** A request may carry the address of a buffer in front of its message: (key, offset, length,
 method), 14 bytes. The store writes the payload of the whole batch there, waits until the payload has arrived
 (flush), and sends the small frame of the reply, with statuses and checksums, over the stream; the deadline
 field of that frame contains the number of bytes written. Everything else (requests, small replies, errors,
-cancellation, draining) uses the stream. Where the store can access the buffer itself (shared memory), its
+cancellation, draining) uses the stream. If the store can access the buffer itself (shared memory), its
 handler may fill the buffer before it answers (Call.room): the drive's pages are copied there, without another
 buffer and a put between.
 
@@ -370,7 +370,8 @@ class RdmaServed(StreamServed):
         elif kind == CANCEL and number in self._places:
             super()._deliver(kind, code, number, deadline_ms, message, payload)
             self._filled.pop(number, None)
-            if self._places.pop(number, None) is not None:  # tells the client that we no longer write to the buffer
+            # The answer means: we no longer write to the buffer.
+            if self._places.pop(number, None) is not None:
                 status, text = encode_error(Cancelled("given up"))
                 super()._send_answer(number, status, text, (), 0)
             return
@@ -405,7 +406,7 @@ class RdmaServed(StreamServed):
             elif word == FAILED:
                 _log.info("no RDMA with %s: %s", self._who(), bytes(said).decode(errors="replace"))
                 self._unlink()
-            elif self._endpoint is not None or word not in (KEY, TRY):  # those two may have crossed our FAILED
+            elif self._endpoint is not None or word not in (KEY, TRY):  # they may have crossed our FAILED
                 raise CorruptFrame(f"word {word} out of place")
         except (NotSupported, ucx.Error) as error:
             self._failed(str(error))

@@ -317,7 +317,8 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
         _End.__init__(self, listener.loop)
         self._listener = listener
         self._at_once = getattr(listener.handler, "at_once", None)
-        self._later = self if type(self) is StreamServed else None  # a derived class may send replies by another path
+        # A derived class may send replies by another path.
+        self._later = self if type(self) is StreamServed else None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._greeted = False
         self._entered: Share | None = None
@@ -344,7 +345,8 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     def _refuse(self, error: NvpoolError) -> None:
         code, message = encode_error(error)
         self._send(pack_head(HELLO, code, 0, 0, message, 0), (), 0, gather=False)
-        self._end(str(error), logged=not isinstance(error, Busy))  # the limits module logs Busy, at a bounded rate
+        # The limits module logs Busy, at a bounded rate.
+        self._end(str(error), logged=not isinstance(error, Busy))
 
     def _place(self, kind, number, payload_bytes):
         if kind != REQUEST:
@@ -568,7 +570,7 @@ class UnixStreamTransport(StreamTransport):
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
         """Listen as StreamTransport.listen does. A socket file without a listener is replaced.
 
-        Only this user may connect; every user of this host if the greeting says so (`local_users`).
+        Only this user may connect; every user of this host if the greeting allows it (`local_users`).
         """
         where = parse_endpoint(endpoint)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
