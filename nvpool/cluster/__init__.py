@@ -1,1 +1,1 @@
-"""Coordinator of a pool: stores the pool map, leases and the leader, and decides map changes."""
+"""Coordination of a pool: stores the pool map, leases and the leader, and makes map changes."""

@@ -1,2 +1,1 @@
-"""Remote procedure calls: connections, transports, limits, access control and error codes of the wire
-protocol."""
+"""Remote procedure calls: connections, transports, limits, access control and wire error codes."""

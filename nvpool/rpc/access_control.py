@@ -174,7 +174,7 @@ class Callers:
     def __init__(self, operators: int | None = None, *, strangers: bool = False) -> None:
         """`operators`: id of the operator group.
 
-        `strangers`: peers without a certificate are accepted, as strangers.
+        `strangers`: peers without a certificate are accepted, with `Role.STRANGER`.
         """
         self.operators = operators
         self._strangers = strangers

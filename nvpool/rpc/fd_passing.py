@@ -6,8 +6,7 @@ SO_PEERGROUPS), which the kernel reports and a process cannot forge. Asyncio's t
 descriptors, so this is a second socket beside the one for requests. The message, little-endian, with a golden
 file in tests/golden/short-cut.json:
 
-    magic "NPfd" · version u16 = 2 · status u16 (0, or the wire code of an error) · text of the server, up to
-    256 bytes
+    magic "NPfd" · version u16 = 2 · status u16 (0, or an error's wire code) · server's text, up to 256 bytes
 
 The server never waits for a peer: a response fits into the socket's buffer, and a peer that has disconnected
 loses it.

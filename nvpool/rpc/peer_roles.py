@@ -59,8 +59,8 @@ def with_address(peer: Peer, transport: asyncio.BaseTransport) -> Peer:
 def role_of(peer: Peer, operators: int | None = None) -> Role:
     """Role of the peer. `operators` is the id of the operator group, None if there is none.
 
-    On a connection that admits peers without a certificate, the listener refuses such a peer before it calls
-    this.
+    On a connection that admits peers without a certificate (TLS), such a peer must be handled before this is
+    called.
     """
     return _role(peer.member, peer.credentials, operators)
 

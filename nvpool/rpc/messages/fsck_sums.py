@@ -2,10 +2,9 @@
 
 Little-endian, one after the other:
 
-    sum    inode u64 · names i32 · subdirectories i32 · entries i32 · parents u64 · length of the key u16 ·
-    key
-    copy   directory u64 · shard u16 (0: its own record) · flags u16 · mode u16 · uid u32 · gid u32 · table u8
-    · chunk_bits u8
+    sum    inode u64 · names i32 · subdirectories i32 · entries i32 · parents u64 · key length u16 · key
+    copy   directory u64 · shard u16 (0: its own record) · flags u16 · mode u16 · uid u32 · gid u32 ·
+           table u8 · chunk_bits u8
 
 Written by meta/fsck/walker, combined by sdk/fsck/check. The module also encodes arrays of numbers: inodes of
 8 bytes, partitions of 2 bytes, or one bit per partition.

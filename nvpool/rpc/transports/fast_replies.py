@@ -1,5 +1,4 @@
-"""Fast path for small messages: received frames are handled without creating a Call or calling per-frame
-code.
+"""Fast path for received frames: they are answered or dispatched without creating a Call.
 
 A client dispatches successful replies in one compiled step. A server lets the handler answer the frames that
 have just arrived, from bytes to bytes; this requires that all earlier bytes were processed, responses are not
