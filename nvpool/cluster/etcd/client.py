@@ -2,7 +2,8 @@
 
 The messages and stubs are those that the package aetcd has generated from etcd's own definitions (protocol
 version 3.4 and later). aetcd's client is not used: it talks to one host, without certificates, and its watch
-ends with its stream. Used by cluster/etcd/coordinator and cluster/etcd/leases only.
+ends with its stream. Used by the other modules of cluster/etcd; node/coordination and provision use
+`Certificates` and `answers_alone`.
 """
 
 from __future__ import annotations

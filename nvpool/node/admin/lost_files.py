@@ -1,6 +1,6 @@
 """Files lost with removed drives, for `nvpool status`: the first few, found in a short time and cached.
 
-`nvpool fsck` lists all of them. Used by node/supervisor."""
+`nvpool fsck` lists all of them. Used by node/status."""
 
 from __future__ import annotations
 

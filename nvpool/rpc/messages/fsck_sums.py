@@ -6,7 +6,7 @@ Little-endian, one after the other:
     copy   directory u64 · shard u16 (0: its own record) · flags u16 · mode u16 · uid u32 · gid u32 ·
            table u8 · chunk_bits u8
 
-Written by meta/fsck/walker, combined by sdk/fsck/check. The module also encodes arrays of numbers: inodes of
+Written by meta/fsck/walker, combined by sdk/fsck. The module also encodes arrays of numbers: inodes of
 8 bytes, partitions of 2 bytes, or one bit per partition.
 """
 

@@ -1,7 +1,6 @@
 """Socket options, TLS options and error translation of the stream transports.
 
-Used by rpc/transports/stream, rpc/transports/sync_stream and rpc/transports/tls_server. No function here
-waits.
+Used by rpc/transports/stream and rpc/transports/sync_stream. No function here waits.
 """
 
 from __future__ import annotations
