@@ -3,7 +3,7 @@
 Used by the programs of daemons/ and mountd/, and by node/child_process for `spawn`. Guarantees: SIGTERM or
 SIGINT requests an orderly end, and a second one a quick end. An unhandled error ends the program with the
 reason in the log and an exit code for the error's family. A lock descriptor never reaches a started program
-unless it is passed on purpose. This module is the only importer of uvloop.
+unless it is passed on purpose. Daemons use uvloop only through this module.
 """
 
 from __future__ import annotations

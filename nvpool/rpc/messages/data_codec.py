@@ -44,9 +44,9 @@ BATCH_ENTRIES_MAX = 8192
 ASKER_KEEPS = 1
 """Flag of a read: the client caches the data itself, so the drive's cache need not keep them."""
 ALL_OF_BLOCKS = 1
-"""Flag of a write: in partly changed blocks, the file has no other bytes.
+"""Flag of a write: the file has no other bytes in the blocks it changes in part.
 
-It has had none since its chain was reset."""
+The file has had no such bytes since its chain was reset."""
 UNCHECKED = 1
 """Flag of a read result: the store has not compared these blocks with their checksums."""
 

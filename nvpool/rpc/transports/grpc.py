@@ -1,7 +1,7 @@
 """Transport `grpc://host:port`: Frame messages on one bidirectional gRPC stream (service Exchange).
 
 For networks and programs that use gRPC; slower than `stream` for single messages, good for batches. The
-semantics are those of `stream`. This is the only module that imports grpc. The schema is in
+semantics are those of `stream`. Only this module of rpc imports grpc. The schema is in
 proto/nvpool/v1/wire.proto. gRPC receives frames as bytes: protobuf encodes the fields of a Frame except the
 payload, and the payload field is appended behind them. That is allowed because the order of fields is free
 (protobuf.dev/programming-guides/encoding), and it saves two copies of the payload.

@@ -62,9 +62,9 @@ WRITE_LOW_BYTES = 256 << 10
 BACKLOG = 1024
 
 GATHER_IN_FLIGHT = 4
-"""Pending requests above which more are likely in this loop iteration.
+"""Number of pending requests from which on more are likely in the same loop iteration.
 
-Their frames are then sent together at its end.
+The frames of that iteration are then sent together at its end.
 """
 
 
