@@ -1,1 +1,1 @@
-"""Coordinator of a pool: holds the pool map and decides its changes."""
+"""Coordination of a pool: stores the pool map, leases and the leader, and makes map changes."""

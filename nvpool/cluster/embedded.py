@@ -1,10 +1,12 @@
-"""The coordinator of a pool on one machine: the pool map in the engine of kv/, and a copy as poolmap.json for all to read.
+"""Coordinator of a pool on one machine: the pool map in the engine of kv/, with a copy in poolmap.json.
 
-Called by the supervisor, which alone has DIR/lock. Guarantees the order: a map is durable in the records, then in
-poolmap.json, then watchers are told. A crash between leaves a copy that is older by one, which `open` mends. Leases here hold
-until they are given up: whoever has one lives in this process.
+Used by the supervisor, which alone holds DIR/lock. The order is guaranteed: a map is first durable in the
+records, then in poolmap.json, then watchers are notified. A crash in between leaves a copy that is one map
+older; `open` repairs it. Leases here last until they are released, because every holder lives in this
+process.
 
-Keys: b"map" (JSON of poolmap/model), b"map/" + epoch as u64 big-endian (the last KEPT_MAPS maps, for an operator's eyes).
+Keys: b"map" (JSON of poolmap/model), b"map/" + epoch as u64 big-endian (the last KEPT_MAPS maps, for
+operators to inspect).
 """
 
 from __future__ import annotations
@@ -69,7 +71,10 @@ class EmbeddedCoordinator:
 
     @classmethod
     async def found(cls, kv: Kv, first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None) -> EmbeddedCoordinator:
-        """A coordinator over an empty `kv` that begins with the map `first`. InvalidRequest when there is a map already."""
+        """Create a coordinator over an empty `kv` with `first` as its map.
+
+        InvalidRequest: `kv` already has a map.
+        """
         if kv.get(_NEWEST) is not None:
             raise InvalidRequest("these records hold a pool map already")
         if problems := check_map(first):
@@ -82,7 +87,10 @@ class EmbeddedCoordinator:
 
     @classmethod
     async def open(cls, kv: Kv, publish: Callable[[bytes], None] = lambda raw: None) -> EmbeddedCoordinator:
-        """The coordinator over what `kv` holds, and the copy written anew. CorruptRecord when there is no map or a bad one."""
+        """Open the coordinator of the map in `kv` and rewrite the copy.
+
+        CorruptRecord: no map, or an invalid one.
+        """
         raw = kv.get(_NEWEST)
         if raw is None:
             raise CorruptRecord("the coordinator's records hold no pool map")
@@ -108,11 +116,12 @@ class EmbeddedCoordinator:
                 raise InvalidRequest("; ".join(problems))
             raw = encode_map(new)
             await self._kv.room()
-            # It takes the place of older maps: on a full drive too, since no target is started again without a new map.
+            # The write replaces older maps, so it is allowed on a full drive: no target restarts without a
+            # new map.
             sequence = self._kv.apply([(_NEWEST, raw), (_kept(new.epoch), raw), (_kept(max(0, new.epoch - KEPT_MAPS)), None)],
                                       reclaims=True)
             await self._kv.sync(sequence)
-            self._told.pool_map = new  # durable: from here on only forward, even where the copy can not be written
+            self._told.pool_map = new  # durable: no way back from here, even if the copy cannot be written
             try:
                 self._publish(raw)
             except OSError as error:

@@ -1,16 +1,22 @@
-"""The manager: turns signs of life, deaths and the operator's wishes into new pool maps.
+"""Target failure manager: turns heartbeats, deaths and operator requests into new pool maps.
 
-What follows from what is decided by pure functions (poolmap/chains/transitions, poolmap/chains/rebalance); here is when. There
-is one in a pool: who leads makes it, and the signs of life of all nodes come to it (node/coordination/leadership): `alive` with
-each, `died` when a process has ended; `run` is its task.
-Guarantees: each map is made from the newest one and decided again when somebody else was first; what comes together becomes
-one map; but for deaths at most a few maps a second; a target that serves under a lease is replaced only when its whole lease
-has gone by without a sign, or when its process is known to be dead, and from the decision on it gets no lease before it knows
-that. Nothing it must remember is only here: a manager that begins gives all targets a lease's time (those on the node that led
-before, and is likely to be gone as a whole, the rest of theirs), and leases only to those that know the map of its beginning.
+Pure functions decide the next map (poolmap/chains/transitions, poolmap/chains/rebalance); this module decides
+when. A pool has one manager, which the leader creates and to which the heartbeats of all nodes go
+(node/coordination/leadership): `alive` for each heartbeat, `died` when a process has ended; `run` is the
+manager's task.
 
-A lease counts from the sending of a sign of life there and from its arrival here, which is later: so it has ended there before
-anything is decided here.
+Guarantees:
+
+* Each map is made from the newest one, and decided again if another change came first. Events that arrive
+  together become one map. Except for deaths there are at most a few maps a second.
+* A target that serves under a lease is replaced only if its whole lease has passed without a heartbeat, or if
+  its process is known to be dead. From that decision on, the target gets no lease until it knows the new map.
+* All state in this module can be lost. A new manager gives every target one lease time before it counts as
+  silent. Targets on the node that led before, which is probably dead as a whole, get only the rest of their
+  lease. The manager grants leases only to targets that know the map of its start.
+
+A lease counts from the sending of a heartbeat at the target and from the arrival here, which is later. So the
+lease has ended at the target before anything is decided here.
 """
 
 from __future__ import annotations
@@ -33,26 +39,32 @@ from nvpool.poolmap.nodes.broken_links import BROKEN, cut_off, is_replaceable
 from nvpool.rpc.v1.pool_pb2 import AliveReply, AliveRequest
 
 LEASE_S = 2.7
-"""Of a target. One that falls silent is out of its chains within 3 s; one that busy processors keep waiting for 2 s is not."""
+"""Lease of a target.
+
+A silent target is out of its chains within 3 s; a target that busy processors delay for 2 s is not."""
 LENT_S = LEASE_S * 0.95
-"""What it is told: its clock may be slower than ours by so much."""
+"""Lease time that is sent to a target: its clock may be slower than ours by the difference."""
 BEAT_S = 0.4
-"""Between two signs of life: five may be lost."""
+"""Interval of heartbeats: five may be lost."""
 OUTLIVES_S = 1.0
-"""A target's lease lives no longer than this after its leader's: so soon after the beginning of the next one nothing that was
-given before is left. It is the time in which targets find him, so that those that live serve on without a pause."""
+"""How long a target's lease may outlive the leader's lease.
+
+That soon after the start of the next leader, no lease of the previous one is left. It is also the time in
+which targets find the new leader, so that live targets serve on without a pause."""
 EQUAL = struct.Struct("<IIQ")
 """One chain of AliveRequest.equal: table, chain, epoch of the chain."""
 _GATHER_S = 0.1
-"""Before a map is made of what can wait: the reports of several targets become one."""
+"""Delay before a map that is not urgent.
+
+With it the reports of several targets become one map."""
 _PAUSE_S = 0.25
-"""Between two maps, but for deaths."""
+"""Pause between two maps, except for deaths."""
 _TICK_S = 0.25
 _LATER_S = 0.005
-"""So that what has ended has ended by any rounding."""
+"""Margin, so that a lease that has ended has ended by any rounding."""
 _RETRY_S = 1.0
 _GIVE_UP_AGAIN_S = 60.0
-"""After it was seen that the others have no room for what a target held that is away."""
+"""Retry interval when the others had no space for an absent target's data."""
 _CHANGE_TRIES_MAX = 100
 _EQUAL_MAX = 1 << 16
 _UNREACHABLE_MAX = 1024
@@ -61,7 +73,7 @@ log = logging.getLogger("nvpool.cluster.manager")
 
 
 class _Heard:
-    """The last sign of life of a target."""
+    """Last heartbeat of a target."""
 
     __slots__ = ("at_s", "pid", "epoch", "equal", "copied_bytes", "used_bytes", "verifier", "unreachable")
 
@@ -78,9 +90,12 @@ class _Heard:
 
 async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap], leader: Lease | None = None, *,
                  certain: bool = False) -> PoolMap:
-    """The newest map after what `decide` makes of it; the same one where that changes nothing. `decide` returns a map of the
-    same epoch, or of the next, is asked again when somebody else was first, and may refuse by raising. Busy; else as of
-    Coordinator.replace. `certain`: also where nothing is to be changed, by the map that we know, this is looked at anew."""
+    """Apply `decide` to the newest map and replace the map; return the newest map afterwards.
+
+    `decide` returns a map of the same epoch (nothing to change) or of the next. It is called again if another
+    change came first, and may refuse by raising. `certain`: if nothing is to be changed, read the newest map
+    before believing that. Busy: the map changes all the time. Other errors are those of Coordinator.replace.
+    """
     for _ in range(_CHANGE_TRIES_MAX):
         now = coordinator.pool_map
         new = transitions.sealed(now, decide(now))
@@ -99,14 +114,18 @@ async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap],
 class Manager:
     def __init__(self, coordinator: Coordinator, *, clock: Clock = SYSTEM_CLOCK, leader: Lease | None = None,
                  grace_s: float = LEASE_S, replace_after_s: float = 0.0, gone: int | None = None):
-        """`leader`: the lease under which maps are made and leases given; without one we are known to be alone. `grace_s`:
-        before a target that was never heard counts as silent; at least a lease. `replace_after_s`: before a target that is down
-        is given up, counted from its last sign of life or our beginning; 0: never. `gone`: the node that led before, whose
-        reign was over as a whole before ours began."""
+        """Create the manager of a new leader.
+
+        `leader`: lease under which maps are made and leases granted; None: this process is the only manager.
+        `grace_s`: time before a target without any heartbeat counts as silent; at least LEASE_S.
+        `replace_after_s`: time before a target that is down is given up, counted from its last heartbeat or
+        from the start of this manager; 0: never. `gone`: node that led before and whose leadership lease
+        expired completely before ours began.
+        """
         self._gone = gone
         self._replace_after_s = replace_after_s or inf
         self._refused = ("", 0.0)
-        """Why the last target that was away could not be given up, and until when nobody tries again."""
+        """Why the last absent target could not be given up, and the next attempt's time."""
         self._grace_s = max(grace_s, LEASE_S)
         self._coordinator = coordinator
         self._clock = clock
@@ -115,23 +134,29 @@ class Manager:
         self._began_epoch = coordinator.pool_map.epoch
         self._heard: dict[int, _Heard] = {}
         self._dead: dict[int, int] = {}
-        """Target -> the process of it that has ended; until another one gives a sign of life."""
+        """Target -> its process that has ended; kept until another process sends a heartbeat."""
         self._epoch_min: dict[int, int] = {}
         self._withheld: set[int] = set()
-        """Targets whose places are being taken at this moment, or were perhaps: they get no lease."""
+        """Targets that are being replaced now, or perhaps were: they get no lease."""
         self._cut_off: dict[int, float] = {}
-        """Targets behind a broken link between two nodes, which are to leave their chains -> since when they get no lease."""
+        """Targets behind a broken link between two nodes -> since when they get no lease.
+
+        They must leave their chains."""
         self._seen = coordinator.pool_map
         self._changed_at: dict[ChainName, int] = {}
-        """Chain -> epoch of the map since when it is as it is, as far as it changed in our time."""
+        """Chain -> map epoch of its last change, if it changed during this manager's time."""
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
 
-    # -- what comes in -----------------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------
 
     def alive(self, request: AliveRequest) -> AliveReply:
-        """A target's sign of life; what it may do. WrongTarget for one that is not in the pool, Fenced for one whose process is
-        known to have ended, or that is lost, Unavailable when we do not lead any more."""
+        """Process a target's heartbeat and return its lease.
+
+        WrongTarget   the target is not in the pool
+        Fenced        the target is lost, or this process of it is known to have ended
+        Unavailable   this node does not lead any more
+        """
         if self._leader is not None and not self._leader.holds:
             raise Unavailable("another one leads this pool now", retry_after_s=0.1)
         pool_map = self._coordinator.pool_map
@@ -147,7 +172,7 @@ class Manager:
             self._news.set()
         heard.at_s, heard.pid, heard.epoch = self._clock.boottime_s(), request.pid, request.epoch
         heard.copied_bytes, heard.used_bytes, heard.verifier = request.copied_bytes, request.used_bytes, request.verifier
-        if heard.verifier != target.verifier and heard.verifier:  # it answers nobody until the map has it
+        if heard.verifier != target.verifier and heard.verifier:  # it serves only once the map has it
             self._urgent.set()
             self._news.set()
         if heard.unreachable != (unreachable := frozenset(request.unreachable[:_UNREACHABLE_MAX])):
@@ -173,19 +198,20 @@ class Manager:
         return any(chain.leaving or chain.joining for table in pool_map.tables for chain in table.chains)
 
     def died(self, targets: Mapping[int, int]) -> None:
-        """The processes (target -> pid) have certainly ended: their places are taken at once."""
+        """Report that these processes (target -> pid) have certainly ended: the targets are replaced
+        immediately."""
         self._dead |= targets
         self._urgent.set()
         self._news.set()
 
     def look(self) -> None:
-        """The map has changed by another hand: see what follows."""
+        """Check the map, which another process has changed, for what follows."""
         self._news.set()
 
-    # -- what is known -----------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
 
     def answering(self, target: int) -> bool:
-        """Whether the target is known neither to be dead nor to be silent."""
+        """Whether the target is known to be neither dead nor silent."""
         return target not in self._dead and self._last_s(target) + LEASE_S >= self._clock.boottime_s()
 
     def _last_s(self, target: int) -> float:
@@ -196,28 +222,30 @@ class Manager:
         return self._began_s + (OUTLIVES_S if is_gone else self._grace_s) - LEASE_S
 
     def serving(self) -> frozenset[int]:
-        """Targets that have given a sign of life in the last lease."""
+        """Targets that have sent a heartbeat within the last lease time."""
         return frozenset(target for target in self._heard if self.answering(target))
 
     def unaware(self, epoch: int) -> list[int]:
-        """Targets that may serve and have not said that they know the map of this epoch. A target that serves nothing is left
-        out: it begins with the newest map."""
+        """Targets that may serve and have not confirmed the map of this epoch.
+
+        A target that serves nothing is left out: it starts with the newest map.
+        """
         return [target.id for target in self._coordinator.pool_map.targets
                 if target.state not in ("down", "gone") and not target.is_over and target.id not in self._dead
                 and (target.id not in self._heard or self._heard[target.id].epoch < epoch)]
 
     def used_bytes(self) -> dict[int, int]:
-        """Of each target that has said it."""
+        """Used bytes of each target that has reported them."""
         return {target: heard.used_bytes for target, heard in self._heard.items() if heard.used_bytes is not None}
 
     def copied_bytes(self) -> int:
-        """What all targets together have fetched from others, in the lives of their processes."""
+        """Bytes that all targets together have copied from others during the life of their processes."""
         return sum(heard.copied_bytes for heard in self._heard.values())
 
-    # -- deciding ----------------------------------------------------------------------------------------------------------
+    # -- decisions -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Decide when something has happened, until cancelled."""
+        """Make maps when events require them, until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(self._tick_s()):
@@ -242,7 +270,7 @@ class Manager:
                 await self._unless_urgent(_PAUSE_S)
 
     def _tick_s(self) -> float:
-        """Until the next lease ends, where that is soon."""
+        """Time until the next check: when the next lease ends, or _TICK_S."""
         now_s = self._clock.boottime_s()
         ends_s = [end_s - now_s for target in self._coordinator.pool_map.targets if target.state == "up"
                   and (end_s := self._last_s(target.id) + LEASE_S) >= now_s]
@@ -256,10 +284,13 @@ class Manager:
             pass
 
     async def run_once(self) -> bool:
-        """Make the map that follows from what is known now; whether there is a new one. Errors as of Coordinator.replace."""
+        """Make the map that follows from the present state. Return whether there is a new one.
+
+        Errors are those of Coordinator.replace.
+        """
         before = self._coordinator.pool_map
         after = await change(self._coordinator, self._decide, self._leader)
-        for target in self._withheld:  # whether it was this map that took their places, or one whose fate was not known
+        for target in self._withheld:  # replaced by this map, or by one whose result is unknown
             self._epoch_min[target] = after.epoch
         self._withheld.clear()
         if after is before:
@@ -271,14 +302,17 @@ class Manager:
         return True
 
     def _silent(self, pool_map: PoolMap) -> set[int]:
-        """Those under a lease that have not given a sign of life in the whole of it."""
+        """Targets under a lease that have sent no heartbeat for the whole lease."""
         now_s = self._clock.boottime_s()
         late = [target.id for target in pool_map.targets
                 if target.state == "up" and target.id not in self._dead and self._last_s(target.id) + LEASE_S < now_s]
         return transitions.shared(pool_map) & set(late) if late else set()
 
     def _look_at_links(self, now: PoolMap) -> None:
-        """Choose who is to leave where two nodes do not reach one another: see poolmap/nodes/broken_links."""
+        """Choose the targets that must leave where two nodes cannot reach one another.
+
+        See poolmap/nodes/broken_links.
+        """
         known = now.target_by_id
         reports = {target: [other for other in heard.unreachable & known.keys() if self.answering(other)]
                    for target, heard in self._heard.items() if heard.unreachable and self.answering(target) and target in known
@@ -291,7 +325,7 @@ class Manager:
         self._cut_off = {target: self._cut_off.get(target, now_s) for target in found}
 
     def _to_leave(self, pool_map: PoolMap) -> set[int]:
-        """Those behind a broken link whose leases have ended, and whose places can be taken."""
+        """Targets behind a broken link whose leases have ended and that can be replaced."""
         now_s = self._clock.boottime_s()
         return {target for target, since_s in self._cut_off.items()
                 if since_s + LEASE_S < now_s and is_replaceable(pool_map, target)}
@@ -324,7 +358,7 @@ class Manager:
         return without_ended(transitions.retired(new), self._clock.wall_ns() // 1_000_000)
 
     def _away(self, pool_map: PoolMap) -> set[int]:
-        """Those that have been down for so long that they are given up."""
+        """Targets that have been down for so long that they are given up."""
         now_s = self._clock.boottime_s()
         if now_s - self._began_s <= self._replace_after_s or now_s < self._refused[1]:
             return set()
@@ -345,13 +379,16 @@ class Manager:
         return new
 
     def _known(self, now: PoolMap, name: ChainName, targets: tuple[int, ...]) -> bool:
-        """Whether those of the targets that answer know the chain as it is. Who is silent has no lease any more."""
+        """Whether those of the targets that answer know the chain's present state.
+
+        Silent targets have no lease.
+        """
         since = self._changed_at.get(name, self._began_epoch)
         return all(not self.answering(target) or self._heard[target].epoch >= since if target in self._heard
                    else not self.answering(target) for target in targets)
 
     def _observe(self) -> None:
-        """Remember since when chains are as they are."""
+        """Record since when the chains are as they are."""
         newest = self._coordinator.pool_map
         if newest is self._seen:
             return

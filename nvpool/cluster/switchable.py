@@ -1,7 +1,8 @@
-"""A coordinator whose place can be taken by another while it is in use, and one that only holds the map at hand.
+"""Switchable coordinator: a relay to another coordinator, and a read-only one for outages.
 
-The supervisor has one Relay for life: over the embedded coordinator, then over etcd, and over a HeldMap while neither can be
-asked. Whoever watches notices nothing of a change but a new map; leases end with the coordinator that gave them.
+The supervisor has one Relay for life: first over the embedded coordinator, then over etcd, and over a HeldMap
+while neither is reachable. A watcher notices nothing of a switch except a new map; leases end with the
+coordinator that granted them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from nvpool.poolmap.model import PoolMap
 
 
 class HeldMap:
-    """The map at hand, which can not be changed: `reason` says why. A lost etcd stops no reads and writes."""
+    """Read-only coordinator with the last known map; `reason` explains why nothing can be changed.
+
+    With it a lost etcd does not stop reads and writes.
+    """
 
     def __init__(self, pool_map: PoolMap, reason: str) -> None:
         self._told = Told(pool_map)
@@ -27,7 +31,7 @@ class HeldMap:
         return self._told.pool_map
 
     def take(self, pool_map: PoolMap) -> bool:
-        """Hold this map where it is newer; whether it is."""
+        """Use this map if it is newer; return whether it is."""
         if pool_map.epoch <= self.pool_map.epoch:
             return False
         self._told.pool_map = pool_map
@@ -63,15 +67,18 @@ class HeldMap:
 
 
 class Relay:
-    """Passes everything on to `inner`."""
+    """Coordinator that forwards every call to `inner`."""
 
     def __init__(self, inner: Coordinator) -> None:
         self.inner = inner
         self.turn = asyncio.Lock()
-        """Held while a map is replaced; who holds it knows that none is."""
+        """Held while a map is replaced: its holder knows that no replacement is in progress."""
 
     async def switch(self, inner: Coordinator) -> None:
-        """Go on with `inner`, whose map is at least as new, and close the one before. Takes no turn."""
+        """Continue with `inner`, whose map is at least as new, and close the previous one.
+
+        Does not acquire `turn`.
+        """
         before, self.inner = self.inner, inner
         await before.close()
 

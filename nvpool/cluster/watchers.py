@@ -1,4 +1,4 @@
-"""What a coordinator knows now, and those who wait to be told: the same for all kinds of coordinators."""
+"""Watched state: what a coordinator knows, and the callers that wait for changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from nvpool.poolmap.model import PoolMap
 
 
 class Told:
-    """`pool_map` only grows in epoch; `present` and `leader` are replaced as a whole when they change. Used from one loop."""
+    """Watched state of a coordinator, used from one event loop.
+
+    The epoch of `pool_map` only grows; `present` and `leader` are replaced as a whole when they change.
+    """
 
     def __init__(self, pool_map: PoolMap) -> None:
         self.pool_map = pool_map
@@ -20,13 +23,15 @@ class Told:
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def tell(self) -> None:
-        """Something has changed: who waits looks again."""
+        """Wake the waiting callers after a change; each checks its condition again."""
         told, self._next = self._next, asyncio.get_running_loop().create_future()
         if not told.done():
             told.set_result(None)
 
     async def wait(self, is_so: Callable[[], bool], wait_s: float) -> bool:
-        """Whether it is so now, or becomes so within `wait_s` (at most WATCH_S_MAX) and before the end."""
+        """Return True if the condition holds now, or within `wait_s` and before `close`.
+
+        The wait is at most WATCH_S_MAX."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + min(wait_s, WATCH_S_MAX)
         while not is_so():

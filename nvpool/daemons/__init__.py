@@ -1,1 +1,1 @@
-"""Main functions of the daemons."""
+"""Main functions of the daemons: supervisor, metadata, store, etcd and bridge."""

@@ -1,9 +1,9 @@
-"""The bridge: `python -m nvpool.daemons.bridge POOL` gives containers volumes of a pool, by Docker's plugin protocol
-and by Kubernetes' CSI.
+"""Bridge daemon: gives containers volumes of a pool, through Docker's plugin protocol and Kubernetes' CSI.
 
-Started by the CLI (`nvpool bridge`) and by systemd; stays in the foreground, one per state directory. Exit codes as in
-runtime/daemon_process. Ready when its sockets answer. When it ends, in whatever way, containers go on: what they see are
-mounts, and those have processes of their own. Its successor finds in the state directory who uses what.
+Run as `python -m nvpool.daemons.bridge POOL`, by the CLI (`nvpool bridge`) or by systemd; stays in the
+foreground, one per state directory. Exit codes as in runtime/daemon_process. The daemon is ready when its
+sockets answer. When it ends, in whatever way, containers continue: they use mounts, which have their own
+processes. The next bridge reads from the state directory which container uses which volume.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from nvpool.sdk.aio import AsyncFileSystem
 STATE = Path("/var/lib/nvpool-bridge")
 DOCKER_SOCKET = Path("/run/docker/plugins/nvpool.sock")
 CLIENT_DEADLINE_S = 20.0
-"""Of one question to the pool: a request of an engine may take several, and has 50 s."""
+"""Deadline of one request to the pool: an engine's request may need several, and has 50 s."""
 UPKEEP_S = 30.0
 
 log = logging.getLogger("nvpool.daemons.bridge")
@@ -69,13 +69,13 @@ def parse_words(words: list[str]) -> argparse.Namespace:
 
 
 def mount_words(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """For the mount that the bridge makes: it logs as the bridge was told to."""
+    """Arguments of the mount that the bridge makes: it uses the log settings of the bridge."""
     told = (("--log-level", arguments.log_level), ("--log-format", arguments.log_format))
     return tuple(f"{word}={value}" for word, value in told if value)
 
 
 def _check_words(arguments: argparse.Namespace) -> None:
-    """BadConfiguration, before anything is made."""
+    """Check the arguments before anything is created. BadConfiguration."""
     if arguments.csi:
         from nvpool.bridge.csi.server import check_label, socket_path
         socket_path(arguments.csi)
@@ -93,7 +93,8 @@ def _check_words(arguments: argparse.Namespace) -> None:
 
 def main(words: list[str]) -> int:
     arguments = parse_words(words)
-    # gRPC's handlers for fork end the children that make binds, before they begin (SIGSEGV in their place; gRPC 1.85).
+    # gRPC's fork handlers kill the child processes that make bind mounts before they start (SIGSEGV; gRPC
+    # 1.85).
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     config, directory = Config(), PoolDirectory(arguments.pool)
     try:
@@ -151,7 +152,7 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
                     answers = asyncio.Event()
                     upkeep.append(tasks.create_task(_serve_csi(volumes, arguments, name, answers, counts)))
                     await answers.wait()
-                # who could not listen leaves no mount behind
+                # only now: a bridge that could not listen leaves no mount behind
                 if arguments.docker_socket or arguments.csi_node or not arguments.csi_controller:
                     try:
                         await mount.ensure()
@@ -163,7 +164,7 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
                     task.cancel()
         except BaseExceptionGroup as group:
             if len(group.exceptions) == 1 and isinstance(group.exceptions[0], NvpoolError):
-                raise group.exceptions[0] from None  # its sentence says enough
+                raise group.exceptions[0] from None  # the message is sufficient without the group
             raise
         finally:
             if docker is not None:
@@ -185,15 +186,17 @@ async def _page(volumes: BridgeVolumes, counts: Counts, wait_s: float) -> Page:
 
 async def _serve_csi(volumes: BridgeVolumes, arguments: argparse.Namespace, name: str, answers: asyncio.Event,
                      counts: Counts) -> None:
-    from nvpool.bridge.csi.server import serve_csi  # gRPC takes 30 MB, and Docker has no use for it
+    from nvpool.bridge.csi.server import serve_csi  # here: gRPC takes 30 MB, unused for Docker
     await serve_csi(volumes, arguments.csi, pool=arguments.csi_pool or name, started=answers.set, counts=counts,
                     controller=arguments.csi_controller or not arguments.csi_node,
                     node=arguments.csi_node or not arguments.csi_controller)
 
 
 async def _keep_up(volumes: BridgeVolumes, docker: DockerFace | None) -> None:
-    """What ended while nobody could be told, from time to time; what is in use, when an engine has started, until what it
-    found has settled."""
+    """Report ended uses of volumes to the pool periodically; reconcile uses after an engine starts.
+
+    After a start of an engine the uses are reconciled until what was found has settled.
+    """
     activated, look_until_s = docker.activated if docker is not None else asyncio.Event(), 0.0
     while True:
         with contextlib.suppress(TimeoutError):

@@ -1,7 +1,9 @@
-"""A member of the pool's own etcd: `python -m nvpool.daemons.etcd DIR NODE` becomes etcd.
+"""etcd daemon: a member of the pool's own etcd. `python -m nvpool.daemons.etcd DIR NODE` becomes etcd by
+exec.
 
-Started by the supervisor (node/coordination/map_backend). Takes run/etcd-NODE.lock as every daemon does, and passes it on
-through exec, so that the kernel lets go of it when etcd ends and not before. What it is told is in coordinator.json.
+Started by the supervisor (node/coordination/map_backend). It takes run/etcd-NODE.lock as every daemon does
+and passes the lock on through exec, so that the kernel frees the lock exactly when etcd ends. Its arguments
+come from coordinator.json.
 """
 
 from __future__ import annotations
@@ -26,17 +28,20 @@ log = logging.getLogger("nvpool.daemons.etcd")
 
 _QUOTA_BYTES = 2 << 30
 _HEARTBEAT_MS, _ELECTION_MS = 100, 600
-"""Until another one leads etcd when its leader is gone: once or twice this, less than the lease of who leads the pool, which
-outlives it. Shorter ones would be taken for lost while a drive syncs slowly. A member that was cut off asks the others before
-it stands for election (--pre-vote), so that its return costs none."""
+"""etcd's heartbeat interval and election timeout.
+
+After the loss of its leader etcd has a new one within once or twice the timeout. That is less than the lease
+of the pool's leader, which therefore survives the election. With a shorter timeout a leader would count as
+lost while a drive syncs slowly. A member that was cut off asks the others before it stands for election
+(--pre-vote), so that its return causes no election."""
 
 
 def arguments_of(directory: PoolDirectory, own: OwnMember, plain_text: bool) -> list[str]:
-    """How etcd is called."""
+    """Command line of etcd."""
     scheme = "http" if plain_text else "https"
     client, peer = f"{scheme}://{own.client}", f"{scheme}://{own.peer}"
     cluster, state, more = own.cluster, own.state, []
-    if own.alone:  # with what it holds, or with nothing
+    if own.alone:  # starts with its data, or empty
         cluster, state = ((own.node, own.peer),), "new"
         more = ["--force-new-cluster"] if (own.data(directory) / "member").exists() else []
     arguments = ["etcd", "--name", f"node-{own.node}", "--data-dir", str(own.data(directory)),

@@ -1,9 +1,9 @@
-"""A store's signs of life: some times in each lease it tells the manager of its node that it serves, and what it has caught up
-with.
+"""Heartbeats of a store: several times per lease the store renews its serving lease.
 
-Made by daemons/store. A sign waits for nothing but the answer to the one before; it is sent at once when a new map is known,
-so that those who wait for that do not wait long. An answer that comes late is worth less by that: the lease counts from the
-sending.
+A heartbeat goes to the manager, through the supervisor of the node. It reports that the store serves, and
+what the store has caught up with. Used by daemons/store. A heartbeat waits only for the answer to the one
+before. It is sent immediately when a new map is known, because others wait for that report. A late answer is
+worth less, because the lease counts from the sending of the heartbeat.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from nvpool.store.server.service import StoreService
 
 _ANSWER_S = 1.0
 _AGAIN_S = 0.15
-"""After a sign that nobody took: while another one begins to lead."""
+"""Pause after a heartbeat that nobody accepted, while another node becomes leader."""
 _USED_EVERY = 4
-"""Beats: what is used changes slowly."""
+"""Heartbeats between two reads of the used bytes, which change slowly."""
 
 log = logging.getLogger("nvpool.daemons.heartbeat")
 
@@ -37,7 +37,7 @@ log = logging.getLogger("nvpool.daemons.heartbeat")
 class Beating:
     def __init__(self, service: StoreService, dialer: Dialer, endpoints: Callable[[], tuple[str, ...]],
                  clock: Clock = SYSTEM_CLOCK):
-        """`endpoints`: where the manager is to be had at this moment."""
+        """`endpoints`: returns the present endpoints of this node's supervisor."""
         self._service = service
         self._calls = LeaseCalls(dialer, clock)
         self._endpoints = endpoints
@@ -51,7 +51,7 @@ class Beating:
         self._silent = False
 
     async def run(self) -> None:
-        """Beat until cancelled. Nothing that a manager answers, or that nobody does, ends it."""
+        """Send heartbeats until cancelled. No answer, and no missing answer, ends this."""
         self._service.tenure.changed = self._news.set
         async with asyncio.TaskGroup() as parts:
             parts.create_task(self._beat_on())
@@ -67,10 +67,10 @@ class Beating:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.05, min(next_s, _AGAIN_S) if self._silent else next_s)):
                     await self._news.wait()
-            await asyncio.sleep(0.01)  # of several maps at once only the last
+            await asyncio.sleep(0.01)  # of several maps that arrive together report only the last
 
     async def beat(self) -> None:
-        """Tell once, and take the answer."""
+        """Send one heartbeat and apply the answer."""
         service, tenure = self._service, self._service.tenure
         if self._count % _USED_EVERY == 0:
             self._used_bytes = service.store.status()["used_bytes"]

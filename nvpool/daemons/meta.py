@@ -1,7 +1,7 @@
-"""The metadata daemon: `python -m nvpool.daemons.meta DIR SHARD [MEMBER]` is one member of a shard until it is told to stop.
+"""Metadata daemon: one member of a shard. `python -m nvpool.daemons.meta DIR SHARD [MEMBER]`.
 
-Started by the supervisor. Whether it serves or stands by is said by the pool map (meta/server/member). Exit codes as in
-runtime/daemon_process.
+Started by the supervisor and runs until it is stopped. The pool map decides whether it is primary or standby
+(meta/server/member). Exit codes as in runtime/daemon_process.
 """
 
 from __future__ import annotations

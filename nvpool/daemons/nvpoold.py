@@ -1,9 +1,9 @@
-"""The supervisor's program: `nvpoold DIR`, also `nvpool serve DIR` and `python -m nvpool.daemons.nvpoold DIR`.
+"""Supervisor daemon: `nvpoold DIR`, also `nvpool serve DIR` and `python -m nvpool.daemons.nvpoold DIR`.
 
-Runs in the foreground, under systemd or in a terminal, until SIGTERM or SIGINT. Started by an operator, by `nvpool dev up`, or
-by an orphaned child with --inherit-lock (then it leaves that child's process at once; nothing heavy is imported before that
-fork).
-Takes DIR/lock before it touches anything else: two daemons on one directory are refused with the pid of the other.
+Runs in the foreground, under systemd or in a terminal, until SIGTERM or SIGINT. Started by an operator, by
+`nvpool dev up`, or by an orphaned child with --inherit-lock; then it leaves that child's process immediately
+by a fork, before any large import. It takes DIR/lock before it touches anything else: a second daemon on one
+directory is refused with the pid of the first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     directory = PoolDirectory(arguments.directory)
     if arguments.inherit_lock is not None and os.fork():
-        os._exit(0)  # our parent waits for this one only; the lock lives on in the child's descriptor
+        os._exit(0)  # our parent waits only for this process; the child's descriptor holds the lock
     from nvpool.runtime import daemon_process, logging_setup  # heavy: after the fork
     logging_setup.start_log("nvpoold", "info", None)
     try:
@@ -70,8 +70,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_formats(directory: PoolDirectory) -> None:
-    """WrongFormat when a part of the pool on this node was made by another version: then nothing is started, since its daemon
-    would end again and again. What is missing is left to its daemon: a drive that is gone must not keep the others from work.
+    """Raise WrongFormat if a part of the pool on this node has another format. Then nothing is started.
+
+    A daemon of such a part would only end again and again. Missing parts are left to their daemons: a missing
+    drive must not stop the others.
     """
     from pathlib import Path
 
@@ -82,12 +84,12 @@ def check_formats(directory: PoolDirectory) -> None:
     try:
         pool_map = read_map(directory)
     except NvpoolError:
-        return  # it is published anew from the coordinator's records
+        return  # the coordinator writes the file again from its records
     paths = {drive.id: drive.path for drive in pool_map.drives}
     node = directory.node
     stores = [directory.store(paths[target.drive], target.id) for target in pool_map.targets
               if target.node == node and target.state != "gone"]
-    # The path of a member without endpoints is not its own: it is that of the store beside which the member is to be made.
+    # The path of a member without endpoints is that of the store beside which the member is to be created.
     places = [(shard, *node_and_path(shard, member)) for shard in pool_map.shards for member in members(shard)
               if endpoints_of(shard, member)]
     shards = [Path(path) if path else directory.shard(shard.id) for shard, where, path in places if where == node]
@@ -117,10 +119,13 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fence(reason: str) -> None:
-        """The map's records can not be vouched for any more: end, so that the next supervisor reads what the drive holds."""
+        """End the process because the map's records may not be trusted.
+
+        The next supervisor reads the drive.
+        """
         if not failed.done():
             failed.set_exception(Fenced(reason))
-            failed.exception()  # seen, also where the end comes from elsewhere
+            failed.exception()  # mark as retrieved, in case the process ends for another reason
 
     settle_keys(directory)
     keeper = await MapKeeper.open(directory, config, fence)

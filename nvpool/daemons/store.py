@@ -1,8 +1,9 @@
-"""The store daemon: `python -m nvpool.daemons.store DIR TARGET [DESCRIPTOR SINCE]` serves the chunks of one target until it
-is told to stop. DESCRIPTOR is that of memory which the processes of this target have in common since then; see
-store/chunks/location_leases.
+"""Store daemon: serves the chunks of one target. `python -m nvpool.daemons.store DIR TARGET [DESCRIPTOR
+SINCE]`.
 
-Started by the supervisor. Exit codes as in runtime/daemon_process.
+Started by the supervisor and runs until it is stopped. DESCRIPTOR is that of memory which the processes of
+this target share since the time SINCE; see store/chunks/location_leases. Exit codes as in
+runtime/daemon_process.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class _Store(StoreService):
-    """The service together with its signs of life, which end before it."""
+    """The store service together with its heartbeats, which end before the service."""
 
     beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await super().start()
-        # A tenure that nobody renews keeps the rest from being served, which is all that is needed when this ends.
+        # If this task ends, the serving lease expires and replicated chunks are no longer served: nothing
+        # else is needed.
         self.beating = asyncio.ensure_future(self._beats.run())
         self.beating.add_done_callback(lambda ended: ended.cancelled() or self._opened.fail(
             f"the signs of life have stopped: {ended.exception()}"))
@@ -47,7 +49,7 @@ class _Store(StoreService):
         self._beats = Beating(self, opened.dialer, lambda: (self._map or opened.pool_map).node_by_id[node].endpoints)
 
     def begin_drain(self) -> None:
-        """Nothing that waits here waits for other requests."""
+        """Does nothing: no request here waits for other requests."""
 
     async def close(self, drain_s: float = 0.0) -> None:
         if self.beating is not None:
@@ -63,7 +65,7 @@ async def _open(kept_table: KeptTable | None, opened: Opened) -> StoreService:
     def on_fence(reason: str) -> None:
         opened.fail(reason)
         try:
-            fenced.write_text(reason)  # not synced: after a boot nobody asks
+            fenced.write_text(reason)  # not synced: after a reboot the mark is not needed
         except OSError as error:
             log.warning("that target %d was fenced could not be noted: %s", opened.number, error)
 

@@ -1,1 +1,1 @@
-"""Supervisor of a node: its processes, and its share in running the pool."""
+"""Supervisor of a node: runs the node's processes and takes part in coordinating the pool."""

@@ -1,9 +1,8 @@
-"""One process that the supervisor keeps running: started, adopted, watched, started again.
+"""One supervised process: started, adopted, monitored and restarted.
 
-Called by node/supervisor. Guarantees that no second process is started for a shard or target while one holds its lock
-(run/NAME.lock),
-whoever started that one; that a process is signalled only while it is certainly the one meant (pidfd); and that each
-wait ends when a stop is asked for. Never reads what the process stores.
+Used by node/supervisor. Guarantees: no second process is started for a shard or target while any process
+holds its lock (run/NAME.lock). A process is signalled only while it is certainly the intended one (pidfd). Each
+wait ends when a stop is requested. This module never reads the data that the process stores.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from nvpool.host.processes import Identity, runs
 from nvpool.runtime.daemon_process import EXIT_IN_USE, spawn
 
 _LOG_BYTES = 64 << 10
-"""Of the end of a log: the last error and the traceback behind it."""
+"""Size of the end of a log that is searched: the last error and the traceback after it."""
 _READY_POLL_S = 0.05
 _READY_POLL_S_MAX = 1.0
 
@@ -37,9 +36,13 @@ class Child:
     def __init__(self, directory: PoolDirectory, role: str, number: int, arguments: list[str], timing: Timing,
                  clock: Clock, before_start: Callable[[], Awaitable[None]] | None = None,
                  on_death: Callable[[int], None] = lambda pid: None, name: str = "", keeps_memory: bool = False):
-        """`before_start` is awaited before a new process is started (not before one is adopted); while it fails, none is.
-        `on_death` is called, with its pid, when a process has ended that was not asked to. `keeps_memory`: those that are
-        started here get a memfd that outlives them; its number, and since when all of them have it, are its last words."""
+        """Describe a process; `keep` starts it.
+
+        `before_start` is awaited before a new process is started (not before one is adopted); while it fails,
+        no process is started. `on_death` is called with the pid when a process has ended that was not asked
+        to. `keeps_memory`: each started process gets a memfd that outlives it; the last two arguments are its
+        descriptor and the time since when every process has had that memfd.
+        """
         self.name = name or f"{'target' if role == 'store' else role}-{number}"
         self.role = role
         self.number = number
@@ -49,7 +52,7 @@ class Child:
         self.since_ms = 0
         self.last_end = ""
         self.reason = ""
-        """What the last process said of its end in its log, until one serves."""
+        """Reason that the last process gave for its end in its log. Empty once a process serves."""
         self._directory = directory
         self._arguments = arguments
         self._before_start = before_start
@@ -66,17 +69,17 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """0 when it does not run."""
+        """Process id; 0 when no process runs."""
         return self._identity.pid if self._identity else 0
 
     async def keep(self, stopping: asyncio.Event) -> None:
-        """Have the process running until `stopping` is set; returns with the process as it is then."""
+        """Keep the process running until `stopping` is set; the process is not stopped on return."""
         delay = self._timing.restart_delay_min_s
         while not stopping.is_set():
             self._serves_since_s = math.inf
             code = await self._run(stopping)
             if self._identity is not None:
-                return  # asked to stop while it runs
+                return  # a stop was requested while it runs
             if stopping.is_set():
                 break
             if self._clock.boottime_s() - self._serves_since_s >= self._timing.healthy_s:
@@ -92,7 +95,7 @@ class Child:
         self.state = "stopped"
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it runs."""
+        """Send a signal to the process if it runs."""
         if self._pidfd >= 0:
             try:
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -100,7 +103,10 @@ class Child:
                 pass
 
     async def end(self, drain_s: float, hurry: asyncio.Event) -> None:
-        """Ask the process to end, wait `drain_s` (less when `hurry` is set), then kill it. On return it is gone."""
+        """Ask the process to end, wait `drain_s` (less once `hurry` is set), then kill it.
+
+        It has ended on return.
+        """
         if self._identity is None:
             return
         self.state = "draining"
@@ -114,8 +120,10 @@ class Child:
         self.state = "stopped"
 
     async def _run(self, stopping: asyncio.Event) -> int | None:
-        """Adopt the process or start it; its exit code once it has ended, or None when that is unknown or a stop was asked
-        for."""
+        """Adopt or start the process; return its exit code once it has ended.
+
+        None: the exit code is unknown, or a stop was requested.
+        """
         try:
             if not self._adopt():
                 if self._before_start is not None:
@@ -141,7 +149,7 @@ class Child:
         popen = spawn(arguments, pass_fds=passed)
         try:
             self._pidfd = os.pidfd_open(popen.pid)
-        except OSError:  # no descriptor left: what can not be watched must not run
+        except OSError:  # no free descriptor: a process that cannot be monitored must not run
             popen.kill()
             popen.wait()
             raise
@@ -153,7 +161,7 @@ class Child:
         log.info("%s started as process %d", self.name, popen.pid)
 
     def _adopt(self) -> bool:
-        """Whether a process that holds the lock of this shard or target was found; it is ours from now on."""
+        """Adopt the process that holds the lock of this shard or target. Return False if there is none."""
         identity = holder_of(self._directory.run / f"{self.name}.lock")
         if identity is None:
             return False
@@ -161,11 +169,11 @@ class Child:
             pidfd = os.pidfd_open(identity.pid)
         except ProcessLookupError:
             return False
-        if not runs(identity):  # ended between the look and the pidfd, which may be another's
+        if not runs(identity):  # it ended before the pidfd was opened, which may be another process's
             os.close(pidfd)
             return False
         self._pidfd, self._identity, self._popen = pidfd, identity, None
-        self._drop_memory()  # it has another one
+        self._drop_memory()  # the adopted process has another memfd
         self.adopted = True
         self.state = "starting"
         self.since_ms = self._clock.wall_ns() // 1_000_000
@@ -178,7 +186,9 @@ class Child:
             self._memory = -1
 
     async def _watch(self, stopping: asyncio.Event) -> int | None:
-        """Return when the process has ended (its exit code where we can know it) or `stopping` is set."""
+        """Wait for the end of the process, or for `stopping`.
+
+        Returns the exit code if the process has ended and the code is known, else None."""
         ended = self._ended()
         asked = asyncio.ensure_future(stopping.wait())
         poll_s = _READY_POLL_S
@@ -209,7 +219,7 @@ class Child:
             self._unwatch()
 
     def _ended(self) -> asyncio.Future[None]:
-        """Done when the process has ended; a pidfd is readable then."""
+        """Future that is done when the process has ended; its pidfd is then readable."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         loop.add_reader(self._pidfd, lambda: ended.done() or ended.set_result(None))
@@ -220,7 +230,7 @@ class Child:
             asyncio.get_running_loop().remove_reader(self._pidfd)
 
     def _forget(self) -> int | None:
-        """The process has ended: take its exit code, give its descriptor back."""
+        """Collect the exit code of the ended process and close its pidfd."""
         code = None
         if self._popen is not None:
             code = self._popen.wait()
@@ -234,7 +244,7 @@ class Child:
 
 
 def last_error(log_file: Path, pid: int) -> str:
-    """The last error that this process wrote into its log; empty where there is none to be read."""
+    """Last error that this process wrote to its log. Empty if there is none or the log is unreadable."""
     try:
         with open(log_file, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))

@@ -1,7 +1,8 @@
-"""Memory of a supervisor for `nvpool status` and its metrics: times of problems, and drains that stand still.
+"""Health history of a supervisor: start times of problems, and drains without progress.
 
-`HealthWatch.run` looks at the map and, while a drive is drained, asks the stores how much they have copied or removed. Nothing
-here changes the pool. Used by node/status and node/supervisor.
+For `nvpool status` and the metrics. `HealthWatch.run` checks the map and, while a drive is drained, asks the
+stores how much they have copied or removed. It changes nothing in the pool. Used by node/status and
+node/supervisor.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from nvpool.poolmap.shards.placement import beside
 
 LOOK_S = 5.0
 STALLED_S = 60.0
-"""A drain without a chain that left, without a byte copied, and then without one removed, for so long makes no progress."""
+"""Time after which a drain counts as stalled.
+
+For this time no chain left the drive, no byte was copied and, once all chains have left, no byte was
+removed."""
 
 Mark = tuple[int, int]
-"""Of a drain: what is to go, and bytes that were copied anywhere in the pool; where nothing is, those still on the drive."""
+"""State of a drain: chains and shards that must leave, and bytes copied anywhere in the pool.
+
+When none must leave, the second number is the bytes that are still on the drive."""
 
 
 def draining(pool_map: PoolMap) -> dict[int, int]:
-    """Drive -> chains and shards that are to leave it, of the drives that are being drained or have been."""
+    """Drive -> chains and shards that must leave it, for drives under a drain.
+
+    Includes drives whose drain is complete."""
     drives = {target.id: target.drive for target in pool_map.targets if target.wish in ("drain", "remove")
               and target.state != "gone"}
     if not drives:
@@ -41,24 +49,26 @@ def draining(pool_map: PoolMap) -> dict[int, int]:
 class HealthWatch:
     def __init__(self, pool_map: Callable[[], PoolMap], stores: Callable[[], Awaitable[Iterable[Mapping]]],
                  clock: Clock = SYSTEM_CLOCK) -> None:
-        """`stores`: what the targets say of themselves (node/status)."""
+        """`stores` returns the status of the targets (node/status)."""
         self._pool_map = pool_map
         self._stores = stores
         self._clock = clock
         self._marks: dict[int, tuple[Mark, float]] = {}
-        """Drive -> its last mark, and since when it is the same."""
+        """Drive -> its last state, and since when that state is the same."""
         self._known: dict[tuple, int] = {}
-        """Key of a problem -> wall-clock ms."""
+        """Key of a problem -> its start, wall clock in ms."""
         self._facts: dict[tuple, int] = {}
-        """Target that is down, or (shard, member) that does not have everything -> since when, by the maps seen here."""
+        """Start of each fact in the maps seen here, wall clock in ms.
+
+        A fact is a target that is down, or a (shard, member) without all records."""
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Check periodically, until cancelled."""
         while True:
             try:
                 await self.run_once()
             except NvpoolError:
-                pass  # the stores are asked again
+                pass  # the next round asks the stores again
             await asyncio.sleep(LOOK_S)
 
     async def run_once(self) -> None:
@@ -70,7 +80,7 @@ class HealthWatch:
         now_s, marks = self._clock.boottime_s(), {}
         for drive, count in left.items():
             amount = copied if count else used.get(drive)
-            if count or amount:  # else it is empty, or its store is silent
+            if count or amount:  # else the drive is empty, or its store does not answer
                 before, since_s = self._marks.get(drive, ((), now_s))
                 marks[drive] = (count, amount), since_s if before == (count, amount) else now_s
         self._marks = marks
@@ -83,14 +93,16 @@ class HealthWatch:
         self._facts = {fact: self._facts.get(fact, now_ms) for fact in facts}
 
     def stalled_s(self) -> dict[int, float]:
-        """Drive -> for how long its drain has made no progress, of those for which that is too long; at once while moving is
-        paused."""
+        """Drive -> seconds without progress of its drain, for stalled drains.
+
+        A drain counts as stalled immediately while data movement is paused.
+        """
         is_paused, now_s = self._pool_map().moving.paused, self._clock.boottime_s()
         return {drive: now_s - since_s for drive, ((count, _), since_s) in self._marks.items()
                 if now_s - since_s >= (0.0 if is_paused and count else STALLED_S)}
 
     def since(self, problems: Iterable[Problem]) -> list[Problem]:
-        """These problems, which are all that are known now, with the times since when they are."""
+        """Add the start times to `problems`, which must be all problems known now."""
         self._note_facts()
         problems = list(problems)
         known = self._known | {problem.key: min(since_ms, self._known.get(problem.key, since_ms)) for problem in problems

@@ -1,7 +1,7 @@
-"""The metrics of a node: of its supervisor, which asks all processes of the node at once and adds the label `process`.
+"""Metrics of a node: the supervisor's page, and those of all processes of the node with the label `process`.
 
-Guarantees that a page is there within the time that was given for it: who has not answered by then has nvpool_up 0 and nothing
-else. Called by node/supervisor.
+All processes are asked concurrently. Guarantees that the page is complete within the given time: a process
+that has not answered by then has nvpool_up 0 and nothing else. Used by node/supervisor.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from nvpool.rpc.v1.wire_pb2 import PROCESS_METRICS
 from nvpool.security.ca import Described
 
 ANSWER_S, ANSWER_S_MAX = 2.0, 30.0
-"""For the processes of a node: far below the ten seconds that Prometheus waits for a page by default."""
+"""Time limits for the processes of a node: far below Prometheus's default scrape timeout of ten seconds."""
 
 
 class Asked(NamedTuple):
-    """A process of this node. Without endpoints, or where it is known not to serve, it is not asked."""
+    """A process of this node. It is not asked if it has no endpoints or is known not to serve."""
 
     name: str
     endpoints: tuple[str, ...]
@@ -39,7 +39,10 @@ class Asked(NamedTuple):
 
 
 async def node_page(own: Page, processes: Iterable[Asked], dialer: Dialer, wait_s: float = ANSWER_S) -> Page:
-    """`own`, of the supervisor, and those of these processes, each with its name; there within `wait_s` and a moment."""
+    """Merge `own` (the supervisor's page) with the pages of these processes, each with its name.
+
+    Returns within little more than `wait_s`.
+    """
     began_s = SYSTEM_CLOCK.boottime_s()
     deadline_s = began_s + max(0.05, min(wait_s, ANSWER_S_MAX))
     own.set(metrics.UP, 1)
@@ -70,8 +73,10 @@ async def _page_of(one: Asked, dialer: Dialer, deadline_s: float) -> Page:
 
 def measure_pool(page: Page, pool_map: PoolMap, node: int, leads: bool, children: Iterable[Child],
                  stalled_s: Mapping[int, float] | None = None) -> None:
-    """What a supervisor knows: the pool as its map says, and how often its processes have died. `stalled_s`: drive -> how long
-    its drain has made no progress."""
+    """Add the supervisor's own metrics: the pool according to the map, and restarts of its processes.
+
+    `stalled_s`: drive -> seconds without progress of its drain.
+    """
     page.set(metrics.POOL_EPOCH, pool_map.epoch)
     page.set(metrics.POOL_LEADS, leads)
     page.set(metrics.POOL_NODES, len(pool_map.nodes))
@@ -109,7 +114,7 @@ def measure_certificates(page: Page, found: Mapping[str, Described], now_s: floa
 
 
 def asked(pool_map: PoolMap, children: Iterable[Child]) -> list[Asked]:
-    """The processes of this node; of those that are none of ours, as etcd, only whether they run is known."""
+    """Processes of this node to be asked. Of external programs, as etcd, only whether they run is known."""
     found = []
     for child in children:
         endpoints: tuple[str, ...] = ()

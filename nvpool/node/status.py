@@ -1,7 +1,8 @@
-"""The status of a pool as one node sees it: what `nvpool status` shows.
+"""Pool status as one node sees it: the content of `nvpool status`.
 
-Asks every process of the pool at once, each within a deadline; one that does not answer is told of, and never holds the others
-up. What follows from the answers is decided by poolmap/health_checks. Used by node/supervisor.
+Asks every process of the pool concurrently, each with a deadline; a process that does not answer is reported
+and never delays the others. poolmap/health_checks derives the problems from the answers. Used by
+node/supervisor.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class PoolStatus:
     def __init__(self, directory: PoolDirectory, node: int, coordinator: Coordinator, leading: Leading, dialer: Dialer,
                  etcd: EtcdKeeper | None, children: Mapping[str, Child], certificates: Certificates, *,
                  is_stopping: Callable[[], bool], replace_after_s: float, plain_text: bool = False) -> None:
-        """`children`: the processes of this node, by name, as they come and go. `plain_text`: as node.toml says."""
+        """`children`: processes of this node by name, kept up to date by the caller.
+
+        `plain_text`: from node.toml.
+        """
         self._directory = directory
         self._node = node
         self._coordinator = coordinator
@@ -67,16 +71,18 @@ class PoolStatus:
         self.watch = HealthWatch(lambda: coordinator.pool_map, self._targets)
 
     async def used_bytes(self) -> dict[int, int]:
-        """Of each target that answers."""
+        """Used bytes of each target that answers."""
         return {one["target"]: one["used_bytes"] for one in await self._targets() if one["used_bytes"] is not None}
 
     async def _targets(self) -> list[dict]:
         return await asyncio.gather(*(self._target_status(target) for target in remaining(self._coordinator.pool_map)))
 
     async def told(self, until_s: float, issued: bool = False) -> dict:
-        """What `nvpool status --json` prints: pool, processes, drives, problems; with `issued` the certificates that this node
-        has signed. Paths of damaged files are looked for a short
-        time, at most until `until_s`."""
+        """Content of `nvpool status --json`: pool, processes, drives, problems.
+
+        With `issued` it includes the certificates that this node has signed. The paths of damaged files are
+        looked up for a short time, at most until `until_s`.
+        """
         pool_map = self._coordinator.pool_map
         shards = [self._shard_status(shard, member) for shard in pool_map.shards for member in members(shard)]
         targets = [self._target_status(target) for target in pool_map.targets if not target.is_over]
@@ -128,7 +134,7 @@ class PoolStatus:
                                  "where the network is not the pool's alone, set network.plain_text = false in node.toml of "
                                  "all nodes and clients", "notice", node=self._node))
         found = [_completed(problem, str(self._directory.path)) for problem in self.watch.since(found)]
-        problems = [problem.text for problem in found if problem.kind != "plain-text"]  # what was chosen is none
+        problems = [problem.text for problem in found if problem.kind != "plain-text"]  # a setting is no problem
         return {"nodes": nodes, "members": pool_map.members, "certificates": certificates,
                 "revoked": [one.member for one in pool_map.revoked],
                 "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
@@ -146,7 +152,7 @@ class PoolStatus:
         return not any("can not be changed" in text for text in (self._etcd.problems() if self._etcd is not None else ()))
 
     def _map_problems(self) -> list[Problem]:
-        """What the keeper of the pool's etcd says, the reason and the remedy apart."""
+        """Problems that the keeper of the pool's etcd reports, with reason and remedy separated."""
         found = []
         for at, text in enumerate(self._etcd.problems() if self._etcd is not None else ()):
             reason, _, remedy = text.partition(" (lost for good: ")
@@ -166,7 +172,7 @@ class PoolStatus:
         child = self._children.get(name)
         if child is None and node != self._node:
             return {"role": role, "name": name, "node": node, "pid": None, "state": "serving", "restarts": None, "since_ms": 0,
-                    "endpoints": endpoints, "counters": {}}  # unless it does not answer
+                    "endpoints": endpoints, "counters": {}}  # changed later if it does not answer
         if child is None:
             return {"role": role, "name": name, "node": node, "pid": 0, "state": "stopped", "restarts": 0, "since_ms": 0,
                     "endpoints": endpoints, "counters": {}}
@@ -194,7 +200,7 @@ class PoolStatus:
         if reply is not None:
             if reply.reason:
                 seen["reason"] = reply.reason
-            if reply.state not in ("standby", "filling", "empty"):  # it does what it is there for
+            if reply.state not in ("standby", "filling", "empty"):  # it serves in its role
                 seen |= {"state": reply.state or seen["state"], "inodes": reply.inodes, "sessions": reply.sessions,
                          "orphans": reply.orphans, "to_collect": reply.to_collect}
             seen["counters"] = dict(reply.counters)
@@ -221,7 +227,7 @@ class PoolStatus:
         return seen
 
     async def _ask(self, seen: dict, method: int, request, reply_type):
-        """The process's own word, or None and the reason in `seen`, when it has none within the deadline."""
+        """Ask the process for its status. None, with the reason in `seen`, if it does not answer in time."""
         if seen["state"] != "serving":
             return None
         try:

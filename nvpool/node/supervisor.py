@@ -1,8 +1,9 @@
-"""The supervisor of one node: keeps its processes running, holds the pool map, answers POOL_*.
+"""Supervisor of one node: runs its processes, follows the pool map and answers the POOL_* requests.
 
-Called by daemons/nvpoold, which holds DIR/lock. Guarantees: a process that died is started again with a rising delay; processes
-that run already are adopted, never doubled; a change of the map is durable before anybody is told; on a stop the metadata
-daemons end before the stores that they need. Never touches chunks or metadata records.
+Used by daemons/nvpoold, which holds DIR/lock. Guarantees: a process that died is restarted with a growing
+delay. Processes that already run are adopted, never duplicated. A map change is durable before anybody learns
+of it. On a stop the metadata daemons end before the stores that they need. The supervisor never touches
+chunks or metadata records.
 """
 
 from __future__ import annotations
@@ -71,16 +72,18 @@ from nvpool.runtime.service import follow_members, is_wanted, operators_of, read
 
 _STATUS_DEADLINE_S = 2.0
 _ANSWER_S = 0.3
-"""Of the asker's time, kept for the answer to be made and to travel."""
+"""Part of the caller's time that is reserved for making and sending the response."""
 _ANSWERS_MAX = 4096
-"""Long polls and status questions in work at once; further ones are refused."""
+"""Most long polls and status requests in progress; further ones are refused."""
 _ANSWERS_PER_PEER = 512
-"""Of them for one peer that is not trusted (rpc/limits): a poll for each mount of a host, and room for the others."""
+"""Most of them for one peer that is not trusted (rpc/limits).
+
+Enough for one poll for each mount of a host, with space left for other peers."""
 _LOOK_S = 5.0
 _TOLD_S = 10.0
-"""How often systemd hears that a start goes on."""
+"""Interval of messages to systemd that the start continues."""
 _START_S = 15.0
-"""For a store to be there when all begin: only then it is missed."""
+"""Time for a store to appear when all processes start. Only then it counts as missing."""
 _DRAIN_S_MAX = 3600.0
 
 log = logging.getLogger("nvpool.node.supervisor")
@@ -90,7 +93,7 @@ class Supervisor:
     def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop,
                  failed: asyncio.Future[None], node: int = 1, greeting: Greeting | None = None,
                  keeper: MapKeeper | None = None):
-        """`failed` gets an error when this process can not go on: `run` raises it."""
+        """`failed` receives an error when this process cannot continue; `run` then raises it."""
         self._operators = operators = operators_of(config)
         self._callers, self._secured_callers = Callers(operators), Callers(operators, strangers=True)
         self._directory = directory
@@ -135,9 +138,9 @@ class Supervisor:
         self._new_chains = NewChains(self.leading, self._dialer, rights_s=config.meta.grant_s, has_ended=self._has_ended)
 
     async def run(self) -> None:
-        """Keep the processes of this node until the stop; on return all of them have ended.
+        """Keep the processes of this node running until the stop. On return all of them have ended.
 
-        When this raises, they run on: one of them starts another supervisor, which adopts them.
+        If this raises, they continue to run: one of them starts another supervisor, which adopts them.
         """
         for number in (signal.SIGHUP, signal.SIGUSR1):
             self._stop.on_signal[number] = lambda number=number: self._pass_on(number)
@@ -165,7 +168,7 @@ class Supervisor:
                                                                self._audit, self._certificates)))
         try:
             while not asked.done():
-                # The keeper of a drive that was added meanwhile is waited for from the next round on.
+                # The keeper of a drive that was added meanwhile is included from the next round on.
                 await asyncio.wait([asked, managing, self._failed, *lastings, *self._keepers.values()],
                                    timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 for lasting in lastings:
@@ -188,7 +191,7 @@ class Supervisor:
                 task.cancel()
 
     async def _follow_map(self) -> None:
-        """What a new map means for this process."""
+        """Act on each new map."""
         epoch = -1
         while True:
             newest = await self._coordinator.watch(epoch, WATCH_S_MAX)
@@ -204,7 +207,8 @@ class Supervisor:
                 await self._shards.remove_left(newest)
 
     async def close(self) -> None:
-        """Answer nothing more. On return no task of an answer is left: it would be torn apart when its loop has been closed."""
+        """Refuse all requests. On return no reply task is left: closing the loop would destroy it in the
+        middle."""
         self._closed = True
         answers = list(self._answers)
         for task in answers:
@@ -238,7 +242,8 @@ class Supervisor:
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         primaries = {process_name(shard.id, shard.member) for shard in self._coordinator.pool_map.shards}
         children = self._children.values()
-        for ending in ([child for child in children if child.name in primaries],  # what they answer last waits for standbys
+        # Primaries end first, because their last replies wait for standbys.
+        for ending in ([child for child in children if child.name in primaries],
                        [child for child in children if child.role == "meta" and child.name not in primaries],
                        [child for child in children if child.role == "store"]):
             await asyncio.gather(*(child.end(self._drain_s + 5.0, self._stop.hurry) for child in ending))
@@ -247,7 +252,7 @@ class Supervisor:
         await self._end_child(f"target-{target}")
 
     async def _end_child(self, name: str) -> None:
-        """On return this process does not run, and nobody starts it."""
+        """Stop this process for good: on return it does not run, and nothing restarts it."""
         child, keeper = self._children.pop(name, None), self._keepers.pop(name, None)
         if keeper is not None:
             keeper.cancel()
@@ -260,13 +265,13 @@ class Supervisor:
             self._children[name].signal(signal.SIGTERM)
 
     async def _before_start(self, target: int) -> None:
-        if target in self._begun:  # its epochs are raised already
+        if target in self._begun:  # `_note_the_dead` has raised its epochs
             self._begun.discard(target)
             return
         await self.leading.change(lambda pool_map: restarted(pool_map, target))
 
     def _member_has_died(self, shard: int, member: int, _pid: int) -> None:
-        # Not where it is one that found another at work and ended: that one may be the primary.
+        # Not if that process found another one at work and therefore ended: the other one may be the primary.
         if holder_of(self._directory.run / f"{process_name(shard, member)}.lock") is None:
             self._keeper_of_shards.member_ended(shard, member)
 
@@ -274,7 +279,7 @@ class Supervisor:
         self.leading.died(target, pid)
 
     def _has_ended(self, target: int) -> bool:
-        """Whether it is one of ours and is not served."""
+        """Whether the target is on this node and no process serves it."""
         return self._coordinator.pool_map.target_by_id[target].node == self._node \
             and holder_of(self._directory.run / f"target-{target}.lock") is None
 
@@ -286,15 +291,17 @@ class Supervisor:
         return child.pid if child is not None else 0
 
     async def _note_the_dead(self) -> None:
-        """Targets of this node that do not run have died together: the next map says so before any of them is started, so that
-        the tail of each chain goes on with it, not whoever is started last. Where all targets of the pool have ended in order
-        nobody has missed anything."""
+        """Record in the map, before any start, that this node's stopped targets have died together.
+
+        Then the tail of each chain continues the chain, and not the target that is started last. If all
+        targets of the pool have ended cleanly, no target has missed a write, and no death is recorded.
+        """
         pool_map = self._coordinator.pool_map
         targets = remaining(pool_map)
         dead = {target.id for target in targets if target.node == self._node
                 and holder_of(self._directory.run / f"target-{target.id}.lock") is None}
         if not dead:
-            return  # a supervisor that follows one that was killed leads without a question to etcd before
+            return  # a killed supervisor's successor then becomes leader without a request to etcd first
         if len(dead) == len(targets) and all(self._ended_at(target) == pool_map.epoch for target in dead):
             looked_at = []
 
@@ -303,13 +310,14 @@ class Supervisor:
                 return begun(newest) if newest.epoch == pool_map.epoch else newest
 
             await self.leading.change(decide)
-            if looked_at[-1] == pool_map.epoch:  # else another change was first: they have not ended at its epoch
+            # If the epochs differ, another change came first: the targets ended at an older epoch.
+            if looked_at[-1] == pool_map.epoch:
                 self._begun = dead
                 self.leading.grace_s = _START_S
                 return
         try:
             await self.leading.change(lambda newest: died(newest, dead))
-        except Unavailable as error:  # none of them is started before it could be
+        except Unavailable as error:  # no target starts before the map could be changed
             log.warning("the map does not know yet that the targets of this node do not run: %s", error)
 
     def _ended_at(self, target: int) -> int:
@@ -321,7 +329,7 @@ class Supervisor:
     def _pass_on(self, number: int) -> None:
         log.info("%s is passed on", signal.Signals(number).name)
         for name, child in self._children.items():
-            if not name.startswith("etcd-"):  # which ends of a SIGHUP
+            if not name.startswith("etcd-"):  # etcd ends on a SIGHUP
                 child.signal(number)
 
     async def _tell_when_ready(self) -> None:
@@ -335,7 +343,9 @@ class Supervisor:
         notify_ready(f"READY=1\nSTATUS=serving, {len(self._children)} processes")
 
     async def _know_this_host(self) -> None:
-        """After a move to another machine the map must not send others to unix sockets that they do not have."""
+        """Record this host in the map.
+
+        After a move to another machine no process then looks for this node's unix sockets on the old one."""
         pool_map = self._coordinator.pool_map
         if any(node.id == self._node and node.host_id != host_id() for node in pool_map.nodes):
             try:
@@ -344,7 +354,7 @@ class Supervisor:
                 log.warning("the map does not know yet that this node is on another host now: %s", error)
 
     async def _know_endpoints(self) -> None:
-        """The map must not send anybody to ports at which nobody listens any more."""
+        """Remove addresses from the map at which the processes of this node no longer listen."""
         def decide(newest: PoolMap) -> PoolMap:
             return listening_at(newest, self._node, partial(is_wanted, network=self._config.network))
 
@@ -360,12 +370,12 @@ class Supervisor:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def handle(self, call: Call) -> None:
-        """Answer now or later. Errors of who may not ask are raised."""
+        """Answer a request now or later. Raises the error of a caller without the right."""
         self._check(self._callers, call)
         self._answer(call)
 
     def handle_secured(self, call: Call) -> None:
-        """As `handle`, for what comes over TLS: a stranger, who has no certificate yet, may join and no more."""
+        """Answer a request over TLS: as `handle`, but a peer without a certificate may only join."""
         self._check(self._secured_callers, call)
         self._answer(call)
 
@@ -379,7 +389,7 @@ class Supervisor:
             raise
 
     def _answer(self, call: Call) -> None:
-        if call.method == wire_pb2.POOL_ALIVE:  # answered here and now: leases hang on it
+        if call.method == wire_pb2.POOL_ALIVE:  # answered synchronously: leases depend on it
             self.leading.alive(call)
             return
         answers = {wire_pb2.POOL_MAP: self._answer_map, wire_pb2.POOL_STATUS: self._answer_status,
@@ -414,8 +424,11 @@ class Supervisor:
 
     @staticmethod
     async def _finish(call: Call, answer: Callable[[Call], Awaitable[bytes]]) -> None:
-        """`answer` begins in here: a caller that has gone cancels this task before its first step, and a coroutine that was
-        made before would never be awaited."""
+        """Run `answer` and send its result.
+
+        `answer` is called in here: a caller that disconnects cancels this task before its first step, and a
+        coroutine that was created before would never be awaited.
+        """
         try:
             call.reply(await answer(call))
         except asyncio.CancelledError:
@@ -427,14 +440,14 @@ class Supervisor:
 
     async def _answer_map(self, call: Call) -> bytes:
         request = _read(pool_pb2.MapRequest, call)
-        left_s = call.deadline_s - SYSTEM_CLOCK.boottime_s() - _ANSWER_S  # who asked does not wait longer
+        left_s = call.deadline_s - SYSTEM_CLOCK.boottime_s() - _ANSWER_S  # the caller does not wait longer
         newest = await self._coordinator.watch(request.newer_than, max(0.0, min(request.wait_s, left_s)))
         return pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString()
 
     async def _answer_status(self, call: Call) -> bytes:
         issued = _read(pool_pb2.PoolStatusRequest, call).issued
         told = await self._status.told(call.deadline_s - _ANSWER_S, issued)
-        status = json.dumps(told)  # msgspec takes no names that are not UTF-8
+        status = json.dumps(told)  # msgspec does not accept names that are not UTF-8
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
 
     async def _answer_metrics(self, call: Call) -> bytes:
@@ -451,7 +464,7 @@ class Supervisor:
         node_metrics.measure_certificates(page, self._certificates.own(), SYSTEM_CLOCK.wall_ns() / 1e9)
 
     async def metrics(self, wait_s: float) -> Page:
-        """Of this process and all others of its node, within `wait_s`."""
+        """Metrics of this process and all others of its node, within `wait_s`."""
         return await node_metrics.node_page(runtime_metrics.own_page(self._measure), node_metrics.asked(
             self._coordinator.pool_map, self._children.values()), self._dialer, wait_s)
 
@@ -485,14 +498,16 @@ class Supervisor:
             arguments = None
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{request.verb} wants a JSON object")
-        # Not divided by a caller that goes away: what is begun is finished or refused as a whole.
+        # Shielded from a caller that disconnects: a change that has begun is finished or refused as a whole.
         result = await asyncio.shield(asyncio.ensure_future(audited(
             self._audit, request.verb, actor_of(call.peer), arguments, verbs[request.verb](arguments))))
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
 
     async def _rotate(self, arguments: dict) -> dict:
-        """A new certificate for this node, with `new_key` under another key. Its daemons show it within half a minute, as they
-        are."""
+        """Issue a new certificate for this node, with `new_key` under another key.
+
+        Its daemons present the new certificate within half a minute, without a restart.
+        """
         if self._identity is None or not self._identity.secured:
             raise InvalidRequest("this node has no certificate: the pool speaks plain text (network.plain_text)")
         async with self._certificates.renewing:

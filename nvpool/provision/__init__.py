@@ -1,1 +1,1 @@
-"""Making pools and joining nodes to them."""
+"""Provisioning: creating pools and chunk stores, and joining nodes, clients and bridges to a pool."""

@@ -1,18 +1,18 @@
-"""The program that makes pools and chunk stores: `python -m nvpool.provision.create`, a JSON request on stdin, a JSON answer on
-stdout.
+"""Provisioning program: creates pools and chunk stores. `python -m nvpool.provision.create`.
 
-Started by the CLI (`pool create`, `dev up`) and by the supervisor (`drive add`). Guarantees: a directory is a pool only when
-all of it is there and durable (FORMAT is written last); what is refused leaves nothing behind; an interrupted making is begun
-again and takes up the same pool id; nothing that it did not make itself, or that holds anything, is ever overwritten. Never
-starts a process of the pool.
+It reads a JSON request on stdin and writes a JSON response to stdout. Started by the CLI (`pool create`, `dev
+up`) and by the supervisor (`drive add`). Guarantees: a directory is a pool only when it is complete and durable
+(FORMAT is written last). A refused request leaves nothing behind. An interrupted creation starts again and uses
+the same pool id. The program overwrites only what it made itself and what is empty, except that `force` allows
+the content of a block device. It never starts a process of the pool.
 
     {"verb": "pool", "directory", "name", "drives": [{"path", "capacity_bytes"}], "chunk_bytes", "replicas", "config": text,
      "standbys", "shards", "force"}
         -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}], "join": {"address", "token", "ends_ms"} or null}
     {"verb": "join", …} as provision/join has it
     {"verb": "check", … as store} -> {"capacity_bytes"}, or the error with which store would refuse; nothing is changed
-    {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
-    {"verb": "forget", "directory", "pool_id"} -> {"done": sentences}, an etcd of the operator's own has no key of the pool
+    {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is overwritten with zeros
+    {"verb": "forget", "directory", "pool_id"} -> {"done": sentences}, removes the pool from the operator's own etcd
     {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths], "force"}
         -> {"path", "capacity_bytes"}
     any -> {"error": text, "code": exit code}
@@ -65,24 +65,30 @@ from nvpool.store.disk.superblock import decode_superblock
 
 CAPACITY_BYTES_MIN = 64 * MIB
 MARKER = "being-made"
-"""Holds the id of the pool while it is being made."""
+"""File that holds the id of a pool during its creation."""
 
 _SHARE_OF_FREE = 0.9
-"""Of a file system, where no size is given: the rest is for the index, the journals and everybody else."""
+"""Share of a file system's free space used if no size is given.
+
+The rest is for the index, the journals and other users."""
 
 _PORT_FIRST, _PORT_LAST = 17000, 32000
-"""Below the ports that the kernel gives to outgoing connections, so that a restarted daemon finds its own free."""
+"""Port range below the kernel's ephemeral ports.
+
+A restarted daemon therefore finds its own ports free."""
 
 _HEAD_BYTES = 16 * BLOCK_BYTES
-"""Of a block device: superblock and what is reserved behind it (store/disk/superblock)."""
+"""Head of a block device: superblock and the space reserved after it (store/disk/superblock)."""
 
 _OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "reserve", "targets",
               "coordinator.json")
 
 
 def free_ports(count: int, network: Network, used: set[int]) -> list[int]:
-    """TCP ports that nobody listens on now, none of `used`; none where nothing is to listen on TCP (`network.host` is empty).
-    InUse when there are not enough."""
+    """Find TCP ports that nobody listens on now, and that are not in `used`.
+
+    Empty if nothing shall listen on TCP (`network.host` is empty). InUse: there are not enough.
+    """
     if not network.host:
         return []
     first = network.base_port or _PORT_FIRST + SYSTEM_CLOCK.random().randrange(_PORT_LAST - _PORT_FIRST - 1000)
@@ -104,14 +110,17 @@ def free_ports(count: int, network: Network, used: set[int]) -> list[int]:
 
 
 def endpoints_for(directory: PoolDirectory, name: str, host: str, ports: list[int]) -> tuple[str, ...]:
-    """Where a process listens: unix socket and, with ports, framed TCP and gRPC."""
+    """Endpoints of a process: a unix socket and, with ports, framed TCP and gRPC."""
     tcp = (host_port_url("stream", host, ports[0]), host_port_url("grpc", host, ports[1])) if ports else ()
     return (f"stream+unix://{quote(str(directory.socket_directory() / name))}.sock", *tcp)
 
 
 def store_path(path: str, pool_id: str, target: int, inside: Path | None) -> Path:
-    """Where the store of a target lies on the drive that the operator named: a block device itself, else a directory of its
-    own."""
+    """Path of a target's store on the drive that the operator named.
+
+    A block device is itself the store; on any other drive the store has its own directory. InvalidRequest,
+    NotFound.
+    """
     place = Path(os.path.abspath(path))
     if inside is not None and place.parent == inside:
         return place
@@ -130,15 +139,18 @@ def store_path(path: str, pool_id: str, target: int, inside: Path | None) -> Pat
 
 
 def file_system_type(path: Path) -> str:
-    """As the kernel names it, like ext4 or fuse.nvpool; nothing where it does not say."""
+    """Type of a path's file system in the kernel's terms, like ext4 or fuse.nvpool. "" if unknown."""
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     return next((mount.type for mount in mounts() if mount.device == number), "")
 
 
 def capacity_for(path: Path, wanted: int) -> int:
-    """Bytes that the store at `path` may use. InvalidRequest or NoSpace for sizes that make no sense there; they
-    name what is there, not the store that was to be."""
+    """Bytes that the store at `path` may use.
+
+    InvalidRequest, NoSpace: the size is not possible there. The error names the existing file system, not the
+    future store.
+    """
     existing = next(p for p in (path, *path.parents) if p.exists())
     if stat.S_ISBLK(existing.stat().st_mode):
         with open(existing, "rb") as device:
@@ -159,8 +171,11 @@ def capacity_for(path: Path, wanted: int) -> int:
 
 
 def check_device(path: Path, pool_id: str, force: bool) -> None:
-    """Where `path` is a block device: that nobody uses it and, without `force`, that nothing is where its superblock goes (file
-    systems, partition tables and volumes begin there). InUse, AlreadyExists; nothing was changed."""
+    """Check that a block device may become a store. Does nothing for other paths and changes nothing.
+
+    InUse: the device is mounted or in use. AlreadyExists: without `force`, there is data where the superblock
+    goes; file systems, partition tables and volumes begin there.
+    """
     if not path.is_block_device():
         return
     try:
@@ -183,10 +198,11 @@ def check_device(path: Path, pool_id: str, force: bool) -> None:
 
 def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, target: int, pool_id: str,
                force: bool) -> None:
-    """An empty chunk store at `place`; for a block device its index is in targets/ of the pool directory.
+    """Make an empty chunk store at `place`. For a block device its index is in targets/ of the pool
+    directory.
 
-    What an interrupted making of the same target of the same pool left is removed first: the map never named it, so it holds
-    nothing.
+    The remains of an interrupted attempt for the same target of the same pool are removed first: the map
+    never named that store, so it holds nothing.
     """
     device = place if place.is_block_device() else None
     path = directory.target(target) if device else place
@@ -201,8 +217,11 @@ def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, targe
 
 
 def make_standby_place(directory: PoolDirectory, store: str, pool_id: str, shard: int, member: int) -> str:
-    """An empty directory for the records of a shard's standby: beside the store of a drive, or in the pool's directory where
-    the store is a device or lies there. What an interrupted making left is removed."""
+    """Make an empty directory for the records of a shard's standby.
+
+    It is beside the store of a drive, or in the pool directory if the store is a device or is itself in the
+    pool directory. The remains of an interrupted attempt are removed.
+    """
     place = Path(store)
     if place.is_block_device() or place.parent == directory.target(0).parent:
         path = directory.shard(shard).with_name(f"{shard}.{member}")
@@ -220,7 +239,7 @@ def store_name(pool_id: str, target: int) -> str:
 
 
 def pool_on(device: Path) -> str:
-    """The id of the pool that a block device belongs to, or nothing."""
+    """Id of the pool that a block device belongs to, or ""."""
     with open(device, "rb") as file:
         head = file.read(BLOCK_BYTES)
     try:
@@ -254,7 +273,7 @@ async def make_pool(request: dict) -> dict:
     given = external(request.get("etcd"))
     if given is not None:
         await check(given)
-    for drive in drives:  # before anything is made: what is refused leaves nothing behind
+    for drive in drives:  # before anything is created, so that a refused request leaves nothing behind
         place = store_path(drive["path"], "", 0, directory.path / "targets")
         capacity_for(place, int(drive.get("capacity_bytes") or 0))
         check_device(place, _id_of_begun(directory), force)
@@ -297,7 +316,7 @@ async def make_pool(request: dict) -> dict:
             def endpoints(member: int) -> tuple[str, ...]:
                 return endpoints_for(directory, process_name(number, member), host, ports[next(places):][:2])
 
-            # those of several shards begin with different drives
+            # The standbys of different shards start with different drives.
             beside = [made[(number - 1 + at) % len(made)] for at in range(standbys)]
             return Shard(number, 1, endpoints(0), standbys=tuple(
                 Standby(n, 1, endpoints(n), path=make_standby_place(directory, drive["path"], pool_id, number, n))
@@ -319,9 +338,9 @@ async def make_pool(request: dict) -> dict:
             await (await EmbeddedCoordinator.found(kv, first, directory.publish)).close()
         for place in (directory.path / "meta", directory.path / "targets", directory.path, directory.path.parent):
             sync_directory(place)
-        for target in targets:  # there is nothing in which they could differ
+        for target in targets:  # all are equal: they are empty
             write_whole(directory.ended(target.id), b"%d" % first.epoch)
-        write_whole(directory.format, FORMAT_TEXT.encode())  # last: from here on it is a pool
+        write_whole(directory.format, FORMAT_TEXT.encode())  # last: this makes the directory a pool
         (directory.path / MARKER).unlink(missing_ok=True)
     finally:
         lock.release()
@@ -332,7 +351,7 @@ async def make_pool(request: dict) -> dict:
 
 
 def found_authority(directory: PoolDirectory, pool_id: str, host: str) -> str:
-    """The pool's certificate authority, that of its etcd, and this node's own certificates, in secret/; whom those name."""
+    """Create the CAs of pool and etcd, and this node's certificates, in secret/. Return the member."""
     member = new_member("node", socket.gethostname())
     asked, hosts = request_certificate(), (host,) if host else ()
     for place in (directory.secret, directory.secret / ETCD_SECRET):
@@ -346,8 +365,8 @@ def found_authority(directory: PoolDirectory, pool_id: str, host: str) -> str:
 
 
 def _begin(directory: PoolDirectory) -> str:
-    """The pool's id: a new one, or that of the interrupted making. AlreadyExists when the directory holds anything else."""
-    for half in directory.path.glob(".FORMAT.[0-9]*"):  # of a making that ended before it had said what this is
+    """Start or restart a creation; return the pool's id. AlreadyExists: the directory holds anything else."""
+    for half in directory.path.glob(".FORMAT.[0-9]*"):  # of a creation that ended before FORMAT was in place
         half.unlink()
     found = sorted(entry.name for entry in directory.path.iterdir())
     if "FORMAT" in found and directory.format.read_bytes() != BEING_MADE_TEXT.encode():
@@ -364,7 +383,7 @@ def _begin(directory: PoolDirectory) -> str:
 
 
 def _id_of_begun(directory: PoolDirectory) -> str:
-    """The id of a pool whose making was interrupted, or nothing."""
+    """Id of a pool whose creation was interrupted, or ""."""
     try:
         pool_id = (directory.path / MARKER).read_text().strip()
     except OSError:
@@ -391,7 +410,10 @@ def _answer_store(request: dict) -> tuple[Path, int]:
 
 
 def _erase_head(path: str, pool_id: str) -> None:
-    """Zeros where a store of this pool begins, so that nobody takes the device for one. InvalidRequest for anything else."""
+    """Overwrite a store's head with zeros, so that nobody takes it for a store.
+
+    InvalidRequest: no store of this pool.
+    """
     if pool_on(Path(path)) != pool_id:
         raise InvalidRequest(f"{path} does not begin like a store of this pool; nothing was erased")
     with open(path, "r+b", buffering=0) as device:
@@ -427,7 +449,7 @@ def main() -> int:
     try:
         answer, code = asyncio.run(_answer(json.load(sys.stdin))), 0
     except KeyboardInterrupt:
-        return 130  # the terminal told our parent as well; the same command goes on with it
+        return 130  # the terminal has interrupted our parent as well; the same command continues later
     except NvpoolError as error:
         answer, code = {"error": str(error)}, exit_code(error)
     except OSError as error:
@@ -435,8 +457,9 @@ def main() -> int:
         answer, code = {"error": str(ours)}, exit_code(ours)
     try:
         print(json.dumps(answer | ({"code": code} if code else {})), flush=True)
-    except BrokenPipeError:  # who asked was killed; the same command goes on with it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written at the end goes there
+    except BrokenPipeError:  # the caller was killed; the same command continues later
+        # Redirects the output that Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 

@@ -1,9 +1,9 @@
-"""An etcd of the operator's own in place of the pool's: looked at before anything is made, and the pool founded in it.
+"""External etcd: checks an operator's own etcd, and creates the pool in it.
 
-Called by provision/create and provision/join, with what `--etcd URL[,URL…]`, `--etcd-ca`, `--etcd-cert` and `--etcd-key` say:
-all https or all http. nvpool starts, stops and changes no member of it, and writes only below nvpool/POOL_ID/. The certificate
-and its key are copied into secret/external-etcd/ of the pool directory, and used from there: who renews them replaces the
-files.
+Used by provision/create and provision/join with the values of `--etcd URL[,URL…]`, `--etcd-ca`, `--etcd-cert`
+and `--etcd-key`: all URLs are https or all are http. nvpool starts, stops and changes no member of such an
+etcd, and writes only below nvpool/POOL_ID/. The certificate and its key are copied to secret/external-etcd/
+of the pool directory and used from there. To renew them, the operator replaces these files.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class External(NamedTuple):
 
 
 def external(request: dict | None) -> External | None:
-    """What the request's "etcd" says: {"urls", "ca", "cert", "key"}. InvalidRequest; BadConfiguration for files that can not be
-    read."""
+    """Parse the request's "etcd": {"urls", "ca", "cert", "key"}; None if it names no etcd.
+
+    InvalidRequest; BadConfiguration: a file cannot be read.
+    """
     if not request or not request.get("urls"):
         return None
     urls = [url.strip().rstrip("/") for url in request["urls"].split(",") if url.strip()]
@@ -54,13 +56,15 @@ def external(request: dict | None) -> External | None:
 
 
 async def check(given: External) -> None:
-    """On return etcd answers, and most of its members are there. Unavailable, AccessDenied."""
+    """Check that etcd answers with a quorum. Unavailable, AccessDenied."""
     await EtcdCoordinator.answers(given.members, given.certificates)
 
 
 async def found(directory: PoolDirectory, given: External, first: PoolMap) -> None:
-    """On return the pool with the map `first` is in etcd, and the directory says so; also where an interrupted making came so
-    far. Unavailable: repeat."""
+    """Store the pool's first map in etcd and record the location in the directory.
+
+    This works also if an interrupted creation has stored a map already. Unavailable: repeat.
+    """
     keep(directory, given)
     try:
         coordinator = await EtcdCoordinator.found(given.members, first, directory.publish, certificates=given.certificates)
@@ -71,8 +75,11 @@ async def found(directory: PoolDirectory, given: External, first: PoolMap) -> No
 
 
 async def forget(directory: PoolDirectory, pool_id: str) -> list[str]:
-    """The pool is destroyed on this node: remove its keys where no other node has it any more. What was done, and what is left
-    to be done by hand where etcd can not be asked, as sentences; none where the pool has no such etcd."""
+    """Remove a destroyed pool's keys from etcd if this was its last node.
+
+    Returns sentences: what was done or, if etcd is unreachable, what the operator must do. Empty for a pool
+    without such an etcd.
+    """
     location = read_map_location(directory)
     if not location.external:
         return []
@@ -93,7 +100,7 @@ async def forget(directory: PoolDirectory, pool_id: str) -> list[str]:
 
 
 def keep(directory: PoolDirectory, given: External) -> None:
-    """Have the directory say where the map is."""
+    """Record in the directory where the map is."""
     if given.certificates:
         secret = directory.secret / EXTERNAL_SECRET
         secret.mkdir(mode=0o700, exist_ok=True)

@@ -1,8 +1,9 @@
-"""The side of who joins a pool: a directory of its own, a key that never leaves it, a certificate in exchange for a token.
+"""Join client: creates a member's directory and exchanges a token for a certificate.
 
-Called by provision/create (verb "join"). Guarantees: the token is shown to nobody but the authority whose fingerprint it
-carries; the directory is one of a pool only when all is there and durable (FORMAT last); an interrupted joining is gone on with
-by the same command, under the same key, so that the token is not lost with it.
+Used by provision/create (verb "join"). The private key never leaves the directory. Guarantees: the token is
+sent only to the CA whose fingerprint it contains. The directory belongs to a pool only when it is complete
+and durable (FORMAT last). The same command continues an interrupted join, with the same key, so that the
+token is not lost.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ from nvpool.security.tls import (
 )
 
 JOIN_S = 90.0
-"""The first node may have to start etcd."""
+"""Time limit of a join: the first node may have to start etcd."""
 JOINING = "being-joined"
 
 
 async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, ...]]) -> dict:
-    """Make the directory of a node, a client or a bridge. `endpoints_of` gives those of a node's supervisor, under a name.
+    """Create the directory of a node, a client or a bridge. `endpoints_of` gives the endpoints of a
+    supervisor.
 
         {"verb": "join", "directory", "kind", "address", "token", "name", "host", "config": text}
             -> {"directory", "pool_id", "name", "member", "node"}
@@ -72,7 +74,7 @@ async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, .
                 path.mkdir(exist_ok=True)
         protect(directory, group_number(config.access.operators, "access.operators"))
         write_whole(directory.node_toml, request["config"].encode())
-        # A name of its own: two nodes may have their directories at the same path, and each would find its own socket there.
+        # A unique name: two nodes may use the same directory path, and each would find its own socket there.
         own_name = f"node-{key_of_request(key.request)[:8]}"
         endpoints = endpoints_of(config, own_name) if kind == "node" else ()
         asked = pool_pb2.JoinRequest(secret=token.secret, kind=kind, request=key.request, name=request.get("name") or
@@ -85,7 +87,7 @@ async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, .
         if kind == "node":
             _keep_external(directory, answer["etcd"], given)
         _keep(directory, kind, answer, key)
-        write_whole(directory.format, FORMAT_TEXT.encode())  # last: from here on it is one
+        write_whole(directory.format, FORMAT_TEXT.encode())  # last: this makes it a directory of the pool
         (directory.path / JOINING).unlink(missing_ok=True)
     finally:
         lock.release()
@@ -105,7 +107,10 @@ def _address(text: str) -> str:
 
 
 async def _ask(address: str, token: Token, asked: pool_pb2.JoinRequest, plain_text: bool) -> dict:
-    """The pool's answer. AccessDenied where somebody else answers than the token says, before that sees the token."""
+    """Send the token and return the pool's answer.
+
+    AccessDenied: the server's CA is not the one in the token; the token was not sent.
+    """
     stranger: Identity = PLAIN_TEXT if plain_text else Stranger()
     found = await _call(address, stranger, wire_pb2.POOL_AUTHORITY, pool_pb2.AuthorityRequest(), pool_pb2.AuthorityReply)
     if fingerprint_of(found.certificate) != token.fingerprint:
@@ -128,7 +133,7 @@ async def _call(address: str, identity: Identity, method: int, request, reply_ty
 
 
 def _keep(directory: PoolDirectory, kind: str, answer: dict, key: MemberRequest) -> None:
-    """Write what makes us a member."""
+    """Write the files that make this directory a member."""
     secret = directory.secret
     files: list[tuple[Path, str, int]] = [(secret / AUTHORITY_FILE, answer["authority"], 0o644),
                                           (secret / CERTIFICATE_FILE, answer["certificate"], 0o644)]
@@ -150,8 +155,10 @@ def _keep(directory: PoolDirectory, kind: str, answer: dict, key: MemberRequest)
 
 
 def _keep_external(directory: PoolDirectory, etcd: dict, given: External | None) -> None:
-    """Write where an etcd of the operator's own is, as this node was told or knows from the others. InvalidRequest, with the
-    remedy, where they can not tell all."""
+    """Record the operator's own etcd, as the request or the pool's answer names it.
+
+    InvalidRequest, with the remedy: the answer does not contain the certificate that is needed.
+    """
     if "external" not in etcd:
         if given is not None:
             raise InvalidRequest("this pool keeps its map in an etcd of its own: leave --etcd out")
@@ -165,8 +172,10 @@ def _keep_external(directory: PoolDirectory, etcd: dict, given: External | None)
 
 
 def _begin(directory: PoolDirectory) -> MemberRequest:
-    """Our key and a request for its certificate: new ones, or those of the interrupted joining. AlreadyExists when the
-    directory holds anything else."""
+    """Return our key and the request for its certificate: new ones, or those of the interrupted join.
+
+    AlreadyExists: the directory holds anything else.
+    """
     found = sorted(entry.name for entry in directory.path.iterdir())
     key_file = directory.secret / KEY_FILE
     if "FORMAT" in found and directory.format.read_bytes() != BEING_MADE_TEXT.encode():

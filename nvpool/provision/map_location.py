@@ -1,7 +1,8 @@
-"""Location of the pool map on a node, DIR/coordinator.json: the embedded coordinator, etcd, or on the way there.
+"""Location of the pool map on a node, DIR/coordinator.json: the embedded coordinator, etcd, or in transition.
 
-The file is replaced atomically; where there is none, the map is in the embedded coordinator. Written by
-node/coordination/map_backend, which moves the map, and by a node that joins a pool (provision/join, provision/external_etcd).
+The file is replaced atomically; without the file the map is in the embedded coordinator. Written by
+node/coordination/map_backend, which moves the map, and by a node that joins a pool (provision/join,
+provision/external_etcd).
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from nvpool.core.errors import CorruptRecord
 from nvpool.host.pool_directory import PoolDirectory, write_whole
 
 EXTERNAL_SECRET = "external-etcd"
-"""Below secret/: what is shown to an etcd of the operator's own, under the names that files there have everywhere."""
+"""Directory below secret/ with the certificate for an operator's own etcd.
+
+The file names are the usual ones.
+"""
 
 
 class OwnMember(msgspec.Struct, frozen=True):
-    """The member of etcd that this node runs. `cluster`: (node, peer's host:port) of those it began with."""
+    """The etcd member that this node runs. `cluster`: (node, peer's host:port) of its first cluster."""
 
     node: int
     client: str
@@ -28,9 +32,10 @@ class OwnMember(msgspec.Struct, frozen=True):
     token: str
     state: Literal["new", "existing"] = "new"
     generation: int = 0
-    """As in the map; each has a directory of its own."""
+    """Generation number as in the map; each generation has its own directory."""
     alone: bool = False
-    """It is being made the only one, of whatever it knows: most of the others are lost for good (`recover`)."""
+    """The member is being made the only one, with what it knows: most others are lost for good
+    (`recover`)."""
 
     def data(self, directory: PoolDirectory) -> Path:
         return directory.path / (f"etcd-{self.generation}" if self.generation else "etcd")
@@ -41,7 +46,7 @@ class MapLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     members: tuple[str, ...] = ()
     own: OwnMember | None = None
     external: Literal["", "plain", "secured"] = ""
-    """An etcd of the operator's own (provision/external_etcd), and how it is spoken with."""
+    """Set for an operator's own etcd (provision/external_etcd): with or without TLS."""
 
 
 def read_map_location(directory: PoolDirectory) -> MapLocation:

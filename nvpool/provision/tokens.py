@@ -1,6 +1,7 @@
-"""Tokens made, and the authority's key read: for who makes pools and who lets others in.
+"""Join tokens and the CA's key, for creating pools and admitting members.
 
-Called by provision/create and node/admin/join_server. The secret of a token is given out once and kept nowhere.
+Used by provision/create and node/admin/join_server. The secret of a token is given out once and stored
+nowhere.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ KINDS = ("node", "client", "bridge")
 
 
 def new_token(authority: Authority, kind: str, lives_s: float) -> tuple[Token, JoinToken]:
-    """What its holder gets, and what the map keeps of it."""
+    """Create a token: the part for its holder, and the record for the map."""
     secret = SYSTEM_CLOCK.secret(SECRET_BYTES)
     return (Token(secret, authority.fingerprint), JoinToken(hash_of(secret), kind, now_ms() + int(lives_s * 1000)))
 
@@ -30,7 +31,7 @@ def now_ms() -> int:
 
 
 def read_authority(directory: PoolDirectory, below: str = "") -> Authority:
-    """AccessDenied where this node does not have the key."""
+    """Read the pool's CA from secret/. AccessDenied: this node does not have its key."""
     secret = directory.secret / below
     try:
         return Authority((secret / AUTHORITY_FILE).read_bytes(), (secret / AUTHORITY_KEY_FILE).read_bytes())
@@ -42,7 +43,7 @@ def read_authority(directory: PoolDirectory, below: str = "") -> Authority:
 
 
 def hosts_of(node: Node | None) -> tuple[str, ...]:
-    """What others call it by."""
+    """Hosts in a node's endpoints, under which others reach it."""
     if node is None:
         return ()
     return tuple({where.host for endpoint in node.endpoints if (where := parse_endpoint(endpoint)).host})

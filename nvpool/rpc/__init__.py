@@ -1,1 +1,1 @@
-"""Remote procedure calls: connections, limits, access control, and errors on the wire."""
+"""Remote procedure calls: connections, transports, limits, access control and wire error codes."""

@@ -1,9 +1,10 @@
-"""Who may call which method of the wire: the one table, and the check at the door of each service.
+"""Access control of the wire protocol: one table of required rights, and the check in each service.
 
-The table gives each method the least right that its caller must have; `checks` says in words what the service looks at beyond
-that (a grant, the owner of a session, the right to a volume). A method without a line is refused to all but nodes, and a test
-fails for it. A client that is bound to one user, or whose root is squashed, may ask of metadata what a local user may. Used by
-the metadata service, the members of a shard, the chunk store and the supervisor, in their `handle`.
+The table gives for each method the least right that its caller must have. `checks` describes in words what
+the service checks in addition (a grant, the owner of a session, the right to a volume). A method without an
+entry is refused to all callers except nodes, and a test fails for it. A client that is bound to one user, or
+whose root is squashed, may send to a metadata service what a local user may. The metadata service, the
+members of a shard, the chunk store and the supervisor use this module in their `handle`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 
 
 class Who(enum.Enum):
-    """The least right of a caller."""
+    """Least right of a caller."""
 
     STRANGER = "anybody who can connect"
     USER = "each local user, client and node of the pool"
@@ -32,7 +33,7 @@ class Who(enum.Enum):
 class Right(NamedTuple):
     who: Who
     checks: str
-    """What the service checks further."""
+    """Checks that the service makes in addition."""
 
 
 _SESSION = "the session is the caller's own"
@@ -130,11 +131,14 @@ RIGHTS: dict[int, Right] = {
 _LEAST = {Who.STRANGER: Role.STRANGER, Who.USER: Role.USER, Who.VOLUME: Role.USER, Who.MEMBER: Role.CLIENT,
           Who.VOLUME_OF_CLIENT: Role.CLIENT, Who.NODE: Role.NODE, Who.OPERATOR: Role.NODE}
 _PEERS_KEPT = 4096
-"""Connections whose callers are remembered; all of them are looked at anew behind it."""
+"""Connections whose callers are cached. A full cache is cleared, and all callers are determined again."""
 
 
 def _refused(role: Role, local: bool) -> frozenset[int]:
-    """Methods of this version that are refused to such callers. Others are left to the service, which does not know them."""
+    """Methods of this version that are refused to such callers.
+
+    Unknown methods are left to the service, which rejects them.
+    """
     refused = set()
     for method in wire.Method.values():
         right = RIGHTS.get(method)
@@ -146,27 +150,32 @@ def _refused(role: Role, local: bool) -> frozenset[int]:
 
 _REFUSED = {(role, local): _refused(role, local) for role in Role for local in (False, True)}
 _REFUSED_METADATA = frozenset(method for method in _REFUSED[Role.USER, False] if wire.Method.Name(method).startswith("META_"))
-"""What a metadata service does not answer local users, and clients that may not act as all users."""
+"""Metadata methods refused to local users and to clients with restricted users."""
 
 
 class Caller(NamedTuple):
-    """What a service goes by: the role of a peer, and the name of who owns what it opens."""
+    """Authorization of a peer: its role, and the owner name for what the peer opens."""
 
     role: Role
     owner: str
-    """The member of a client, or the number of a local user; "" of nodes, which may act for all."""
+    """Member name of a client, or uid of a local user. Empty for nodes, which may act for all."""
     refused: frozenset[int]
-    """Methods that it may not call."""
+    """Methods that the caller may not call."""
     user: Credentials | None = None
-    """User and groups as which alone it acts, whatever it says, SOMEBODY where it may say any but root; None: it is trusted to
-    say for whom it asks."""
+    """The only user and groups as which the caller may act, whatever user the request names.
+
+    SOMEBODY: any user except root. None: the caller is trusted to name the user.
+    """
 
 
 class Callers:
-    """The callers of one service. Each connection is looked at once: it has one `Peer` for its life."""
+    """Callers of one service. Each connection is examined once: it has one `Peer` for its lifetime."""
 
     def __init__(self, operators: int | None = None, *, strangers: bool = False) -> None:
-        """`operators`: number of the operator group. `strangers`: who shows no certificate is let in, and is a stranger."""
+        """`operators`: id of the operator group.
+
+        `strangers`: peers without a certificate are accepted, with `Role.STRANGER`.
+        """
         self.operators = operators
         self._strangers = strangers
         self._known: dict[int, tuple[Peer, Caller]] = {}
@@ -190,7 +199,7 @@ class Callers:
         return Caller(role, owner, refused if user is None else refused | _REFUSED_METADATA, user)
 
     def check(self, call: Call) -> Caller:
-        """Who calls. AccessDenied: the method is not for that caller."""
+        """Return the caller of a request. AccessDenied: this caller may not call the method."""
         peer = call.peer
         known = self._known.get(id(peer))
         caller = known[1] if known is not None and known[0] is peer else self.of(peer)

@@ -1,12 +1,13 @@
-"""The contract of a transport: many requests in flight on one connection, answered in any order.
+"""Transport interface: many concurrent requests on one connection, answered in any order.
 
-A message is a method number, a protobuf message (schema in proto/nvpool/v1, already encoded) and a payload of raw bytes that
-never enters the protobuf. The same three travel on every transport: in-process, `stream` (frames over TCP and unix
-sockets), `grpc` (a bidirectional stream of Frame messages), and plug-ins that register in the entry-point group
-`nvpool.transports`. All pass `testing/contracts/transport`.
+A message has three parts: a method number, an encoded protobuf message (schema in proto/nvpool/v1) and a
+payload of raw bytes that never enters the protobuf. Every transport carries the same three parts: in-process,
+`stream` (frames over TCP and unix sockets), `grpc` (a bidirectional stream of Frame messages), and plug-ins
+that register in the entry-point group `nvpool.transports`. All transports pass `testing/contracts/transport`.
 
-Buffers: what a caller hands over belongs to the transport until its call ends. What a handler or a reply receives belongs to
-the receiver; the transport does not touch it again.
+Buffer ownership: a buffer that the caller passes in belongs to the transport until the call ends. A buffer
+that a handler or the receiver of a reply gets belongs to that receiver; the transport does not touch the
+buffer again.
 """
 
 from __future__ import annotations
@@ -25,49 +26,64 @@ PAYLOAD_BYTES_MAX = 32 << 20
 PROTOCOL_VERSION = 1
 PROTOCOL_VERSION_MIN = 1
 IN_FLIGHT_MAX = 1024
-"""Requests a connection carries at once; further ones wait on the sending side."""
+"""Most requests that a connection carries concurrently; further requests wait on the sending side."""
 
 
 class Reply(NamedTuple):
-    """An answer without an error: the encoded protobuf message and the payload."""
+    """A successful response: the encoded protobuf message and the payload."""
 
     message: Buffer
     payload: memoryview
 
 
 class Call(Protocol):
-    """One request as the server's handler sees it. Answered once, by reply or by fail, now or later, by anyone."""
+    """One request as the server's handler sees it.
+
+    The request is answered once, by `reply` or by `fail`, immediately or later, by any code that holds the
+    call.
+    """
 
     method: int
     message: Buffer
     payload: memoryview
     since_s: float
-    """When it arrived, on base.clock's boottime."""
+    """Arrival time of the request, on the boottime clock of `core.clock`."""
     deadline_s: float
-    """On base.clock's boottime; a handler that finds it past need not work."""
+    """Deadline on the boottime clock of `core.clock`. After it a handler need not do the work."""
     peer: Peer
     cancelled: bool
-    """The asker has gone or given up: the answer will be thrown away."""
+    """True when the client disconnected or cancelled the request: a response would be discarded."""
 
     def room(self, byte_count: int) -> memoryview | None:
-        """Memory of the asker for an answer's payload of that many bytes, where the transport can reach it (shared memory), to
-        save a copy; None: bring your own, as ever. To be filled on the spot, before anything else on the loop has a turn, and
-        then handed to `reply` as it is, as all of the payload; or left alone, whatever has been written there. The asker may
-        change it while you look: what you check, check elsewhere."""
+        """Client memory for a response payload of that many bytes, to save a copy.
+
+        Returns None where the transport has no access to such memory (it has for shared memory); the handler
+        then uses its own buffer. The handler fills the memory immediately, before any other callback of the
+        event loop runs, and then passes the memory unchanged to `reply` as the whole payload. The handler may
+        also leave the memory unused, even after writing to it. The client may change the memory at any time:
+        check data in a private copy, not here.
+        """
 
     def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
-        """Send the answer. `payload` buffers go out in order, without being joined; they must not change any more, since they
-        may leave later. Never raises for a lost peer."""
+        """Send the response. Never raises for a lost peer.
+
+        The `payload` buffers are sent in order, without being joined. They must not change any more, because
+        they may be sent after this returns.
+        """
 
     def fail(self, error: BaseException) -> None:
-        """Send the error; what is none of ours becomes Bug and is logged with its traceback."""
+        """Send the error. Any other exception than NvpoolError becomes Bug and is logged with its
+        traceback."""
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when the asker gives up or the connection ends before an answer."""
+        """Call `callback` once if the client cancels the request or the connection ends unanswered."""
 
 
 class BelievedGroups:
-    """All groups but root's: of a client that is believed which groups its users are in. There is one, BELIEVED_GROUPS."""
+    """All groups except root's (gid 0).
+
+    Used for a client whose statements about groups are trusted. BELIEVED_GROUPS is the only instance.
+    """
 
     def __contains__(self, gid: object) -> bool:
         return gid != 0
@@ -75,116 +91,165 @@ class BelievedGroups:
 
 BELIEVED_GROUPS = BelievedGroups()
 SOMEBODY = -1
-"""As a uid: any user of a client but its root. The request does not say which one."""
+"""User id that means any user of a client except root. The request does not say which one."""
 
 
 class Credentials(NamedTuple):
-    """User and groups of the process at the other end of a unix socket, when it connected, as the kernel knows them; or as whom
-    a client may act."""
+    """User and groups of a peer process, or those that a client may act as.
+
+    For a process at the other end of a unix socket they are the values at connect time, as the kernel reports
+    them.
+    """
 
     uid: int
     gids: frozenset[int] | BelievedGroups
-    """Its group and, where the kernel tells them (Linux 4.13), its further groups."""
+    """The group of the process and its supplementary groups (reported since Linux 4.13)."""
     pid: int
 
 
 class Peer(NamedTuple):
-    """Who is at the other end: its greeting, its certificate, its credentials."""
+    """Identity of the other end of a connection: its greeting, its certificate and its credentials."""
 
     name: str
     address: str
     local: bool
-    """On this host (unix socket or in-process)."""
+    """True if the peer is on this host (unix socket or in-process)."""
     member: str = ""
-    """Who that is by his certificate, like node/alpha; nothing in plain text, and for a stranger where those are let in."""
+    """Member name from the peer's certificate, like node/alpha.
+
+    Empty in plain text, and for a peer without a certificate where the listener accepts those.
+    """
     credentials: Credentials | None = None
-    """Of a process on this host; None on other connections than unix sockets."""
+    """Credentials of a process on this host; None on all connections except unix sockets."""
 
 
 Handler = Callable[[Call], None]
-"""Called on the event loop for each request as it arrives. It must not block: it answers at once or keeps the call and
-hands the work to a task that it owns. An exception out of it is answered as `fail` would.
+"""Request handler, called on the event loop for each request as it arrives.
 
-It may have an attribute `at_once(buffer, end, in_work, tally, out, side)`: a listener of the stream transports lets it answer
-frames that came whole, without a Call; see store/server/fast_reads for what it has to do. Others do not ask for it."""
+The handler must not block: it answers immediately, or it keeps the call and hands the work to a task that it
+owns. An exception that the handler raises is answered as `fail` would answer it.
+
+The handler may have an attribute `at_once(buffer, end, in_work, tally, out, side)`, a fast path: a listener
+of the stream transports lets it answer frames that arrived complete, without a Call; store/server/fast_reads
+states its contract. The other transports ignore the attribute."""
 
 
 class Connection(Protocol):
-    """The asking side of one connection. Made by Transport.connect; used from one event loop."""
+    """Client side of one connection, made by Transport.connect and used from one event loop."""
 
     peer: Peer
     closed: bool
 
     async def call(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
                    into: memoryview | None = None) -> Reply:
-        """Send and wait for the answer, at most until `deadline_s` (boottime).
+        """Send a request and wait for the response, at most until `deadline_s` (boottime).
 
-        With `into` the payload of the answer is received there when it fits, and Reply.payload is that part of it.
-        Cancelling the awaiting task tells the other side to stop. After a deadline or a cancellation `into` is not written to
-        any more, but what was handed over may still be on its way: a payload that is changed then arrives changed.
+        With `into` the response payload is received there if it fits, and Reply.payload is that part of
+        `into`. Cancelling the awaiting task sends a cancellation to the server. After a deadline or a
+        cancellation nothing writes to `into` any more, but the request's own buffers may still be in the send
+        queue: if the caller changes its payload then, the server receives the changed bytes.
 
-        DeadlineExceeded   the answer did not come in time (may be applied)
-        Disconnected       the connection ended (may be applied, except where it never was sent)
-        any NvpoolError    what the other side answered
+        DeadlineExceeded   the response did not arrive in time (the request may be applied)
+        Disconnected       the connection ended (may be applied, except where the request was never sent)
+        any NvpoolError    the error that the server answered
         """
 
     def submit(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
                into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any],
                room: int = 0) -> int:
-        """As `call`, without a task: `on_done(reply, None)` or `on_done(None, error)` is called once, on the loop, after this
-        has returned. The number is for `give_up`. `room`: bytes that the answer's payload is likely to have, for transports
-        that get registered memory ready for it; nothing depends on it."""
+        """Send a request as `call` does, without a task.
+
+        Returns the number to pass to `give_up`. `on_done(reply, None)` or `on_done(None, error)` is called
+        once, on the loop, after this method has returned. `room` is the number of bytes that the response
+        payload is likely to have: a hint for transports that prepare registered memory for it. Correctness
+        does not depend on the hint.
+        """
 
     def give_up(self, request: int) -> None:
-        """End a submitted request without its on_done: the other side is told to stop, `into` is not written to any more.
-        Nothing when it has ended already."""
+        """Cancel a submitted request; its on_done is not called.
+
+        The server is asked to stop, and nothing writes to `into` any more. Has no effect on a request that
+        has ended already.
+        """
 
     def unanswered_since_s(self, besides: Container[int] = ()) -> float:
-        """When (boottime) the oldest of the requests was sent that are not answered yet, but for those of the methods
-        `besides`; infinity where there is none."""
+        """Send time (boottime) of the oldest unanswered request; infinity if every request is answered.
+
+        Requests of the methods in `besides` do not count.
+        """
 
     async def close(self) -> None:
-        """End the connection; what is in flight fails with Disconnected. May be called twice."""
+        """End the connection; pending requests fail with Disconnected. May be called twice."""
 
 
 class Listener(Protocol):
-    """Keep it for as long as it is to listen: loops close what nobody refers to."""
+    """Listening end of a transport.
+
+    Keep a reference while it is in use: event loops close unreferenced listeners.
+    """
 
     endpoint: str
-    """The URL to connect to, with the real port where 0 was asked for."""
+    """URL to connect to; contains the real port if port 0 was requested."""
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Take no new connections or requests (they fail with Draining); wait up to drain_s for those in work; close."""
+        """Stop accepting, drain for at most drain_s seconds, and close.
+
+        New connections and requests fail with Draining. Requests in progress have up to drain_s to finish.
+        """
 
 
 class Greeting(NamedTuple):
-    """What each side says first. A server refuses another pool or no common version with ProtocolMismatch, by name."""
+    """First message of each side on a connection.
+
+    A server refuses a client of another pool, or one without a common protocol version, with
+    ProtocolMismatch; the error names both sides.
+    """
 
     name: str
     fingerprint: str = ""
-    """Of the pool (PoolMap.fingerprint); empty on either side: not compared (a client that has no map yet)."""
+    """Fingerprint of the pool (PoolMap.fingerprint).
+
+    Not compared when either side's value is empty (a client that has no map yet).
+    """
     host_id: str = ""
-    """Of the host that speaks; for transports that only work within one."""
+    """Id of the host of the sender, for transports that only work within one host."""
     identity: Identity | None = None
-    """Not said, but shown: our certificate, and whom we let in. Without one nothing leaves this host."""
+    """Our certificate, and the peers that we accept.
+
+    The certificate is presented in TLS and is not part of the message. Without an identity no connection
+    leaves this host.
+    """
     strangers: bool = False
-    """Of who listens: who shows no certificate is served too, as a peer without a `member`. The handler decides what it may."""
+    """For a listener: also serve peers that present no certificate; such a peer has no `member`.
+
+    The handler decides which requests such a peer may make.
+    """
     limits: Limits | None = None
-    """Of who listens: for all listeners that have the same. None: the defaults, for this one alone."""
+    """For a listener: limits shared by all listeners that have the same object.
+
+    None: the default limits, for this listener alone.
+    """
     local_users: bool = False
-    """Of who listens on a unix socket: every user of this host may connect; the handler looks at `Peer.credentials`. Otherwise
-    root and our own user alone."""
+    """For a listener on a unix socket: every user of this host may connect.
+
+    The handler checks `Peer.credentials`. If False, only root and the user of this process may connect.
+    """
 
 
 class Transport(Protocol):
     scheme: str
-    """Of the endpoints it takes: stream, stream+unix, grpc, inproc."""
+    """Scheme of the endpoints that the transport takes: stream, stream+unix, grpc, inproc."""
     rank: int
-    """The higher is preferred when both ends have it."""
+    """Preference: of the transports that both ends have, the one with the highest rank is used."""
 
     async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
-        """Unreachable when nobody answers there by deadline_s; ProtocolMismatch as the other side says. AccessDenied when one
-        side's certificate is refused, or plain text would leave the host; StaleIdentity when one side's is not in the pool."""
+        """Connect to an endpoint and exchange greetings.
+
+        Unreachable        nobody answers there by deadline_s
+        ProtocolMismatch   the other side refuses the greeting
+        AccessDenied       one side's certificate is refused, or plain text would leave the host
+        StaleIdentity      one side's certificate is not in the pool
+        """
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
-        """InUse when the address is taken."""
+        """Listen at `endpoint` and pass each request to `handler`. InUse: the address is taken."""

@@ -1,11 +1,12 @@
-"""Connections to many daemons: one live connection to each, over the best transport that both ends have.
+"""Connection pool: one live connection to each daemon, over the best transport that both ends have.
 
-A daemon is known by its tuple of endpoints, as the pool map lists them. The transport is chosen by trying them, best rank
-first: what this process has installed, what can be reached from this host, what answers. Callers that need the same
-connection at once share one attempt. A connection that ended is not used any more, the next call makes a new one. A connection
-over a worse transport than the best is replaced in the background as soon as a better endpoint answers; requests under way
-finish on the connection on which they began. Requests are never repeated here: that is the business of metaclient and
-chunkclient. Used from one event loop.
+A daemon is identified by its tuple of endpoints, as the pool map lists them. The pool tries the endpoints in
+the order of their transport's rank: transports that are installed in this process, endpoints that this host
+can reach, and then the first that answers. Callers that need the same connection at the same time share one
+attempt. A connection that has ended is not reused; the next call makes a new one. A connection over a
+transport that is not the best is replaced in the background as soon as a better endpoint answers; pending
+requests finish on the connection on which they were sent. The pool never retries a request: that is the task
+of the metadata client and the chunk client. Used from one event loop.
 """
 
 from __future__ import annotations
@@ -24,22 +25,30 @@ from nvpool.rpc import registry
 from nvpool.rpc.api import Buffer, Connection, Greeting, Reply, Transport
 
 ATTEMPT_S = 3.0
-"""For one endpoint: a host that is up answers in milliseconds, and the next endpoint wants its turn within the deadline."""
+"""Time for one endpoint: a live host answers in milliseconds, and the next endpoint must also fit in the
+deadline."""
 
 SLOW_FAILURE_S = 0.5
 SHUN_S = 30.0
-"""An endpoint that failed slowly (a firewall that swallows packets) is tried last for this long. One that is refused at once
-costs nothing and is tried in its turn, so that a restarted daemon is found on its best transport."""
+"""How long an endpoint that failed slowly (a firewall that drops packets) is tried last.
+
+An endpoint that refuses immediately costs nothing and keeps its place in the order, so that a restarted
+daemon is found on its best transport."""
 SHUN_LOCAL_S = 2.0
-"""For a unix socket: no firewall is in between, its daemon was stopped or busy for a moment."""
+"""The same for a unix socket: there is no firewall, so the daemon was only stopped or busy for a short
+time."""
 
 RETURN_LOCAL_S = (1.0, 8.0)
 RETURN_S = (5.0, 60.0)
-"""Pause before a better endpoint is tried again while a worse one is in use: the first, and the longest after repeated
-failures. A unix socket costs one stat as long as it is not there."""
+"""First and longest pause between two attempts to reach a better endpoint.
+
+Attempts are made while a worse endpoint is in use. The pause doubles after each failure. For a unix socket an
+attempt costs one stat while the socket does not exist."""
 RETIRED_LOOK_S = 0.25
 RETIRED_S_MAX = 120.0
-"""A replaced connection is closed when nothing waits on it, and after this in any case: the longest polls take 40 s."""
+"""When a replaced connection is closed: once no request waits on it, or after this time.
+
+The longest polls take 40 s."""
 
 Endpoints = tuple[str, ...]
 
@@ -50,11 +59,11 @@ class _Candidate(NamedTuple):
     endpoint: str
     transport: Transport
     socket_path: str
-    """Of a unix socket, else nothing."""
+    """Path of a unix socket; empty for other endpoints."""
 
 
 class _Attempt:
-    """The making of one connection: what was tried, and what failed."""
+    """One attempt to connect to a daemon: the endpoints that were tried and their failures."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[tuple[Connection, int]]
@@ -65,17 +74,22 @@ class _Attempt:
         return [str(error) if endpoint in str(error) else f"{endpoint}: {error}" for endpoint, error in self.failures]
 
     def error(self) -> NvpoolError:
-        """All failures as one error, of the class that says most."""
+        """All failures as one error, of the most specific class among them."""
         for _, error in self.failures:
-            if isinstance(error, StaleIdentity):  # the daemon answers, and this is the reason
+            if isinstance(error, StaleIdentity):  # the daemon answers, and this is the cause
                 return error
         worst = next((error for _, error in self.failures if not isinstance(error, Unreachable)), self.failures[-1][1])
         return type(worst)("; ".join(self.failed()), may_be_applied=worst.may_be_applied, retry_after_s=worst.retry_after_s)
 
 
 class Dialer:
-    """`transports` replaces the installed ones (simulations). `host_id` of this host decides about endpoints with ?host=.
-    `certified`: the certificate says who asks, so no unix socket of another user is used: there this process's user would."""
+    """Connection pool of one client.
+
+    `transports` replaces the installed transports (simulations). `host_id` is this host's id and decides
+    which endpoints with `?host=` can be used. `certified` means that the certificate identifies the caller:
+    then no unix socket of another user is used, because there the daemon would see the user of this process
+    instead.
+    """
 
     def __init__(self, greeting: Greeting, *, host_id: str = "", clock: Clock = SYSTEM_CLOCK,
                  transports: Mapping[str, Transport] | None = None, certified: bool = False) -> None:
@@ -85,7 +99,7 @@ class Dialer:
         self._certified = certified
         self._live: dict[Endpoints, Connection] = {}
         self._ranks: dict[Endpoints, int] = {}
-        """Rank of the transport of each of `_live`."""
+        """Rank of the transport of each connection in `_live`."""
         self._connecting: dict[Endpoints, _Attempt] = {}
         self._returning: dict[Endpoints, asyncio.Task[None]] = {}
         self._retired: dict[Endpoints, list[Connection]] = {}
@@ -95,20 +109,20 @@ class Dialer:
 
     @property
     def greeting(self) -> Greeting:
-        """What our connections begin with."""
+        """The greeting that new connections send."""
         return self._greeting
 
     def set_fingerprint(self, fingerprint: str) -> None:
-        """Name the pool in later greetings; for a client that has now read its map."""
+        """Name the pool in later greetings. A client calls this once it has read its pool map."""
         self._greeting = self._greeting._replace(fingerprint=fingerprint)
 
     def live(self, endpoints: Endpoints) -> Connection | None:
-        """The connection to this daemon, when there is one now. From any thread."""
+        """The live connection to this daemon, or None. May be called from any thread."""
         connection = self._live.get(endpoints)
         return None if connection is None or connection.closed else connection
 
     def connections(self, endpoints: Endpoints) -> Iterator[Connection]:
-        """All open connections to this daemon: the live one, and replaced ones on which requests are still under way."""
+        """All open connections to this daemon: the live one, and replaced ones with pending requests."""
         live = self.live(endpoints)
         if live is not None:
             yield live
@@ -116,10 +130,10 @@ class Dialer:
 
     def call(self, endpoints: Endpoints, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
              into: memoryview | None = None) -> Awaitable[Reply]:
-        """Connection.call on the connection to this daemon, made first where there is none.
+        """Call Connection.call on the connection to this daemon; connect first if there is none.
 
         Unreachable        nobody answers at any endpoint: nothing was sent
-        DeadlineExceeded, Disconnected, and what the other side answers: as Connection.call says
+        DeadlineExceeded, Disconnected, and any error of the server: as for Connection.call
         """
         connection = self.live(endpoints)
         if connection is not None:
@@ -131,13 +145,13 @@ class Dialer:
         return await connection.call(method, message, payload, deadline_s=deadline_s, into=into)
 
     async def connect(self, endpoints: Endpoints, deadline_s: float) -> Connection:
-        """The live connection to this daemon, made first where there is none.
+        """Return the live connection to this daemon; connect first if there is none.
 
         Unreachable        nobody answers at any of the endpoints
-        DeadlineExceeded   the attempt took longer than this caller has; it goes on for others
-        ProtocolMismatch   somebody answers, and no endpoint accepts us: another pool or version
+        DeadlineExceeded   the attempt took longer than this caller's deadline; it continues for other callers
+        ProtocolMismatch   a daemon answers, but no endpoint accepts us: another pool or protocol version
 
-        The text of each names the endpoints that were tried, and why each of them failed.
+        The text of each error names the endpoints that were tried and why each of them failed.
         """
         connection = self.live(endpoints)
         if connection is not None:
@@ -159,7 +173,10 @@ class Dialer:
         return task.result()[0]
 
     def redial(self, endpoints: Endpoints) -> None:
-        """Have the next call to this daemon make another connection. Requests under way finish on the one that there is."""
+        """Make the next call to this daemon use a new connection.
+
+        Pending requests finish on the present one.
+        """
         connection = self._live.pop(endpoints, None)
         if connection is not None and not connection.closed:
             self._retire(endpoints, connection)
@@ -197,8 +214,9 @@ class Dialer:
 
     def _refresh_identity(self) -> None:
         if self._greeting.identity is not None:
-            with contextlib.suppress(NvpoolError):  # then what was shown so far is
-                self._greeting.identity.refresh()  # another process may have renewed it, and some live longer than it is good
+            with contextlib.suppress(NvpoolError):  # keep the identity that was used so far
+                # A process may outlive its certificate, which another process renews.
+                self._greeting.identity.refresh()
 
     async def _try(self, candidate: _Candidate) -> Connection:
         began_s = self._clock.boottime_s()
@@ -214,12 +232,15 @@ class Dialer:
         return connection
 
     def _usable(self, endpoints: Endpoints) -> Iterator[_Candidate]:
-        """Endpoints whose transport is here and reaches their host, whether somebody listens or not."""
+        """Endpoints whose transport is installed and can reach their host.
+
+        A daemon may listen there or not.
+        """
         for endpoint in endpoints:
             try:
                 where = parse_endpoint(endpoint)
             except InvalidRequest:
-                continue  # of a newer version, or a mistake in the map: the others may do
+                continue  # a newer version wrote it, or the map has an error: other endpoints may work
             transport = registry.upgrading(where.scheme) if self._transports is None else self._transports.get(where.scheme)
             is_local = where.scheme.endswith("+unix")
             if transport is None or (where.host_id and self._greeting.host_id and is_local
@@ -230,21 +251,21 @@ class Dialer:
             yield _Candidate(endpoint, transport, where.path if is_local else "")
 
     def _candidates(self, endpoints: Endpoints) -> list[_Candidate]:
-        """What can be tried from here, in the order to try it."""
+        """Endpoints that can be tried from this host, in the order to try them."""
         now_s = self._clock.boottime_s()
         return sorted((candidate for candidate in self._usable(endpoints) if _is_there(candidate)),
                       key=lambda candidate: (self._shunned.get(candidate.endpoint, 0.0) > now_s, -candidate.transport.rank))
 
-    # -- returning to a better one
+    # -- returning to a better endpoint
 
     def _better(self, endpoints: Endpoints) -> list[_Candidate]:
-        """Those that are preferred to the live connection, best first."""
+        """Endpoints with a higher rank than the live connection, best first."""
         rank = self._ranks.get(endpoints, inf)
         return sorted((candidate for candidate in self._usable(endpoints) if candidate.transport.rank > rank),
                       key=lambda candidate: -candidate.transport.rank)
 
     async def _return(self, endpoints: Endpoints) -> None:
-        """Replace the live connection by a better one as soon as one can be made; ends with the connection."""
+        """Replace the live connection by a better one as soon as possible. Ends with the connection."""
         now_s = self._clock.boottime_s
         pauses = {one.endpoint: (RETURN_LOCAL_S if one.socket_path else RETURN_S)[0] for one in self._better(endpoints)}
         due_s = {endpoint: now_s() + pause_s for endpoint, pause_s in pauses.items()}
@@ -268,7 +289,8 @@ class Dialer:
                 if connection is None:
                     continue
                 if self.live(endpoints) is not replaced:
-                    await connection.close()  # the worse one has ended meanwhile, and the next attempt takes the best anyway
+                    # The worse one ended meanwhile; the next attempt takes the best anyway.
+                    await connection.close()
                     return
                 self._live[endpoints], self._ranks[endpoints] = connection, candidate.transport.rank
                 self._retire(endpoints, replaced)
@@ -286,8 +308,8 @@ class Dialer:
 
     async def _close_when_idle(self, endpoints: Endpoints, connection: Connection) -> None:
         until_s = self._clock.boottime_s() + RETIRED_S_MAX
-        await asyncio.sleep(RETIRED_LOOK_S)  # also for callers that have just been given it
-        while (not connection.closed and connection.unanswered_since_s() < inf  # noqa: ASYNC110 - it has no event for that
+        await asyncio.sleep(RETIRED_LOOK_S)  # also for callers that received it just now
+        while (not connection.closed and connection.unanswered_since_s() < inf  # noqa: ASYNC110 - no event reports this
                and self._clock.boottime_s() < until_s):
             await asyncio.sleep(RETIRED_LOOK_S)
         await connection.close()
@@ -296,7 +318,7 @@ class Dialer:
             del self._retired[endpoints]
 
     async def close(self) -> None:
-        """End every connection and attempt. May be called twice."""
+        """Close every connection and cancel every attempt. May be called twice."""
         self._closed = True
         tasks = [*(attempt.task for attempt in self._connecting.values()), *self._returning.values(), *self._retiring]
         for task in tasks:
@@ -310,7 +332,10 @@ class Dialer:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether the daemon at that socket gives this process the rights of a node: root, and the owner of the socket."""
+    """Whether the daemon at that socket grants this process the rights of a node.
+
+    It does for root and for the owner of the socket.
+    """
     user = os.geteuid()
     try:
         return not user or os.stat(path).st_uid == user

@@ -1,8 +1,9 @@
-"""Errors on the wire: every class of core/errors to a code with an Error message, and back.
+"""Error encoding on the wire: each class of core/errors as a code and an Error message.
 
-Called by the transports for each answer that is an error, on both sides. An error that this version does not know becomes its
-family (the hundreds of its code), so that an older caller still does the right thing next. What is none of ours becomes Bug
-and is logged here with its traceback, because the text alone says too little.
+The transports on both sides call this module for each response that is an error. An error that this version
+does not know becomes its family (the hundreds of its code), so that an older caller still takes the right
+next step. Any other exception becomes Bug and is logged here with its traceback, because the text alone is
+not enough to find the cause.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nvpool.rpc.v1 import wire_pb2
 _log = logging.getLogger(__name__)
 
 TEXT_CHARACTERS_MAX = 2000
-"""A sentence for a person; more would only swell logs on the other side."""
+"""Longest error text: a sentence for a person; more would only fill logs on the other side."""
 
 
 def encode_error(error: BaseException) -> tuple[int, bytes]:
@@ -35,7 +36,7 @@ def encode_error(error: BaseException) -> tuple[int, bytes]:
 
 
 def decode_error(code: int, raw) -> NvpoolError:
-    """The error that the other side named. Never raises: what can not be read keeps at least its family."""
+    """The error that the other side sent. Never raises: an unreadable error keeps at least its family."""
     error_class = BY_WIRE_CODE.get(code) or BY_WIRE_CODE.get(code // 100 * 100) or Bug
     message = wire_pb2.Error()
     try:

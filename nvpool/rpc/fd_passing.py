@@ -1,13 +1,15 @@
-"""Descriptors from one process of a host to another: a unix socket that answers each connection with one message and hangs up.
+"""File descriptor passing: a unix socket that sends one message to each connection and closes it.
 
-For the short cut: a store hands the descriptors of its data to clients of its host. Who may have them is decided by who is at
-the other end (SO_PEERCRED, SO_PEERGROUPS: the kernel says so, and can not be lied to), and by the mode of the socket file
-before that. Asyncio's transports carry no descriptors, so that this is a socket beside the one for requests. The message,
-little-endian, golden in tests/golden/short-cut.json:
+Used for short-circuit reads: a store passes the descriptors of its data to clients on its host. Access is
+decided by the mode of the socket file, and then by the credentials of the peer process (SO_PEERCRED,
+SO_PEERGROUPS), which the kernel reports and a process cannot forge. Asyncio's transports cannot carry
+descriptors, so this is a second socket beside the one for requests. The message, little-endian, with a golden
+file in tests/golden/short-cut.json:
 
-    magic "NPfd" · version u16 = 2 · status u16 (0, or the wire code of an error) · what the giver says, up to 256 bytes
+    magic "NPfd" · version u16 = 2 · status u16 (0, or an error's wire code) · server's text, up to 256 bytes
 
-Nothing here waits for a peer: an answer fits into the socket's buffer, and who is not there any more has lost it.
+The server never waits for a peer: a response fits into the socket's buffer, and a peer that has disconnected
+loses it.
 """
 
 from __future__ import annotations
@@ -45,14 +47,17 @@ _ACCEPTS_A_TURN = 16
 
 
 def path_beside(path: str) -> str:
-    """Where the descriptors are to be had of who takes requests at the unix socket `path`: no longer than that."""
+    """Path of the descriptor socket beside the request socket `path`; never longer than `path`."""
     return path.removesuffix(".sock") + ".fd"
 
 
 
 class Handover:
-    """The giving side. `give()` returns what to say and descriptors, which are closed when they have been sent; an NvpoolError
-    out of it is told to the asker. Only root, the user of this process and members of `group` are given anything."""
+    """Server side. Sends descriptors to root, the user of this process and members of `group` only.
+
+    `give()` returns the text to send and the descriptors, which are closed after they are sent. An
+    NvpoolError that `give()` raises is sent to the client.
+    """
 
     def __init__(self, path: str, give: Callable[[], tuple[bytes, Sequence[int]]], *, group: int | None = None) -> None:
         self.path = path
@@ -62,7 +67,10 @@ class Handover:
         self._sock: socket.socket | None = None
 
     def start(self) -> None:
-        """Listen; what an earlier process left at the path is replaced. AccessDenied, DriveFailed as the file system says."""
+        """Listen; a socket that an earlier process left at the path is replaced.
+
+        AccessDenied, DriveFailed: as the file system reports.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -88,7 +96,7 @@ class Handover:
         for _ in range(_ACCEPTS_A_TURN):
             try:
                 sock, _ = self._sock.accept()
-            except OSError:  # nobody more; or no descriptor is left, and who waits is told when there is one
+            except OSError:  # no more clients; or no free descriptor: served when there is one
                 return
             with sock:
                 self._answer(sock)
@@ -107,7 +115,7 @@ class Handover:
                 log.info("%s: %s", self.path, error)
                 sock.send(_HEAD.pack(_MAGIC, _VERSION, error.wire_code))
         except OSError as error:
-            log.debug("%s: %s", self.path, error)  # the asker has gone
+            log.debug("%s: %s", self.path, error)  # the client has disconnected
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -122,10 +130,12 @@ class Handover:
 
 
 async def take(path: str, timeout_s: float) -> tuple[bytes, list[int]]:
-    """What is said and given at `path`; the descriptors are the caller's to close, and no child inherits them.
+    """Receive the text and the descriptors that the server at `path` sends.
 
-    AccessDenied       this process is not of those that are given anything
-    NotSupported       nothing is given there; what was given is of another version
+    The caller must close the descriptors; child processes do not inherit them.
+
+    AccessDenied       the server refuses this process
+    NotSupported       no socket exists there, or the server speaks another version
     Unreachable        nobody listens there, or nobody answered in time
     """
     loop = asyncio.get_running_loop()

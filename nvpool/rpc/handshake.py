@@ -1,8 +1,8 @@
-"""The first words on a connection, both ways: who speaks, for which pool, in which versions of the protocol.
+"""Handshake of a connection: both sides exchange their name, pool and protocol versions.
 
-The asking side sends its Hello, the listening side checks it and answers with its own or with an error that names both; the
-asking side checks likewise. The agreed version is the newest that both know. Called by the transports; the coding of Hello
-itself never changes, whatever the version.
+The client sends its Hello. The server checks it and answers with its own Hello, or with an error that names
+both sides; the client then checks the server's Hello in the same way. The agreed version is the newest that
+both know. The transports call this module. The encoding of Hello itself never changes, whatever the version.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from nvpool.rpc.api import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Greeting
 from nvpool.rpc.v1 import wire_pb2
 
 SOFTWARE = f"nvpool {VERSION}"
-"""For people who read refusals and logs; nothing is decided by it."""
+"""Software name for readers of refusals and logs. The program makes no decision with it."""
 
 HELLO_S = 10.0
-"""Who has not said hello by then is hung up on: half-open connections must not pile up."""
+"""Time limit for the Hello of a peer.
+
+After it the connection is closed, so that half-open connections do not pile up."""
 
 
 def encode_hello(greeting: Greeting, offers: Iterable[str] = ()) -> bytes:
-    """`offers`: what the asking side may go on to on this connection, as its Hello.transports."""
+    """Encode our Hello. `offers`: transports to which the client can upgrade this connection
+    (Hello.transports)."""
     return wire_pb2.Hello(version=PROTOCOL_VERSION, version_min=PROTOCOL_VERSION_MIN, name=greeting.name,
                           fingerprint=greeting.fingerprint, software=SOFTWARE, host_id=greeting.host_id,
                           transports=offers).SerializeToString()
 
 
 def check_hello(raw, greeting: Greeting) -> wire_pb2.Hello:
-    """The other side's Hello, when the two can speak to one another.
+    """Decode the other side's Hello and check that both sides can communicate.
 
     ProtocolMismatch   no common version, or another pool; the text names both sides
-    CorruptFrame       it is no Hello
+    CorruptFrame       the bytes are not a Hello
     """
     hello = wire_pb2.Hello()
     try:

@@ -1,8 +1,9 @@
-"""Calls that renew a lease: a failure on one connection makes another connection, so that no lease depends on a bad one.
+"""Lease renewal calls that replace a failing connection, so that no lease depends on it.
 
-A lease has to be renewed within seconds, whatever happened to the connection over which it was renewed before: the other side
-may hang without closing it, or take the caller for somebody else because of it. Used by meta/server/member for the leases of
-primaries and by daemons/heartbeat for those of targets. Requests are not repeated here: the next renewal is the repetition.
+A lease must be renewed within seconds, whatever happened to the connection of the last renewal: the server
+may hang without closing that connection, or take the caller for another peer because of it. Used by
+meta/server/member for the leases of primaries and by daemons/heartbeat for those of targets. This module does
+not retry requests: the next renewal is the retry.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from nvpool.rpc.api import Buffer, Reply
 from nvpool.rpc.connection_pool import Dialer, Endpoints
 
 REDIAL_S = 2.0
-"""Between two connections that are given up for a refused renewal: a TLS handshake costs more than a renewal does."""
+"""Least time between two reconnects after a refused renewal: a TLS handshake costs more than a renewal."""
 
 
 class LeaseCalls:
-    """`dialer` may be shared with other callers, whose requests under way are not disturbed."""
+    """Renewal calls through `dialer`, which may be shared: pending requests of other callers are not
+    disturbed."""
 
     def __init__(self, dialer: Dialer, clock: Clock) -> None:
         self._dialer = dialer
@@ -25,10 +27,10 @@ class LeaseCalls:
         self._redialed_s = float("-inf")
 
     async def call(self, endpoints: Endpoints, method: int, message: Buffer, *, deadline_s: float) -> Reply:
-        """As Dialer.call. Has the next call use another connection after any error that is no answer about the lease itself.
+        """Call as `Dialer.call` does; after an error about the connection make the next call reconnect.
 
-        Answers about the lease itself are Stale (it is not the caller's any more) and NotLeader (there is no leader to ask at
-        the moment): with these another connection would make no difference.
+        Stale (the caller has lost the lease) and NotLeader (there is no leader now) are answers about the
+        lease itself. Another connection would not change them, so they keep the connection.
         """
         try:
             return await self._dialer.call(endpoints, method, message, deadline_s=deadline_s)

@@ -1,21 +1,27 @@
-"""Limits for the peers of a daemon: connections, memory and requests under way, and time for each message.
+"""Resource limits per peer of a daemon: connections, memory, requests and time for each message.
 
-One `Limits` for a process; its listeners share it (Greeting.limits). A peer is the member that its certificate names, else the
-user of a unix socket, else an IP address (of IPv6 the network of 64 bits). Nodes, root, the daemons' own user and operators are
-trusted: they are bounded by what a process can have at all, and a quarter of its connections is kept for them. Every other peer
-has a share, and no peer can use up what the others need.
+A process has one `Limits` object, which its listeners share (Greeting.limits). A peer is identified by the
+member that its certificate names, else by the user of a unix socket, else by an IP address (for IPv6 by its
+/64 network). Nodes, root, the daemons' own user and operators are trusted: only the limits of the process
+bound them, and a quarter of its connections is reserved for them. Every other peer has a share, and no peer
+can exhaust the resources that the others need.
 
-Each request of such a peer also waits for its turn: connections of one peer share a little time in each round of the loop, so
-that others wait for little.
+Requests of such a peer are also scheduled: all connections of one peer share a short time slice in each
+iteration of the event loop, so that other peers wait only briefly.
 
-Guarantees, for all peers that are not trusted: no more connections than `connections_per_peer`, also before a handshake or
-greeting; requests with their messages hold no more than `memory_bytes_per_peer`: above it a connection is not read from until
-others of the same peer have ended; all peers together hold no more than `memory_bytes`, unsent answers included: above it the
-peer with most is cut off; a message that does not come whole in time, or answers that are not taken in time, end their
-connection. Requests in flight of all connections of a peer are bounded too.
+Guarantees for peers that are not trusted:
 
-Counted are connections, and buffers above LARGE_BYTES; everything else is looked at once in LOOK_S, for all connections
-together, so that a request costs nothing here.
+* A peer has at most `connections_per_peer` connections, counted also before a handshake or greeting.
+* A peer's requests and their messages hold at most `memory_bytes_per_peer`. Above it a connection is not read
+  until other requests of the same peer have ended.
+* All peers together hold at most `memory_bytes`, unsent responses included. Above it the peer with the most
+  memory is disconnected.
+* A message that does not arrive completely in time ends its connection, and so do responses that the peer
+  does not take in time.
+* The pending requests of all connections of a peer are bounded too.
+
+Only connections and buffers above LARGE_BYTES are counted when they are taken. Everything else is checked
+every LOOK_S seconds for all connections together, so that a request costs nothing here.
 """
 
 from __future__ import annotations
@@ -36,18 +42,22 @@ from nvpool.rpc.stats import TALLY
 _log = logging.getLogger(__name__)
 
 LARGE_BYTES = 128 << 10
-"""Buffers above it are counted when they are taken; a connection's own receive buffer is as large."""
+"""Size above which a buffer is counted when it is taken.
+
+A connection's own receive buffer has this size."""
 LOOK_S = 1.0
 BYTES_PER_S = 1 << 20
-"""A message, or what is to be sent, has a second more for each so many bytes."""
+"""Assumed minimum rate: a message, or data to be sent, gets one more second for each this many bytes."""
 TURN_S = 0.00025
-"""Of a peer in one round of the loop: some ten requests, or of the quickest, which are answered together, a few dozen."""
+"""Time slice of a peer in one iteration of the event loop.
+
+It is enough for about ten requests, or for a few dozen of the fastest ones, which are answered together."""
 LOG_S = 10.0
-"""One line for each limit in this time, however often it is met."""
+"""Interval of log messages: one line per limit in this time, however often the limit is reached."""
 RESERVED_SHARE = 4
-"""A fourth of all connections is kept for peers that are trusted."""
+"""Divisor: one quarter of all connections is reserved for trusted peers."""
 DESCRIPTORS_SHARE = 3 / 4
-"""Of the process's file descriptors are for connections."""
+"""Part of the process's file descriptors that connections may use."""
 MEMORY_SHARE = 4
 
 
@@ -67,8 +77,11 @@ class Bounds(NamedTuple):
 
 
 def identify(peer: Peer, operators: int | None = None, plain_text: bool = False) -> tuple[str, bool]:
-    """Name of the peer that limits are counted for, and whether it is trusted. With `plain_text` (network.plain_text) nobody on
-    the network has a certificate: addresses of other hosts are nodes then, which wait for one another."""
+    """Name of the peer that limits are counted for, and whether that peer is trusted.
+
+    With `plain_text` (network.plain_text) no peer on the network has a certificate. Then addresses of other
+    hosts count as nodes, because nodes wait for one another.
+    """
     if peer.member:
         return peer.member, role_of(peer, operators) is Role.NODE
     if peer.credentials is not None:
@@ -80,8 +93,8 @@ def identify(peer: Peer, operators: int | None = None, plain_text: bool = False)
 
 
 def network_of(host: str) -> str:
-    """The address, or of IPv6 the network that one host has for itself."""
-    from ipaddress import IPv6Address, ip_address, ip_network  # 3 ms of every command's start
+    """The address; for IPv6 the /64 network, which one host has for itself."""
+    from ipaddress import IPv6Address, ip_address, ip_network  # here: costs every command 3 ms at start
     try:
         address = ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
@@ -94,33 +107,38 @@ def network_of(host: str) -> str:
 
 
 def raise_it(key: str) -> str:
-    """The remedy that every refusal names."""
+    """Remedy that the text of every refusal names."""
     return f"or raise limits.{key} in node.toml and restart the daemon"
 
 
 class Limited(Protocol):
-    """The answering end of a connection, as a Share sees it."""
+    """Server end of a connection, as a Share uses it."""
 
     def load(self) -> tuple[int, int]:
-        """Requests in work and their bytes."""
+        """Number of requests in progress and their bytes."""
 
     def unfinished(self) -> tuple[bytes, int] | None:
-        """Name and length of a message that has begun and is not whole; None without one, or while we do not read."""
+        """Name and length of a message that has arrived in part;
+
+        None without one, or while reading is paused.
+        """
 
     def unsent(self) -> tuple[int, int]:
-        """Bytes of answers that the peer has not taken, and of all that were ever sent, these included."""
+        """Bytes of responses that the peer has not taken, and of all ever sent.
+
+        The second number includes the first."""
 
     def hold_back(self) -> None:
-        """Read nothing more, until `go_on`."""
+        """Stop reading until `go_on`."""
 
     def go_on(self) -> None:
-        """Read on, unless something else is against it."""
+        """Resume reading, unless there is another reason not to."""
 
     def take_turn(self) -> None:
-        """Go on with what was received; see Share.takes_turn."""
+        """Continue with the data received so far; see Share.takes_turn."""
 
     def cut_off(self, reason: str) -> None:
-        """End now, and let go of what is unsent. Calls Share.leave."""
+        """Close the connection now and free its unsent data. Calls Share.leave."""
 
 
 class Account:
@@ -131,20 +149,23 @@ class Account:
         self.trusted = trusted
         self.shares: dict[Share, None] = {}
         self.strangers = 0
-        """Connections in the handshake of TLS, not in `shares` yet."""
+        """Connections in the TLS handshake, which are not in `shares` yet."""
         self.bytes = 0
         self.unsent = 0
         self.waiting: deque[Share] = deque()
         self.queue: deque[Share] = deque()
-        """Connections that wait for this peer's next turn; see `Share.turn`."""
+        """Connections that wait for this peer's next time slice; see `Share.takes_turn`."""
         self.turn_ends_s = 0.0
         self.has_begun = False
-        """Its turn in this round of the loop; another one is to come."""
+        """True if the peer's time slice in this loop iteration has begun. Another one is scheduled."""
         self.held_back = self.wakes = False
 
 
 class Limits:
-    """`operators`, `plain_text`: see `identify`. Without `trust` nobody is trusted."""
+    """Limits of one process. See `identify` for `operators` and `plain_text`.
+
+    Without `trust` no peer is trusted.
+    """
 
     def __init__(self, bounds: Bounds | None = None, clock: Clock = SYSTEM_CLOCK, *, operators: int | None = None,
                  plain_text: bool = False, trust: bool = True) -> None:
@@ -156,10 +177,10 @@ class Limits:
         self.memory_max = min(bounds.memory_bytes, _physical_bytes() // MEMORY_SHARE)
         self.memory_per_peer_max = min(bounds.memory_bytes_per_peer, self.memory_max)
         self.bytes = 0
-        """Counted for peers that are not trusted."""
+        """Counted bytes of all peers that are not trusted."""
         self.now_s = clock.boottime_s
         self.unsent = 0
-        """Answers to them that were not taken, at the last look."""
+        """Bytes of responses that those peers had not taken at the last check."""
         self._operators = operators
         self._plain_text = plain_text
         self._trust = trust
@@ -171,7 +192,10 @@ class Limits:
     # -- connections
 
     def enter(self, connection: Limited, peer: Peer, daemon: str) -> Share:
-        """The share of a connection, to be left at its end. Busy."""
+        """Count a connection and return its share; the connection releases the share at its end.
+
+        Busy: over a limit.
+        """
         name, trusted = identify(peer, self._operators, self._plain_text)
         account = self._accounts.get(name) or Account(name, trusted and self._trust)
         self._check_connections(account, daemon, ends_handshake=True)
@@ -181,7 +205,11 @@ class Limits:
         return share
 
     def shakes_hands(self, host: str) -> str | None:
-        """Count a connection from this address, whose handshake begins: its name, for `has_shaken_hands`; None: no room."""
+        """Count a connection from this address whose TLS handshake begins.
+
+        Returns the name to pass to `has_shaken_hands`, or None if the address or the port has too many
+        connections.
+        """
         name = f"address {network_of(host)}"
         account = self._accounts.get(name) or Account(name, False)
         try:
@@ -198,7 +226,10 @@ class Limits:
         self._add(account, -1)
 
     def _check_connections(self, account: Account, daemon: str, ends_handshake: bool = False) -> None:
-        """Busy, where one more is too many; `ends_handshake`: it may be counted among the strangers still."""
+        """Raise Busy if one more connection is too many.
+
+        With `ends_handshake` the connection may still be counted among the handshakes.
+        """
         count = len(account.shares) + max(0, account.strangers - ends_handshake)
         if account.trusted:
             if self._trusted + self._others >= self.connections_max:
@@ -241,7 +272,7 @@ class Limits:
         share.coming = share.held = share.unsent = 0
 
     def note(self, limit: str, reason: str) -> None:
-        """Count that a limit was met, and say so in the log, seldom."""
+        """Count that a limit was reached, and log it at most once in LOG_S."""
         TALLY.limit_met(limit)
         now_s = self.now_s()
         since_s, more = self._logged.get(limit, (-LOG_S, 0))
@@ -266,8 +297,8 @@ class Limits:
                 share = account.waiting.popleft()
                 share.waits = False
                 if share in account.shares:
-                    share.connection.go_on()  # asks again
-                if share.waits:  # in vain: it stays the first
+                    share.connection.go_on()  # calls admit again
+                if share.waits:  # refused again: it stays the first
                     account.waiting.remove(share)
                     account.waiting.appendleft(share)
                     break
@@ -275,7 +306,8 @@ class Limits:
             account.wakes = False
 
     def relieve(self, wanted: int) -> None:
-        """Cut off connections of the peers with most until `wanted` bytes more are to be had."""
+        """Disconnect connections of the peers with the most memory until `wanted` more bytes are
+        available."""
         while self.bytes + self.unsent + wanted > self.memory_max:
             account = max((account for account in self._accounts.values() if not account.trusted and account.shares),
                           key=lambda account: account.bytes + account.unsent, default=None)
@@ -292,7 +324,10 @@ class Limits:
         self.leave(share)
 
     def next_turn(self, account: Account) -> None:
-        """A round of the loop later: those of the peer that wait, in their order, until its time is up again."""
+        """Let the peer's waiting connections continue in order, until its time slice ends.
+
+        Runs one iteration of the event loop after the previous slice.
+        """
         account.has_begun = False
         for _ in range(len(account.queue)):
             if account.has_begun and stopwatch_s() >= account.turn_ends_s:
@@ -305,14 +340,14 @@ class Limits:
             account.has_begun = True
             asyncio.get_running_loop().call_soon(self.next_turn, account)
 
-    # -- the look
+    # -- periodic check
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._tick)
         self.run_once()
 
     def run_once(self) -> None:
-        """Look at all connections of peers that are not trusted: once in LOOK_S by itself."""
+        """Check all connections of peers that are not trusted; runs by itself every LOOK_S seconds."""
         now_s = self.now_s()
         for account in [account for account in self._accounts.values() if not account.trusted]:
             requests = byte_count = 0
@@ -329,7 +364,7 @@ class Limits:
         self.relieve(0)
 
     def _hold_back(self, account: Account, requests: int, byte_count: int) -> None:
-        """Read nothing from the busiest connections of a peer that has more in flight than its share; else go on."""
+        """Stop reading from the busiest connections of a peer that exceeds its share; otherwise resume."""
         most, bytes_most = self.bounds.requests_per_peer, self.memory_per_peer_max
         if requests > most or byte_count > 2 * bytes_most:
             limit = "requests_per_peer" if requests > most else "memory_bytes_per_peer"
@@ -349,7 +384,10 @@ class Limits:
 
 
 class Share:
-    """What one connection has of its peer's account; of trusted peers only the connection itself is counted."""
+    """Resources that one connection uses of its peer's account.
+
+    For trusted peers only the connection itself is counted.
+    """
 
     __slots__ = ("limits", "account", "connection", "limited", "coming", "held", "unsent", "waits", "queued",
                  "_frame", "_frame_since_s", "_goal", "_goal_until_s")
@@ -360,15 +398,15 @@ class Share:
         self.connection = connection
         self.limited = not account.trusted
         self.coming = 0
-        """Of the large message that is being received."""
+        """Bytes of the large message that is being received."""
         self.held = 0
-        """Of large requests in work."""
+        """Bytes of large requests in progress."""
         self.unsent = 0
         self.waits = self.queued = False
         self._frame: bytes | None = None
         self._frame_since_s = self._goal_until_s = 0.0
         self._goal = -1
-        """Of all bytes ever sent, those that are to be taken until then; -1: none."""
+        """Count of sent bytes that the peer must have taken by `_goal_until_s`; -1: none."""
 
     @property
     def total(self) -> int:
@@ -380,9 +418,12 @@ class Share:
     # -- memory
 
     def admit(self, count: int) -> bool:
-        """Whether memory may be taken for a message of that size, payload included; a message that was admitted is until it has
-        `arrived`. False: the connection is held back, and asks again after `go_on`. Nothing is taken in parts, so that messages
-        can not wait for one another in a circle."""
+        """Reserve memory for a message of that size, payload included; return whether it was granted.
+
+        The memory stays reserved until `arrived`. If the result is False, the connection is paused and calls
+        this again after `go_on`. Memory is never reserved in parts, so that messages cannot wait for one
+        another in a circle.
+        """
         limits, account = self.limits, self.account
         if self.coming:
             return True
@@ -391,14 +432,14 @@ class Share:
             return False
         limits.relieve(count)
         if self not in account.shares:
-            return False  # it had most itself
+            return False  # this connection had the most memory itself and was disconnected
         self.coming = count
         account.bytes += count
         limits.bytes += count
         return True
 
     def wait(self) -> None:
-        """Hold the connection back until requests of its peer have ended."""
+        """Pause the connection until requests of its peer have ended."""
         account = self.account
         if not self.waits:
             self.limits.note("memory_bytes_per_peer", f"requests of {account.name} hold {account.bytes >> 20} MiB, and more "
@@ -412,7 +453,7 @@ class Share:
         return self.account.bytes > self.limits.memory_per_peer_max
 
     def arrived(self, held: int) -> None:
-        """The message that came is a request in work, with so many bytes, until `done`."""
+        """Turn the received message into a request in progress with so many bytes, until `done`."""
         more, self.coming = held - self.coming, 0
         self.held += held
         self.account.bytes += more
@@ -423,10 +464,12 @@ class Share:
             self.held -= held
             self.limits.release(self.account, held)
 
-    # -- turns: what comes of all connections of a peer together is worked on for a little while in each round of the loop
+    # -- time slices: the requests of all connections of a peer share one short time slice in each loop
+    # iteration
 
     def takes_turn(self) -> bool:
-        """Whether what was received may be worked on now; else the connection is told `take_turn` later."""
+        """Whether received data may be processed now; otherwise the connection's `take_turn` is called
+        later."""
         account = self.account
         if not account.has_begun:
             account.has_begun = True
@@ -443,7 +486,7 @@ class Share:
     # -- time
 
     def look(self, now_s: float) -> None:
-        """End the connection where a message does not come, or answers are not taken, in time."""
+        """Close the connection if a message arrives, or responses are taken, too slowly."""
         found = self.connection.unfinished()
         if found is None:
             self._frame = None
@@ -470,7 +513,7 @@ class Share:
 
 
 class Metered:
-    """A transport of the loop that counts what it is given to send."""
+    """Wrapper of an asyncio transport that counts the bytes it is given to send."""
 
     __slots__ = ("sent", "_transport")
 

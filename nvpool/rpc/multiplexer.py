@@ -1,8 +1,9 @@
-"""What every transport does alike: the table of requests in flight on the asking side and in work on the answering side.
+"""Request tables shared by all transports: pending requests of a client, requests in progress on a server.
 
-`Asker` gives numbers to requests, bounds them, times them out, and settles each exactly once: by its answer, by its deadline,
-by the caller's cancellation, or by the end of the connection. `Answerer` gives requests to the handler, bounds them, and sends
-each answer once. A transport derives from both and adds how frames travel. One event loop calls everything here.
+`Asker` (client side) numbers requests, bounds them, times them out, and completes each exactly once: by its
+response, by its deadline, by the caller's cancellation, or by the end of the connection. `Answerer` (server
+side) passes requests to the handler, bounds them, and sends each response once. A transport derives from both
+and adds the transfer of frames. One event loop makes all calls to this module.
 """
 
 from __future__ import annotations
@@ -34,24 +35,27 @@ from nvpool.rpc.stats import TALLY
 _log = logging.getLogger(__name__)
 
 WAITING_MAX = 16 * IN_FLIGHT_MAX
-"""Requests that may wait on the asking side for one of those in flight to end. Behind it `submit` fails with Busy."""
+"""Requests that may wait on the client side for a free slot. Beyond it `submit` fails with Busy."""
 
 WORK_BYTES_MAX = 64 << 20
-"""Of requests in work on one connection; above it nothing more is read from that until some are answered. Two of the largest
-payloads, so that one can arrive while one is worked on."""
+"""Most bytes of requests in progress on one connection.
+
+Above it the connection is not read until some requests are answered. Enough for two of the largest payloads,
+so that one can arrive while the other is processed."""
 
 TICK_S = 0.001
-"""Deadlines are kept to a millisecond: those that end within one are served by one timer."""
+"""Resolution of deadlines: one timer serves all deadlines that fall within a millisecond."""
 
 _NUMBER_MASK = 0xFFFFFFFF
 OnDone = Callable[[Reply | None, BaseException | None], Any]
 
 
 class Asker:
-    """The asking side of a connection (transport.Connection but for `close`).
+    """Client side of a connection (`api.Connection` without `close`).
 
-    A derived class has `_send_request` and `_send_cancel`, calls `_answered` for each answer and `_lost` once at the end,
-    and sets `_writable` to False while frames must not be added (then calls `_pump`).
+    A derived class provides `_send_request` and `_send_cancel`, and calls `_answered` for each response and
+    `_lost` once at the end. It sets `_writable` to False while frames must not be added; afterwards it sets
+    `_writable` and calls `_pump`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, peer: Peer, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -61,7 +65,7 @@ class Asker:
         self._now_s = clock.boottime_s
         self._calls = TALLY.calls
         self._in_flight: dict[int, tuple[OnDone, memoryview | None, float, int, int, float]] = {}
-        """Number -> on_done, into, deadline_s, room, method, when it was sent."""
+        """Request number -> (on_done, into, deadline_s, room, method, send time)."""
         self._waiting: OrderedDict[int, tuple] = OrderedDict()
         self._number = 0
         self._writable = True
@@ -69,7 +73,7 @@ class Asker:
         self._timer_s = inf
         self._end_reason = "the connection is closed"
 
-    # -- to be supplied by the transport
+    # -- provided by the transport
 
     def _send_request(self, number: int, method: int, deadline_ms: int, message: Buffer, payload: Sequence[Buffer],
                       payload_bytes: int) -> None:
@@ -78,7 +82,7 @@ class Asker:
     def _send_cancel(self, number: int) -> None:
         raise NotImplementedError
 
-    # -- the contract
+    # -- interface of api.Connection
 
     async def call(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
                    into: memoryview | None = None) -> Reply:
@@ -99,12 +103,12 @@ class Asker:
         self._give_up(request, None)
 
     def unanswered_since_s(self, besides: Container[int] = ()) -> float:
-        for entry in self._in_flight.values():  # in the order in which they were sent
+        for entry in self._in_flight.values():  # in send order
             if entry[4] not in besides:
                 return entry[5]
         return inf
 
-    # -- the table
+    # -- request table
 
     def _begin(self, method, message, payload, deadline_s, into, on_done, room=0) -> int:
         payload_bytes = sum(map(len, payload)) if payload else 0
@@ -135,12 +139,12 @@ class Asker:
         return number
 
     def _refuse(self, on_done, error: NvpoolError) -> int:
-        # By the loop, because a caller of submit does not expect its on_done before submit returns.
+        # Through the loop, because a caller of submit does not expect on_done before submit returns.
         self._loop.call_soon(on_done, None, error)
         return 0
 
     def _pump(self) -> None:
-        """Send what waits, as far as it may."""
+        """Send waiting requests while the connection is writable and has free slots."""
         while self._waiting and self._writable and len(self._in_flight) < IN_FLIGHT_MAX:
             number, (on_done, into, deadline_s, room, *request) = self._waiting.popitem(last=False)
             method, message, payload, payload_bytes = request
@@ -152,7 +156,7 @@ class Asker:
     def _answered(self, number: int, status: int, message: Buffer, payload: memoryview) -> None:
         entry = self._in_flight.pop(number, None)
         if entry is None:
-            return  # given up meanwhile
+            return  # cancelled or timed out meanwhile
         self._calls.ended += 1
         took_s = self._now_s() - entry[5]
         try:
@@ -167,14 +171,14 @@ class Asker:
             self._pump()
 
     def _into(self, number: int, payload_bytes: int) -> memoryview | None:
-        """Where the asker wants this answer's payload, if it said so and it fits."""
+        """The caller's buffer for this response's payload; None if absent or too small."""
         entry = self._in_flight.get(number)
         if entry is None or entry[1] is None or len(entry[1]) < payload_bytes:
             return None
         return entry[1][:payload_bytes]
 
     def _give_up(self, number: int, error: NvpoolError | None) -> None:
-        """End a request from this side; without an error its caller knows already."""
+        """End a request from this side. Without an error the caller has cancelled it and is not called."""
         entry = self._in_flight.pop(number, None)
         if entry is not None:
             if not self.closed:
@@ -198,8 +202,9 @@ class Asker:
         except Exception as raised:
             self._loop.call_exception_handler({"message": "on_done of a request raised", "exception": raised})
 
-    # -- deadlines: one timer for the earliest. Requests mostly come with later deadlines than those before them, so that a
-    # request that is answered in time costs one comparison; a tick looks at all, which are few (IN_FLIGHT_MAX + waiting).
+    # -- deadlines: one timer for the earliest one. Most requests have later deadlines than the requests
+    # before them, so a request that is answered in time costs one comparison. A tick scans all, which are few
+    # (IN_FLIGHT_MAX + waiting).
 
     def _arm(self, deadline_s: float) -> None:
         if self._timer is not None:
@@ -223,7 +228,7 @@ class Asker:
             self._give_up(number, DeadlineExceeded(f"{self.peer.name} did not answer within the deadline"))
 
     def _lost(self, reason: str) -> None:
-        """The connection has ended: everything fails. May be called twice."""
+        """Fail all requests, because the connection has ended. May be called twice."""
         if self.closed:
             return
         self.closed = True
@@ -251,7 +256,10 @@ def _settle(future: asyncio.Future, reply: Reply | None, error: BaseException | 
 
 
 class InboundCall:
-    """transport.Call. The first answer counts; later ones, and those to an asker that has gone, are thrown away."""
+    """Implementation of `api.Call`. Only the first response counts.
+
+    Later responses are discarded, and so are responses to a client that has disconnected.
+    """
 
     __slots__ = ("method", "message", "payload", "since_s", "deadline_s", "peer", "cancelled", "_side", "_number", "_bytes",
                  "_payload_bytes", "_callback")
@@ -288,7 +296,7 @@ class InboundCall:
 
     def fail(self, error: BaseException) -> None:
         side = self._side
-        code, message = encode_error(error)  # logs what is none of ours, even when nobody waits for it any more
+        code, message = encode_error(error)  # logs unexpected exceptions even if the client has gone
         if side is not None:
             self._side = None
             side._finish(self._number, code, message, (), 0)
@@ -310,10 +318,10 @@ class InboundCall:
 
 
 class Answerer:
-    """The answering side of a connection.
+    """Server side of a connection.
 
-    A derived class has `_send_answer` and calls `_arrived`, `_cancelled` and, once at the end, `_asker_gone`. While
-    `_overfull` it should read nothing more; `_room` is called when that ends.
+    A derived class provides `_send_answer`, and calls `_arrived`, `_cancelled` and, once at the end,
+    `_asker_gone`. It should not read while `_overfull` is True; `_room` is called when that changes.
     """
 
     def __init__(self, handler: Handler, peer: Peer, clock: Clock = SYSTEM_CLOCK, *, transport: str = "") -> None:
@@ -326,11 +334,14 @@ class Answerer:
         self._work_bytes = 0
         self._overfull = False
         self._share: Share | None = None
-        """What its peer's limits count of it; None where they count nothing but the connection."""
+        """Part of the peer's limits that this connection uses;
+
+        None if the limits count only the connection.
+        """
         self._on_idle: Callable[[], None] | None = None
 
     def _carried_by(self, transport: str) -> None:
-        """Its requests are those of that transport from now on, with those that are in work."""
+        """Count the requests for that transport from now on, including those in progress."""
         count = len(self._in_work)
         self._tally.begun -= count
         self._tally = TALLY.over(transport)
@@ -340,11 +351,11 @@ class Answerer:
         raise NotImplementedError
 
     def _answer_room(self, number: int, byte_count: int) -> memoryview | None:
-        """Call.room of that request."""
+        """Implementation of Call.room for that request."""
         return None
 
     def _room(self) -> None:
-        """The peer may be read from again."""
+        """Called when the connection may be read again."""
 
     def _arrived(self, number: int, method: int, deadline_ms: int, message: Buffer, payload: memoryview) -> None:
         if self.draining:
@@ -391,14 +402,14 @@ class Answerer:
 
     def _cancelled(self, number: int) -> None:
         call = self._forget(number)
-        if call is not None:  # else answered already, and the two have crossed
+        if call is not None:  # else the cancellation crossed the response on the wire
             self._tally.given_up += 1
             call._cancel()
             if self._on_idle is not None and not self._in_work:
                 self._on_idle()
 
     def load(self) -> tuple[int, int]:
-        """Requests in work and their bytes."""
+        """Number of requests in progress and their bytes."""
         return len(self._in_work), self._work_bytes
 
     def _asker_gone(self) -> None:
@@ -411,7 +422,7 @@ class Answerer:
             self._on_idle()
 
     async def _drained(self, timeout_s: float) -> None:
-        """Take no new requests; return when those in work are answered, or after timeout_s."""
+        """Refuse new requests; return when those in progress are answered, or after timeout_s."""
         self.draining = True
         if not self._in_work or timeout_s <= 0:
             return

@@ -1,8 +1,9 @@
-"""Role of the process at the other end of a connection, by its certificate or its credentials.
+"""Role of the peer of a connection, from its certificate or its credentials.
 
-A certificate names a node or a client. A process on this host has the credentials that the kernel gives for a unix socket
-(unix(7), SO_PEERCRED and SO_PEERGROUPS): root, the user of the pool's daemons and the members of the operator group have the
-rights of a node, each other user has the rights of that user alone. Used by the services and by `rpc/fd_passing`.
+A certificate names a node or a client. A process on this host has the credentials that the kernel reports for
+a unix socket (unix(7), SO_PEERCRED and SO_PEERGROUPS): root, the user of the pool's daemons and the members
+of the operator group have the rights of a node; every other user has only that user's rights. Used by the
+services and by `rpc/fd_passing`.
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ _SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)
 
 
 class Role(enum.IntEnum):
-    """Ordered by rights."""
+    """Role of a peer, ordered by rights."""
 
     STRANGER = 0
-    """No certificate where one is needed: may ask how to join."""
+    """A peer without a certificate where one is required: may only request how to join."""
     USER = 1
     """A local user without the rights of a node: acts as its own uid and groups."""
     CLIENT = 2
-    """A host with the certificate of a client."""
+    """A host with a client certificate."""
     NODE = 3
-    """A node of the pool, or a process on one with the same rights. Also each peer in plain text (`network.plain_text`)."""
+    """A node of the pool, or a process on one with the same rights.
+
+    Also each peer in plain text (`network.plain_text`)."""
 
 
 def credentials_of(sock: socket.socket) -> Credentials:
     """User and groups of the process that has connected to this unix socket."""
     pid, uid, gid = _PEERCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
     groups = {gid}
-    with contextlib.suppress(OSError):  # before Linux 4.13, or more groups than fit: the first counts alone
+    with contextlib.suppress(OSError):  # before Linux 4.13, or more groups than fit: the first counts
         groups.update(array.array("I", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)))
     return Credentials(uid, frozenset(groups), pid)
 
@@ -54,15 +57,21 @@ def with_address(peer: Peer, transport: asyncio.BaseTransport) -> Peer:
 
 
 def role_of(peer: Peer, operators: int | None = None) -> Role:
-    """Rights of the peer. `operators` is the number of the operator group, None without one. For a connection on which a
-    stranger may be let in (TLS without a certificate), the listener refuses before this is asked."""
+    """Role of the peer. `operators` is the id of the operator group, None if there is none.
+
+    On a connection that admits peers without a certificate (TLS), such a peer must be handled before this is
+    called.
+    """
     return _role(peer.member, peer.credentials, operators)
 
 
 def acts_as(peer: Peer, operators: int | None) -> Credentials | None:
-    """User and groups as which alone the peer may act: of a local user without the rights of a node, of a client whose
-    certificate binds it to one user, and SOMEBODY of one whose root is squashed. None for everybody else, who is trusted to
-    say for whom it asks."""
+    """The only user and groups as which the peer may act, or None.
+
+    A local user without the rights of a node acts as itself. A client whose certificate binds it to one user
+    acts as that user. A client whose root is squashed acts as SOMEBODY. For every other peer the result is
+    None: it is trusted to name the user of each request.
+    """
     credentials = peer.credentials
     if peer.member:
         if squashes_root(peer.member):

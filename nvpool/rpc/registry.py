@@ -1,7 +1,8 @@
-"""Which transports this process has: ours, and what is installed under the entry-point group `nvpool.transports`.
+"""Transports of this process: nvpool's own and those installed in the entry-point group `nvpool.transports`.
 
-A transport is loaded when an endpoint of its scheme is first used, so that a program which only speaks `stream` never pays
-for importing gRPC. Ours are named here too, because reading the metadata of all installed packages costs a command 30 ms.
+A transport is imported when an endpoint of its scheme is first used, so that a program which only uses
+`stream` never pays for importing gRPC. The built-in transports are also listed here, because reading the
+metadata of all installed packages costs a command 30 ms.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ OURS = {
     "rdma": "nvpool.rpc.transports.rdma:RdmaTransport",
     "rdma+unix": "nvpool.rpc.transports.rdma:RdmaUnixTransport",
 }
-"""A test keeps this and the entry points in pyproject.toml equal."""
+"""Built-in transports by scheme. A test keeps this table and the entry points in pyproject.toml equal."""
 
 
 @lru_cache(maxsize=64)
 def transport(scheme: str) -> Transport | None:
-    """The one instance of this process for `scheme`, or None when nothing is installed for it."""
+    """The single instance of this process for `scheme`; None if no transport is installed."""
     where = OURS.get(scheme) or _installed().get(scheme)
     if where is None:
         return None
@@ -44,8 +45,11 @@ def _installed() -> dict[str, str]:
 
 @lru_cache(maxsize=16)
 def upgrading(scheme: str) -> Transport | None:
-    """As `transport`, but a connection of `stream` goes on with RDMA where its other side offers that and it works here.
-    Costs nothing more where UCX is not installed, and little where nobody offers it."""
+    """Transport for `scheme` that upgrades `stream` connections to RDMA where the server offers it.
+
+    The upgrade also needs RDMA to work on this host. It costs nothing where UCX is not installed, and little
+    where no server offers RDMA. For every other scheme the result is that of `transport`.
+    """
     from nvpool.rpc.transports import ucx
     if scheme not in ("stream", "stream+unix") or ucx.missing():
         return transport(scheme)
@@ -54,8 +58,11 @@ def upgrading(scheme: str) -> Transport | None:
 
 
 def only(scheme: str) -> dict[str, Transport] | None:
-    """The one transport by the schemes of the endpoints that it connects to: for `rdma` those of `stream`, which go on with
-    RDMA where it is offered, as stores do. None when it is not installed."""
+    """The transport of one scheme, by the schemes of the endpoints that it connects to.
+
+    For `rdma` those are the schemes of `stream`: the connection is upgraded to RDMA where the server offers
+    it, as stores do. None if the transport is not installed.
+    """
     found = transport(scheme)
     if found is None:
         return None
@@ -65,14 +72,16 @@ def only(scheme: str) -> dict[str, Transport] | None:
 
 
 def transports() -> dict[str, Transport]:
-    """Every transport by its scheme, best first. Loads all of them."""
+    """All transports by scheme, highest rank first. Loads all of them."""
     found = {scheme: transport(scheme) for scheme in OURS.keys() | _installed().keys()}
     return dict(sorted(found.items(), key=lambda item: -item[1].rank))
 
 
 async def listen(endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
-    """Listen at `endpoint` with the transport of its scheme. InUse as the transport says; BadConfiguration when no transport
-    has the scheme."""
+    """Listen at `endpoint` with the transport of its scheme.
+
+    InUse: as the transport reports it. BadConfiguration: no installed transport has the scheme.
+    """
     found = transport(parse_endpoint(endpoint).scheme)
     if found is None:
         raise BadConfiguration(f"{endpoint}: no transport for it is installed; there are {', '.join(transports())}")

@@ -1,7 +1,8 @@
-"""What this process has answered and asked over all its connections, by method: for its metrics.
+"""RPC statistics: requests that this process answered and sent, by method, for its metrics.
 
-`rpc/multiplexer` adds to it, once for each request, which may be a batch of thousands; nobody else does. One for a process, as
-its clock is. A peer can not make it grow: what is no method of ours counts as method 0.
+`rpc/multiplexer` updates them once for each request, which may be a batch of thousands; no other module does.
+A process has one instance, as it has one clock. A peer cannot make it grow: an unknown method counts as
+method 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _KNOWN = frozenset(Method.values())
 
 
 class _Answered:
-    """Of one method over one transport."""
+    """Statistics of one method over one transport."""
 
     __slots__ = ("times", "bytes_in", "bytes_out")
 
@@ -28,7 +29,7 @@ class _Answered:
 
 
 class Answers:
-    """Of all connections of one transport."""
+    """Statistics of the requests answered over one transport."""
 
     __slots__ = ("by_method", "begun", "ended", "given_up", "errors")
 
@@ -38,7 +39,7 @@ class Answers:
         self.errors: dict[tuple[int, int], int] = {}
 
     def answered(self, method: int, seconds: float, status: int, bytes_in: int, bytes_out: int) -> None:
-        """A request that `begun` was raised for."""
+        """Count a response to a request that was counted in `begun`."""
         self.ended += 1
         found = self.by_method.get(method)
         if found is None:
@@ -58,7 +59,7 @@ class Answers:
 
 
 class Calls:
-    """Questions of this process, over all connections."""
+    """Statistics of the requests that this process sent, over all connections."""
 
     __slots__ = ("by_method", "begun", "ended", "errors")
 
@@ -70,14 +71,14 @@ class Calls:
     def answered(self, method: int, seconds: float, status: int) -> None:
         times = self.by_method.get(method)
         if times is None:
-            times = self.by_method[method] = Times()  # ours: there are as many as we ask
+            times = self.by_method[method] = Times()  # bounded: this process sends only methods that it knows
         times.counts[int(seconds * 1e6).bit_length() if seconds > 0 else 0] += 1
         times.sum_s += seconds
         if status:
             self.failed(method, status)
 
     def failed(self, method: int, status: int) -> None:
-        """A question that has ended so, answered or not."""
+        """Count a request that ended with this error, answered or not."""
         key = method, status
         self.errors[key] = self.errors.get(key, 0) + 1
 
@@ -89,11 +90,13 @@ class Tally:
         self.limits_met: dict[str, int] = {}
 
     def limit_met(self, limit: str) -> None:
-        """Somebody was refused, held back or cut off for `limit`, a key of the section [limits]."""
+        """Count a peer that was refused, paused or disconnected.
+
+        `limit` is the limit's key in the section [limits]."""
         self.limits_met[limit] = self.limits_met.get(limit, 0) + 1
 
     def over(self, transport: str) -> Answers:
-        """Of that transport; the same for each of its connections."""
+        """Statistics of that transport, shared by all its connections."""
         return self.answers.setdefault(transport, Answers())
 
     def measure(self, page: Page) -> None:
@@ -134,4 +137,4 @@ def error_of(status: int) -> str:
     return _errors().get(status, "unknown")
 
 
-assert SLOTS == 64  # a bit length of microseconds is below it for half a million years
+assert SLOTS == 64  # the bit length of a time in microseconds stays below it for half a million years

@@ -1,7 +1,8 @@
-"""Questions to targets that end when a newer pool map says that who was asked does not serve any more.
+"""Requests to targets that fail early when a newer pool map reports the target down.
 
-A process that is stopped and a host that is cut off say nothing, so that a question would wait for its whole deadline; the map
-knows better after a lease. For services that ask stores: shards, and other stores. Nothing is repeated here.
+A stopped process or a disconnected host sends nothing, so a request would wait for its whole deadline; the
+map shows the failure once the lease has ended. Used by services that call stores: shards, and other stores.
+Requests are not retried here.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ class Dialer(Protocol):
 
 
 class TargetCalls:
-    """`map` is the newest that is known here; none at first."""
+    """Requests to targets. `map` is the newest pool map known here; None at first."""
 
     def __init__(self, dialer: Dialer | None) -> None:
-        """Without a dialer nobody can be asked."""
+        """Without a dialer no target can be called."""
         self.map: PoolMap | None = None
         self._dialer = dialer
         self._gone: dict[int, asyncio.Future[None]] = {}
@@ -35,8 +36,11 @@ class TargetCalls:
             self._gone.pop(target).set_result(None)
 
     async def call(self, target: int, method: int, message: bytes, *, deadline_s: float) -> Reply:
-        """Connection.call to the target. WrongTarget where the map does not know it; Unreachable as soon as it does not serve
-        any more."""
+        """Call a target as Connection.call does.
+
+        WrongTarget: the map does not know the target. Unreachable: raised as soon as the map says that it
+        does not serve.
+        """
         known = self.map.target_by_id.get(target) if self.map is not None else None
         if known is None or self._dialer is None:
             raise WrongTarget(f"the pool map has no target {target}")

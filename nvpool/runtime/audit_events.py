@@ -1,7 +1,8 @@
-"""What of a daemon's work goes to the audit log: changes by operators and clients, and refusals.
+"""Audit events of a daemon: changes by operators and clients, and refusals.
 
-Called by node/supervisor and node/admin/join_server for changes of the pool, by runtime/service for what a metadata service is
-asked. Data and ordinary changes of files are no events. Nothing here decides or delays an answer.
+Used by node/supervisor and node/admin/join_server for changes of the pool, and by runtime/service for
+requests to a metadata service. Data access and ordinary changes of files are no events. Nothing here decides
+or delays a reply.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nvpool.security.audit_format import FILE
 
 _VOLUME_WISHES = {"SET", "SEAL", "GRANT", "REVOKE", "REMOVE"}
 _NEW_VOLUME = bytes((pb.CreateRequest.DESCRIPTOR.fields_by_name["volume"].number << 3 | 2,))
-"""How the field of a new volume begins in a message (protobuf encoding: number and wire type); few others have that byte."""
+"""First byte of a new volume's field in a message (protobuf: number and wire type); few others contain it."""
 
 Event = tuple[str, dict[str, Any]]
 T = TypeVar("T")
@@ -41,17 +42,17 @@ def actor_of(peer: Peer) -> Actor:
 
 
 def ourselves() -> Actor:
-    """For what a daemon does by itself, or for whoever started it."""
+    """Actor for what a daemon does itself or for the user that started it."""
     return Actor(uid=os.geteuid(), pid=os.getpid())
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Whether who asked may not have it; other errors say that it could not be done."""
+    """Whether the caller lacks the right. Other errors mean that the request could not be carried out."""
     return isinstance(error, AccessDenied | NotPermitted)
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Those that are not the default, by section."""
+    """Settings that differ from their defaults, by section."""
     defaults = as_dict(Config())
     changed = {section: {name: value for name, value in keys.items() if value != defaults[section][name]}
                for section, keys in as_dict(config).items()}
@@ -59,7 +60,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 async def audited(log: AuditLog, event: str, actor: Actor, what: dict[str, Any], work: Awaitable[T]) -> T:
-    """The result of `work`, which is noted, as is its error."""
+    """Await `work`, record its success or its error, and return its result."""
     try:
         result = await work
     except Exception as error:
@@ -70,7 +71,10 @@ async def audited(log: AuditLog, event: str, actor: Actor, what: dict[str, Any],
 
 
 class MetaAudit:
-    """Watches the requests of a metadata service; `watched` costs a look into a table for those that are no events."""
+    """Audit of a metadata service's requests.
+
+    For a request that is no event `watched` costs one table lookup.
+    """
 
     def __init__(self, log: AuditLog) -> None:
         self._log = log
@@ -79,19 +83,19 @@ class MetaAudit:
             wire.META_DUMP: lambda message: ("dump", {}), wire.META_LOAD: lambda message: ("load", {})}
 
     def watched(self, call: Call) -> Call:
-        """`call`, or one in its place that notes its answer."""
+        """Return `call`, or a wrapper that records its result."""
         read = self._events.get(call.method)
         if read is None or (call.method == wire.META_CREATE and bytes(call.message).find(_NEW_VOLUME) < 0):
             return call
         try:
             event = read(call.message)
         except DecodeError:
-            return call  # the service refuses it
+            return call  # the service refuses the message
         return call if event is None else _Watched(call, *event, self._log)
 
 
 class _Watched:
-    """A Call whose answer is noted."""
+    """A Call whose result is recorded."""
 
     def __init__(self, call: Call, event: str, what: dict[str, Any], log: AuditLog) -> None:
         self._call = call
@@ -114,7 +118,7 @@ class _Watched:
 
     def fail(self, error: BaseException) -> None:
         self._call.fail(error)
-        if isinstance(error, Refused):  # else the client asks again, perhaps another shard
+        if isinstance(error, Refused):  # else the client retries, perhaps at another shard
             self._log.note(self._event, actor_of(self._call.peer), self._what, error, refused=is_refusal(error))
 
 
@@ -151,5 +155,5 @@ def _trash_wish(message: Buffer) -> Event | None:
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    """Those that are set; numbers and texts."""
+    """Fields that are set and are numbers or strings."""
     return {field.name: value for field, value in message.ListFields() if isinstance(value, int | str)}

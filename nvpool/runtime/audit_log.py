@@ -1,12 +1,12 @@
 """Audit log of a node: who changed the pool or was refused, from where, when and with which result.
 
-security/audit_format has the form of a line. The file has mode 0640; the same goes to the process's own log and, below systemd,
-to the journal. Several daemons of a node append to one file; each line is one write(2). A file of BYTES_MAX is renamed, KEPT
-older ones stay. Refusals are bounded (REFUSED_MAX at once, then one a second), so that a stranger does not push out what others
-did.
+security/audit_format defines the form of a line. The file has mode 0640. The same text goes to the process's
+own log and, under systemd, to the journal. Several daemons of a node append to one file; each line is one
+write(2). A file of BYTES_MAX is renamed, and KEPT older ones stay. Refusals are rate-limited (a burst of
+REFUSED_MAX, then one a second), so that an unauthenticated peer cannot displace the records of others.
 
-`note` never blocks and never raises: a thread writes, from a queue of QUEUE_MAX. A line is not synced; after a loss of power
-the last ones may be missing. Used by runtime/audit_events.
+`note` never blocks and never raises: a thread writes, from a queue of QUEUE_MAX. A line is not synced; after
+a power failure the last ones may be missing. Used by runtime/audit_events.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _JOURNAL = "/run/systemd/journal/socket"
 _NOTICE = 5
 """PRIORITY of syslog(3)."""
 _NO_LOGIN = (1 << 32) - 1
-"""What /proc/PID/loginuid has for processes of no login."""
+"""Value of /proc/PID/loginuid for processes without a login."""
 
 log = logging.getLogger("nvpool.audit")
 
 
 class Actor(NamedTuple):
-    """Who asked: a member of the pool by its certificate, or a process of this machine by its credentials."""
+    """Originator of a request: a member of the pool by its certificate, or a local process by its
+    credentials."""
 
     member: str = ""
     uid: int | None = None
@@ -51,7 +52,10 @@ class Actor(NamedTuple):
 
 
 class AuditLog:
-    """Of one process, `name`; `lock` is a file beside run/ that the processes of the node lock while they rename the log."""
+    """Audit log of one process, `name`.
+
+    `lock` is a file beside run/ that the processes of the node lock while they rename the log.
+    """
 
     def __init__(self, path: Path, lock: Path, name: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._path = path
@@ -64,11 +68,14 @@ class AuditLog:
         self._refused_left, self._refused_s = float(REFUSED_MAX), clock.boottime_s()
         self._trouble = ""
         self._pause = threading.Event()
-        """Never set: its wait is a sleep."""
+        """Never set: waiting for it is a sleep."""
 
     def note(self, event: str, actor: Actor, what: Mapping[str, Any], error: BaseException | None = None, *,
              refused: bool = False) -> None:
-        """Write that `actor` asked for `what`; `error` says why it was not done, `refused` that it was not allowed."""
+        """Record that `actor` requested `what`.
+
+        `error`: why it was not done. `refused`: it was not allowed.
+        """
         result = "refused" if refused else "done" if error is None else "failed"
         if result != "done" and not self._may_be_noted():
             self._left_out += 1
@@ -98,14 +105,14 @@ class AuditLog:
         return True
 
     def close(self) -> None:
-        """Write what waits, for at most CLOSE_S."""
+        """Write the queued records, for at most CLOSE_S."""
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put(None, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)
             self._thread = None
 
-    # -- in the thread -------------------------------------------------------------------------------------------------
+    # -- in the writer thread --------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
         while (found := self._waiting.get()) is not None:
@@ -116,7 +123,7 @@ class AuditLog:
                 self._write(line)
                 self._trouble = ""
             except OSError as error:
-                if str(error) != self._trouble:  # said once
+                if str(error) != self._trouble:  # log each reason once
                     self._trouble = str(error)
                     log.error("the audit log %s can not be written: %s", self._path, error.strerror or error)
             text = line.decode()
@@ -136,8 +143,11 @@ class AuditLog:
                 os.close(descriptor)
 
     def _rotate(self) -> bool:
-        """Rename the log, unless another process has; whether to open it anew. A process that is stopped in the middle of that
-        is waited for LOCK_S, after which the log grows on."""
+        """Rename the log, unless another process already has; return whether to open it again.
+
+        Waits LOCK_S for a process that is stopped in the middle of a rename; after that the log continues to
+        grow.
+        """
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if not self._is_locked(lock):
@@ -194,7 +204,10 @@ def _user(uid: int) -> str:
 
 
 def _tell_journal(record: dict[str, Any], text: str) -> None:
-    """systemd.journal-fields(7), by its native protocol; only from a service of systemd."""
+    """Send the record to systemd's journal by its native protocol (systemd.journal-fields(7)).
+
+    Does nothing outside of a systemd service.
+    """
     if "INVOCATION_ID" not in os.environ:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:

@@ -1,15 +1,18 @@
-"""Keep the processors of this machine from sleeping while requests come.
+"""CPU latency request: keeps the processors awake while requests arrive.
 
-A request crosses two or three processes, each of which waits for the one before: six wake-ups for a read, more for a new file.
-A processor that fell asleep in between takes 2 to 200 µs to come back, on real machines out of a deep C-state, in virtual ones
-by way of the hypervisor. Measured on two virtual cores whose guest does not poll before it halts: 1,070 files a second created,
-written and closed by one thread, and 1,600 to 1,800 with its processors kept awake. So daemons and mounts hold a request on
-/dev/cpu_dma_latency (Documentation/power/pm_qos_interface.rst of Linux) while they have BURST_MIN and more requests in
-LINGER_S. It holds for all processors of the machine, and costs power, and turbo clocks, while it holds. In a guest it
-makes idle virtual processors poll, which its host has to pay: so large guests are left alone unless they are told otherwise.
+A request passes through two or three processes, each of which waits for the one before: six wake-ups for a
+read, more for a new file. A processor that fell asleep in between needs 2 to 200 µs to wake up, on real
+machines from a deep C-state, on virtual ones because of the hypervisor. Measured on two virtual cores whose
+guest does not poll before it halts: 1,070 files a second created, written and closed by one thread, and 1,600
+to 1,800 with the processors kept awake.
 
-Called by the programs beside it. Never fails: without the device or the right to it (containers, other users than root)
-processors sleep as they like, and one line of the log says so.
+So daemons and mounts hold a request on /dev/cpu_dma_latency (Documentation/power/pm_qos_interface.rst of
+Linux) while they receive BURST_MIN or more requests in LINGER_S. The request applies to all processors of the
+machine, and costs power and turbo clocks while it is held. In a guest it makes idle virtual processors poll,
+which costs the host: so large guests are left alone unless the configuration says otherwise.
+
+Used by the daemons and mounts. Never fails: without the device or the right to use it (containers, other
+users than root) the processors sleep as usual, and one log line reports that.
 """
 
 from __future__ import annotations
@@ -22,16 +25,17 @@ from pathlib import Path
 
 LINGER_S = 0.05
 BURST_MIN = 8
-"""160 requests a second: who asks less often waits for other things than for processors."""
+"""Requests in LINGER_S, 160 a second: a client with fewer requests waits for other things than for
+processors."""
 
 AUTO_PROCESSORS_MAX = 16
-"""A guest with more is left to sleep."""
+"""Most processors of a guest that are kept awake with "auto"."""
 
 SHALLOW_US = 2
-"""Real processors may sleep so that they are back within this: in C1 (1 to 2 µs), not deeper (10 to 200 µs)."""
+"""Wake-up time that real processors may need: C1 takes 1 to 2 µs, deeper states 10 to 200 µs."""
 
 NO_LIMIT_US = 2_000_000_000
-"""PM_QOS_CPU_LATENCY_DEFAULT_VALUE."""
+"""PM_QOS_CPU_LATENCY_DEFAULT_VALUE of Linux."""
 
 _DEVICE = Path("/dev/cpu_dma_latency")
 _DRIVER = Path("/sys/devices/system/cpu/cpuidle/current_driver")
@@ -40,8 +44,11 @@ log = logging.getLogger("nvpool.runtime.cpu_latency")
 
 
 class Awake:
-    """The wish of one process. Call `touch` for each request, or for a few that come together; `close` takes the wish back, and
-    so does any end of the process. wanted: auto, always or never, as in the configuration."""
+    """The latency request of one process.
+
+    Call `touch` for each request, or once for a few that arrive together. `close` withdraws the latency
+    request, and so does any end of the process. `wanted` is auto, always or never, as in the configuration.
+    """
 
     def __init__(self, wanted: str, device: Path = _DEVICE, driver: Path = _DRIVER, processors: int | None = None) -> None:
         self._descriptor = -1
@@ -52,7 +59,8 @@ class Awake:
         if wanted == "never":
             return
         try:
-            # haltpoll is the driver of guests: there any sleep is a way through the hypervisor, though it claims 1 µs.
+            # haltpoll is the driver of guests: there any sleep goes through the hypervisor, although it
+            # reports 1 µs.
             guest = driver.exists() and driver.read_text().strip() == "haltpoll"
             self._limit_us = 0 if guest else SHALLOW_US
             if guest and wanted == "auto" and (processors or os.cpu_count() or 1) > AUTO_PROCESSORS_MAX:
@@ -69,7 +77,7 @@ class Awake:
             self._timer = self._loop.call_later(LINGER_S, self._look)
 
     def _look(self) -> None:
-        """A window is over: the next one is as busy as this one was."""
+        """End of a time window: expect the next one to be as busy as this one."""
         touches, self._touches = self._touches, 0
         busy = touches >= BURST_MIN
         self._timer = self._loop.call_later(LINGER_S, self._look) if busy else None

@@ -1,10 +1,9 @@
-"""What every program of nvpool does at its start and its end: event loop, signals, log, limits, and the watch for its
-supervisor.
+"""Start and end of every program: event loop, signals, log, limits, and monitoring of the supervisor.
 
-Called by the programs beside it, by nobody else. Guarantees: SIGTERM and SIGINT ask for an orderly end once and a second time
-for a quick
-one; an error that nobody handled ends the program with its reason in the log and an exit code that says which family it was;
-a lock descriptor never reaches a program that is started, unless it is passed on purpose. uvloop has its door here.
+Used by the programs of daemons/ and mountd/, and by node/child_process for `spawn`. Guarantees: SIGTERM or
+SIGINT requests an orderly end, and a second one a quick end. An unhandled error ends the program with the
+reason in the log and an exit code for the error's family. A lock descriptor never reaches a started program
+unless it is passed on purpose. Daemons use uvloop only through this module.
 """
 
 from __future__ import annotations
@@ -37,30 +36,31 @@ EXIT_UNAVAILABLE = 3
 EXIT_DAMAGED = 4
 EXIT_BUG = 70
 EXIT_IN_USE = 75
-"""Another process has the lock of this one's shard or target: the supervisor looks who, and does not count it as a death."""
+"""Another process holds the lock of this shard or target: the supervisor looks for it and counts no death."""
 
 DESCRIPTORS_MIN = 128
-"""Below it a daemon would fail in the middle of its work instead of at its start."""
+"""Least number of file descriptors: with fewer a daemon would fail during its work instead of at its
+start."""
 
 _HEIR_DELAY_S_MAX = 10.0
 _SYSTEMD_S = 15.0
-"""RestartSec= of the unit, and a machine that is busy."""
+"""Time for systemd to restart the supervisor: RestartSec= of the unit, on a busy machine."""
 
 log = logging.getLogger("nvpool.runtime")
 
 
 class Stop:
-    """The wish that a program ends. `asked` is set by the first signal (or `ask`), `hurry` by the second."""
+    """Request that a program ends. `asked` is set by the first signal (or `ask`), `hurry` by the second."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.hurry = asyncio.Event()
         self.on_signal: dict[int, Callable[[], None]] = {}
         self.why = ""
-        """Of the first wish."""
+        """Reason of the first request."""
 
     def signalled(self, number: int) -> None:
-        """SIGHUP or SIGUSR1 came."""
+        """Handle a SIGHUP or SIGUSR1."""
         if number == signal.SIGHUP:
             follow_settings()
         if number in self.on_signal:
@@ -84,7 +84,9 @@ def exit_code(error: BaseException) -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """The soft limit of open files becomes the hard one; returns it."""
+    """Raise the soft limit of open files to the hard one. Return the limit in force.
+
+    The limit is raised to 1 << 20 at most."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
     try:
@@ -95,7 +97,10 @@ def raise_descriptor_limit() -> int:
 
 
 def notify_ready(text: str = "READY=1", wait_s: float = 1.0) -> None:
-    """Tell systemd (sd_notify(3)), which may have a full queue for `wait_s`; nothing where NOTIFY_SOCKET is not set."""
+    """Send a status to systemd (sd_notify(3)), waiting `wait_s` at most for its queue.
+
+    Does nothing if NOTIFY_SOCKET is not set.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -110,19 +115,23 @@ def notify_ready(text: str = "READY=1", wait_s: float = 1.0) -> None:
 
 
 async def keep_alive() -> None:
-    """Tell systemd that this loop turns, as often as WatchdogSec= of the unit asks; returns at once where it does not.
+    """Report to systemd that this loop runs, as often as WatchdogSec= of the unit requires.
 
-    A loop that stands is ended by SIGABRT, which writes where it stood into the log, and the daemon is begun again."""
+    Returns immediately without WatchdogSec=. If the loop is blocked, systemd ends the process with SIGABRT,
+    which writes the place of the block to the log, and starts the daemon again."""
     wanted, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not wanted.isdigit() or (pid and pid != str(os.getpid())):
         return
     while True:
-        notify_ready("WATCHDOG=1", 0.0)  # the next one is soon
+        notify_ready("WATCHDOG=1", 0.0)  # no wait: the next report follows soon
         await asyncio.sleep(int(wanted) / 3e6)
 
 
 def run(main: Callable[[Stop], Awaitable[None]]) -> int:
-    """Run `main` on uvloop until it returns; the exit code. `main` drains and returns after `stop.asked`."""
+    """Run `main` on uvloop until it returns; return the exit code.
+
+    `main` drains and returns after `stop.asked`.
+    """
     if (limit := raise_descriptor_limit()) < DESCRIPTORS_MIN:
         log.error("only %d file descriptors are allowed, at least %d are needed; raise the limit (ulimit -Hn, LimitNOFILE=)",
                   limit, DESCRIPTORS_MIN)
@@ -137,12 +146,13 @@ def run(main: Callable[[Stop], Awaitable[None]]) -> int:
         for number in (signal.SIGHUP, signal.SIGUSR1):
             loop.add_signal_handler(number, stop.signalled, number)
         log.info("nvpool %s starts", VERSION)
-        # What is there now stays, so collections need not look at it; what requests leave behind dies by its reference
-        # count, so they need not come after every 700 objects.
+        # Objects that exist now stay, so collections need not scan them; objects of requests are freed by
+        # their reference count, so collections need not run after every 700 objects.
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 50)
-        # A thread that checkpoints gives the loop its turn ten times as often as Python would: pauses of 4 ms become 0.5.
+        # A checkpointing thread yields to the loop ten times as often as by default: pauses of 4 ms become
+        # 0.5 ms.
         sys.setswitchinterval(0.0005)
         await main(stop)
 
@@ -176,25 +186,31 @@ def _first(group: BaseException) -> BaseException:
 
 
 def _unhandled(stop: Stop, context: dict) -> None:
-    """A callback or task nobody waits for has failed: say so. What must stop the daemon is in a task group and does."""
+    """Log the failure of a callback or task that nobody awaits.
+
+    Failures that must stop the daemon occur in a task group, which does so.
+    """
     error = context.get("exception")
     log.error("unhandled: %s", context.get("message"), exc_info=error)
 
 
 def spawn(arguments: list[str], *, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen:
-    """Start a program in a session of its own (Ctrl-C in a terminal is for the supervisor alone), with no descriptor of ours
-    but stderr and `pass_fds`."""
+    """Start a program in its own session, with stderr and `pass_fds` as its only descriptors.
+
+    In its own session a Ctrl-C in a terminal reaches only the supervisor.
+    """
     return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=2, stderr=2, start_new_session=True,
                             close_fds=True, pass_fds=pass_fds, cwd="/")
 
 
 def keep_supervised(directory: PoolDirectory, stop: Stop) -> None:
-    """Wait, in a thread, until nobody holds the pool directory's lock any more: then start a supervisor that inherits it.
+    """Wait in a thread for the pool directory's lock; then start a supervisor with it.
 
-    The waiting is the blocking flock itself: the kernel wakes exactly one process when the supervisor has ended in whatever
-    way, also when that supervisor had only adopted us. The lock is handed on inside its open file description, which the heir
-    has before we close ours: at no moment is it free, so at no moment are there two supervisors. Where systemd started the
-    supervisor, it has some seconds to start the next one, which adopts us, so that its unit stays what it watches over.
+    The wait is a blocking flock: the kernel wakes exactly one process when the supervisor has ended in any
+    way, also if that supervisor had only adopted us. The lock is passed on in its open file description,
+    which the heir has before we close our descriptor. So the lock is never free in between, and there are
+    never two supervisors. If systemd started the supervisor, systemd gets some seconds to start the next one,
+    which adopts us, so that systemd's unit stays the process that it monitors.
     """
     threading.Thread(target=_wait_and_start_heirs, args=(directory, stop), name="supervisor-watch", daemon=True).start()
 
@@ -202,7 +218,7 @@ def keep_supervised(directory: PoolDirectory, stop: Stop) -> None:
 def _is_restarted(directory: PoolDirectory, pause: threading.Event, wait_s: float) -> bool:
     """Whether another supervisor announces itself within `wait_s`; returns as soon as one does.
 
-    Its next death is an end of its own, after which systemd has the whole time again."""
+    After the death of that supervisor systemd gets the whole time again."""
     end_s = SYSTEM_CLOCK.boottime_s() + wait_s
     while "supervisor" not in directory.states("supervisor"):
         if SYSTEM_CLOCK.boottime_s() > end_s:
@@ -234,10 +250,10 @@ def _wait_and_start_heirs(directory: PoolDirectory, stop: Stop) -> None:
             log.warning("the supervisor is gone; starting another one")
             heir = spawn(command(Program.SUPERVISOR, str(directory.path), "--inherit-lock", str(lock.descriptor)),
                          pass_fds=(lock.descriptor,))
-            heir.wait()  # it forks away from us at once
+            heir.wait()  # returns soon: the heir forks
         except OSError as error:
             log.error("no supervisor could be started: %s", error)
         finally:
             lock.release()
-        pause.wait(delay)  # an heir that ends at once lets the lock go, and somebody gets it again
+        pause.wait(delay)  # an heir that ends early frees the lock, and some process takes it again
         delay = min(max(0.1, delay * 2), _HEIR_DELAY_S_MAX)

@@ -1,7 +1,7 @@
-"""The log of a program: where it goes, in which form, and how its level changes while it runs.
+"""Logging of a program: destination, format, and changes of the level while it runs.
 
-Called by the programs beside it, each at its start; by runtime/daemon_process when SIGHUP comes. What Python itself says at a
-crash goes the same way.
+Used by the programs at their start, and by runtime/daemon_process on SIGHUP. Python's own crash output goes
+to the same place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nvpool.host.log_files import log_opener
 log = logging.getLogger("nvpool.runtime")
 
 _again: Path | None = None
-"""The node.toml that says what this process is to log."""
+"""The node.toml with the log settings of this process."""
 
 
 class _Lines(logging.Formatter):
@@ -28,15 +28,18 @@ class _Lines(logging.Formatter):
 
 
 class _File(logging.handlers.WatchedFileHandler):
-    """Each new file is for its owner and group alone."""
+    """Log file handler: each new file is readable by its owner and group only."""
 
     def _open(self):
         return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=log_opener)
 
 
 class _Objects(logging.Formatter):
-    """One JSON object a line. Keys that do not change: time (RFC 3339, UTC), level, process, pid, logger, message; error where
-    there is a traceback."""
+    """Formatter with one JSON object per line.
+
+    The keys are stable: time (RFC 3339, UTC), level, process, pid, logger, message; error if there is a
+    traceback.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -52,8 +55,11 @@ class _Objects(logging.Formatter):
 
 
 def start_log(name: str, level: str, path: Path | None, *, form: str = "text", node_toml: Path | None = None) -> None:
-    """All log goes to `path` (opened anew when it was moved away), or to stderr, as lines of text or of JSON. With `node_toml`,
-    `follow_settings` takes the level that stands there by then."""
+    """Send all log output to `path` or stderr, as lines of text or JSON.
+
+    The file is opened again after it was moved away. With `node_toml`, `follow_settings` reads the level from
+    that file.
+    """
     global _again
     _again = node_toml
     if path is not None:
@@ -70,10 +76,10 @@ def start_log(name: str, level: str, path: Path | None, *, form: str = "text", n
 
 
 def follow_settings() -> None:
-    """Take the level that node.toml says now; one that can not be read leaves it as it is, with a warning."""
+    """Apply the present log level of node.toml. If it cannot be read, keep the level and log a warning."""
     if _again is None:
         return
-    from nvpool.core.config import load  # not in the holder, which is to stay small
+    from nvpool.core.config import load  # imported here: the holder, which does not need it, must stay small
     from nvpool.core.errors import NvpoolError
     try:
         level = load(_again).log.level

@@ -1,6 +1,8 @@
-"""The metrics of a process, which it tells by PROCESS_METRICS at the endpoints that it serves at anyway.
+"""Metrics of a process, sent in reply to PROCESS_METRICS.
 
-Called by runtime/service, node/supervisor and the processes of a mount.
+A process answers that request at the endpoints where it serves anyway.
+
+Used by runtime/service, node/supervisor and the processes of a mount.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Measure = Callable[[Page], None]
 
 
 def own_page(measure: Measure = lambda page: None) -> Page:
-    """Of this process; `measure` puts what it does on it."""
+    """Metrics page of this process; `measure` adds the metrics of its role."""
     page = Page()
     page.set(metrics.BUILD_INFO, 1, version=VERSION)
     spent = resource.getrusage(resource.RUSAGE_SELF)
@@ -37,7 +39,7 @@ def own_page(measure: Measure = lambda page: None) -> Page:
             page.set(metrics.PROCESS_MEMORY, int(file.read().split()[1]) * resource.getpagesize())
         page.set(metrics.PROCESS_DESCRIPTORS, len(os.listdir("/proc/self/fd")) - 1)
     except (OSError, ValueError, IndexError):
-        pass  # no descriptor left to look with
+        pass  # no free descriptor to read /proc with
     TALLY.measure(page)
     measure(page)
     return page
@@ -45,7 +47,7 @@ def own_page(measure: Measure = lambda page: None) -> Page:
 
 @cache
 def _began_s() -> float:
-    """proc(5): ticks since the boot are the 22nd field."""
+    """Start time of the process; proc(5): field 22 is the start in ticks since boot."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])
@@ -55,7 +57,7 @@ def _began_s() -> float:
 
 
 def answer(call: Call, measure: Measure) -> None:
-    """PROCESS_METRICS, of this process alone."""
+    """Answer PROCESS_METRICS for this process alone."""
     call.reply(MetricsReply(page=own_page(measure).pack()).SerializeToString())
 
 

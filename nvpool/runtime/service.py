@@ -1,9 +1,8 @@
-"""The life of a process that serves one shard or one target: lock, map, listeners, announcement, watch of the map, drain.
+"""Life cycle of a daemon of one shard or target: lock, map, listeners, announcement, map watch, drain.
 
-Called by meta_daemon and store_daemon. Guarantees: nothing is opened before this process holds run/NAME.lock; nobody is told
-that it serves
-before it does; on a stop, requests in work are finished (at most drain_s) before the records are closed. Knows nothing of
-what is served.
+Used by daemons/meta and daemons/store. Guarantees: nothing is opened before this process holds run/NAME.lock.
+The process is announced as serving only when it serves. On a stop, requests in progress are finished (in at
+most drain_s) before the records are closed. This module knows nothing of what is served.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from nvpool.security.tls import Identity, identity_in, leaves_host
 from nvpool.security.volume_keys import PoolKeys
 
 _MAP_WAIT_S = min(30.0, MEMBER_S / 12)
-"""The certificate is looked at as often."""
+"""Longest wait for a new map; the certificate is checked as often."""
 _MAP_RETRY_S = 0.5
 _PORT_WAIT_S = 10.0
 
@@ -62,14 +61,20 @@ class Service(Protocol):
     async def start(self) -> None: ...
 
     def begin_drain(self) -> None:
-        """Answer requests that wait for other requests. Called before those are refused and the ones in work are to end."""
+        """Answer requests that wait for other requests.
+
+        Called before new ones are refused and running ones drained.
+        """
 
     async def close(self, drain_s: float) -> None: ...
 
 
 class Opened:
-    """What a daemon hands to its service: where it is, what is configured, the map of the moment, a dialer, the key of
-    grants."""
+    """Environment that a daemon passes to its service.
+
+    It consists of the directory, the shard or target number, the configuration, the present map, a dialer and
+    the grant key.
+    """
 
     def __init__(self, directory: PoolDirectory, number: int, config: Config, pool_map: PoolMap, dialer: Dialer, key: bytes):
         self.directory = directory
@@ -83,14 +88,17 @@ class Opened:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, reason: str) -> None:
-        """What is stored can not be vouched for any more: end the process, so that it starts from what the drive holds."""
+        """End the process because stored data may not be trusted.
+
+        Its restart begins from what the drive holds.
+        """
         if not self.failed.done():
             self.failed.set_exception(Fenced(reason))
-            self.failed.exception()  # seen, also where the end comes from elsewhere
+            self.failed.exception()  # mark as retrieved, in case the process ends for another reason
 
 
 class Handling:
-    """The handler of a daemon's listeners: what every role answers, then its service."""
+    """Request handler of a daemon's listeners: answers what all roles share, then calls the service."""
 
     def __init__(self, service: Service, awake: Awake, callers: Callers, audit: MetaAudit | None = None) -> None:
         self._service = service
@@ -140,7 +148,10 @@ def read_grant_key(directory: PoolDirectory) -> bytes:
 
 
 async def load_pool_keys(pool_keys: PoolKeys) -> None:
-    """Where that fails all but encrypted volumes is served, and their users are told."""
+    """Load the pool's keys.
+
+    If that fails, everything except encrypted volumes is served, and their users get an error.
+    """
     try:
         await asyncio.get_running_loop().run_in_executor(None, pool_keys.load)
     except BadConfiguration as error:
@@ -148,13 +159,16 @@ async def load_pool_keys(pool_keys: PoolKeys) -> None:
 
 
 def operators_of(config: Config) -> int | None:
-    """Number of the group whose processes have the rights of a node, None without one. BadConfiguration."""
+    """Id of the group whose processes have the rights of a node, or None. BadConfiguration."""
     return group_number(config.access.operators, "access.operators")
 
 
 def is_wanted(endpoint: str, network: Network) -> bool:
-    """Whether a process of this node listens there: a loopback address is one only where `network.host` names it. Pools of
-    earlier versions have one for each process in their maps."""
+    """Whether a process of this node shall listen at the endpoint.
+
+    A loopback address is wanted only if `network.host` names it; maps of earlier versions have one for each
+    process.
+    """
     where = parse_endpoint(endpoint)
     return not where.host or leaves_host(where) or where.host == network.host
 
@@ -166,11 +180,13 @@ def _remove_socket(endpoint: str) -> None:
 
 async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Callable[[Call], None],
                     listen: Listen = listen) -> list[Listener]:
-    """A listener at each endpoint, or none and the error. Unix sockets that an earlier process left are replaced: the caller
-    holds the lock that says that process is gone. The kernel takes a killed process apart descriptor by descriptor, so its lock
-    can be free a moment before its ports are: an address in use is tried again for some seconds.
+    """Open a listener at each endpoint; after an error none is left open.
 
-    BadConfiguration: TCP, and neither a certificate nor plain text that was asked for."""
+    Unix sockets of an earlier process are replaced: the caller holds the lock, so that process has ended. The
+    kernel closes a killed process's descriptors one by one, so its lock can be free before its ports are: an
+    address in use is retried for some seconds.
+
+    BadConfiguration: a TCP endpoint without a certificate and without configured plain text."""
     for endpoint in endpoints:
         if greeting.identity is None and parse_endpoint(endpoint).host:
             raise BadConfiguration(f"{endpoint}: this directory has no certificate of its pool, and without one nothing "
@@ -197,7 +213,8 @@ async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Cal
 
 
 def offering(rdma: Rdma) -> Listen:
-    """`listen` for who has many bytes to give: on stream endpoints RDMA is offered, as far as the configuration wants it."""
+    """`listen` for services with large replies: stream endpoints offer RDMA if the configuration enables
+    it."""
     if rdma.enabled == "off" or not (rdma.networks or rdma.local):
         return listen
     from nvpool.rpc.transports.rdma import RdmaTransport, RdmaUnixTransport, Settings
@@ -217,7 +234,7 @@ def offering(rdma: Rdma) -> Listen:
 
 def main(role: str, name: str, path: str, number: int, endpoints: Callable[[PoolMap], tuple[str, ...]],
          open_service: Callable[[Opened], Awaitable[Service]]) -> int:
-    """The whole of a daemon; its exit code."""
+    """Run a daemon from start to end; return its exit code."""
     directory = PoolDirectory(path)
     start_log(name, "info", None)
     try:
@@ -263,7 +280,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
             asked.cancel()
             for ended in (opened.failed, watching):
                 if ended.done():
-                    ended.result()  # neither ends by itself but with an error: raise it
+                    ended.result()  # both end only with an error: raise it
             watching.cancel()
         finally:
             drain_s = config.supervisor.drain_s if stop.asked.is_set() else 0.0
@@ -283,18 +300,18 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
 
 
 def limits_of(config: Config) -> Limits:
-    """For all listeners of a daemon together."""
+    """Limits shared by all listeners of a daemon."""
     return Limits(Bounds(**as_dict(config)["limits"]), operators=operators_of(config), plain_text=config.network.plain_text)
 
 
 def follow_members(identity: Identity | None, pool_map: PoolMap) -> None:
-    """Let in who is in the pool by this map, and hang up on who is not any more."""
+    """Accept the members of this map, and close the connections of removed ones."""
     if identity is not None:
         identity.update_members(pool_map.members)
 
 
 def show_renewed(identity: Identity | None) -> None:
-    """Show our certificate as the supervisor has renewed it."""
+    """Present our certificate after the supervisor has renewed it."""
     if identity is not None:
         try:
             identity.refresh()
@@ -304,9 +321,10 @@ def show_renewed(identity: Identity | None) -> None:
 
 async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap, service: Service,
                      identity: Identity | None) -> None:
-    """Give each newer map to the service, from this node's supervisor, or from poolmap.json while there is none.
+    """Pass each newer map to the service.
 
-    No error ends this: the service goes on with the map that it has, for as long as its leases last.
+    The map comes from this node's supervisor or, while there is none, from poolmap.json. No error ends this:
+    the service continues with the map that it has, as long as its leases last.
     """
     node, told = directory.node, ""
     while True:

@@ -1,8 +1,9 @@
-"""The door to etcd: calls to whichever of its members answers, and its messages under one name.
+"""Adapter to etcd: calls to whichever member answers, and its messages under one name.
 
-The messages and stubs are those that the package aetcd has generated from etcd's own definitions (version 3.4 of the protocol
-and later). Its client is not used: it speaks to one host, without certificates, and a watch of it ends with its stream.
-Called by cluster/etcd/coordinator and cluster/etcd/leases only.
+The messages and stubs are those that the package aetcd has generated from etcd's own definitions (protocol
+version 3.4 and later). aetcd's client is not used: it talks to one host, without certificates, and its watch
+ends with its stream. Used by the other modules of cluster/etcd; node/coordination and provision use
+`Certificates` and `answers_alone`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import AccessDenied, BadConfiguration, Unavailable
 
 CALL_S = 2.0
-"""One member gets so long to answer."""
+"""Time for one member to answer."""
 NEXT_S = 0.5
-"""Without an answer for so long the next one is asked as well, the only one again: a member that is cut off says nothing, and
-what another one has passed on to a leader of theirs that is gone is lost without a word."""
+"""Time without an answer after which the next member is tried as well. With one member, the same again.
+
+A member that is cut off reports nothing, and a request that a member forwarded to a dead etcd leader is lost
+silently."""
 PAUSE_S = 0.1
-"""After an error."""
+"""Pause after an error."""
 
 _ANSWER_BYTES_MAX = 64 << 20
-"""Of a stream that was away for a while, which is told many maps at once; gRPC's own bound is 4 MiB."""
+"""Largest response: a stream that was interrupted gets many maps together; gRPC's default limit is 4 MiB."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", _ANSWER_BYTES_MAX),
     ("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 3000), ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_retries", 0),
 )
-# They need the same call again, with another member or later: no leader at the moment, a time-out inside, a member that starts.
+# Retry these with another member or later: no leader at the moment, an internal timeout, or a member that is
+# starting.
 _ELSEWHERE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED,
               grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED}
 _NOT_LET_IN = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
@@ -40,11 +44,12 @@ _NOT_LET_IN = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIE
 _Answer = TypeVar("_Answer")
 
 NEEDS_LEADER = (("hasleader", "true"),)
-"""With a stream: a member that has lost the others ends it, and does not leave it silent."""
+"""Metadata of a stream: a member that has lost the others then ends the stream instead of leaving it
+silent."""
 
 
 class Certificates(NamedTuple):
-    """PEM: the authority that signed both sides, and what we show."""
+    """PEM data: the CA that signed both sides, and our certificate and key."""
 
     authority: bytes
     certificate: bytes
@@ -52,7 +57,7 @@ class Certificates(NamedTuple):
 
 
 class _Member:
-    """A channel to one member, and the stubs on it."""
+    """A channel to one etcd member, with its stubs."""
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.address = address
@@ -65,7 +70,10 @@ class _Member:
 
 
 class EtcdCalls:
-    """`members`: "host:port" of each, the nearest first. Plain text without `certificates`."""
+    """Calls to an etcd cluster with failover between members.
+
+    `members`: "host:port" of each member, the nearest first. Plain text without `certificates`.
+    """
 
     def __init__(self, members: Sequence[str], clock: Clock, certificates: Certificates | None = None) -> None:
         self._clock = clock
@@ -77,8 +85,11 @@ class EtcdCalls:
         self.use(members, certificates)
 
     def use(self, members: Sequence[str], certificates: Certificates | None) -> None:
-        """Go on with these members and certificates. Calls to others, and those under the certificates of before, are given
-        time to end; a stream there breaks, and is begun anew by who reads it."""
+        """Use these members and certificates from now on.
+
+        Calls to other members, or with the old certificates, get time to end. A stream on such a channel
+        breaks, and its reader opens a new one.
+        """
         if not members:
             raise BadConfiguration("no member of etcd is named")
         if tuple(members) == self.members and certificates == self._certificates:
@@ -100,16 +111,16 @@ class EtcdCalls:
         return tuple(one.address for one in self._members)
 
     def elsewhere(self) -> None:
-        """The next call goes to another member."""
+        """Send the next call to another member."""
         self._at = (self._at + 1) % len(self._members)
 
     async def _call(self, stub: str, method: str, request, wait_s: float):
-        """The answer of the first member that has one. Repeated, so `request` must mean the same a second time."""
+        """Return the first member's answer. May be sent more than once, so `request` must be idempotent."""
         return await self._first(lambda member, timeout_s: getattr(getattr(member, stub), method)(request, timeout=timeout_s),
                                  wait_s)
 
     async def _first(self, ask: Callable[[_Member, float], Awaitable[_Answer]], wait_s: float) -> _Answer:
-        """What the first member says that has an answer; it is asked first the next time."""
+        """Return the answer of the first member that has one. That member is tried first the next time."""
         until_s = self._clock.boottime_s() + wait_s
         asked: dict[asyncio.Future[_Answer], _Member] = {}
         at, told = self._at, ""
@@ -119,7 +130,8 @@ class EtcdCalls:
                 if left_s > PAUSE_S or not (told or asked):
                     member = self._members[at % len(self._members)]
                     trying = asyncio.ensure_future(_answer(ask, member, max(0.05, min(CALL_S, left_s))))
-                    trying.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also when it comes late
+                    # Retrieved, even if late.
+                    trying.add_done_callback(lambda done: done.cancelled() or done.exception())
                     asked[trying] = member
                     at += 1
                 elif not asked:
@@ -156,26 +168,28 @@ class EtcdCalls:
         return await self._call("kv", "Range", request, wait_s)
 
     async def ranges(self, ranges: Sequence[tuple[bytes, bytes]], wait_s: float) -> rpc.TxnResponse:
-        """What the keys from the first to the second, without it, hold, all of one moment."""
+        """Read several key ranges (first, end exclusive) at the same revision."""
         return await self._call("kv", "Txn", rpc.TxnRequest(success=[rpc.RequestOp(request_range=rpc.RangeRequest(
             key=first, range_end=behind)) for first, behind in ranges]), wait_s)
 
     async def transact(self, request: rpc.TxnRequest, wait_s: float) -> rpc.TxnResponse:
-        """After Unavailable, and also where it has not succeeded, it may have been carried out: look."""
+        """Run a transaction. After Unavailable, or without success, it may have been applied: read to find
+        out."""
         try:
             return await self._call("kv", "Txn", request, wait_s)
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.NOT_FOUND:
                 raise
-            # What hangs on a lease that has ended meanwhile: an election of theirs takes longer than short leases last.
+            # For a key on a lease that has ended meanwhile: an etcd election takes longer than short leases
+            # last.
             raise Unavailable(f"etcd refuses a change: {error.details()}", retry_after_s=0.1, may_be_applied=True) from None
 
     async def grant_lease(self, lease_s: int, wait_s: float) -> int:
-        """Its number. One whose answer was lost ends by itself."""
+        """Create a lease and return its number. If the answer is lost, the lease expires by itself."""
         return (await self._call("leases", "LeaseGrant", rpc.LeaseGrantRequest(TTL=lease_s), wait_s)).ID
 
     async def revoke_lease(self, number: int, wait_s: float) -> None:
-        """Whether it is there or not."""
+        """Revoke a lease, whether it exists or not."""
         try:
             await self._call("leases", "LeaseRevoke", rpc.LeaseRevokeRequest(ID=number), wait_s)
         except grpc.aio.AioRpcError as error:
@@ -183,7 +197,10 @@ class EtcdCalls:
                 raise
 
     async def keep_alive(self, number: int, wait_s: float) -> bool:
-        """Whether the lease is there, and has its whole time again from some moment of this call on. Unavailable."""
+        """Renew a lease; return whether it exists.
+
+        Its whole time then counts from this call. Unavailable.
+        """
         try:
             call = self._members[self._at].leases.LeaseKeepAlive(timeout=min(CALL_S, wait_s), metadata=NEEDS_LEADER)
         except grpc.aio.UsageError:
@@ -205,8 +222,11 @@ class EtcdCalls:
             call.cancel()
 
     def watch(self, at: int):
-        """A stream of WatchRequest and WatchResponse, as grpc.aio has it, at the member of that number, counted round.
-        Unavailable after `close`."""
+        """Open a stream of WatchRequest and WatchResponse (grpc.aio) at member number `at`, modulo their
+        count.
+
+        Unavailable: after `close`.
+        """
         try:
             return self._members[at % len(self._members)].watches.Watch(metadata=NEEDS_LEADER)
         except grpc.aio.UsageError:
@@ -215,7 +235,10 @@ class EtcdCalls:
     # -- members -----------------------------------------------------------------------------------------------------------
 
     async def list_members(self, wait_s: float) -> list[rpc.Member]:
-        """As of now. A member answers with what it has applied, so it is made to look first that this is all there is."""
+        """Present members of etcd.
+
+        A member answers with what it has applied, so a read first makes it catch up with the others.
+        """
         async def ask(member: _Member, timeout_s: float) -> list[rpc.Member]:
             await member.kv.Range(rpc.RangeRequest(key=b"nvpool/", count_only=True), timeout=timeout_s)
             return list((await member.cluster.MemberList(rpc.MemberListRequest(), timeout=timeout_s)).members)
@@ -223,15 +246,18 @@ class EtcdCalls:
         return await self._first(ask, wait_s)
 
     async def add_member(self, peer_url: str, wait_s: float) -> None:
-        """As one that learns. Unavailable, with etcd's reason: not now."""
+        """Add a member as a learner. Unavailable, with etcd's reason: not possible now."""
         await self._change_members("MemberAdd", rpc.MemberAddRequest(peerURLs=[peer_url], isLearner=True), wait_s)
 
     async def promote_member(self, number: int, wait_s: float) -> None:
-        """It votes from then on. Unavailable, with etcd's reason, while it has not caught up."""
+        """Make a learner a voting member. Unavailable, with etcd's reason: the member has not caught up."""
         await self._change_members("MemberPromote", rpc.MemberPromoteRequest(ID=number), wait_s)
 
     async def remove_member(self, number: int, wait_s: float) -> None:
-        """Whether it is there or not. Unavailable, with etcd's reason: the others could not decide without it."""
+        """Remove a member, whether it exists or not.
+
+        Unavailable, with etcd's reason: it would break the quorum.
+        """
         await self._change_members("MemberRemove", rpc.MemberRemoveRequest(ID=number), wait_s)
 
     async def _change_members(self, method: str, request, wait_s: float) -> None:
@@ -242,7 +268,7 @@ class EtcdCalls:
                 raise Unavailable(f"etcd does not change its members: {error.details()}", retry_after_s=1.0) from None
 
     async def close(self) -> None:
-        """What is under way, and what comes later, is Unavailable."""
+        """Close all channels. Pending and later calls raise Unavailable."""
         self._closed = True
         await asyncio.gather(*(one.channel.close() for one in self._members), *self._closing, return_exceptions=True)
 
@@ -252,7 +278,7 @@ async def _answer(ask: Callable[[_Member, float], Awaitable[_Answer]], member: _
 
 
 async def answers_alone(address: str, certificates: Certificates | None, wait_s: float) -> bool:
-    """Whether that member is there, with or without the others."""
+    """Whether that member answers, with or without a quorum."""
     member = _Member(address, certificates and grpc.ssl_channel_credentials(
         certificates.authority, certificates.key, certificates.certificate))
     try:
@@ -265,5 +291,5 @@ async def answers_alone(address: str, certificates: Certificates | None, wait_s:
 
 
 STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, Unavailable)
-"""What ends a stream; the next one may do better."""
+"""Errors that end a stream; a new stream may work."""
 END_OF_STREAM = grpc.aio.EOF

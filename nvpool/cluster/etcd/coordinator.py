@@ -1,15 +1,16 @@
-"""The coordinator of a pool of several machines: the pool map, who is there and who leads, in etcd.
+"""Coordinator of a pool of several machines: the pool map, published names and the leader, stored in etcd.
 
-One stream follows these three; it is begun anew, with a look at all of them, when it breaks, is silent, or etcd has
-forgotten what we missed. What is known here may so be old where etcd can not be reached, and is never ahead of it. Changes are
-one transaction each, guarded by the map's revision in etcd and by the leader's key; one whose answer was lost is looked for.
+One stream watches all three. It is reopened, after a full read of them, when it breaks or is silent, or when
+etcd has compacted the events that were missed. The state known here can be old while etcd is unreachable, and
+is never ahead of etcd. Each change is one transaction, conditional on the map's revision in etcd and on the
+leader's key. After a lost answer the coordinator reads whether the change was made.
 
 Keys, all under nvpool/POOL_ID/ :
 
     map                 JSON of poolmap/model, the newest
-    maps/EPOCH          the last KEPT_MAPS of them, for an operator's eyes; EPOCH has 20 digits
-    leader, leads       the name of who leads, and his sign of life (cluster/etcd/election)
-    present/NAME        what was announced, under a lease
+    maps/EPOCH          the last KEPT_MAPS of them, for operators to inspect; EPOCH has 20 digits
+    leader, leads       the leader's name, and its heartbeat (cluster/etcd/election)
+    present/NAME        published value, under a lease
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ log = logging.getLogger(__name__)
 
 KEPT_MAPS = 64
 CHANGE_S = 10.0
-"""A change of the map, or a lease, waits so long for etcd: longer than an election there."""
+"""Time that a change of the map, or a lease, waits for etcd: longer than an election there."""
 BEAT_S = 0.25
 SILENT_S = 1.0
-"""The stream is asked each BEAT_S whether it lives; one that has said nothing for SILENT_S is begun anew, at another member:
-before the lease of who leads ends, whose signs of life come with it."""
+"""Interval of liveness requests (BEAT_S) and silence before a reopening (SILENT_S) of the stream.
+
+The new stream uses another member. SILENT_S is shorter than the leader's lease, whose heartbeats come with
+the stream."""
 SILENCE_S = 5.0
-"""Without a word for so long etcd is said to be silent: longer than an election takes."""
+"""Silence after which etcd is reported as silent: longer than an election takes."""
 AGAIN_S = 0.2
 
 
@@ -58,7 +61,7 @@ _AnyLease = TypeVar("_AnyLease", EtcdLease, EtcdReign)
 
 
 class EtcdCoordinator:
-    """Made by `found` or `open`."""
+    """Coordinator on etcd, made by `found` or `open`."""
 
     def __init__(self, calls: EtcdCalls, clock: Clock, pool_id: str, pool_map: PoolMap,
                  publish: Callable[[bytes], None], only: str = "") -> None:
@@ -78,8 +81,12 @@ class EtcdCoordinator:
     @classmethod
     async def found(cls, members: Sequence[str], first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None, *,
                     certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
-        """A coordinator of a pool that etcd does not know, with the map `first`; `only` as of `over`. InvalidRequest when it
-        has one already: `open` it. Unavailable: or it has it now."""
+        """Create the coordinator of a pool that etcd does not know, with the map `first`. `only` as in
+        `over`.
+
+        InvalidRequest: etcd already has a map of the pool; use `open`. Unavailable: the map may have been
+        stored.
+        """
         if problems := check_map(first):
             raise InvalidRequest("; ".join(problems))
         calls = EtcdCalls(members, clock, certificates)
@@ -98,7 +105,10 @@ class EtcdCoordinator:
     @staticmethod
     async def answers(members: Sequence[str], certificates: Certificates | None = None, *, wait_s: float = 2.0,
                       clock: Clock = SYSTEM_CLOCK) -> None:
-        """On return a member, and most of them, have answered. Unavailable when none does in that time."""
+        """Check etcd: on return a member has answered with a quorum.
+
+        Unavailable: no member did in that time.
+        """
         calls = EtcdCalls(members, clock, certificates)
         try:
             await calls.range(rpc.RangeRequest(key=b"nvpool/", count_only=True), wait_s)
@@ -108,15 +118,20 @@ class EtcdCoordinator:
     @classmethod
     async def open(cls, members: Sequence[str], pool_id: str, publish: Callable[[bytes], None] = lambda raw: None, *,
                    certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
-        """The coordinator of the pool that etcd knows; `only` as of `over`. CorruptRecord when there is no map of it, or a bad
-        one. Unavailable."""
+        """Open the coordinator of a pool that etcd knows; `only` as in `over`.
+
+        CorruptRecord: there is no map of the pool, or an invalid one. Unavailable.
+        """
         return await cls.over(EtcdCalls(members, clock, certificates), pool_id, publish, clock, only)
 
     @classmethod
     async def over(cls, calls: EtcdCalls, pool_id: str, publish: Callable[[bytes], None] = lambda raw: None,
                    clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
-        """As `open`, through `calls`, which are its own from here on. `only`: the name under which nobody leads but this
-        process and those before it, which have ended: it does not wait for their lease."""
+        """Open a coordinator as `open` does, through `calls`, which it owns from here on.
+
+        `only`: a leader name that only this process, and its predecessors that have ended, use. The
+        coordinator then does not wait for the leases of those predecessors.
+        """
         try:
             found = await calls.ranges(_ranges(_root(pool_id)), CHANGE_S)
             raw = next((kv.value for answer in found.responses for kv in answer.response_range.kvs
@@ -135,8 +150,10 @@ class EtcdCoordinator:
     @staticmethod
     async def overwrite(members: Sequence[str], pool_id: str, after: Callable[[PoolMap], PoolMap], *,
                         certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Make `after` of the map that etcd holds the newest one, whatever its epoch: for recovery. CorruptRecord when there is
-        no map of the pool. Unavailable: or it is done."""
+        """Replace the map in etcd by `after(map)`, whatever its epoch: for recovery.
+
+        CorruptRecord: etcd has no map of the pool. Unavailable: the map may have been replaced.
+        """
         calls, root = EtcdCalls(members, clock, certificates), _root(pool_id)
         try:
             found = await calls.range(rpc.RangeRequest(key=root + b"map"), CHANGE_S)
@@ -149,8 +166,11 @@ class EtcdCoordinator:
     @staticmethod
     async def forget(members: Sequence[str], pool_id: str, node: int, *, certificates: Certificates | None = None,
                      wait_s: float = CHANGE_S, clock: Clock = SYSTEM_CLOCK) -> tuple[int, ...]:
-        """The pool is destroyed on this node: on return no key of it is in etcd where it was the last of the map's nodes, else
-        the others. May be repeated. Unavailable: perhaps nothing was done."""
+        """Record that the pool is destroyed on this node. Return the nodes that still have it.
+
+        When the last node of the map has called this, the result is empty and etcd has no key of the pool.
+        May be repeated. Unavailable: perhaps nothing was done.
+        """
         calls, root = EtcdCalls(members, clock, certificates), _root(pool_id)
         try:
             found = await calls.range(rpc.RangeRequest(key=root + b"map"), wait_s)
@@ -167,7 +187,7 @@ class EtcdCoordinator:
         finally:
             await calls.close()
 
-    # -- what is known -------------------------------------------------------------------------------------------------
+    # -- known state -----------------------------------------------------------------------------------------
 
     @property
     def pool_map(self) -> PoolMap:
@@ -187,15 +207,15 @@ class EtcdCoordinator:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing can be changed."""
+        """Whether etcd is silent, so that nothing can be changed."""
         return self._clock.boottime_s() - self._heard_s > SILENCE_S
 
     def use(self, members: Sequence[str], certificates: Certificates | None) -> None:
-        """Ask these members from now on, under these certificates."""
+        """Use these members and certificates from now on."""
         self._calls.use(members, certificates)
 
     async def _follow(self) -> None:
-        """Know what etcd knows, until the end: from the first member, unless that has just let us down."""
+        """Keep the state up to date, from the first member unless that has just failed."""
         at = 0
         while True:
             pause_s, began_s = AGAIN_S, self._clock.boottime_s()
@@ -210,13 +230,13 @@ class EtcdCoordinator:
             await asyncio.sleep(pause_s)
 
     async def _look(self) -> int:
-        """At everything; the revision that was seen."""
+        """Read everything; return the revision that was read."""
         found = await self._calls.ranges(_ranges(self._root), CHANGE_S)
         self._take(found)
         return found.header.revision
 
     def _take(self, found: rpc.TxnResponse) -> None:
-        """What a look has shown."""
+        """Apply the result of a full read."""
         self._heard_s = self._clock.boottime_s()
         present, about_leader = {}, {}
         for kv in (kv for answer in found.responses for kv in answer.response_range.kvs):
@@ -280,12 +300,12 @@ class EtcdCoordinator:
             self._told.tell()
 
     def _take_map(self, kv: rpc.KeyValue) -> None:
-        """The newest that we know, and its revision."""
+        """Apply the newest map and its revision."""
         if kv.mod_revision == self._map_revision:
             return
         new = decode_map(kv.value)
         if kv.mod_revision < self._map_revision and new.epoch <= self.pool_map.epoch:
-            return  # else etcd has begun anew (recovery), and counts from one again
+            return  # a valid map otherwise: etcd was recovered and counts revisions from one again
         if problems := problems_of(self.pool_map, new):
             raise CorruptRecord(f"the map with epoch {new.epoch} in etcd can not be used: {'; '.join(problems)}")
         self._map_revision = kv.mod_revision
@@ -307,7 +327,7 @@ class EtcdCoordinator:
     async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
         async with self._turn:
             if new.epoch != self.pool_map.epoch + 1:
-                await self._look()  # we may be behind
+                await self._look()  # our map may be old
             if new.epoch != self.pool_map.epoch + 1:
                 raise StaleEpoch(f"the pool map has epoch {self.pool_map.epoch}, so the next is {self.pool_map.epoch + 1}, "
                                  f"not {new.epoch}")
@@ -322,10 +342,11 @@ class EtcdCoordinator:
             writes = _writes(self._root, new)
             try:
                 await self._calls.transact(rpc.TxnRequest(compare=compare, success=writes), CHANGE_S)
-                # Also where it is said to have failed: the first of two tries may have been carried out.
+                # Also after a failure: the first of two attempts may have been applied.
                 await self._look()
             except Unavailable:
-                if self.pool_map != new:  # else the watch has told of it: a member of etcd may end for what the map says
+                # If they are equal, the watch has delivered the new map, which may have ended an etcd member.
+                if self.pool_map != new:
                     raise
             if self.pool_map == new or (self.pool_map.epoch > new.epoch and await self._was_made(new)):
                 return
@@ -334,7 +355,10 @@ class EtcdCoordinator:
             raise StaleLease("who asks for this map does not lead any more")
 
     async def _was_made(self, new: PoolMap) -> bool:
-        """Whether the map of that epoch was this one; there are later ones. Who is told that it was not makes it twice."""
+        """Whether the map of that epoch was this one, although later ones exist.
+
+        Otherwise a caller that learns of a failure would make the same change twice.
+        """
         found = await self._calls.range(rpc.RangeRequest(key=self._root + b"maps/%020d" % new.epoch), CHANGE_S)
         return any(kv.value == encode_map(new) for kv in found.kvs)
 
@@ -363,7 +387,7 @@ class EtcdCoordinator:
                     reign = None
                 if reign is not None:
                     return self._kept(reign)
-                await asyncio.sleep(AGAIN_S)  # the stream may be behind what etcd has just seen
+                await asyncio.sleep(AGAIN_S)  # the stream may not yet show what etcd has just processed
             left_s = until_s - self._clock.boottime_s()
             if left_s <= 0:
                 return None
@@ -372,7 +396,7 @@ class EtcdCoordinator:
         return None
 
     def _kept(self, lease: _AnyLease) -> _AnyLease:
-        """To be given up at the end."""
+        """Register the lease, to be released by `close`."""
         self._leases.add(lease)
         lease.lost.add_done_callback(lambda lost: self._leases.discard(lease))
         return lease
@@ -380,13 +404,13 @@ class EtcdCoordinator:
     # -- etcd's members ------------------------------------------------------------------------------------------------------
 
     async def members(self) -> tuple[Found, ...]:
-        """As of now. Unavailable."""
+        """Present members of etcd. Unavailable."""
         found = await self._calls.list_members(CHANGE_S)
         return tuple(Found(f"{one.ID:x}", tuple(url.partition("://")[2] for url in one.peerURLs), one.isLearner, bool(one.name))
                      for one in found)
 
     async def change_members(self, step: Add | Promote | Remove, scheme: str) -> None:
-        """On return it is done. Unavailable, with the reason: not now, or etcd refuses it."""
+        """Change etcd's members; done on return. Unavailable, with the reason: not now, or etcd refuses."""
         if isinstance(step, Add):
             await self._calls.add_member(f"{scheme}://{step.peer}", CHANGE_S)
         elif isinstance(step, Promote):
@@ -406,17 +430,17 @@ class EtcdCoordinator:
 
 
 async def _beat(stream) -> None:
-    """Ask the stream again and again whether it lives."""
+    """Send liveness requests on the stream periodically."""
     try:
         while True:
             await asyncio.sleep(BEAT_S)
             await stream.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
     except STREAM_ERRORS:
-        pass  # who reads from it will see
+        pass  # the reader of the stream notices
 
 
 def _ranges(root: bytes) -> tuple[tuple[bytes, bytes], ...]:
-    """Of the keys that are known here. Not of the maps that were: they are too much for a look at each change."""
+    """Key ranges of the watched state. Old maps are left out: they are too large to read at each change."""
     present = root + b"present/"
     return (root + b"leader", root + b"map\0"), (present, _behind(present))
 
@@ -426,7 +450,7 @@ def _root(pool_id: str) -> bytes:
 
 
 def _behind(prefix: bytes) -> bytes:
-    """The first key behind all with this prefix, which ends in '/'."""
+    """First key after all keys with this prefix, which ends in '/'."""
     return prefix[:-1] + b"0"
 
 
@@ -440,7 +464,7 @@ def _is_absent(key: bytes) -> rpc.Compare:
 
 
 def _writes(root: bytes, new: PoolMap) -> list[rpc.RequestOp]:
-    """What makes it the newest map."""
+    """Writes that make `new` the newest map."""
     raw = encode_map(new)
     writes = [_put(root + b"map", raw), _put(root + b"maps/%020d" % new.epoch, raw)]
     if new.epoch > KEPT_MAPS:

@@ -1,12 +1,13 @@
-"""The lead of the pool, held in etcd: two keys, of which one says who leads and one is his sign of life, written five times in
-each lease.
+"""Leadership of the pool in etcd: a key with the leader's name and a key with its heartbeat.
 
-Not a lease of etcd's: that one begins anew with each leader of etcd, and is looked at twice a second, so that those who wait
-for its end wait for an election there, for all of it, and for that, one after the other. Here each candidate counts for himself
-while they elect (cluster/etcd/election_timing).
+The leader writes the heartbeat five times in each lease. The leadership does not use a lease of etcd's: those
+start again with each new etcd leader and are checked twice a second. A candidate that waits for their end
+would wait for etcd's election, the whole lease and that check, one after the other. Here each candidate
+measures the time itself while etcd elects (cluster/etcd/election_timing).
 
-Guarantees: it ends here before anybody else may take it, since it counts from the sending of the last sign that was answered
-and by a clock that may be slow; a sign that took longer than half of it counts for nothing.
+Guarantees: the lease ends here before another candidate may acquire it, since it counts from the sending of
+the last successful heartbeat and allows for a slow clock. A heartbeat that took longer than half of the lease
+does not count.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, Unavailable
 
 LEADER, SIGN = b"leader", b"leads"
-"""Keys below the pool's root: the name of who leads; LEASE TOKEN LED, its sign of life: the lease, and how long it leads,
-in seconds (the first sign has no LED)."""
+"""Keys below the pool's root: the leader's name, and its heartbeat.
+
+The heartbeat is "LEASE TOKEN LED": the lease and the time since the leadership began, both in seconds. The
+first heartbeat has no LED."""
 _SIGNS = 5
-"""In a lease: four may be lost or late."""
+"""Heartbeats per lease: four may be lost or late."""
 
 
 def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> Sign:
-    """What these keys say; None: the key is not there. CorruptRecord."""
+    """Decode these keys; None: the key does not exist. CorruptRecord."""
     if leader is None:
         return Sign()
     name = leader.value.decode()
@@ -44,7 +47,7 @@ def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> Sign:
 
 
 def follows(root: bytes, revision: int, key: bytes = LEADER) -> rpc.Compare:
-    """That the key is as it was made at this revision; 0: that it is not there."""
+    """Condition that the key has this modification revision; 0: that it does not exist."""
     return rpc.Compare(key=root + key, target=rpc.Compare.CompareTarget.MOD, result=rpc.Compare.CompareResult.EQUAL,
                        mod_revision=revision)
 
@@ -54,7 +57,7 @@ def _put(key: bytes, value: bytes) -> rpc.RequestOp:
 
 
 class EtcdReign(Renewed):
-    """The lease of which there is one in the pool."""
+    """The pool's only leadership lease."""
 
     def __init__(self, calls: EtcdCalls, clock: Clock, root: bytes, sign: bytes, revision: int, lease_s: float, sent_s: float,
                  former: str | None, former_led_s: float, ran_out: Callable[[], None]) -> None:
@@ -66,7 +69,7 @@ class EtcdReign(Renewed):
         self._begun_s = self._sent_s = sent_s
         self._ran_out = ran_out
         self.revision = revision
-        """At which it has begun: the guard of what is changed under it."""
+        """Revision at which the leadership began: the condition of all changes under it."""
         self.former = former
         self.former_led_s = former_led_s
         self._begin(self._renew())
@@ -74,7 +77,10 @@ class EtcdReign(Renewed):
     @classmethod
     async def take(cls, calls: EtcdCalls, clock: Clock, root: bytes, name: str, lease_s: float,
                    succession: Succession) -> EtcdReign | None:
-        """The lead; None where it is somebody else's, or there are signs of him that `succession` has not seen. Unavailable."""
+        """Acquire the leadership, or return None.
+
+        None: another node has it, or has written a heartbeat that `succession` has not seen. Unavailable.
+        """
         seen, former, token, sent_s = succession.seen, succession.former(), clock.secret(8).hex(), clock.boottime_s()
         former_led_s = succession.led_s(sent_s)
         succession.begins(token)
@@ -90,7 +96,7 @@ class EtcdReign(Renewed):
                 succession.has_ended(token, former)
         revision = done.header.revision
         if not done.succeeded:
-            # perhaps by a first try of ours, whose answer was lost
+            # perhaps our own first attempt succeeded, and its answer was lost
             leader, found = (next(iter(answer.response_range.kvs), None) for answer in done.responses)
             if found is None or found.value != sign or leader is None:
                 return None
@@ -115,7 +121,7 @@ class EtcdReign(Renewed):
         return self.left_s < self._lease_s / 2
 
     async def _renew(self) -> None:
-        """A sign waits for none before it: one that is slow is made up for by the next."""
+        """Send heartbeats. None waits for an earlier one, so that the next makes up for a slow one."""
         next_s = self._sent_s
         try:
             async with asyncio.TaskGroup() as signs:

@@ -1,11 +1,15 @@
-"""Who may lead next, and when: the signs of life of who leads, as one candidate sees them.
+"""Election timing: which candidate may lead next and when, from the leader's heartbeats that it sees.
 
-Who leads writes a sign of life again and again. His lease counts from the sending of one; a candidate counts it from the moment
-at which he has seen it, which is later: so when he has seen nothing new for the whole of it, it has ended there. What he has
-not seen yet counts through the guard: who takes the lead names the last sign that he has seen, and is refused where there is a
-later one. A candidate under whose name only he can lead (its process holds a lock) waits for no sign under it that is not his:
-that process has ended, and what it had under way in etcd is refused from when he leads. What it has lent others may be left.
-No clock and no I/O. Used by cluster/etcd/coordinator.
+The leader writes heartbeats, and its lease counts from the sending of the last one. A candidate counts the
+lease from the moment at which it sees that heartbeat, which is later. So when the candidate has seen no new
+heartbeat for a whole lease, the lease has ended at the leader. Heartbeats that the candidate has not seen yet
+are covered by the condition of its transaction: a candidate names the last heartbeat that it has seen, and
+etcd refuses it if there is a later one.
+
+A candidate whose name only it can use (its process holds a lock) does not wait for a heartbeat of another
+process under that name. That process has ended, and etcd refuses its pending changes once this candidate
+leads. Leases that it has granted to others may still be valid. No clock and no I/O. Used by
+cluster/etcd/coordinator.
 """
 
 from __future__ import annotations
@@ -16,24 +20,26 @@ from math import inf
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The last sign of life of who leads; without anything in it: nobody leads. Revisions are etcd's."""
+    """The leader's last heartbeat; an empty one: there is no leader. Revisions are etcd's."""
 
     name: str = ""
     reign: int = 0
-    """Revision at which he has begun."""
+    """Revision at which the leadership began."""
     renewed: int = 0
-    """Revision of this sign."""
+    """Revision of this heartbeat."""
     lease_s: float = inf
-    """inf: it ends by other means, and the sign vanishes then (an earlier version's, under a lease of etcd)."""
+    """Lease in seconds; inf: an earlier version's leadership, under an etcd lease.
+
+    Its key disappears when that lease ends."""
     token: str = ""
-    """Of the attempt by which he has begun."""
+    """Token of the attempt that began the leadership."""
     led_s: float = 0.0
-    """Seconds since this lead began, as the leading node says."""
+    """Seconds since the leadership began, as the leader reports."""
 
 
 class Succession:
     def __init__(self, only: str = "") -> None:
-        """`only`: the name under which nobody leads but this process, and those before it, which have ended."""
+        """`only`: a leader name that only this process, and its predecessors that have ended, use."""
         self.seen = Sign()
         self._only = only
         self._begun: str | None = None
@@ -41,45 +47,53 @@ class Succession:
         self._ended: dict[str, str | None] = {}
 
     def see(self, sign: Sign, now_s: float) -> bool:
-        """What etcd has said, seen at `now_s`; whether another one leads than before, or nobody."""
+        """Record a heartbeat read from etcd at `now_s`; return whether the leadership has changed."""
         if sign == self.seen:
             return False
         before, self.seen, self._since_s = self.seen, sign, now_s
         return before.reign != sign.reign
 
     def begins(self, token: str) -> None:
-        """An attempt with this token is made by this process; its earlier ones have ended."""
+        """Record this process's attempt with that token; its earlier attempts have ended."""
         self._begun = token
 
     def _is_of_the_dead(self) -> bool:
-        """Whether the last sign is of a process before this one."""
+        """Whether the last heartbeat is that of a predecessor of this process."""
         seen = self.seen
         return bool(self._only) and seen.name == self._only and bool(seen.token) and seen.token != self._begun \
             and seen.token not in self._ended
 
     def has_ended(self, token: str, former: str | None) -> None:
-        """The reign with this token was this process's own, and nothing that was given under it is left: it need not be waited
-        for. `former`: as of `former`, for who follows it."""
+        """Record that this process's leadership with that token has ended, and all leases under it.
+
+        Nobody needs to wait for it. `former` is the result of `former` for the next leader.
+        """
         self._ended = {known: of for known, of in self._ended.items() if known == self.seen.token} | {token: former}
 
     def free_in_s(self, now_s: float) -> float:
-        """From when on somebody else may take the lead; 0: from now on."""
+        """Seconds until another candidate may acquire the leadership; 0: now."""
         if not self.seen.reign or self.seen.token in self._ended or self._is_of_the_dead():
             return 0.0
         return max(0.0, self._since_s + self.seen.lease_s - now_s)
 
     def former(self) -> str | None:
-        """For who takes the lead now: who led before, where all of his time has gone by; None where he has given it up, so that
-        some of it may be left to whom he has lent it."""
+        """Previous leader for a candidate that acquires the leadership now, or None.
+
+        The result is a name if that leader's whole lease has expired. None if that leader released its
+        leadership, so that leases under it may still be valid.
+        """
         if not self.seen.reign or self._is_of_the_dead():
             return None
         return self._ended.get(self.seen.token, self.seen.name)
 
     def led_s(self, now_s: float) -> float:
-        """Seconds since the lead of `former` began, at least: what its last sign says, and the sign's age; 0: not known."""
+        """Least number of seconds since the leadership of `former` began; 0: not known.
+
+        It is the time in the last heartbeat plus the age of that heartbeat.
+        """
         known = self.former() is not None and self.seen.token not in self._ended
         return self.seen.led_s + now_s - self._since_s if known else 0.0
 
     def leader(self, now_s: float) -> str | None:
-        """Who leads, as far as is known here."""
+        """Name of the leader, as known here."""
         return self.seen.name if self.free_in_s(now_s) > 0 else None

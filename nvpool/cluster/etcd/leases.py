@@ -1,7 +1,7 @@
-"""Leases of etcd, renewed: rights that end here before they end there.
+"""Renewed etcd leases: rights that end for their holder before they end in etcd.
 
-A renewal waits behind nothing but its own answer. The time counts from the moment before it was sent; etcd's counts from when
-it came there, and a new leader of etcd begins it anew: so ours is the shorter one always.
+A renewal waits only for its own answer. Our time counts from before the renewal was sent; etcd's counts from
+its arrival, and a new etcd leader starts the time again. So our time is always the shorter one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import Unavailable
 
 CLOCKS_DIFFER = 0.05
-"""So much faster than ours may etcd's clock go."""
+"""Assumed largest difference in clock speed: etcd's clock may run this much faster than ours."""
 RELEASE_S = 2.0
-"""Giving one up may take so long; then its time has to run out."""
+"""Time limit for releasing a lease; after it the lease must expire."""
 
 
 class Renewed:
-    """What is ours until `lost`, and renewed until then."""
+    """Base class of leases that are renewed until `lost` is done."""
 
     lost: asyncio.Future[None]
 
@@ -43,15 +43,15 @@ class Renewed:
         try:
             await self._give_back(RELEASE_S)
         except Unavailable:
-            pass  # its time runs out
+            pass  # the lease expires
 
     async def _give_back(self, wait_s: float) -> None:
-        """Say in etcd that it is over. Unavailable."""
+        """Release the lease in etcd. Unavailable."""
         raise NotImplementedError
 
 
 class EtcdLease(Renewed):
-    """`number` in etcd."""
+    """An etcd lease with this `number`."""
 
     former = None
     former_led_s = 0.0
@@ -66,7 +66,7 @@ class EtcdLease(Renewed):
 
     @classmethod
     async def take(cls, calls: EtcdCalls, clock: Clock, lease_s: float, wait_s: float) -> EtcdLease:
-        """A new one. Unavailable."""
+        """Create a lease. Unavailable."""
         lease_s = max(lease_s, LEASE_S_MIN)
         while True:
             sent_s = clock.boottime_s()
@@ -101,11 +101,11 @@ class EtcdLease(Renewed):
                 if left_s <= 0:
                     return
                 try:
-                    if not await self._calls.keep_alive(self.number, left_s / 4):  # time for other members
+                    if not await self._calls.keep_alive(self.number, left_s / 4):  # time for others
                         return
                     self._until_s = sent_s + self._lease_s
                 except Unavailable:
-                    sent_s = self._clock.boottime_s() - self._lease_s / 3 + PAUSE_S  # again at once, elsewhere
+                    sent_s = self._clock.boottime_s() - self._lease_s / 3 + PAUSE_S  # soon, elsewhere
         finally:
             self._end()
 
@@ -114,7 +114,7 @@ class EtcdLease(Renewed):
 
 
 async def give_up(leases: Iterable[Lease]) -> None:
-    """All of them, at once."""
+    """Release all leases concurrently."""
     await asyncio.gather(*(lease.release() for lease in leases))
 
 

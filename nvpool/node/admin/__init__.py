@@ -1,1 +1,1 @@
-"""Administration requests that a supervisor carries out: drives, nodes, shards, certificates."""
+"""Admin commands that a supervisor carries out: drives, nodes, shards, certificates, scrubbing."""

@@ -1,7 +1,7 @@
-"""A node's certificates, renewed before they end: that of the pool, and that of etcd where it has one.
+"""Renewal of a node's certificates before they expire: the pool's, and etcd's if there is one.
 
-Called by the supervisor. Who has the authority's key signs for himself; others ask, as clients do (client/certificate_renewal).
-etcd reads its files anew for each connection.
+Used by the supervisor. A node with the CA's key signs its own certificate; other nodes ask such a node, as
+clients do (client/certificate_renewal). etcd reads its certificate files again for each connection.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nvpool.security.tls import ETCD_SECRET, Identity, settle_key
 
 async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: Callable[[], PoolMap], dialer: Dialer,
                        audit: AuditLog, certificates: Certificates) -> None:
-    """See client/certificate_renewal. `certificates` is told why it can not be."""
+    """Renew periodically; see client/certificate_renewal. `certificates` records the reason of a failure."""
     async def renew() -> bool:
         try:
             async with certificates.renewing:
@@ -42,14 +42,14 @@ async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: C
 
 
 def settle_keys(directory: PoolDirectory) -> None:
-    """Before anything uses them: finish or undo changes of keys that were interrupted. OSError."""
+    """Finish or undo interrupted changes of keys; must precede every use of the keys. OSError."""
     for below in ("", ETCD_SECRET):
         settle_key(directory.secret / below)
 
 
 async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, dialer: Dialer, *,
                      left_s: float = RENEW_S, new_key: bool = False) -> bool:
-    """See client/certificate_renewal."""
+    """Renew once if due; see client/certificate_renewal."""
     return await client_renewal.renew_once(directory, identity, pool_map, dialer, left_s=left_s, new_key=new_key,
                                      sign=partial(_sign, directory, identity, pool_map))
 

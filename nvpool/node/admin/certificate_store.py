@@ -1,8 +1,9 @@
-"""Certificates of a node: what lies in secret/, when it ends, why it was not renewed, and what this node has signed.
+"""Certificates of a node: the files in secret/, their expiry, the last renewal error, and signed
+certificates.
 
-Used by node/status, node/supervisor and node/admin/join_server. The authority keeps no list that decides anything: a member is
-in by the pool map. secret/issued.json remembers the last certificate of each member that this node has signed, for `nvpool cert
-ls`; it may be lost without harm.
+Used by node/status, node/supervisor and node/admin/join_server. The CA keeps no list that decides anything:
+the pool map decides which members belong to the pool. secret/issued.json records the last certificate of each
+member that this node has signed, for `nvpool cert ls`; its loss does no harm.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from nvpool.security.tls import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET
 ISSUED_FILE = "issued.json"
 ISSUED_MAX = 10_000
 KEPT_S = 30 * 86_400
-"""For so long a certificate that has ended is remembered."""
+"""How long an expired certificate is remembered."""
 KINDS = {"authority": AUTHORITY_FILE, "member": CERTIFICATE_FILE,
          "etcd-authority": f"{ETCD_SECRET}/{AUTHORITY_FILE}", "etcd-member": f"{ETCD_SECRET}/{CERTIFICATE_FILE}",
          "external-etcd-authority": f"external-etcd/{AUTHORITY_FILE}",
          "external-etcd-member": f"external-etcd/{CERTIFICATE_FILE}"}
-"""What it is for -> its file in secret/."""
+"""Purpose of a certificate -> its file in secret/."""
 
 log = logging.getLogger("nvpool.node.admin.certificate_store")
 
@@ -40,7 +41,7 @@ class Issued(msgspec.Struct, frozen=True):
 
 
 class Certificates:
-    """Of the node of `directory`. `trouble` is why our certificate could not be renewed the last time; empty: it could."""
+    """Certificates of one node. `trouble` is the reason why the last renewal failed; empty: it succeeded."""
 
     def __init__(self, directory: PoolDirectory, clock: Clock = SYSTEM_CLOCK) -> None:
         self._secret = directory.secret
@@ -48,10 +49,10 @@ class Certificates:
         self._seen: dict[str, tuple[int, Described]] = {}
         self.trouble = ""
         self.renewing = asyncio.Lock()
-        """Held while our certificate is being renewed."""
+        """Held while this node's certificate is being renewed."""
 
     def own(self) -> dict[str, Described]:
-        """Kind -> the certificate in secret/, of those that are there and can be read."""
+        """Kind -> certificate in secret/, for those that exist and can be read."""
         found = {}
         for kind, file in KINDS.items():
             path = self._secret / file
@@ -60,18 +61,18 @@ class Certificates:
                 if self._seen.get(kind, (0,))[0] != changed_ns:
                     self._seen[kind] = changed_ns, described(path.read_bytes())
             except (OSError, NvpoolError):
-                continue  # what can not be used says so where it is used
+                continue  # an unusable certificate is reported where it is used
             found[kind] = self._seen[kind][1]
         return found
 
     def told(self) -> list[dict[str, Any]]:
-        """Our certificates as `nvpool status --json` has them."""
+        """This node's certificates, in the form of `nvpool status --json`."""
         return [{"kind": kind} | _told(one) for kind, one in self.own().items()]
 
-    # -- what this node has signed -------------------------------------------------------------------------------------
+    # -- certificates that this node has signed --------------------------------------------------------------
 
     def note_issued(self, member: str, certificate: bytes) -> None:
-        """Remember the newest certificate of `member`. What can not be written is said in the log."""
+        """Record the newest certificate of `member`. A failed write is only logged."""
         now_s = self._clock.wall_ns() / 1e9
         found = described(certificate)
         issued = {name: one for name, one in self.issued().items() if one.ends_s > now_s - KEPT_S}

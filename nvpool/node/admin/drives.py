@@ -1,8 +1,8 @@
-"""What the operator wishes of drives: to be added, drained, removed, replaced; and how far moving their chains has come.
+"""Admin commands for drives: add, drain, remove, replace; and the progress of moving their chains.
 
-Called by node/supervisor with the verbs of POOL_CHANGE. Each wish is one change of the map, refused before anything is changed;
-what follows from it is the manager's work, and goes on after any restart, since all of it stands in the map. A wish may be
-repeated: what is so already stays as it is.
+Used by node/supervisor for the verbs of POOL_CHANGE. Each command is one change of the map, and is refused
+before anything is changed. The manager does the work that follows and continues after any restart, since its
+whole state is in the map. A command may be repeated: what is already done stays as it is.
 """
 
 from __future__ import annotations
@@ -34,18 +34,22 @@ from nvpool.provision.create import endpoints_for, free_ports
 
 _MAKE_DEADLINE_S = 120.0
 LIMIT_MAX = 1 << 40
-"""On moving, of each drive that is filled: what none takes."""
+"""Upper bound of the limit for data movement onto each drive, in bytes per second: above what any drive
+takes."""
 _SAMPLES = 64
 _SAMPLE_S = 1.0
-"""Between two looks at what is left, of which the speed is made."""
+"""Interval of samples of the remaining work, from which the speed is computed."""
 
 
 class Drives:
     def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, *,
                  used: Callable[[], Awaitable[dict[int, int]]], start: Callable[[], None],
                  end: Callable[[int], Awaitable[None]]):
-        """`used`: bytes that targets hold, as far as they answer; `start` starts what the map wants here, `end` ends the
-        process of a target for good."""
+        """Create the commands.
+
+        `used`: returns the bytes that targets hold, for those that answer. `start`: starts the processes that
+        the map requires here. `end`: stops the process of a target for good.
+        """
         self._directory = directory
         self._config = config
         self._node = node
@@ -58,16 +62,19 @@ class Drives:
             "drive-add": self._add, "drive-drain": self._drain, "drive-remove": self._remove, "drive-replace": self._replace,
             "rebalance": self._rebalance, "replicas": self._replicas}
 
-    # -- adding ------------------------------------------------------------------------------------------------------------
+    # -- add -------------------------------------------------------------------------------------------------
 
     async def _add(self, arguments: dict) -> dict:
         new_drive = _drive_of(arguments, "drive-add")
-        async with self._adding:  # who was interrupted and asks again is told of what the first request does
+        async with self._adding:  # a repeated request gets the result of the first one
             return self._taken_in(new_drive[0]) or await self._take_in(*new_drive, lambda pool_map: pool_map)
 
     def _taken_in(self, path: str) -> dict | None:
-        """What was answered when the drive at `path` was added, where it shall hold its share. Who was interrupted asks.
-        AlreadyExists: it is being drained."""
+        """Result of the earlier command that added the drive at `path`, or None.
+
+        Used when a caller repeats the command. The drive must still be wanted. AlreadyExists: the drive is
+        being drained.
+        """
         pool_map, place = self._leading.pool_map, os.path.realpath(path)
         paths = {drive.id: drive.path for drive in pool_map.drives}
         for target in pool_map.targets:
@@ -84,12 +91,15 @@ class Drives:
 
     async def _take_in(self, path: str, capacity_bytes: int, force: bool, also: Callable[[PoolMap], PoolMap],
                        used: dict[int, int] | None = None) -> dict:
-        """Make a chunk store at `path` and a target on it, start its process, and give it its share of the chains: they move to
-        it one after the other, each with its chunks. `also`: what else is changed in the same map. `used`: refused where what
-        is stored has no room then. With `_adding`."""
+        """Make a chunk store at `path` with a target, start its process, and assign chains.
+
+        The target gets its share of the chains. The chains move to the target one after the other, each with
+        its chunks. `also`: other changes for the same map. `used`: if given, the command is refused if the
+        stored data would not fit afterwards. Call with `_adding` held.
+        """
         pool_map = self._leading.pool_map
         _check_stays(pool_map, self._node)
-        _check_count(also(pool_map))  # what will be refused leaves no store behind, and costs no number
+        _check_count(also(pool_map))  # first: a refused command leaves no store and uses no number
         make = partial(_make_store, str(self._directory.path), path, capacity_bytes, force, self._node)
         checked = await asyncio.to_thread(make, "check", 0, pool_map)
         if used is not None:
@@ -112,14 +122,16 @@ class Drives:
                 "epoch": new.epoch, "chains_to_come": coming(new)[target_id], "was_there": False}
 
     async def _take_numbers(self) -> tuple[PoolMap, int, int]:
-        """Numbers for a drive and a target that nobody else gets, on whatever node: they stand in the map as gone until there
-        is something behind them."""
+        """Reserve a drive number and a target number that are unique in the pool.
+
+        They are in the map with state "gone" until the drive exists.
+        """
         numbers = (0, 0)
 
         def decide(newest: PoolMap) -> PoolMap:
             nonlocal numbers
             if any(one.id == numbers[1] and one.node == self._node for one in newest.targets):
-                return newest  # asked again: what was thought to have failed was done
+                return newest  # a retry: the attempt that seemed to fail has succeeded
             numbers = (max((drive.id for drive in newest.drives), default=0) + 1,
                        max((target.id for target in newest.targets), default=0) + 1)
             return msgspec.structs.replace(newest, drives=(*newest.drives, Drive(numbers[0], self._node, "", 0)),
@@ -127,7 +139,7 @@ class Drives:
 
         return await self._leading.change(decide), *numbers
 
-    # -- draining and removing -----------------------------------------------------------------------------------------------
+    # -- drain and remove ------------------------------------------------------------------------------------
 
     async def _drain(self, arguments: dict) -> dict:
         cancel, used = bool(arguments.get("cancel", False)), await self._used()
@@ -170,7 +182,7 @@ class Drives:
         return self._told(await self._leading.change(decide), arguments)
 
     async def _lose(self, arguments: dict) -> dict:
-        """The target ends first: nobody is served by it while others take its place."""
+        """Remove a lost drive. Its target ends first, so that it serves nobody while others replace it."""
         used, give_up = await self._used(), bool(arguments.get("give_up", False))
 
         def decide(newest: PoolMap) -> PoolMap:
@@ -184,11 +196,14 @@ class Drives:
         try:
             return self._told(await self._leading.change(decide), arguments)
         finally:
-            self._start()  # where it was refused after all
+            self._start()  # in case the command was refused after all
 
     def _without(self, newest: PoolMap, target: Target, used: Mapping[int, int], give_up: bool) -> PoolMap:
-        """The map in which the target is lost. InvalidRequest where that would give up what is stored, unless that is wished:
-        chains that only it has stay with it, and are not served."""
+        """Map without the lost target.
+
+        InvalidRequest: stored data would be lost; with `give_up` that is accepted, and chains that only this
+        target has stay with it and are not served.
+        """
         self._check_metadata(newest, target)
         left = died(newest, {target.id}) if target.node == self._node else newest
         if not give_up:
@@ -253,7 +268,7 @@ class Drives:
                 "chains_to_go": going(pool_map)[target.id], "waits_for": waits_for(pool_map)}
 
     async def _replicas(self, arguments: dict) -> dict:
-        """Make the chain table of a replica count, where there is none."""
+        """Create the chain table of a replica count, if there is none."""
         try:
             replicas = int(arguments["replicas"])
         except (KeyError, TypeError, ValueError):
@@ -262,10 +277,10 @@ class Drives:
         new = await self._leading.change(lambda newest: with_table(newest, replicas, answering))
         return {"replicas": replicas, "epoch": new.epoch}
 
-    # -- moving in general ---------------------------------------------------------------------------------------------------
+    # -- data movement ---------------------------------------------------------------------------------------
 
     async def _rebalance(self, arguments: dict) -> dict:
-        """Pause, resume, limit; with none of them balance what is out of balance."""
+        """Pause, resume or limit data movement; with none of these arguments, rebalance the chains."""
         try:
             pause = arguments.get("pause")
             limit = arguments.get("limit_bytes_s")
@@ -291,15 +306,18 @@ class Drives:
 
 
 class Progress:
-    """How far moving has come, with the speed of the last minute."""
+    """Progress of data movement, with the speed of the last minute."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK):
         self._clock = clock
         self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
 
     def told(self, pool_map: PoolMap, serving: frozenset[int], used: Mapping[int, int]) -> dict:
-        """What status says of the chains of all replica counts. Of what is left bytes are an estimate: what a holder has
-        stored, by its chains."""
+        """Status of the chains of all replica counts.
+
+        The remaining bytes are an estimate: used bytes of a target that holds the chain, divided by its
+        number of chains.
+        """
         seen = standing(pool_map, serving)
         holds = held(pool_map)
         left = 0.0
@@ -314,7 +332,7 @@ class Progress:
             self._samples.clear()
         elif not self._samples or now_s - self._samples[-1][0] >= _SAMPLE_S:
             if self._samples and seen.to_copy > self._samples[-1][1]:
-                self._samples.clear()  # more was wished since
+                self._samples.clear()  # more work was added since
             self._samples.append((now_s, seen.to_copy))
         seconds_left = None
         if len(self._samples) > 1 and (done := self._samples[0][1] - self._samples[-1][1]) > 0:
@@ -325,34 +343,36 @@ class Progress:
                 "paused": pool_map.moving.paused, "limit_bytes_s": pool_map.moving.limit_bytes_s}
 
 
-# -- looking at a map ------------------------------------------------------------------------------------------------------
+# -- values derived from a map -------------------------------------------------------------------------------
 
 
 def held(pool_map: PoolMap) -> Counter[int]:
-    """Chains that each target holds."""
+    """Number of chains that each target holds."""
     return Counter(target for table in pool_map.tables for chain in table.chains for target in chain.targets)
 
 
 def coming(pool_map: PoolMap) -> Counter[int]:
-    """Chains that each target is still to get."""
+    """Number of chains that each target is still to receive."""
     return Counter(target for table in pool_map.tables for chain in table.chains for target in chain.goal
                    if target not in chain.targets)
 
 
 def waits_for(pool_map: PoolMap) -> list[int]:
-    """Drives that are down and are to get chains: those wait until they are back, or given up."""
+    """Drives that are down and are to receive chains.
+
+    These chains wait until the drive returns or is given up."""
     to_come = coming(pool_map)
     return [target.drive for target in pool_map.targets if target.state == "down" and to_come[target.id]]
 
 
 def going(pool_map: PoolMap) -> Counter[int]:
-    """Chains that each target is still to give away."""
+    """Number of chains that each target is still to give away."""
     return Counter(target for table in pool_map.tables for chain in table.chains if chain.goal
                    for target in chain.targets if target not in chain.goal)
 
 
 def state_of(pool_map: PoolMap, target: Target) -> str:
-    """What a person calls the state of a drive that the operator wishes something of; nothing where he does not."""
+    """State of a drive in admin terms; empty if no command applies to it."""
     if target.state == "gone":
         return "removed"
     if target.wish == "share":
@@ -365,7 +385,7 @@ def state_of(pool_map: PoolMap, target: Target) -> str:
 
 
 def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
-    """What status says of each drive; `stores`: what the targets say of themselves."""
+    """Status of each drive. `stores`: status of the targets by target id."""
     holds, come, go = held(pool_map), coming(pool_map), going(pool_map)
     all_chains = max(1, sum(holds.values()))
     told = []
@@ -387,13 +407,15 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
 
 
 _NAMED_MAX = 12
-"""Drives that an error lists."""
+"""Most drives that an error lists."""
 
 
 def find(pool_map: PoolMap, arguments: dict, node: int, *, gone: bool = False) -> Target:
-    """The target on the drive that `arguments` name by its number or path. A path is one of `node`, where we are; of another
-    node only where this one never had a drive there. NotFound; InvalidRequest where several others have one. `gone`: also a
-    drive that was removed."""
+    """Find the target of the drive that `arguments` name by number or path.
+
+    A path belongs to `node`, this node, or to another node only if this one never had a drive there. `gone`:
+    include removed drives. NotFound; InvalidRequest: several other nodes have a drive at that path.
+    """
     name = str(arguments.get("drive", ""))
     paths = {drive.id: drive.path for drive in pool_map.drives}
     found = [target for target in pool_map.targets if name == str(target.drive)]
@@ -410,25 +432,25 @@ def find(pool_map: PoolMap, arguments: dict, node: int, *, gone: bool = False) -
                  if target.state != "gone"]
         more = f" and {len(there) - _NAMED_MAX} more, which `nvpool drive ls POOL` lists" if len(there) > _NAMED_MAX else ""
         raise NotFound(f"the pool has no drive {name}; its drives are {', '.join(there[:_NAMED_MAX])}{more}")
-    target = found[-1]  # of several at a path the last is the one that may be there still
+    target = found[-1]  # of several targets at a path only the last may still exist
     if target.state == "gone" and not gone:
         raise NotFound(f"drive {target.drive} was removed from the pool")
     return target
 
 
 def _places(path: str) -> tuple[str, ...]:
-    """What a drive is called by: the path of its store, and the directory on it that the operator named."""
+    """Names of a drive: the path of its store, and the directory on it that the operator named."""
     return (path, os.path.dirname(path)) if os.path.basename(path).startswith("nvpool-") else (path,)
 
 
 def _check_stays(pool_map: PoolMap, node: int) -> None:
-    """InvalidRequest where the node is to hold nothing: what came to it would have to go again."""
+    """Raise InvalidRequest if the node is being drained: new data on it would have to leave again."""
     if node in pool_map.node_by_id and pool_map.node_by_id[node].wish != "share":
         raise InvalidRequest(f"node {node} is being drained; first: nvpool node drain POOL {node} --cancel")
 
 
 def _with_one_more(pool_map: PoolMap, node: int, path: str, capacity_bytes: int) -> PoolMap:
-    """As it would be with a drive that is not made yet."""
+    """Map with an additional drive that does not exist yet."""
     drive = max((one.id for one in pool_map.drives), default=0) + 1
     target = max((one.id for one in pool_map.targets), default=0) + 1
     return msgspec.structs.replace(pool_map, drives=(*pool_map.drives, Drive(drive, node, path, capacity_bytes)),
@@ -436,7 +458,7 @@ def _with_one_more(pool_map: PoolMap, node: int, path: str, capacity_bytes: int)
 
 
 def _check_count(pool_map: PoolMap) -> None:
-    """InvalidRequest where one more target would still be too few."""
+    """Raise InvalidRequest if the targets are too few even with one more."""
     most = max((table.id for table in pool_map.tables), default=1)
     if len([target for target in pool_map.targets if target.state != "gone" and target.wish == "share"]) + 1 < most:
         with_goals(pool_map)
@@ -455,8 +477,12 @@ def _drive_of(arguments: dict, verb: str) -> tuple[str, int, bool]:
 
 def _make_store(directory: str, path: str, capacity_bytes: int, force: bool, node: int, verb: str, target: int,
                 pool_map: PoolMap) -> dict:
-    """Run provision/create as a program of its own, so that what it does to a drive can not hold up this one. `verb`: store, or
-    check, which only refuses."""
+    """Run provision/create as a separate program.
+
+    Its work on a drive then cannot block this process.
+
+    `verb`: store (make the store) or check (only check for reasons to refuse).
+    """
     request = {"verb": verb, "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
                "pool_id": pool_map.pool_id, "known": _in_use(pool_map, node), "force": force}
     try:
@@ -473,6 +499,6 @@ def _make_store(directory: str, path: str, capacity_bytes: int, force: bool, nod
 
 
 def _in_use(pool_map: PoolMap, node: int) -> list[str]:
-    """Where drives of this node are; others have theirs at the same paths."""
+    """Paths of this node's drives; other nodes may have drives at the same paths."""
     drives = {target.drive for target in pool_map.targets if target.state != "gone"}
     return [drive.path for drive in pool_map.drives if drive.id in drives and drive.node == node]

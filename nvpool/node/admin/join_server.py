@@ -1,8 +1,9 @@
-"""The side of a pool that lets others in: tokens, joining, certificates renewed.
+"""Join server: issues join tokens, admits new members and renews certificates.
 
-Called by node/supervisor of a node that has the authority's key. A token is looked at before anything else is done for whoever
-shows it, and used in the same change of the map that takes its holder in: so it works once, whatever is lost on the way, and
-for the same key again where the answer was. Never sends a key but the authorities', to nodes that keep the map.
+Used by node/supervisor of a node that has the CA's key. A token is checked before anything else is done for
+its holder, and is marked as used in the same map change that admits the holder. So a token works only once,
+whatever is lost on the way, and works again for the same key if only the reply was lost. The server never
+sends a private key, except those of the CAs, and those only to nodes that keep the map.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ log = logging.getLogger("nvpool.node.admin.join_server")
 
 
 class Reception:
-    """`change` is Supervisor._change."""
+    """Join server of one node. `change` changes the pool map (`Leading.change`)."""
 
     def __init__(self, directory: PoolDirectory, keeper: MapKeeper,
                  change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]], audit: AuditLog,
@@ -53,7 +54,7 @@ class Reception:
                         wire_pb2.POOL_RENEW: self._answer_renew, wire_pb2.POOL_KEYS: self._answer_keys}
 
     def _authority(self) -> Authority:
-        """AccessDenied, with who lets others in, where this node does not."""
+        """The pool's CA. AccessDenied: this node does not have its key; the error names the nodes that do."""
         try:
             return read_authority(self._directory)
         except AccessDenied:
@@ -64,7 +65,10 @@ class Reception:
 
     async def make_token(self, kind: str, lives_s: float, acts_as: tuple[int, int] | None = None,
                          squash_root: bool = False) -> dict:
-        """A token, and where it is good for joining. InvalidRequest where this node listens on unix sockets alone."""
+        """Create a token; return it with the address to join at.
+
+        InvalidRequest: an argument is invalid, or this node listens on unix sockets only.
+        """
         address = address_of(self._keeper.relay.pool_map.node_by_id[self._directory.node])
         if not address:
             raise InvalidRequest("nobody can join this pool, since it listens on unix sockets of its machine alone",
@@ -98,7 +102,7 @@ class Reception:
         return await audited(self._audit, "join", actor_of(call.peer), what, self._join(request, call, what))
 
     async def _join(self, request: pool_pb2.JoinRequest, call: Call, what: dict[str, str]) -> bytes:
-        """`what` gets the name of the new member."""
+        """Admit the holder of a token. Adds the name of the new member to `what`, for the audit log."""
         kind, hash, used_by = request.kind, hash_of(request.secret), key_of_request(request.request)
         authority = self._authority()
         relay = self._keeper.relay
@@ -158,7 +162,7 @@ class Reception:
         return pool_pb2.RenewReply(certificate=certificate, etcd_certificate=etcd).SerializeToString()
 
     async def _answer_keys(self, call: Call) -> bytes:
-        """The authorities' keys, for a node that keeps the map as this one does."""
+        """Send the CAs' keys to a node that keeps the map as this one does."""
         request = _read(pool_pb2.KeysRequest, call)
         AuthorityCheck(SYSTEM_CLOCK, read_grant_key(self._directory))(request.right)
         pool_map = self._keeper.relay.pool_map
@@ -172,7 +176,7 @@ class Reception:
 
 
 def acts_as_of(token_kind: str) -> tuple[int, int] | None:
-    """User and group to which the token's client is bound."""
+    """User and group to which the token's client is bound, or None."""
     _, bound, numbers = token_kind.partition(".u")
     uid, _, gid = numbers.partition("-")
     return (int(uid), int(gid)) if bound else None

@@ -1,5 +1,6 @@
-"""Which files are lost with drives that are gone, for `nvpool status`: the first ones that are found in a short time, and kept
-for a while. `nvpool fsck` names all. Called by node/supervisor."""
+"""Files lost with removed drives, for `nvpool status`: the first few, found in a short time and cached.
+
+`nvpool fsck` lists all of them. Used by node/status."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ class Losses:
         self._looking = asyncio.Lock()
         self._found: list[str] = []
         self._whole = False
-        """Whether all files were looked at."""
+        """Whether all files were checked."""
         self._of_epoch = -1
         self._until_s = 0.0
 
     async def told(self, pool_map: PoolMap) -> list[str]:
-        """Sentences; none where nothing is lost, or no file is left that has lost something."""
+        """Sentences about lost data. Empty if nothing is lost, or if no file that has lost data is left."""
         chains = losing(pool_map)
         if not chains:
             return []
@@ -41,7 +42,7 @@ class Losses:
                         await self._look()
                         self._whole = True
                 except (TimeoutError, NvpoolError):
-                    pass  # what was found in time
+                    pass  # keep what was found in time
                 self._of_epoch, self._until_s = pool_map.epoch, SYSTEM_CLOCK.boottime_s() + KEPT_S
             waiting = ownerless(pool_map)
             told = [f"{len(waiting)} chains are to begin anew with nothing: what is written to them waits until nobody has a "
@@ -53,7 +54,8 @@ class Losses:
                     *self._found]
 
     async def _look(self) -> None:
-        # Imported when something is lost: the client is more than half of what a supervisor would load before it can lead.
+        # Imported when data is lost: the client is more than half of what a supervisor would load before it
+        # can lead.
         from nvpool.client.reverse_paths import printable
         from nvpool.client.session import Client
         from nvpool.client.state.options import ClientOptions

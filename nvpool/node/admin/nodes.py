@@ -1,8 +1,9 @@
-"""What the operator wishes of nodes: tokens for new ones, racks, to be drained, removed, given up for lost.
+"""Admin commands for nodes: join tokens, racks, drain, remove, and removal of lost nodes.
 
-Called by node/supervisor with the verbs of POOL_CHANGE. A wish is one change of the map, refused before anything is changed;
-what follows goes on after any restart, since all of it stands in the map. `run_once` does this node's part: it ends its
-processes when it is drained and shall stop, and, where it leads the pool, takes lost nodes out that nothing names any more.
+Used by node/supervisor for the verbs of POOL_CHANGE. A command is one change of the map, and is refused
+before anything is changed. The work that follows continues after any restart, since its whole state is in the
+map. `run_once` does this node's part: it stops the processes of this node when the node is drained and shall
+stop. On the leader it removes lost nodes that nothing in the map refers to any more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ log = logging.getLogger("nvpool.node.admin.nodes")
 
 
 async def look_after(*parts: Callable[[], Awaitable[None]]) -> None:
-    """Have each part done again and again, until cancelled; what keeps one from it for now is said once."""
+    """Run each part periodically, until cancelled.
+
+    An error that keeps a part from its work is logged once.
+    """
     said = [""] * len(parts)
     while True:
         for at, part in enumerate(parts):
@@ -47,8 +51,11 @@ class Nodes:
     def __init__(self, node: int, leading: Leading, reception: Reception | None, etcd: EtcdKeeper | None, *,
                  used: Callable[[], Awaitable[dict[int, int]]], answers: Callable[[Node], Awaitable[bool]],
                  stop: Callable[[str], None]) -> None:
-        """`used`: bytes that targets hold, as far as they answer; `answers`: whether a node's supervisor does; `stop` ends all
-        processes of this node, for the reason given."""
+        """Create the commands.
+
+        `used`: returns the bytes that targets hold, for those that answer. `answers`: whether a node's
+        supervisor answers. `stop`: stops all processes of this node, for the reason given.
+        """
         self._node = node
         self._leading = leading
         self._reception = reception
@@ -97,7 +104,7 @@ class Nodes:
         if not arguments.get("lost", False):
             node_lifecycle.check_empty(self._leading.pool_map, number)
             if self._etcd is not None:
-                await self._etcd.leave(number)  # first: with its certificate it may lose etcd's votes
+                await self._etcd.leave(number)  # first: without its certificate etcd may lose the quorum
             return self._told(
                 await self._leading.change(lambda newest: node_lifecycle.removed(newest, number, now_ms())), number
             )
@@ -132,7 +139,7 @@ class Nodes:
 
 
 def told_of(pool_map: PoolMap, node: Node, leader: int | None) -> dict:
-    """What status says of a node from the map alone."""
+    """Status of a node that the map alone gives."""
     left = node_lifecycle.left_on(pool_map, node.id)
     leads = leader == node.id
     wish = {"share": "", "drain": "draining", "stop": "draining", "lost": "lost"}[node.wish]

@@ -1,6 +1,7 @@
-"""Orders to scrub, for the targets of all nodes. Called by node/supervisor with the verb `scrub` of POOL_CHANGE.
+"""Scrub commands for the targets of all nodes, for the verb `scrub` of POOL_CHANGE. Used by node/supervisor.
 
-Each target keeps what it was told: a pause outlives every restart. One that does not answer was not told, and is named.
+Each target stores the command: a pause outlives every restart. A target that does not answer has not received
+the command, and the result names it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ class Scrubbing:
         self._secret = secret
 
     async def order(self, arguments: dict) -> dict:
-        """{order: start, pause, resume or stop; drive: one of them, by number or path; target: likewise}, without: all."""
+        """Send {order: start, pause, resume or stop} to one target or to all.
+
+        `drive` (number or path) or `target` in the arguments names one; without them the command goes to all
+        targets.
+        """
         pool_map = self._pool_map()
         targets = [target for target in pool_map.targets if not target.is_over]
         if arguments.get("drive"):
@@ -44,7 +49,7 @@ class Scrubbing:
                 "silent": {str(target.id): reason for target, reason in zip(targets, told, strict=True) if reason}}
 
     async def _tell(self, pool_map: PoolMap, target: Target, order: str, right: bytes) -> str:
-        """Why it was not told."""
+        """Send the command to a target. Return the reason if it was not received, else ""."""
         request = data_pb2.ScrubOrderRequest(map_epoch=pool_map.epoch, target=target.id, authority=right, order=order)
         try:
             await self._dialer.call(target.endpoints, wire_pb2.DATA_SCRUB_ORDER, request.SerializeToString(),
@@ -57,5 +62,5 @@ class Scrubbing:
 
 
 def told(scrubbing: data_pb2.Scrubbing) -> dict:
-    """What status says of a target's scrubbing."""
+    """Scrub status of a target, for `nvpool status`."""
     return {field.name: getattr(scrubbing, field.name) for field in scrubbing.DESCRIPTOR.fields}

@@ -1,8 +1,8 @@
-"""What the operator wishes of metadata shards: to be added on this node, or removed; and the end of those that hold nothing.
+"""Admin commands for metadata shards: add one on this node, or remove one; and removal of empty shards.
 
-Called by node/supervisor with the verbs of POOL_CHANGE. A wish is one change of the map; what follows from it is the work of
-the shards themselves (meta/migration), and goes on after any restart, since all of it stands in the map. A wish may be
-repeated: what is so already stays as it is.
+Used by node/supervisor for the verbs of POOL_CHANGE. A command is one change of the map. The shards
+themselves do the work that follows (meta/migration) and continue after any restart, since its whole state is
+in the map. A command may be repeated: what is already done stays as it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 LOOK_S = 0.5
 ASK_S = 2.0
 EMPTY_S = 60.0
-"""For clients to say goodbye to a shard that holds nothing: so long it may be asked what became of a change."""
+"""How long clients may take to close their sessions with an empty shard.
+
+For that long they may ask it for the result of a change."""
 
 log = logging.getLogger("nvpool.node.admin.shards")
 
@@ -43,7 +45,7 @@ log = logging.getLogger("nvpool.node.admin.shards")
 class MetaShards:
     def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, dialer: Dialer, *,
                  start: Callable[[], None], clock: Clock = SYSTEM_CLOCK):
-        """`start` starts what the map wants here."""
+        """`start` starts the processes that the map requires here."""
         self._directory = directory
         self._config = config
         self._node = node
@@ -55,11 +57,13 @@ class MetaShards:
         self._empty_since_s: dict[int, float] = {}
         self.verbs: dict[str, Callable[[dict], Awaitable[dict]]] = {"shard-add": self._add, "shard-remove": self._remove}
 
-    # -- wishes ------------------------------------------------------------------------------------------------------------
+    # -- commands --------------------------------------------------------------------------------------------
 
     async def _add(self, arguments: dict) -> dict:
-        """A new shard, which gets its share of the partitions from the others; on another node it is made by that. With the
-        number of one that is there: nothing."""
+        """Add a shard, which gets its share of the partitions from the others.
+
+        A shard on another node is made by that node. Does nothing for the number of a shard that exists.
+        """
         number, standbys, node = _number(arguments, "shard"), _number(arguments, "standbys"), _number(arguments, "node")
         async with self._adding:
             pool_map = self._leading.pool_map
@@ -85,7 +89,7 @@ class MetaShards:
 
         def decide(newest: PoolMap) -> PoolMap:
             if new.id in newest.shard_by_id and newest.shard_by_id[new.id].endpoints == new.endpoints:
-                return newest  # asked again: what was thought to have failed was done
+                return newest  # a retry: the attempt that seemed to fail has succeeded
             if new.id not in newest.shard_by_id and used_ports(newest) & ports:
                 raise Busy("the ports were taken meanwhile; the same command finds others", retry_after_s=0.1)
             return partition_moves.shard_added(newest, new)
@@ -96,7 +100,7 @@ class MetaShards:
         return after
 
     async def _make_wanted(self) -> None:
-        """What others wish to have on this node."""
+        """Make the shards that other nodes have requested on this node."""
         for wanted in self._leading.pool_map.shards_wanted:
             if wanted.node == self._node:
                 async with self._adding:
@@ -117,7 +121,7 @@ class MetaShards:
                                  ports[2 * member:][:2])
 
         path = self._directory.shard(number)
-        if path.exists():  # of an adding that was interrupted: no map has it
+        if path.exists():  # left by an interrupted command: no map names it
             await asyncio.to_thread(shutil.rmtree, path)
         path.mkdir(parents=True)
         await (await LmdbKv.open(path, LmdbOptions())).close()
@@ -130,7 +134,10 @@ class MetaShards:
             for member, place in enumerate(beside, 1)))
 
     async def _remove(self, arguments: dict) -> dict:
-        """Its partitions move to the others; then it leaves the pool. Nothing where it has left."""
+        """Move the shard's partitions to the others and then remove it.
+
+        Does nothing if it has left already.
+        """
         number = _number(arguments, "shard")
         if number is None:
             raise InvalidRequest("shard-remove wants a shard")
@@ -156,11 +163,10 @@ class MetaShards:
         return {"shard": number, "node": node, "state": state, "epoch": pool_map.epoch,
                 "partitions_to_move": partition_moves.left(pool_map, number)}
 
-    # -- the end of a shard --------------------------------------------------------------------------------------------------
+    # -- removal of empty shards -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Make the shards that are wanted here and, while this node leads, take those that hold nothing any more out of the
-        map, until cancelled."""
+        """Make requested shards and, on the leader, remove empty ones, until cancelled."""
         said = ""
         while True:
             await asyncio.sleep(LOOK_S)
@@ -195,8 +201,11 @@ class MetaShards:
                 log.info("shard %d can not leave the pool yet: %s", number, error)
 
     async def _may_go(self, shard: Shard, empty_s: float) -> bool:
-        """It knows of no change that others have not heard of, no check or dump is at what it had, and clients have left it, or
-        had their time."""
+        """Whether an empty shard may leave the pool.
+
+        All others must have learned of its changes, no check or dump may be using its former data, and
+        clients must have left or have had their time.
+        """
         request = meta_pb2.MetaStatusRequest().SerializeToString()
         reply = await self._dialer.call(shard.endpoints, wire_pb2.META_STATUS, request,
                                         deadline_s=self._clock.boottime_s() + ASK_S)
@@ -206,10 +215,10 @@ class MetaShards:
             return False
         return not status.sessions or empty_s > EMPTY_S
 
-    # -- what is left of it ----------------------------------------------------------------------------------------------------
+    # -- left-over files -------------------------------------------------------------------------------------
 
     def left_behind(self, pool_map: PoolMap) -> list[Path]:
-        """Directories of shards that have left the pool, on this node."""
+        """Directories on this node of shards that have left the pool."""
         name = f"nvpool-{pool_map.pool_id[:8]}-meta-"
         found = []
         for path in (*(self._directory.path / "meta").glob("*"),
@@ -221,7 +230,9 @@ class MetaShards:
 
     @staticmethod
     def _has_left(pool_map: PoolMap, member: str) -> bool:
-        """`member` begins with the number of a shard, with a dot behind it where there is more."""
+        """Whether `member` belongs to a shard that has left the pool.
+
+        `member` begins with the shard's number; more may follow after a dot."""
         number = member.partition(".")[0]
         return number.isdigit() and int(number) not in pool_map.shard_by_id and int(number) <= pool_map.shards_given
 
@@ -245,12 +256,12 @@ def _number(arguments: dict, name: str) -> int | None:
 
 
 def state_of(shard: Shard) -> str:
-    """What a person calls the state of a shard that the operator wishes something of; nothing where he does not."""
+    """State of a shard in admin terms; empty if no command applies to it."""
     return "leaving" if shard.wish == "remove" else ""
 
 
 def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
-    """What status says of each shard; `processes`: what their members say of themselves."""
+    """Status of each shard. `processes`: status of their members."""
     held = Counter(pool_map.shard_of_partition)
     come = Counter({shard.id: 0 for shard in pool_map.shards})
     go = Counter(come)

@@ -1,1 +1,1 @@
-"""Coordination between nodes: leadership, etcd, and failover of shards."""
+"""Coordination between nodes: leadership, etcd membership, and failover of shards."""

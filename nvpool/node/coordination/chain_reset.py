@@ -1,9 +1,10 @@
-"""Begins chains anew that nobody holds any more, while this node leads.
+"""Resets chains that no target holds any more, while this node leads.
 
-Between the loss and the beginning two things must be certain: that nobody is served by a former member (it may be alive and cut
-off: what was written there then would be gone without a word), and which inodes had been born by then. So all rights that were
-given before have to end first (of targets of this very node whose processes have ended: what clients know of their drives); the
-shards are asked after that. Called by node/supervisor.
+Between the loss and the reset two things must be certain. First, no former member serves the chain: such a
+member may be alive and cut off, and writes to it would be lost silently. Second, which inodes existed at the
+reset. Therefore all grants that were given before must have expired; for targets of this node whose processes
+have ended, the block locations that clients know must have expired instead. The shards are asked for their
+inodes after that. Used by node/supervisor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from nvpool.store.chunks.api import LEND_S
 
 LOOK_S = 0.5
 LOCATIONS_S = LEND_S + 1.0
-"""Clients of this host may read the drive of a process that has ended until their locations have."""
+"""How long clients of this host may read the drive of an ended process: until their location leases
+expire."""
 ASK_S = 2.0
 
 log = logging.getLogger("nvpool.node.coordination.chain_reset")
@@ -34,18 +36,21 @@ log = logging.getLogger("nvpool.node.coordination.chain_reset")
 class NewChains:
     def __init__(self, leading: Leading, dialer: Dialer, *, rights_s: float, has_ended: Callable[[int], bool],
                  clock: Clock = SYSTEM_CLOCK) -> None:
-        """`rights_s`: how long a right to a file's chunks lasts. `has_ended`: whether a target is this node's, and is not
-        served."""
+        """Create the task of one node.
+
+        `rights_s`: lifetime of a grant for a file's chunks. `has_ended`: whether a target is on this node and
+        no process serves it.
+        """
         self._leading = leading
         self._dialer = dialer
         self._wait_s = rights_s + 2 * CLOCK_SKEW_S
         self._has_ended = has_ended
         self._clock = clock
         self._since_s: dict[int, float] = {}
-        """Targets that were given up and had chains for themselves, and since when this node, leading, knows it."""
+        """Given-up targets that were the last of a chain -> start of the wait."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Reset chains periodically, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             if self._leading.manager is None:
@@ -57,7 +62,10 @@ class NewChains:
                 log.info("chains can not begin anew yet: %s", error)
 
     async def run_once(self) -> int:
-        """Begin those that can begin; how many did. Unavailable, StaleEpoch: nothing was changed, try again."""
+        """Reset the chains that can be reset; return their number.
+
+        Unavailable, StaleEpoch: nothing changed, retry.
+        """
         pool_map, manager = self._leading.pool_map, self._leading.manager
         chains = ownerless(pool_map)
         now_s = self._clock.boottime_s()
@@ -84,7 +92,7 @@ class NewChains:
         return begun
 
     async def _births(self, pool_map: PoolMap) -> Loss:
-        """What was born until now, as the primaries say."""
+        """Inodes that exist now, according to the primaries."""
         counters = await asyncio.gather(*(self._next_counter(shard.endpoints) for shard in pool_map.shards))
         return births_of(pool_map, {shard.id: counter for shard, counter in zip(pool_map.shards, counters, strict=True)})
 
@@ -98,5 +106,5 @@ class NewChains:
 
 
 def _givers(pool_map: PoolMap) -> Iterable:
-    """Who gives numbers to which inodes."""
+    """Which primary allocates numbers for which inodes."""
     return pool_map.partitions, [(shard.id, shard.member, shard.term) for shard in pool_map.shards]

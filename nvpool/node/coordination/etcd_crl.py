@@ -1,8 +1,8 @@
-"""The list of those whom etcd lets in no more: secret/etcd/revoked.crl, written by nodes that have a member of it.
+"""Certificate revocation list of etcd: secret/etcd/revoked.crl, written by nodes with an etcd member.
 
-Called by node/coordination/map_backend before a member is started, and by node/coordination/etcd_members when the map names
-somebody new. etcd reads the list anew for each handshake; who is connected stays so until the member is started again, which
-node/coordination/etcd_members sees to.
+node/coordination/map_backend writes it before a member is started, and node/coordination/etcd_members when
+the map names a newly removed node. etcd reads the list again for each handshake. An existing connection stays
+until the member is restarted, which node/coordination/etcd_members does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ REVOKED_FILE = "revoked.crl"
 
 
 def write_revoked(directory: PoolDirectory, pool_map: PoolMap) -> None:
-    """Without the authority's key the list stays as it is; AccessDenied where there is none, since etcd would let nobody in."""
+    """Write the list. Without the CA's key an existing list is kept.
+
+    AccessDenied: there is no list either, and without one etcd would admit no peer.
+    """
     path = directory.secret / ETCD_SECRET / REVOKED_FILE
     try:
         authority = read_authority(directory, ETCD_SECRET)

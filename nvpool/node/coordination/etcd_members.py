@@ -1,10 +1,10 @@
-"""The pool's own etcd as this node sees it: its part as a member, and, while it leads, who is one.
+"""Membership of the pool's own etcd: this node's member and, on the leader, changes of the members.
 
-Run by node/supervisor. What is to be done is decided by poolmap/nodes/etcd_membership from the map, which holds how far each
-member has come: so every step may be interrupted, and whoever leads goes on with it. A node does what its own entry says
-(node/coordination/map_backend holds the process and its data), gets the keys of the pool's authorities when it has become a
-member, and removes them when it is none any more. Each node says every few seconds that it is there, and whether its member
-answers. Changes nothing while etcd can not be asked.
+Run by node/supervisor. poolmap/nodes/etcd_membership decides the steps from the map, which records the
+progress of each member: so every step may be interrupted, and the next leader continues. A node does what its
+own map entry requires (node/coordination/map_backend owns the process and its data). It gets the keys of the
+pool's CAs when it has become a member, and deletes them when it is no longer one. Every few seconds each node
+publishes that it is present and whether its member answers. Nothing is changed while etcd is unreachable.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _LOOK_S = 2.0
 _AGAIN_S = 1.0
 _LEAVE_S = 90.0
 SILENT_S = 5.0
-"""A member of etcd that does not answer for so long is a problem: one that starts again, as each does after a node was
-removed, takes a second."""
+"""Silence after which a member of etcd is reported as a problem.
+
+A restart, as each member makes after a node was removed, takes a second."""
 _PRESENT = "etcd/"
-"""Before the number of a node, in what is announced."""
+"""Prefix of a node's number in the published names."""
 
 log = logging.getLogger("nvpool.node.coordination.etcd_members")
 
@@ -61,18 +62,20 @@ class EtcdKeeper:
         self._dialer = dialer
         self._last_here: dict[int, float] = {}
         self._silent_since: dict[int, float] = {}
-        """Nodes whose member of etcd should answer and does not, and since when (boot time, seconds)."""
+        """Nodes whose etcd member should answer and does not -> since when (boot time, seconds)."""
         self._answers = False
         self._told = ""
         self._revoked = 0
-        """What our member's list of those who were removed goes up to."""
+        """Last removal that our member's revocation list contains."""
         self._turned_away = False
-        """Whether those who answer say that this node is not in the pool, whatever our map is."""
+        """Whether the other nodes report that this node is not in the pool.
+
+        Our own map may still name this node."""
         self._hung_up = 0
-        """The same, of the member as it was started again last."""
+        """Last removal for which our member was restarted."""
 
     async def run(self) -> None:
-        """Do this node's part until cancelled."""
+        """Run this node's part until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for part in (self._announce(), self._follow(), self._lead(), self._learn()):
                 tasks.create_task(part)
@@ -82,7 +85,7 @@ class EtcdKeeper:
         inner = self._keeper.relay.inner
         return inner if isinstance(inner, EtcdCoordinator) else None
 
-    # -- who is there ------------------------------------------------------------------------------------------------------
+    # -- presence --------------------------------------------------------------------------------------------
 
     async def _announce(self) -> None:
         lease, said = None, b""
@@ -91,7 +94,7 @@ class EtcdKeeper:
                 own = self._keeper.own
                 self._answers = own is not None and await answers_alone(own.client, self._keeper.certificates(), _LOOK_S)
                 says = json.dumps({"able": shutil.which("etcd") is not None, "answers": self._answers}).encode()
-                self._keeper.show_certificates()  # as they were renewed
+                self._keeper.show_certificates()  # in case they were renewed
                 if self._etcd is not None and (lease is None or lease.lost.done() or says != said):
                     before = lease
                     lease, said = await self._keeper.relay.announce(f"{_PRESENT}{self._node}", says, PRESENT_S), says
@@ -103,7 +106,7 @@ class EtcdKeeper:
             await asyncio.sleep(_LOOK_S)
 
     def look(self) -> None:
-        """Note whose member of etcd does not answer, for `problems`. To be called every few seconds."""
+        """Record whose etcd member does not answer, for `problems`. Call every few seconds."""
         pool_map, now_s = self._keeper.relay.pool_map, SYSTEM_CLOCK.boottime_s()
         here = self._here(pool_map)
         silent = {one.node for one in pool_map.etcd if one.state == "up" and one.node not in here}
@@ -137,24 +140,25 @@ class EtcdKeeper:
                 await asyncio.sleep(_AGAIN_S)
 
     def _say(self, text: str, error: Exception) -> None:
-        """Once for each reason."""
+        """Log each reason once."""
         if str(error) != self._told:
             self._told = str(error)
             log.warning(text, error)
 
     async def act_here(self, pool_map: PoolMap) -> None:
-        """What the map says of our own member. May be repeated."""
+        """Do what the map requires of our own member. May be repeated."""
         keeper = self._keeper
         if not keeper.is_in_etcd:
             return
-        if not pool_map.etcd:  # it is the operator's own
+        if not pool_map.etcd:  # the etcd is the operator's own
             if keeper.external and self._node in etcd_membership.lets_in(pool_map):
                 await self._have_keys(pool_map)
             return
         keeper.use(etcd_membership.clients(pool_map))
         entry, own = of_node(pool_map, self._node), keeper.own
         if entry is None or entry.state == "lost":
-            if own is not None and not own.alone and own.generation < pool_map.epoch:  # else it is of a later map (`recover`)
+            # A member with a newer generation comes from `recover`.
+            if own is not None and not own.alone and own.generation < pool_map.epoch:
                 log.info("this node keeps the pool map no more")
                 await keeper.give_place_up()
             if self._node in etcd_membership.lets_in(pool_map):
@@ -175,9 +179,13 @@ class EtcdKeeper:
             await self._hang_up(pool_map, entry)
 
     async def _hang_up(self, pool_map: PoolMap, entry: EtcdMember) -> None:
-        """On those who were removed: etcd is told who they are, and started again, since it looks at nobody twice. One member
-        after the other, so that the others decide meanwhile. Not while a lost node is counted on: without its member and
-        ours most might be missing, and who leads then begins anew to wait for who is silent."""
+        """Close etcd's connections of removed nodes: write the revocation list and restart our member.
+
+        etcd checks a certificate only when a connection begins. The members restart one after the other, so
+        that the others keep the quorum. No restart while a lost node still counts as a member: without its
+        member and ours the quorum might be lost, and the next leader would wait for the silent targets from
+        the beginning.
+        """
         removed = etcd_membership.last_revoked(pool_map)
         if removed != self._revoked:
             self._keeper.write_revoked()
@@ -187,7 +195,7 @@ class EtcdKeeper:
                 one.node < entry.node and one.state == "up" and one.revoked < removed and one.node in here
                 for one in pool_map.etcd):
             return
-        if self._hung_up != removed:  # once: where the map can not be changed, only that is tried again
+        if self._hung_up != removed:  # once: if only the map cannot be changed, only that change is retried
             log.info("this node's member of etcd is started again, to hang up on a node that was removed")
             await self._keeper.start_again()
             self._hung_up = removed
@@ -209,7 +217,7 @@ class EtcdKeeper:
             path.unlink(missing_ok=True)
 
     async def _have_keys(self, pool_map: PoolMap) -> None:
-        """On return this node may let others in. Unavailable."""
+        """Get the CAs' keys, so that this node can admit members. Unavailable."""
         if all(path.exists() for path in self._key_files()):
             return
         right = ServiceRight(SYSTEM_CLOCK, read_grant_key(self._directory), self._node)()
@@ -230,7 +238,9 @@ class EtcdKeeper:
         raise Unavailable(f"the keys of the pool's authorities can not be had: {told}")
 
     async def _learn(self) -> None:
-        """While etcd can not be asked: ask the other nodes for the map, which says where it is by now."""
+        """While etcd is unreachable, ask the other nodes for the map.
+
+        A newer map names etcd's present members."""
         while True:
             await asyncio.sleep(_AGAIN_S)
             held = self._keeper.relay.inner
@@ -246,7 +256,7 @@ class EtcdKeeper:
             if newer is not None:
                 self._keeper.learn(newer)
 
-    # -- while this node leads ---------------------------------------------------------------------------------------------
+    # -- changes while this node leads -----------------------------------------------------------------------
 
     async def _lead(self) -> None:
         epoch = -1
@@ -264,7 +274,7 @@ class EtcdKeeper:
                 await asyncio.sleep(_AGAIN_S)
 
     async def step(self) -> bool:
-        """One step towards the members that should be; whether there was one to do."""
+        """Make one step towards the required members; return whether there was one to make."""
         etcd = self._etcd
         pool_map = self._keeper.relay.pool_map
         if etcd is None or not pool_map.etcd:
@@ -290,8 +300,11 @@ class EtcdKeeper:
         return True
 
     async def leave(self, node: int) -> None:
-        """On return that node has no member of etcd. InvalidRequest where nobody can take its place; Unavailable: it is on
-        its way, the same call goes on."""
+        """Remove that node's etcd member; on return it has none.
+
+        InvalidRequest: no other node can replace it. Unavailable: the removal is in progress; call again to
+        continue.
+        """
         pool_map = self._keeper.relay.pool_map
         if of_node(pool_map, node) is None:
             return
@@ -311,7 +324,7 @@ class EtcdKeeper:
 
     @property
     def verbs(self):
-        """Changes that an operator may ask for."""
+        """Admin commands of this class."""
         return {"etcd-recover": self._change_recover}
 
     async def _change_recover(self, arguments: dict) -> dict:
@@ -340,10 +353,10 @@ class EtcdKeeper:
         known = [node for node in self._keeper.relay.pool_map.nodes if node.id in nodes and node.id != self._node]
         return [node.id for node, told in zip(known, await asyncio.gather(*map(answers, known)), strict=True) if told]
 
-    # -- what is told ------------------------------------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
-        """Sentences for `nvpool status`."""
+        """Problems of the map's etcd, as sentences for `nvpool status`."""
         pool_map, etcd = self._keeper.relay.pool_map, self._etcd
         if self._node not in pool_map.node_by_id or (self._turned_away and etcd is None):
             return ["this node was removed from the pool, and serves nothing: end its daemon (nvpoold); what else is shown "

@@ -1,7 +1,7 @@
-"""This node's part in managing the pool: one node leads and has the manager; the others pass their targets' signs of life on.
+"""Leadership of the pool: the leader runs the manager; other nodes forward their targets' heartbeats to it.
 
-Called by node/supervisor. A supervisor that can not ask the coordinator leads nothing: the leases of its targets end, and what
-others hold too is served there.
+Used by node/supervisor. A supervisor that cannot reach the coordinator does not lead: the leases of its
+targets end, and other replicas serve the data of those targets.
 """
 
 from __future__ import annotations
@@ -36,47 +36,58 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.v1.pool_pb2 import AliveRequest, Forwardable, Forwarded
 
 _LEAD_S = LEASE_S_MIN
-"""Of a sign of life, one comes each fifth of it: so soon another node leads when this one is gone, which all wait for that lay
-on it. On two busy cores a sign takes up to half a second; the next ones do not wait for it."""
+"""Leadership lease; a heartbeat is written each fifth of it.
+
+After this time another node leads if the leader's node has failed, and everything on that node waits for that. On
+two busy cores a heartbeat takes up to half a second; the next heartbeats do not wait for it."""
 _RETRY_S = 0.5
 _PASSED_ON_MAX = 1024
 PASSED_ON_S = LEASE_S / 3
-"""For the leader to answer a request that was passed on to it: a lease bears two that are lost."""
+"""Time for the leader to answer a forwarded request: a lease survives two that are lost."""
 _RELAYED_AFTER_S = PASSED_ON_S / 2
-"""A leader that has not answered for so long may be cut off from this node alone: other nodes are asked to ask it."""
+"""Time after which a silent leader may be cut off from this node only: other nodes are then asked to
+relay."""
 _RELAYS_MAX = 2
 _HOPS_MAX = 1
-"""A supervisor passes on what a process of its own node asks, and what another one asks it to relay; nothing else that another
-one has passed on: two nodes that each take the other for the leader would send it in a circle."""
+"""Most times that a request may be forwarded.
+
+A supervisor forwards requests of processes of its own node, and requests that another supervisor asks it to
+relay. It forwards nothing else: two nodes that each take the other for the leader would send the request in a
+circle."""
 _SEEN_S = 0.1
 _NODE = "node/"
-"""What the name of a node's certificate begins with."""
+"""Prefix of the member name in a node's certificate."""
 
 log = logging.getLogger("nvpool.node.coordination.leadership")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reign:
-    """The time for which a node leads the pool without a pause."""
+    """Uninterrupted leadership of one node."""
 
     lease: Lease
     bounded: bool = False
-    """Whether all rights that were given before it have ended: they are given for no longer than who leads leads for certain,
-    and the former one has led for longer than any other right lasts: this node has seen it, or its last sign says so."""
+    """Whether all leases that were granted before this leadership have ended.
+
+    Leases never outlast the leader's own certain lease. So it is True if the former leader has led for longer
+    than any other lease lasts: this node has seen that, or the former leader's last heartbeat reports it."""
     gone: int | None = None
-    """The node that led before, where that was another one: nobody has heard of it since."""
+    """Node that led before, if it was another one. Nothing was heard of that node since."""
 
     def left_s(self) -> float:
         return self.lease.left_s
 
 
 class Leading:
-    """`manager` while this node leads."""
+    """Leadership of one node. `manager` is set while this node leads."""
 
     def __init__(self, coordinator: Coordinator, node: int, dialer: Dialer, pid_of: Callable[[int], int | None],
                  replace_after_s: float = 0.0, clock: Clock = SYSTEM_CLOCK):
-        """`pid_of`: the process that serves one of our targets, 0 for none, None where the target is not ours.
-        `replace_after_s`: see Manager."""
+        """Create the leadership task of one node.
+
+        `pid_of`: process that serves a target of this node; 0: none; None: the target is on another node.
+        `replace_after_s`: see Manager.
+        """
         self._clock = clock
         self._replace_after_s = replace_after_s
         self._coordinator = coordinator
@@ -87,17 +98,17 @@ class Leading:
         self.manager: Manager | None = None
         self._reign: Reign | None = None
         self._since_s: dict[str, float] = {}
-        """Who was seen to lead -> since when, the last time."""
+        """Leader -> since when it was last seen to lead."""
         self._another: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when another one leads than before, or nobody; then there is a new one."""
+        """Done when the leadership changes; then replaced by a new future."""
         self._cut_off_from = 0
-        """The leader that did not answer us the last time; others are asked at once to ask it."""
+        """Leader that did not answer us the last time. Other nodes are then asked to relay immediately."""
         self._unbounded = False
         self.grace_s = LEASE_S
-        """Of the first manager: see Manager."""
+        """Grace time of the first manager: see Manager."""
 
     async def run(self) -> None:
-        """Lead whenever nobody else does, until cancelled."""
+        """Lead whenever no other node does, until cancelled."""
         seeing = asyncio.ensure_future(self._see())
         try:
             await self._lead()
@@ -129,11 +140,11 @@ class Leading:
 
     @property
     def reign(self) -> Reign | None:
-        """While this node leads, and for certain."""
+        """Present leadership if this node certainly leads, else None."""
         return self._reign if self._reign is not None and self._reign.lease.holds else None
 
     def _stands_back(self) -> bool:
-        """Whether this node is to be given up, and another one may lead."""
+        """Whether this node is being removed, and another one can lead."""
         nodes = self._coordinator.pool_map.nodes
         return any(node.id == self._node and node.wish != "share" for node in nodes) \
             and any(node.id != self._node and node.wish == "share" for node in nodes)
@@ -185,32 +196,44 @@ class Leading:
 
     @property
     def pool_map(self) -> PoolMap:
-        """The newest."""
+        """The newest pool map known here."""
         return self._coordinator.pool_map
 
     def leader(self) -> int | None:
-        """The node that leads, as far as this one knows."""
+        """Node that leads, as far as this node knows; None if not known."""
         name = self._coordinator.leader()
         return int(name) if name is not None else None
 
     async def change(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
-        """See cluster/manager.change; from any node. What is so already is so for certain: this node may be behind."""
+        """Change the map as cluster/manager.change does, from any node.
+
+        Before it returns without a change, it reads the newest map, because this node's map may be old.
+        """
         return await change(self._coordinator, decide, certain=True)
 
     async def change_as_leader(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
-        """As `change`, only while this node leads. Unavailable when it does not; StaleLease when it no longer did."""
+        """Change the map as `change` does, only while this node leads.
+
+        Unavailable: this node does not lead. StaleLease: it has lost the leadership.
+        """
         if self._reign is None:
             raise Unavailable("this node does not lead the pool", retry_after_s=0.1)
         return await change(self._coordinator, decide, self._reign.lease)
 
     def unaware(self, epoch: int) -> list[int]:
-        """Targets that serve and do not know the map of this epoch yet. Unavailable when this node does not lead."""
+        """Targets that serve and do not know the map of this epoch yet.
+
+        Unavailable: this node does not lead.
+        """
         if self.manager is None:
             raise Unavailable("this node does not lead the pool", retry_after_s=0.1)
         return self.manager.unaware(epoch)
 
     def died(self, target: int, pid: int) -> None:
-        """The process of one of our targets has ended: its place is taken at once, by us where nobody leads."""
+        """Report the end of a process of this node's target, which is replaced immediately.
+
+        Without a leader here, this node changes the map itself.
+        """
         if self.manager is not None:
             self.manager.died({target: pid})
         else:
@@ -218,19 +241,20 @@ class Leading:
 
     async def _tell_death(self, target: int, pid: int) -> None:
         def decide(newest: PoolMap) -> PoolMap:
-            return died(newest, {target}) if self._pid_of(target) in (0, pid) else newest  # else another process serves it
+            # No change if a new process serves the target.
+            return died(newest, {target}) if self._pid_of(target) in (0, pid) else newest
 
         try:
             await self.change(decide)
-        except NvpoolError as error:  # who leads will miss its signs of life
+        except NvpoolError as error:  # the leader notices the missing heartbeats
             log.warning("the map does not know yet that target %d has died: %s", target, error)
 
     def alive(self, call: Call) -> None:
-        """Answer a target's sign of life, or pass it on to the node that leads.
+        """Answer a target's heartbeat, or forward it to the leader.
 
-        AccessDenied   neither from a process of this node nor passed on by the supervisor of the target's node
-        Fenced         another process serves the target by now
-        NotLeader      passed on already, or not about a target of this node, and this node does not lead
+        AccessDenied   sent neither by a process of this node nor by the supervisor of the target's node
+        Fenced         another process serves the target now
+        NotLeader      forwarded already, or about a target of another node, and this node does not lead
         """
         try:
             request = AliveRequest.FromString(bytes(call.message))
@@ -260,10 +284,10 @@ class Leading:
             call.fail(error)
 
     def _hops(self, call: Call, forwarded: Forwarded) -> int:
-        """How many supervisors have passed the request on, by what it says itself. AccessDenied where its certificate says
-        otherwise.
+        """Number of supervisors that have forwarded the request, as recorded in it.
 
-        The certificate alone does not tell: over TCP the processes of this node show the same one as its supervisor does.
+        AccessDenied: the peer's certificate contradicts the record. The certificate alone is not enough: over TCP
+        the processes of this node present the same one as its supervisor.
         """
         member = call.peer.member
         if not member:
@@ -276,14 +300,15 @@ class Leading:
             return forwarded.hops
         if forwarded.hops:
             raise AccessDenied(f"{member} passes a request on in the name of node {forwarded.node}, which it is not")
-        return 1  # another node's supervisor of version 0.1.0 or before, which does not say that it has passed it on
+        # Another node's supervisor of version 0.1.0 or older, which does not mark forwarded requests.
+        return 1
 
     async def ask_leader(self, call: Call) -> bytes | None:
-        """The answer of the node that leads to this call of a process of this node; None where this node leads.
+        """Forward a local process's request to the leader and return the answer.
 
-        The request says itself whether it was passed on (`Forwarded`). AccessDenied: its certificate says otherwise. NotLeader:
-        no node leads or it can not be reached, or the call was passed on already; `may_be_applied` where a node was asked that
-        led until then.
+        None: this node leads. The request itself records whether it was forwarded (`Forwarded`). AccessDenied:
+        its certificate contradicts. NotLeader: no node leads, the leader is unreachable, or the request was
+        already forwarded; `may_be_applied` is set if the request was sent to a node that led until then.
         """
         message = bytes(call.message)
         try:
@@ -305,12 +330,13 @@ class Leading:
                 return None
             if node is None or node.id == self._node:
                 raise NotLeader("no node leads the pool at the moment", may_be_applied=was_sent)
-            # Of two parts with the same field the later one counts, in whatever message it is; `relay` stays, and is over.
+            # Protobuf: of two values of one field the later counts, in any message; `relay` stays set but has
+            # no effect.
             passed_on = message + Forwardable(forwarded=Forwarded(node=self._node, hops=hops + 1)).SerializeToString()
             asking = asyncio.ensure_future(self._ask(node, call.method, passed_on, until_s) if relays else
                                            self._ask_or_relay(node, call.method, message, passed_on, until_s))
             try:
-                # One that is cut off answers nothing: who follows it is asked at once.
+                # A leader that is cut off does not answer: its successor is asked immediately.
                 await asyncio.wait([asking, another], return_when=asyncio.FIRST_COMPLETED)
                 if asking.done():
                     return asking.result()
@@ -329,10 +355,11 @@ class Leading:
 
     async def _ask_or_relay(self, leader: Node, method: int, message: bytes, passed_on: bytes,
                             until_s: float) -> bytes:
-        """The answer of the leader, to us or to a node that asks it for us: the first that comes. An error is the leader's.
+        """Return the first answer of the leader, sent directly or through a relaying node. Errors are the
+        leader's.
 
-        A link between two nodes may be cut while a third one reaches both. What is asked twice is decided by the map as it is
-        then, so that the second decision changes nothing.
+        A link between two nodes may be broken while a third one reaches both. A request that arrives twice is
+        decided from the map at that time, so that the second decision changes nothing.
         """
         asking = {asyncio.ensure_future(self._ask(leader, method, passed_on, until_s))}
         direct, = asking
@@ -362,7 +389,8 @@ class Leading:
                 error = answered.exception()
                 if error is None:
                     return answered.result()
-                if isinstance(error, Fenced) or not isinstance(error, Unavailable):  # the leader's refusal, and not the relay's
+                # The refusal comes from the leader, not from the relay.
+                if isinstance(error, Fenced) or not isinstance(error, Unavailable):
                     raise error
                 may_be_applied |= error.may_be_applied
         error = direct.exception()
@@ -371,7 +399,7 @@ class Leading:
         raise error
 
     def _relays(self, leader: int) -> list[Node]:
-        """Nodes to ask instead of the leader, those that follow this one first."""
+        """Nodes to use as relays to the leader, beginning with the next higher node numbers."""
         others = [node for node in self._coordinator.pool_map.nodes if node.id not in (leader, self._node)]
         others.sort(key=lambda node: (node.id < self._node, node.id))
         return others[:_RELAYS_MAX]

@@ -1,13 +1,15 @@
-"""Where the pool map is kept, as this node knows it: in the embedded coordinator, in the pool's own etcd, or on the way there.
+"""Map backend of this node: the embedded coordinator, the pool's own etcd, or the transition between them.
 
-Called by nvpoold (what to open) and node/admin/join_server (the move). DIR/coordinator.json says it (provision/map_location).
+Used by nvpoold (what to open) and node/admin/join_server (the transition). DIR/coordinator.json records the
+state (provision/map_location):
 
-    embedded   the map is in map/; with `own` a member of etcd is being prepared, which nobody asks yet
-    moving     the map in map/ changes no more; its successor is, or will be, the first in etcd
+    embedded   the map is in map/; with `own` an etcd member is being prepared, which nothing uses yet
+    moving     the map in map/ does not change any more; its successor is, or will be, the first in etcd
     etcd       the map is in etcd at `members`
 
-Each step is durable before the next begins, and each start goes on where it finds itself: until "moving" stands there, etcd is
-worth nothing; from then on the embedded map is the first part of etcd's history. So there are never two maps that both change.
+Each step is durable before the next begins, and each start continues from the recorded state. Until "moving"
+is recorded, the content of etcd is void; from then on the embedded map is the first part of etcd's history.
+So there are never two maps that both change.
 """
 
 from __future__ import annotations
@@ -48,16 +50,17 @@ log = logging.getLogger("nvpool.node.coordination.map_backend")
 
 AGAIN_S = 1.0
 _FIRST_WAIT_S = 30.0
-"""For etcd, the first time it starts."""
+"""Time for etcd to answer when it starts for the first time."""
 _RECOVER_S = 90.0
 _SURE_S = 15.0
-"""Without an answer of etcd before it is given up: longer than an election, and each of its members is asked more than once."""
+"""Silence of etcd before it is given up: longer than an election, with more than one attempt for each
+member."""
 EPOCHS_SKIPPED = 1000
-"""By the map after a recovery: more than others may have seen of what is lost."""
+"""Epochs that the map skips after a recovery: more than the lost ones that others may have seen."""
 
 
 class MapKeeper:
-    """Opens the node's coordinator and moves it. `relay` is what others use."""
+    """Opens the node's coordinator and changes its kind. Other modules use `relay`."""
 
     def __init__(self, directory: PoolDirectory, config: Config, relay: Relay, location: MapLocation,
                  on_fence: Callable[[str], None]):
@@ -70,13 +73,16 @@ class MapKeeper:
         self._stopping = asyncio.Event()
         self._going_on: asyncio.Task[None] | None = None
         self.etcd: Child | None = None
-        """The member of etcd on this node, where there is one."""
+        """Process of the etcd member on this node, or None."""
         self._keeper: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, directory: PoolDirectory, config: Config, on_fence: Callable[[str], None]) -> MapKeeper:
-        """With a map in any case: where etcd does not answer yet, the copy that is at hand, until it does. `on_fence` is told
-        when this process can not go on."""
+        """Open the coordinator with a map in any case.
+
+        While etcd does not answer, the local copy of the map is used. `on_fence` is called when this process
+        cannot continue.
+        """
         location = read_map_location(directory)
         if location.kind != "etcd":
             kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=on_fence)
@@ -107,7 +113,7 @@ class MapKeeper:
                               self._before_start)
             self._keeper = asyncio.ensure_future(self.etcd.keep(self._stopping))
 
-    # -- this node's member of etcd ----------------------------------------------------------------------------------------
+    # -- this node's etcd member -----------------------------------------------------------------------------
 
     @property
     def own(self) -> OwnMember | None:
@@ -119,7 +125,8 @@ class MapKeeper:
 
     @property
     def own_data_is_lost(self) -> bool:
-        """Whether our member has a vote and nothing that it voted for: it must not be started, it would vote twice."""
+        """Whether our member has a vote but has lost its data: it must not start, since it could vote
+        twice."""
         own = self._location.own
         if own is None or own.alone or not self.is_in_etcd or (own.data(self._directory) / "member").exists():
             return False
@@ -134,20 +141,23 @@ class MapKeeper:
         self.write_revoked()
 
     async def _look_around(self) -> None:
-        """Unavailable where another node knows that our member was taken out while it was away: the others may have gone on
-        without it, and with some that were lost too it could begin a second history."""
+        """Before the start check with the other nodes that our member still counts.
+
+        Unavailable: it was removed while this node was offline. The other members may have continued without
+        it, and together with other lost members it could start a second history.
+        """
         try:
             newer = await self._elsewhere()
-        except StaleIdentity:  # told in the status: node/coordination/etcd_members
+        except StaleIdentity:  # node/coordination/etcd_members reports it in the status
             newer = None
-        known = newer or self.relay.pool_map  # ours may be what an earlier look has found
+        known = newer or self.relay.pool_map  # our map may come from an earlier check
         if newer is not None and newer.etcd:
             self.learn(newer)
         if not self._is_counted_on(known):
             raise Unavailable("this node's member of etcd was taken out while it was away")
 
     async def _elsewhere(self) -> PoolMap | None:
-        """As of `newest_elsewhere`."""
+        """Result of `newest_elsewhere`."""
         pool_map = self.relay.pool_map
         identity = identity_in(self._directory.secret, pool_map.pool_id, self._config.network.plain_text)
         dialer = Dialer(Greeting("supervisor", pool_map.fingerprint, identity=identity), host_id=host_id())
@@ -157,25 +167,28 @@ class MapKeeper:
             await dialer.close()
 
     def _is_counted_on(self, known: PoolMap) -> bool:
-        """Whether our member is one of those that keep the map, by this one."""
+        """Whether our member keeps the map, according to the map `known`."""
         own = self._location.own
-        if not known.etcd or known.epoch <= own.generation:  # then our member is of a later map (`recover`)
+        if not known.etcd or known.epoch <= own.generation:  # then our member is newer (`recover`)
             return True
         entry = of_node(known, own.node)
         return entry is not None and entry.generation == own.generation
 
     def write_revoked(self) -> None:
-        """Have etcd read, from its next handshake on, who was removed. AccessDenied where that can not be."""
+        """Give etcd the list of removed nodes, which it reads at its next handshake.
+
+        AccessDenied: impossible.
+        """
         if not self._config.network.plain_text:
             write_revoked(self._directory, self.relay.pool_map)
 
     async def start_again(self) -> None:
-        """Our member, so that it has no connection of those who were removed."""
+        """Restart our member, to close its connections of removed nodes."""
         await self._end_etcd()
         self._start_etcd()
 
     async def take_place(self, generation: int) -> OwnMember:
-        """Say where our member will listen; nothing of an earlier one is left. May be repeated."""
+        """Choose the addresses of our member and delete the data of an earlier one. May be repeated."""
         own = self._location.own
         if own is None or own.generation != generation:
             await self.give_place_up()
@@ -187,14 +200,14 @@ class MapKeeper:
         return own
 
     def begin(self, cluster: tuple[tuple[int, str], ...]) -> None:
-        """Have our member run, as one of `cluster` where it begins with nothing."""
+        """Start our member; if it has no data, it starts as a part of `cluster`."""
         own = self._location.own
         if not (own.data(self._directory) / "member").exists() and own.cluster != cluster:
             self._put(msgspec.structs.replace(self._location, own=msgspec.structs.replace(own, cluster=cluster)))
         self._start_etcd()
 
     async def give_place_up(self) -> None:
-        """On return nothing of our member is there. May be repeated."""
+        """Remove our member: on return nothing of it is left. May be repeated."""
         await self._end_etcd()
         own = self._location.own
         if own is not None:
@@ -210,23 +223,23 @@ class MapKeeper:
             await child.end(self._config.supervisor.drain_s, asyncio.Event())
 
     def use(self, members: tuple[str, ...]) -> None:
-        """Ask these members of etcd from now on, and after a restart."""
+        """Use these members of etcd from now on, also after a restart."""
         if members and members != self._location.members:
             self._put(msgspec.structs.replace(self._location, members=members))
             self.show_certificates()
 
     def show_certificates(self) -> None:
-        """Show etcd the certificate that lies in secret/ now."""
+        """Present to etcd the certificate that is in secret/ now."""
         if isinstance(self.relay.inner, EtcdCoordinator):
             self.relay.inner.use(self._nearest(), self.certificates())
 
     def _nearest(self) -> tuple[str, ...]:
-        """The members of etcd, this node's own first: who asks it does not notice when another node is cut off."""
+        """Members of etcd, this node's own first: its users do not notice when another node is cut off."""
         own = self._location.own
         return tuple(sorted(self._location.members, key=lambda member: own is None or member != own.client))
 
     def learn(self, pool_map: PoolMap) -> None:
-        """What another node holds for the map, while etcd can not be asked: its members may be elsewhere by now."""
+        """Use the newer map of another node while etcd is unreachable: etcd's members may have changed."""
         held = self.relay.inner
         if self.is_in_etcd and isinstance(held, HeldMap) and not problems_of(held.pool_map, pool_map) and held.take(pool_map):
             self._directory.publish(encode_map(pool_map))
@@ -245,19 +258,21 @@ class MapKeeper:
 
     @property
     def external(self) -> str:
-        """Of an etcd of the operator's own: "secured" or "plain"; else nothing."""
+        """Security of an operator's own etcd: "secured" or "plain"; empty for the pool's etcd."""
         return self._location.external
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Of etcd, for who is to ask it."""
+        """Addresses of etcd's members, for callers that are to use it."""
         return self._location.members
 
     async def recover(self, lost: Collection[int] = ()) -> PoolMap:
-        """Make our member the only one, with the newest map that this node knows; the members that are lost may never be
-        started with their data again. On a node that has no member one begins, where `lost` are all that have one. Refused
-        where etcd works, or this node has not what it takes. The same call, and every start, goes on with it once it is
-        begun."""
+        """Make our member the only one, with the newest map that this node knows.
+
+        The lost members must never be started with their old data again. A node without a member creates one
+        if `lost` names all nodes that have one. Refused: etcd works, or this node lacks what it needs. Once
+        begun, the same call and every start continue the recovery.
+        """
         own = self._location.own
         if not self.is_in_etcd or own is None:
             self._check_heir(lost, self.relay.pool_map)
@@ -286,8 +301,11 @@ class MapKeeper:
         return self.relay.pool_map
 
     async def _check_not_left_behind(self, lost: Collection[int]) -> None:
-        """Refused where another node knows that this one, or its member of etcd, was taken out while it was away: the others
-        went on without it, and what it would make is a second history of the pool."""
+        """Raise Refused if this node, or its etcd member, was removed while it was offline.
+
+        Another node may know of the removal. The others continued without it, and this node would create a
+        second history of the pool.
+        """
         try:
             newer = await self._elsewhere()
         except StaleIdentity:
@@ -305,7 +323,9 @@ class MapKeeper:
                           f"{keeping}. Where most of them are lost for good, recover on one of them that is left")
 
     def _check_heir(self, lost: Collection[int], known: PoolMap) -> None:
-        """Refused unless this node, which has no member of etcd, can keep the map when all that have one are lost."""
+        """Raise Refused unless this node may take over the map from lost members.
+
+        This node has no etcd member, and all members must be lost."""
         keeping = sorted(one.node for one in known.etcd)
         if self._location.kind != "etcd" or self._location.external or not keeping:
             raise Refused("this node has no member of etcd; nodes that have: none")
@@ -322,19 +342,19 @@ class MapKeeper:
                           f"anew and import the files")
 
     async def _be_alone(self) -> None:
-        """What `recover` has begun, from the moment that our member is the only one."""
+        """Continue `recover` once our member runs as the only one."""
         location = self._location
         own, known = location.own, self.relay.pool_map
         entry = EtcdMember(own.node, own.client, own.peer, generation=own.generation, revoked=last_revoked(known))
 
         def after(newest: PoolMap) -> PoolMap:
-            # Others may have seen maps that we have not, and believe in none that is older.
+            # Others may have seen maps that we have not, and accept none with an older epoch.
             new = changed(newest if newest.epoch > known.epoch else known, etcd=(entry,))
             return msgspec.structs.replace(new, epoch=new.epoch + EPOCHS_SKIPPED)
 
         try:
             await EtcdCoordinator.overwrite((own.client,), known.pool_id, after, certificates=self.certificates())
-        except CorruptRecord:  # what it held is lost as well: the copy of the map is what there is
+        except CorruptRecord:  # the data of etcd is lost as well: the local copy of the map is used
             found = await EtcdCoordinator.found((own.client,), after(known), certificates=self.certificates())
             await found.close()
         self._put(msgspec.structs.replace(location, members=(own.client,), own=msgspec.structs.replace(
@@ -342,15 +362,18 @@ class MapKeeper:
         await self.start_again()
         log.warning("this node's member of etcd is the only one now")
 
-    # -- from the embedded coordinator to etcd ------------------------------------------------------------------------------
+    # -- from the embedded coordinator to etcd ---------------------------------------------------------------
 
     async def move(self) -> None:
-        """On return the map is in etcd, also where it was before. Refused, with the remedy, where that can not be; Unavailable
-        while it is on its way: the same call goes on, and so does every start."""
+        """Move the map to etcd; on return it is there. Does nothing if it already was.
+
+        Refused, with the remedy: it is not possible. Unavailable: the move is in progress; the same call
+        continues, and so does every start.
+        """
         async with self._moving:
             if self._location.kind == "embedded":
                 await self._prepare()
-                # From here on no embedded map is made: the turn is ours, and the next start finds "moving".
+                # From here on no embedded map is made: we hold the turn, and the next start finds "moving".
                 async with self.relay.turn:
                     self._put(msgspec.structs.replace(self._location, kind="moving"))
                     await self.relay.switch(HeldMap(self.relay.pool_map, "the pool map is on its way into etcd; try again"))
@@ -362,7 +385,7 @@ class MapKeeper:
                 self._going_on.result()
 
     async def _prepare(self) -> None:
-        """A member of etcd that answers."""
+        """Start an etcd member and wait until it answers."""
         if shutil.which("etcd") is None:
             raise Refused("a pool of several nodes keeps its map in etcd, which is not installed on the first node (Debian: "
                           "apt install etcd-server)")
@@ -382,8 +405,8 @@ class MapKeeper:
                                       f"{self.etcd.name}.log") from None
 
     async def _go_on(self) -> None:
-        """Until the map is in etcd and this node uses it from there."""
-        directory, only = self._directory, str(self._directory.node)  # this process holds the directory's lock
+        """Retry until the map is in etcd and this node uses it there."""
+        directory, only = self._directory, str(self._directory.node)  # only us: we hold the lock
         while True:
             try:
                 if self.own is not None and self.own.alone:
@@ -396,7 +419,7 @@ class MapKeeper:
                     try:
                         found = await EtcdCoordinator.found(members, first, directory.publish, certificates=certificates,
                                                             only=only)
-                    except InvalidRequest:  # an earlier try of ours came so far
+                    except InvalidRequest:  # an earlier attempt of ours has stored the map
                         found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish,
                                                            certificates=certificates, only=only)
                     self._put(msgspec.structs.replace(self._location, kind="etcd"))
@@ -418,10 +441,10 @@ class MapKeeper:
         write_map_location(self._directory, location)
         self._location = location
 
-    # -- the end --------------------------------------------------------------------------------------------------------------
+    # -- close -----------------------------------------------------------------------------------------------
 
     async def close(self, drain_s: float, hurry: asyncio.Event, *, stop: bool) -> None:
-        """Give the coordinator up; with `stop` the member of etcd ends too, else it runs on and is adopted by the next one."""
+        """Close the coordinator. With `stop` the etcd member ends too, else the next process adopts it."""
         if self._going_on is not None:
             self._going_on.cancel()
         await self.relay.close()
@@ -433,7 +456,7 @@ class MapKeeper:
 
 
 def used_ports(pool_map: PoolMap) -> set[int]:
-    """TCP ports that the map gives to somebody, whatever the node."""
+    """TCP ports that the map assigns, on any node."""
     return {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes,
                                                               *(s for shard in pool_map.shards for s in shard.standbys))
             for endpoint in one.endpoints if not endpoint.startswith("stream+unix")} | {
@@ -441,7 +464,7 @@ def used_ports(pool_map: PoolMap) -> set[int]:
 
 
 def _places_for_etcd(network: Network, pool_map: PoolMap) -> tuple[str, str]:
-    """Where a member listens to clients, and to other members. BadConfiguration: node.toml names no address."""
+    """Client and peer address for an etcd member. BadConfiguration: node.toml names no address."""
     if not network.host:
         raise BadConfiguration("a pool of several nodes keeps its map in etcd, which needs an address of this machine: set "
                                "network.host in node.toml")

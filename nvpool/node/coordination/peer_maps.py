@@ -1,7 +1,8 @@
-"""What the other nodes hold for the newest map, for who can not ask etcd: it may have moved while this node was away.
+"""Asks the other nodes for their newest pool map when etcd is unreachable.
 
-Called by node/coordination/map_backend before a member of etcd is started, and by node/coordination/etcd_members while etcd
-does not answer.
+The map, and etcd's members with it, may have changed while this node was offline. Used by
+node/coordination/map_backend before an etcd member is started, and by node/coordination/etcd_members while
+etcd does not answer.
 """
 
 from __future__ import annotations
@@ -18,21 +19,26 @@ from nvpool.rpc.v1 import pool_pb2, wire_pb2
 
 ASK_S = 3.0
 MORE_S = 1.0
-"""For the other nodes, once one has answered: each of them follows the map, so a second answer is rarely a newer one."""
+"""Time for the other nodes once one has answered.
+
+Each of them follows the map, so a second answer is rarely newer."""
 _NODES_MAX = 16
-"""Asked at once, those with members of etcd first."""
+"""Most nodes asked concurrently, those with etcd members first."""
 
 log = logging.getLogger("nvpool.node.coordination.peer_maps")
 
 
 def away(endpoints: tuple[str, ...]) -> tuple[str, ...]:
-    """Not by unix sockets: they may be another node's, and it has to see who we are."""
+    """Endpoints without unix sockets: those may be another node's, and the node must see our certificate."""
     return tuple(endpoint for endpoint in endpoints if not endpoint.startswith("stream+unix"))
 
 
 async def newest_elsewhere(pool_map: PoolMap, own: int, dialer: Dialer) -> PoolMap | None:
-    """The newest map that another node knows, where that is newer than `pool_map`. Waits ASK_S at most, and MORE_S after the
-    first answer. StaleIdentity: no node gave its map, and one said that this node is not in the pool."""
+    """Return the newest map of another node if it is newer than `pool_map`, else None.
+
+    Waits at most ASK_S, and MORE_S after the first answer. StaleIdentity: no node sent its map, and one
+    reported that this node is not in the pool.
+    """
     keeping = {one.node for one in pool_map.etcd}
     others = sorted((node for node in pool_map.nodes if node.id != own), key=lambda node: node.id not in keeping)
     asked = [asyncio.ensure_future(_map_of(node, pool_map.epoch, dialer)) for node in others[:_NODES_MAX]]
@@ -44,7 +50,7 @@ async def newest_elsewhere(pool_map: PoolMap, own: int, dialer: Dialer) -> PoolM
 
 
 async def _answers(asked: list[asyncio.Task]) -> list[PoolMap | NvpoolError | None]:
-    """Results of the tasks, all of which end by themselves; of those that take long after the first map none."""
+    """Results of the tasks. Tasks that take long after the first map are cancelled and have no result."""
     waiting, until_s = set(asked), None
     try:
         while waiting:
@@ -61,7 +67,7 @@ async def _answers(asked: list[asyncio.Task]) -> list[PoolMap | NvpoolError | No
 
 
 async def _map_of(node: Node, epoch: int, dialer: Dialer) -> PoolMap | NvpoolError | None:
-    """None: nothing newer."""
+    """Ask one node; None: it has no newer map."""
     request = pool_pb2.MapRequest(newer_than=epoch).SerializeToString()
     try:
         reply = await dialer.call(away(node.endpoints), wire_pb2.POOL_MAP, request,

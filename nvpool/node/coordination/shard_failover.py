@@ -1,19 +1,22 @@
-"""Who is the primary of each shard: the leases of primaries, and the changes of the map when one is lost.
+"""Failover of shards: leases of primaries, and promotion of a standby when a primary is lost.
 
-A primary of a shard with standbys says every half second that it lives (META_ALIVE), to who leads the pool. Its lease counts
-from the sending, here it is counted from the arrival: so it has ended there before it has here. One that has been silent for a
-whole lease, or whose process on this node has ended, is followed by a standby that is up, where there is one. Primaries ask
-here that a standby be up, or be not (META_STANDBY), that partitions be another shard's (META_MOVED), and that grants of a
-volume be refused (META_TAKE_RIGHT). What changes is decided by poolmap/shards/members, poolmap/shards/partition_moves and
-poolmap/grant_revocation. Used by node/supervisor.
+The primary of a shard with standbys sends a heartbeat (META_ALIVE) to the leader every half second. Its lease
+counts from the sending there and from the arrival here: so the lease has ended at the primary before it ends
+here. If a primary has been silent for a whole lease, or its process on this node has ended, a standby that is
+up replaces it, if there is one.
 
-A standby is asked for its records before it is promoted, and is demoted where it has lost them: an empty member never follows,
-and a shard waits rather than be served without changes that were acknowledged.
+Primaries also ask the leader to mark a standby as up or not (META_STANDBY), to give partitions to another
+shard (META_MOVED), and to have grants of a volume refused (META_TAKE_RIGHT). poolmap/shards/members,
+poolmap/shards/partition_moves and poolmap/grant_revocation decide the changes. Used by node/supervisor.
 
-No lease is given for longer than the leader's own lease at the coordinator lives for certain (`Lease.left_s`). So when another
-one leads, all that was given before has ended, and nothing has to be waited for once more: who has seen the former leader for a
-whole lease gives primaries only the time to be heard, and those on the former leader's node, which is likely to be gone as a
-whole, none. Who has not (a coordinator that was just opened) waits for a whole lease.
+A standby is asked for its records before it is promoted, and is demoted if it has lost them. An empty member
+never becomes primary: a shard rather waits than serves without changes that were acknowledged.
+
+No lease is granted for longer than the leader's own lease is certainly valid (`Lease.left_s`). So when
+another node leads, all earlier leases have ended and need not be waited for again. A new leader that has seen
+the former leader for a whole lease gives primaries only the time to send a heartbeat, and gives none to those
+on the former leader's node, which is probably dead as a whole. A new leader that has not seen it (its
+coordinator was just opened) waits for a whole lease.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from nvpool.rpc.v1.moving_pb2 import MovedReply, MovedRequest
 LEASE_S = 2.5
 LOOK_S = 0.1
 HEARD_S = 1.5
-"""For a primary to find out who leads now: three signs of life."""
+"""Time for a primary to find the new leader: three heartbeats."""
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +52,12 @@ HasRecords = Callable[[Shard, int], Awaitable[bool | None]]
 
 
 class _Lost(NamedTuple):
-    """A primary that has to be replaced."""
+    """A primary that must be replaced."""
 
     shard: Shard
     ended: bool
     heard: tuple[int, float]
-    """Term and time of its last sign of life, as of this decision."""
+    """Term and time of its last heartbeat when this was decided."""
 
 
 class ShardKeeper:
@@ -62,12 +65,16 @@ class ShardKeeper:
                  secret: Callable[[], bytes], leads: Callable[[], Reign | None], lease_s: float = LEASE_S, *,
                  change_anywhere: Change | None = None, has_records: HasRecords | None = None,
                  unaware: Callable[[int], Collection[int]] = lambda epoch: ()) -> None:
-        """`change(decide)` replaces the map by what `decide` makes of the newest, and returns the new one; `secret` is the
-        pool's key of grants, asked for with the first message. `leads`: our reign, where primaries tell us that they live, and
-        not another node's supervisor; nothing is decided else, but for the processes of this node that have ended
-        (`change_anywhere`). `has_records(shard, member)` asks a standby, before it is promoted, whether it still has its
-        records; None: it does not answer, or its drive is away. Without the function, a standby that is up has them.
-        `unaware(epoch)`: targets that serve and do not know the map of that epoch yet."""
+        """Create the failover task of one node.
+
+        `change(decide)` replaces the newest map by the result of `decide` and returns the new map. `secret`
+        returns the pool's grant key; it is called at the first message. `leads` returns this node's
+        leadership, or None when another node's supervisor receives the heartbeats; then nothing is decided
+        here except for ended processes of this node (`change_anywhere`). `has_records(shard, member)` asks a
+        standby before its promotion whether it still has its records; None: it does not answer, or its drive
+        is missing. Without that function every standby that is up counts as having them. `unaware(epoch)`:
+        targets that serve and do not know the map of that epoch yet.
+        """
         self._newest = pool_map
         self._change = change
         self._clock = clock
@@ -80,10 +87,10 @@ class ShardKeeper:
         self._unaware = unaware
         self._reign: Reign | None = None
         self._replacing: dict[int, tuple[int, int]] = {}
-        """Shard -> term in which its primary is being replaced, and the epoch of the map that would say so."""
-        self._heard: dict[int, tuple[int, float]] = {}  # shard -> term, when
+        """Shard -> term in which its primary is being replaced, and epoch of that map."""
+        self._heard: dict[int, tuple[int, float]] = {}  # shard -> term and time of the last heartbeat
         self._ended: dict[int, int] = {}  # shard -> term in which the primary's process has ended
-        self._said: dict[int, int] = {}  # shard -> term in which no standby answered
+        self._said: dict[int, int] = {}  # shard -> term in which no standby answered, as logged
         self._woken = asyncio.Event()
 
     METHODS = frozenset((wire.META_ALIVE, wire.META_STANDBY, wire.META_MOVED, wire.META_TAKE_RIGHT))
@@ -94,7 +101,10 @@ class ShardKeeper:
         self._checking(authority)
 
     async def answer(self, method: int, message: bytes) -> bytes:
-        """The encoded answer to one of METHODS. StaleGrant, StaleTerm, StaleMember, InvalidRequest; DecodeError."""
+        """Return the encoded response to one of METHODS.
+
+        StaleGrant, StaleTerm, StaleMember, InvalidRequest; DecodeError: the message is malformed.
+        """
         if method == wire.META_ALIVE:
             alive = pb.ShardAliveRequest.FromString(message)
             self._check(alive.authority)
@@ -120,7 +130,10 @@ class ShardKeeper:
         return pb.StandbyReply(map=encode_map(new)).SerializeToString()
 
     async def _take_right(self, request: pb.TakeRightRequest) -> pb.TakeRightReply:
-        """Have stores refuse grants that were given before now; or only say which do not know that yet."""
+        """Make stores refuse grants issued before now.
+
+        Without `rights` only report stores that do not know it yet.
+        """
         if not request.rights:
             return pb.TakeRightReply(unaware=self._unaware(request.known))
         new = await self._change(lambda newest: grant_revocation.taken(newest, request.volume, request.member, request.rights,
@@ -128,7 +141,7 @@ class ShardKeeper:
         return pb.TakeRightReply(map=encode_map(new), unaware=self._unaware(new.epoch))
 
     async def _moved(self, request: MovedRequest) -> MovedReply:
-        """Partitions are another shard's from here on, where they are to be. The newest map says what became of it."""
+        """Give the partitions to another shard as planned. The returned map shows the result."""
         if len(request.partitions) % 2:
             raise InvalidRequest("partitions are 2 bytes each")
         partitions = struct.unpack(f"<{len(request.partitions) // 2}H", request.partitions)
@@ -181,8 +194,8 @@ class ShardKeeper:
         return reply
 
     def _is_withheld(self, shard: Shard) -> bool:
-        """Whether another member is being named in the primary's place at this moment, or perhaps was: until it is known it
-        gets no lease."""
+        """Whether another member is replacing the primary now, or perhaps has: until that is known it gets no
+        lease."""
         term, epoch = self._replacing.get(shard.id, (0, 0))
         if term == shard.term and self._newest().epoch < epoch:
             return True
@@ -190,14 +203,14 @@ class ShardKeeper:
         return False
 
     def member_ended(self, shard: int, member: int) -> None:
-        """The process of that member has ended: where it was the primary it will not answer before it has asked again."""
+        """Report the end of a member's process: a primary serves again only after it has asked the leader."""
         known = self._newest().shard_by_id.get(shard)
         if known is not None and known.member == member:
             self._ended[shard] = known.term
             self._woken.set()
 
     async def run(self) -> None:
-        """Look after the primaries until cancelled."""
+        """Monitor the primaries until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(LOOK_S):
@@ -211,7 +224,7 @@ class ShardKeeper:
                 log.warning("no primary could be named: %s", error)
 
     def _begin(self, reign: Reign, now_s: float) -> None:
-        """Nobody has been heard in this reign."""
+        """Start a new leadership: no primary has sent a heartbeat in it."""
         self._heard.clear()
         for shard in self._newest().shards:
             waits_s = self._lease_s
@@ -220,7 +233,7 @@ class ShardKeeper:
             self._heard[shard.id] = shard.term, now_s - self._lease_s + waits_s
 
     async def run_once(self) -> None:
-        """Promote a standby wherever a primary is lost."""
+        """Promote a standby of each shard whose primary is lost."""
         now_s = self._clock.boottime_s()
         reign = self._leads()
         if reign is None:
@@ -238,7 +251,8 @@ class ShardKeeper:
                 if reign is None:
                     continue
                 if heard[0] != shard.term:
-                    self._heard[shard.id] = heard = shard.term, now_s  # a new primary: it has a whole lease to be heard
+                    # A new primary: it has a whole lease to report.
+                    self._heard[shard.id] = heard = shard.term, now_s
                 if now_s - heard[1] <= self._lease_s:
                     continue
             if shard_members.up_standbys(shard):
@@ -252,7 +266,7 @@ class ShardKeeper:
                 log.warning("shard %d has no primary: its standbys that have everything do not answer", one.shard.id)
 
     async def _look_at_standbys(self, shard: Shard) -> tuple[frozenset[int], frozenset[int]]:
-        """Of the standbys that are up: those that have their records, and those that have lost them."""
+        """Ask the standbys that are up: those that have their records, and those that have lost them."""
         up = shard_members.up_standbys(shard)
         if self._has_records is None or not up:
             return up, frozenset()
@@ -261,7 +275,7 @@ class ShardKeeper:
                 frozenset(member for member, has in answers.items() if has is False))
 
     async def _replace(self, lost: _Lost, reign: Reign | None, heirs: frozenset[int], without: frozenset[int]) -> None:
-        """Name one of the heirs; demote standbys without records."""
+        """Promote one of the heirs; demote standbys without records."""
         shard = lost.shard
 
         def decide(newest: PoolMap) -> PoolMap:

@@ -1,10 +1,11 @@
-"""Makes the places of shards' members on this node, ends those that are not wanted any more, and, where this node leads the
-pool, takes the steps by which members come to where they shall be.
+"""Shard members of this node: creates their directories, removes unwanted ones and, on the leader, moves
+members.
 
-What shall be stands in the map and is decided by poolmap/shards/placement; so whatever is interrupted is gone on with at the
-next look. A standby's directory is made only beside a store that is there (an unmounted drive is not an empty one), and removed
-only when the map names it no more. A primary that shall be elsewhere is ended by its node: a standby that is up follows it, as
-after any death, but nothing has to be waited for. Called by node/supervisor.
+The map contains the wanted state, which poolmap/shards/placement decides; so interrupted work continues at
+the next round. A standby's directory is created only beside an existing store (an unmounted drive is not an
+empty one), and removed only when the map does not name it any more. A primary that belongs elsewhere is ended
+by its node: a standby that is up replaces it, as after any death, but without a wait. Used by
+node/supervisor.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from nvpool.poolmap.shards.members import (
 from nvpool.provision.create import endpoints_for, free_ports, make_standby_place
 
 MADE_AGAIN_S = 5.0
-"""Pause before a missing directory is made again, so that one that is being moved can be put back."""
+"""Delay before a missing directory is created again.
+
+A directory that is being moved can be put back within it."""
 HANDED_OVER_S = 10.0
-"""Before a primary is asked again to end: the standby that was up may not be so any more."""
+"""Delay before a primary is asked again to end: the standby that was up may not be up any more."""
 
 log = logging.getLogger("nvpool.node.coordination.shard_members")
 
@@ -47,8 +50,11 @@ class ShardPlaces:
     def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, *, start: Callable[[], None],
                  end: Callable[[str], Awaitable[None]], again: Callable[[str], None],
                  stuck: StuckStandbys | None = None) -> None:
-        """`start` starts the members that the map wants here; `end` ends a process for good, `again` lets it end and start
-        anew. `stuck` finds standbys that can not be filled where they are; None: none is looked for."""
+        """Create the task of one node.
+
+        `start` starts the members that the map requires here. `end` stops a process for good; `again` lets it
+        end and restart. `stuck` finds standbys that cannot be filled where they are; None: no such search.
+        """
         self._directory = directory
         self._config = config
         self._node = node
@@ -57,7 +63,7 @@ class ShardPlaces:
         self._end = end
         self._again = again
         self._here: dict[tuple[int, int], str] = {}
-        """(shard, member) -> path of those that the map had here."""
+        """(shard, member) -> path, for the members that the map placed here."""
         self._handed_over_s: dict[int, float] = {}
         self._stuck = stuck
         self._missing_since_s: dict[tuple[int, int], float] = {}
@@ -65,8 +71,11 @@ class ShardPlaces:
         self.verbs = {"shard-standbys": self._wish_standbys}
 
     async def run_once(self) -> None:
-        """Do what can be done now; called again and again. What the map and the drive say: of a place that can not be made at
-        last, when all else is done."""
+        """Do what can be done now; called periodically.
+
+        Raises errors of the map and of the drive. An error of a directory that cannot be created is raised
+        last, after all other work.
+        """
         pool_map, failed = self._leading.pool_map, None
         await self._leave(pool_map)
         for shard in pool_map.shards:
@@ -91,11 +100,11 @@ class ShardPlaces:
             raise failed
 
     async def _make(self, shard: Shard, standby: Standby) -> None:
-        """A directory, ports, and a word in the map; then its process is started. An interrupted one is begun anew."""
+        """Create a directory, choose ports and record them in the map. An interrupted call starts again."""
         directory, name = self._directory, process_name(shard.id, standby.member)
         if not await asyncio.to_thread(os.path.exists, standby.path):
             raise NotFound(f"{standby.path} is not there, so nothing is made beside it: is its drive mounted?")
-        await self._end(name)  # of an earlier member of this number
+        await self._end(name)  # the process of an earlier member with this number
         newest = self._leading.pool_map
         try:
             path = await asyncio.to_thread(make_standby_place, directory, standby.path, newest.pool_id, shard.id,
@@ -107,7 +116,7 @@ class ShardPlaces:
 
         def decide(newest: PoolMap) -> PoolMap:
             if endpoints_of(shard_of(newest, shard.id), standby.member) == endpoints:
-                return newest  # asked again: what was thought to have failed was done
+                return newest  # a retry: the attempt that seemed to fail has succeeded
             if used_ports(newest) & set(ports):
                 raise Busy("the ports were taken meanwhile", retry_after_s=0.1)
             return standby_made(newest, shard.id, standby.member, path, endpoints)
@@ -116,8 +125,10 @@ class ShardPlaces:
         log.info("standby %d of shard %d has its place here, at %s", standby.member, shard.id, path)
 
     async def _make_again(self, pool_map: PoolMap) -> None:
-        """An empty directory for each standby here whose own was removed; its primary fills it. Only where the map does not
-        count on the standby, and the store beside it shows that the drive is there."""
+        """Create an empty directory for each standby here whose directory was removed. Its primary fills it.
+
+        Only if the map does not rely on the standby, and the store beside it shows that the drive is mounted.
+        """
         now_s, missing = asyncio.get_running_loop().time(), {}
         for shard in pool_map.shards:
             for standby in shard.standbys:
@@ -135,8 +146,11 @@ class ShardPlaces:
         self._missing_since_s = missing
 
     async def _leave(self, pool_map: PoolMap) -> None:
-        """End the processes of members that are not here any more, and remove what they had. Not of a shard that is gone: the
-        last of its records are not ours to remove."""
+        """Stop members that are no longer placed here and remove their directories.
+
+        Directories of a shard that has left the pool are kept: the last of its records must not be removed
+        here.
+        """
         here = {(shard.id, member): node_and_path(shard, member)[1] for shard in pool_map.shards for member in members(shard)
                 if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)}
         for (shard, member), path in self._here.items():
@@ -161,7 +175,7 @@ class ShardPlaces:
                 log.info("the primary of shard %d, member %d, ends so that another member follows it", shard.id, shard.member)
                 self._again(process_name(shard.id, shard.member))
 
-    # -- the operator's wishes -------------------------------------------------------------------------------------------------
+    # -- admin commands --------------------------------------------------------------------------------------
 
     async def _wish_standbys(self, arguments: dict) -> dict:
         try:
@@ -180,7 +194,7 @@ class ShardPlaces:
 
 
 def _is_removed(place: Path, store: str) -> bool:
-    """Whether a directory is missing though its drive, which has this store, is mounted."""
+    """Whether a directory is missing although its drive, which has this store, is mounted."""
     return not place.exists() and (not store or os.path.exists(store))
 
 
@@ -194,7 +208,7 @@ def _make_directory(place: Path) -> None:
 
 
 def members_told(pool_map: PoolMap, shard: Shard) -> dict:
-    """What status says of a shard's members: where they are, and what they are."""
+    """Status of a shard's members: their places and states."""
     states = {standby.member: standby.state for standby in shard.standbys}
     leaving = shard_placement.misplaced(pool_map, shard)
     return {"term": shard.term, "standbys_wanted": shard_placement.wanted(shard),

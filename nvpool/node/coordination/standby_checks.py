@@ -1,9 +1,10 @@
 """Checks of standbys by the leader: whether one may be promoted, and which ones make no progress.
 
-`has_records` is asked before a promotion, so that a member without records never becomes a primary. `StuckStandbys` finds
-standbys that should catch up and have not come nearer for the pool's replace_after_s: their records are gone, damaged or on a
-drive that fails, though the drive is in use. poolmap/shards/placement has them made elsewhere. Used by node/supervisor,
-node/coordination/shard_members and the simulation.
+`has_records` is called before a promotion, so that a member without records never becomes primary.
+`StuckStandbys` finds standbys that should catch up and have made no progress for the pool's replace_after_s:
+their records are missing, damaged, or on a failing drive, although the drive is in use.
+poolmap/shards/placement places them elsewhere. Used by node/supervisor, node/coordination/shard_members and
+the simulation.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 ASK_S = 1.0
 RECORDS_S = 0.5
-"""For `has_records`: clearly less than a node waits for the leader to which it passes a request on
-(node/coordination/leadership), since the request of a primary that begins is answered behind it. A connection that takes longer
-is made all the same."""
+"""Time limit of `has_records`.
+
+It is clearly shorter than a node waits for the leader to answer a forwarded request
+(node/coordination/leadership), since the request of a starting primary is answered after this check. A
+connection that takes longer is made all the same."""
 LOOK_S = 5.0
-"""Between two looks at the standbys that catch up."""
+"""Interval of checks of the standbys that catch up."""
 _HAS = {"standby": True, "promoting": True, "serving": True, "waiting": True, "filling": False, "empty": False, "lost": False}
 
 
 async def member_status(dialer: Dialer, clock: Clock, shard: Shard, member: int,
                         wait_s: float = ASK_S) -> meta_pb2.MetaStatusReply | None:
-    """The status of a member, or None when it gives none within `wait_s`."""
+    """Return the status of a member, or None if it sends none within `wait_s`."""
     try:
         reply = await dialer.call(endpoints_of(shard, member), wire_pb2.META_STATUS,
                                   meta_pb2.MetaStatusRequest().SerializeToString(), deadline_s=clock.boottime_s() + wait_s)
@@ -41,28 +44,28 @@ async def member_status(dialer: Dialer, clock: Clock, shard: Shard, member: int,
 
 
 async def has_records(dialer: Dialer, clock: Clock, shard: Shard, member: int) -> bool | None:
-    """Whether a standby has its whole records. None: it does not answer, or its drive is away."""
+    """Return whether a standby has all its records; None: it does not answer, or its drive is missing."""
     status = await member_status(dialer, clock, shard, member, RECORDS_S)
     return None if status is None else _HAS.get(status.state)
 
 
 class StuckStandbys:
-    """Standbys that have been `syncing` without progress for `replace_after_s`, while their primary serves."""
+    """Standbys that have been `syncing` without progress for `replace_after_s` while their primary serves."""
 
     def __init__(self, dialer: Dialer, replace_after_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._dialer = dialer
         self._replace_after_s = replace_after_s or inf
         self._clock = clock
         self._seen: dict[tuple[int, int], tuple[tuple[str, float], float]] = {}
-        """(shard, member) -> its state and last change, and since when these are the same."""
+        """(shard, member) -> its state and last change, and since when they are the same."""
         self._looked_s = -inf
 
     def forget(self) -> None:
-        """This node does not lead: whoever does has the time counted."""
+        """Drop the state because this node does not lead: the leader measures the time."""
         self._seen.clear()
 
     async def look(self, pool_map: PoolMap) -> frozenset[tuple[int, int]]:
-        """(shard, member) of the standbys that are to be replaced."""
+        """(shard, member) of the standbys that must be replaced."""
         now_s = self._clock.boottime_s()
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
@@ -80,7 +83,7 @@ class StuckStandbys:
         for (shard, member), status in zip(syncing, answers, strict=True):
             primary = primaries[shard.id]
             if primary is None or primary.state != "serving":
-                continue  # there is nobody who could fill it
+                continue  # there is no primary that could fill it
             mark = (status.state, status.counters["kv_sequence"] + status.counters["kv_layer_entries"]) \
                 if status is not None else ("silent", 0.0)
             before = self._seen.get((shard.id, member))

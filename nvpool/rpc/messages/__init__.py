@@ -1,1 +1,1 @@
-"""Packed forms of messages that would be slow as protobuf."""
+"""Packed binary encodings of messages that would be slow as protobuf."""

@@ -1,5 +1,5 @@
-/* Fields of protobuf messages as proto3 writes them: one that is zero is left out. Each returns the place behind what it wrote or
-   took. */
+/* Encode and decode protobuf fields as proto3 does: a field with the value zero is omitted. Each function
+   returns the address behind the bytes that it wrote or read. */
 
 #ifndef NVPOOL_WIRE_FIELDS_H
 #define NVPOOL_WIRE_FIELDS_H
@@ -34,7 +34,7 @@ static inline uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value)
     return at + 9;
 }
 
-/* Of up to 63 bits, from before `end`: the place behind it, NULL where there is none. */
+/* Read a varint of up to 63 bits before `end`; return the address behind it, or NULL if there is none. */
 static inline const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value)
 {
     uint64_t found = 0;

@@ -1,8 +1,9 @@
-"""Read and write batches as packed structs: the part of data.proto that is made and taken apart for every read.
+"""Read and write batches as packed structs: the part of data.proto that every read encodes and decodes.
 
-A batch is one bytes object of fixed entries, so that 64 reads cost one struct call each and no protobuf objects. Everything
-that comes from the other side is checked here: what makes no sense is InvalidRequest (of requests) or CorruptFrame (of
-answers), and never an exception of `struct`. Called by chunkclient and store/server/service.
+A batch is one bytes object of fixed-size entries, so that 64 reads cost one struct call each and no protobuf
+objects. This module checks everything that comes from the other side: invalid bytes raise InvalidRequest (in
+requests) or CorruptFrame (in replies), never an exception of `struct`. Used by the chunk client and
+store/server/service.
 """
 
 from __future__ import annotations
@@ -22,41 +23,45 @@ READ_ENTRY = Struct("<QIIIHH")
 READ_RESULT = Struct("<HHIQ")
 """status, flags, length, version"""
 WRITE_ENTRY = Struct("<QQQIIIHH")
-"""inode, cut, sequence, chunk index, offset, length, grant, flags"""
+"""inode, truncation epoch, sequence, chunk index, offset, length, grant, flags"""
 WRITE_RESULT = Struct("<HHIQ")
 """status, flags, reserved, version"""
 LOCATE_ENTRY = Struct("<QIHHQ")
-"""inode, chunk index, blocks, grant, version that the asker has"""
+"""inode, chunk index, blocks, grant, version that the client has"""
 LOCATE_RESULT = Struct("<HHIIIIIQ")
-"""status, flags, runs, blocks, life in milliseconds, slot, stamp, version"""
+"""status, flags, runs, blocks, lease time in milliseconds, slot, stamp, version"""
 PAST_READS = Struct("<QQQ")
-"""inode, reads past the store, bytes of them"""
+"""inode, short-circuit reads (which bypass the store), their bytes"""
 LENT = Struct("<QI4x16sd")
-"""What a store says with its descriptors (rpc/fd_passing): target, slots of its table, token, CLOCK_BOOTTIME there"""
+"""Message that a store sends with its descriptors (rpc/fd_passing).
+
+Its fields: target, slots of the store's table, token, CLOCK_BOOTTIME of the store."""
 INODE = Struct("<Q")
 
 BATCH_ENTRIES_MAX = 8192
-"""8,192 reads of one block are the largest payload; more entries would be smaller than a block each."""
+"""Most entries of a batch: 8,192 reads of one block are the largest payload."""
 
 ASKER_KEEPS = 1
-"""Flag of a read: the asker has a cache of his own, so this need not stay in that of the drive."""
+"""Flag of a read: the client caches the data itself, so the drive's cache need not keep them."""
 ALL_OF_BLOCKS = 1
-"""Flag of a write: the file has no other bytes in the blocks that it changes in part, and has had none since its chain was
-begun anew."""
+"""Flag of a write: the file has no other bytes in the blocks it changes in part.
+
+The file has had no such bytes since its chain was reset."""
 UNCHECKED = 1
 """Flag of a read result: the store has not compared these blocks with their checksums."""
 
 SAME_VERSION = 1
-"""Flag of a locate result: the asker knows where the blocks lie."""
+"""Flag of a locate result: the client already knows the block locations."""
 LOCATE_ENTRIES_MAX = 256
-"""A quarter of a GiB of a file; its checksums are 256 KiB of message."""
+"""Most entries of a locate request: a quarter of a GiB of a file, with 256 KiB of checksums in the
+message."""
 LOCATE_BYTES_MAX = 2 << 20
-"""Of runs and checksums in one answer; entries that would pass it are not answered."""
+"""Most bytes of runs and checksums in one reply; entries beyond it are left unanswered."""
 
 _BLOCK_MASK = BLOCK_BYTES - 1
 
 
-# -- the commonest messages without protobuf: the same bytes, a quarter of the time -------------------------------------------
+# -- the most common messages without protobuf: the same bytes, a quarter of the time ------------------------
 
 _READ_REQUEST = Struct("<BQBBBB60sBB24s")
 _READ_REQUEST_BYTES = _READ_REQUEST.size
@@ -67,8 +72,10 @@ _WRITE_REPLY_BYTES = _WRITE_REPLY.size
 _WRITE_MARKS = 0x09, 0x10, 0x1A, 60, 0x22, 40, 0x2A, 4, 0x31, 0x38
 _READ_REPLY = Struct("<BQBB16sBB4s")
 _READ_REPLY_BYTES = _READ_REPLY.size
-"""ReadRequest with one grant and one read, ReadReply with one block, WriteRequest with one grant and one write within a block,
-WriteReply to one write, as protobuf encodes them: of each field tag, length (where it has one) and value."""
+"""Protobuf encodings of the most common messages: tag, length (where there is one) and value of each field.
+
+They are ReadRequest with one grant and one read, ReadReply with one block, WriteRequest with one grant and
+one write within a block, and WriteReply to one write."""
 
 
 def encode_read_request(epoch: int, target: int, grants: list[bytes], reads: bytes, verify: bool = False) -> bytes:
@@ -78,7 +85,10 @@ def encode_read_request(epoch: int, target: int, grants: list[bytes], reads: byt
 
 
 def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], bytes, bool]:
-    """(epoch, target, grants, reads, verify). InvalidRequest when it is no ReadRequest; the fields are not looked at."""
+    """Return (epoch, target, grants, reads, verify).
+
+    InvalidRequest: not a ReadRequest. The fields are not checked.
+    """
     if len(message) == _READ_REQUEST_BYTES:
         one, epoch, two, target, three, grant_bytes, grant, four, reads_bytes, reads = _READ_REQUEST.unpack(message)
         if one == 0x09 and two == 0x10 and target < 128 and three == 0x1A and grant_bytes == 60 and four == 0x22 and \
@@ -102,8 +112,10 @@ def encode_write_request(epoch: int, target: int, grant: bytes, writes: bytes, c
 
 
 def decode_write_request(message: Buffer) -> tuple[int, int, bytes, bytes, bytes, int, int] | None:
-    """(epoch, target, grant, writes, checksums, session, slot) of one write within a block; None where it is anything else, or
-    no WriteRequest at all. The fields are not looked at."""
+    """Decode a request with one write within a block; return None for any other message.
+
+    The result is (epoch, target, grant, writes, checksums, session, slot). The fields are not checked.
+    """
     if len(message) != _WRITE_REQUEST_BYTES:
         return None
     one, epoch, two, target, *marks, grant, four, forty, writes, five, four_bytes, checksums, six, session, seven, slot = \
@@ -120,7 +132,7 @@ def encode_write_reply(epoch: int, results: bytes | bytearray) -> bytes:
 
 
 def decode_write_reply(message: Buffer) -> bytes:
-    """The results. CorruptFrame when it is no WriteReply; the field is not looked at."""
+    """Return the packed results. CorruptFrame: not a WriteReply. The field is not checked."""
     if len(message) == _WRITE_REPLY_BYTES:
         one, _, two, results_bytes, results = _WRITE_REPLY.unpack(message)
         if one == 0x09 and two == 0x12 and results_bytes == 16:
@@ -129,7 +141,10 @@ def decode_write_reply(message: Buffer) -> bytes:
 
 
 def decoded(reply_type, raw: Buffer):
-    """An answer of another process. CorruptFrame when it is none of that type: never an exception of protobuf."""
+    """Decode a reply of another process.
+
+    CorruptFrame: not of that type. Never raises a protobuf exception.
+    """
     try:
         return reply_type.FromString(raw if type(raw) is bytes else bytes(raw))
     except DecodeError:
@@ -143,7 +158,7 @@ def encode_read_reply(epoch: int, results: bytes | bytearray, checksums: bytes) 
 
 
 def decode_read_reply(message: Buffer) -> tuple[bytes, bytes]:
-    """(results, checksums). CorruptFrame when it is no ReadReply; the fields are not looked at."""
+    """Return (results, checksums). CorruptFrame: not a ReadReply. The fields are not checked."""
     if len(message) == _READ_REPLY_BYTES:
         one, _, two, results_bytes, results, three, checksums_bytes, checksums = _READ_REPLY.unpack(message)
         if one == 0x09 and two == 0x12 and results_bytes == 16 and three == 0x1A and checksums_bytes == 4:
@@ -164,8 +179,11 @@ def pack_reads(entries: Iterable[tuple[int, int, int, int, int, int]]) -> bytes:
 
 
 def unpack_reads(raw, grant_count: int) -> list[tuple[int, int, int, int, int, int]]:
-    """(inode, index, offset, length, grant, flags) of each read: whole blocks inside the largest chunk, with a grant that is
-    there. InvalidRequest otherwise; TooBig when the answer would not fit into a frame."""
+    """Return (inode, index, offset, length, grant, flags) of each read of a request.
+
+    Each read covers whole blocks inside the largest chunk and names a grant of the request. InvalidRequest:
+    it does not. TooBig: the reply would not fit into a frame.
+    """
     entries = _unpack(READ_ENTRY, raw, InvalidRequest)
     total = 0
     for inode, _, offset, length, grant, _ in entries:
@@ -185,10 +203,10 @@ def pack_read_results(results: Iterable[tuple[int, int, int, int]]) -> bytes:
 
 
 def unpack_read_results(raw, lengths: Iterable[int], payload_bytes: int, checksums) -> list[tuple[int, int, int, int]]:
-    """(status, flags, length, version) of each read that was asked for with `lengths`.
+    """Return (status, flags, length, version) of each read that was requested with `lengths`.
 
-    On return there are as many results as lengths, each of whole blocks and not longer than was asked for, nothing for an
-    error, and payload and checksums are as long as all together say. CorruptFrame otherwise.
+    On return there is one result per length. Each has whole blocks and is not longer than requested; an error
+    has length 0. Payload and checksums have the length that the results require. CorruptFrame: otherwise.
     """
     results = _unpack(READ_RESULT, raw, CorruptFrame)
     lengths = list(lengths)
@@ -210,8 +228,11 @@ def pack_writes(entries: Iterable[tuple[int, int, int, int, int, int, int, int]]
 
 
 def unpack_writes(raw, grant_count: int, payload_bytes: int, checksums) -> list[tuple[int, int, int, int, int, int, int, int]]:
-    """(inode, cut, sequence, index, offset, length, grant, flags) of each write: bytes inside the largest chunk, with a grant
-    that is there, payload and checksums as long as all together say. InvalidRequest otherwise."""
+    """Return the fields of each write, as in WRITE_ENTRY.
+
+    Each write lies inside the largest chunk and names a grant of the request. Payload and checksums have the
+    length that the writes require. InvalidRequest: otherwise.
+    """
     entries = _unpack(WRITE_ENTRY, raw, InvalidRequest)
     total = pieces = 0
     for inode, _, _, _, offset, length, grant, _ in entries:
@@ -229,7 +250,7 @@ def unpack_writes(raw, grant_count: int, payload_bytes: int, checksums) -> list[
 
 
 def piece_count(offset: int, length: int) -> int:
-    """Into how many pieces block borders divide a write; each has a checksum."""
+    """Number of pieces into which block boundaries divide a write; each piece has a checksum."""
     return (offset + length - 1) // BLOCK_BYTES - offset // BLOCK_BYTES + 1
 
 
@@ -239,7 +260,10 @@ def pack_write_results(results: Iterable[tuple[int, int, int, int]]) -> bytes:
 
 
 def unpack_write_results(raw, count: int) -> list[tuple[int, int, int, int]]:
-    """(status, flags, reserved, version) of each of `count` writes. CorruptFrame when there are more or fewer."""
+    """Return (status, flags, reserved, version) of each of `count` writes.
+
+    CorruptFrame: there are more or fewer.
+    """
     results = _unpack(WRITE_RESULT, raw, CorruptFrame)
     if len(results) != count:
         raise CorruptFrame(f"{len(results)} results for {count} writes")
@@ -252,7 +276,7 @@ def pack_inodes(inodes: Iterable[int]) -> bytes:
 
 
 def unpack_inodes(raw) -> list[int]:
-    """The u64 of each inode. InvalidRequest when the bytes are not whole ones, or more than a message should have."""
+    """Return the inode numbers (u64). InvalidRequest: the length is not a multiple of 8 bytes."""
     if len(raw) % 8:
         raise InvalidRequest(f"{len(raw)} bytes are not whole inode numbers")
     return [number for number, in INODE.iter_unpack(raw)]

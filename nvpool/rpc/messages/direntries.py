@@ -1,8 +1,9 @@
-"""Entries of a directory with their attributes, packed: the part of LIST that is made and taken apart for every name listed.
+"""Packed directory entries with attributes: the part of LIST that is encoded for every listed name.
 
-An entry is ENTRY and its name, one behind another. `Listed` is a batch of them as it came: what is asked of all entries is
-there as lists, and an Attr is made of those only that somebody asks for one by one. Packed by meta/operations/listing, read by
-client and fuse. Knows nothing of files, leases or the kernel.
+An entry is ENTRY followed by its name; entries follow one another. `Listed` is a received batch: values that
+are needed of all entries are lists, and an Attr is made only for entries that a caller reads one by one.
+Encoded by meta/operations/listing, decoded by client and fuse. This module knows nothing of files, leases or
+the kernel.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from nvpool.core.grants import GRANT_BYTES
 from nvpool.rpc.v1.meta_pb2 import Attr, DirEntry
 
 ENTRY = struct.Struct("<QQIIIIQQqqqQQIHBBQQBB")
-"""cursor behind it; as in Attr: inode, mode, links, uid, gid, size, blocks, atime_ns, mtime_ns, ctime_ns, change, cut, rdev,
-table, chunk_bits, flags, parent, punches; promised (lease_ms of the answer holds for the inode), bytes of the name"""
+"""Fields of an entry: cursor after it, attributes as in Attr, promised, length of the name.
+
+The attributes are inode, mode, links, uid, gid, size, blocks, atime_ns, mtime_ns, ctime_ns, change, cut,
+rdev, table, chunk_bits, flags, parent and punches. `promised`: the reply's lease_ms holds for the inode."""
 ENTRY_BYTES = ENTRY.size
 _unpack = ENTRY.unpack
 _ATTR_FIELDS = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change", "cut",
@@ -30,7 +33,7 @@ _CHANGE_AT = struct.calcsize("<QQIIIIQQqqq")
 
 
 class Entry(NamedTuple):
-    """One of a Listed. `kind`: S_IFMT bits >> 12."""
+    """One entry of a Listed. `kind` is the S_IFMT bits >> 12."""
 
     name: bytes
     cursor: int
@@ -40,13 +43,16 @@ class Entry(NamedTuple):
 
 
 class Listed:
-    """A batch of entries, in order. `words[n]` is ENTRY's tuple of the n-th, `records[n]` its bytes without the name.
-    `promised`: how many are."""
+    """A batch of directory entries, in order.
+
+    `words[n]` is the ENTRY tuple of the n-th entry and `records[n]` its bytes without the name. `promised` is
+    the number of entries that come with a lease.
+    """
 
     __slots__ = ("names", "words", "records", "inodes", "changes", "promised")
 
     def __init__(self, packed: bytes) -> None:
-        """CorruptFrame for what are no entries."""
+        """Decode packed entries. CorruptFrame: the bytes are not complete entries."""
         self.names: list[bytes] = []
         self.words: list[tuple] = []
         self.records: list[bytes] = []
@@ -83,7 +89,10 @@ class Listed:
         return attr_of(self.records[at])
 
     def grants(self, packed: bytes) -> list[bytes]:
-        """Of each entry what ListDirReply.grants has for it, b"" where that is nothing. CorruptFrame where they do not fit."""
+        """Grant of each entry from ListDirReply.grants, b"" for an entry without one.
+
+        CorruptFrame: the number of grants does not match the entries.
+        """
         found, at = [], 0
         for words in self.words:
             behind = at + GRANT_BYTES if words[_PROMISED] and words[2] >> 12 == _REGULAR else at
@@ -94,14 +103,14 @@ class Listed:
         return found
 
     def cursor(self, at: int) -> int:
-        """It leads on behind the entry."""
+        """Cursor that continues the listing after the entry."""
         return self.words[at][_CURSOR]
 
     def is_promised(self, at: int) -> bool:
         return bool(self.words[at][_PROMISED])
 
     def only(self, places: list[int]) -> Listed:
-        """The entries at these places."""
+        """Batch of the entries at these positions."""
         part = Listed(b"")
         for name in ("names", "words", "records", "inodes", "changes"):
             of_all = getattr(self, name)
@@ -110,7 +119,7 @@ class Listed:
         return part
 
     def put(self, at: int, attr: Attr) -> None:
-        """Show these attributes instead."""
+        """Replace the attributes of an entry."""
         record = pack_entry(self.cursor(at), attr, self.is_promised(at), b"")
         self.records[at], self.words[at], self.changes[at] = record, ENTRY.unpack(record), attr.change
 
@@ -120,14 +129,14 @@ def pack_entry(cursor: int, attr: Attr, promised: bool, name: bytes) -> bytes:
 
 
 def packed(entries: Iterable[DirEntry]) -> bytes:
-    """Of entries that have attributes."""
+    """Encode the entries that have attributes."""
     return b"".join([pack_entry(entry.cursor, entry.attr, entry.promised, entry.name)
                      for entry in entries if entry.HasField("attr")])
 
 
 def attr_of(record: bytes) -> Attr:
-    """Of a record of a Listed."""
-    attr = Attr()  # by name and one by one: half of what it takes by a dict
+    """Decode the attributes of a record of a Listed."""
+    attr = Attr()  # field by field: takes half the time of a dict
     (_, attr.inode, attr.mode, attr.links, attr.uid, attr.gid, attr.size, attr.blocks, attr.atime_ns, attr.mtime_ns,
      attr.ctime_ns, attr.change, attr.cut, attr.rdev, attr.table, attr.chunk_bits, attr.flags, attr.parent, attr.punches, _,
      _) = _unpack(record)

@@ -1,12 +1,13 @@
-"""Sums of a check: what one shard alone can not tell to be right, to be laid together with what the others have of it.
+"""Partial sums of fsck: values that one shard cannot verify alone and that all shards' results complete.
 
-Little-endian, one behind the other:
+Little-endian, one after the other:
 
-    sum    inode u64 · names i32 · subdirectories i32 · entries i32 · parents u64 · length of the key u16 · key
-    copy   directory u64 · shard u16 (0: its own record) · flags u16 · mode u16 · uid u32 · gid u32 · table u8 · chunk_bits u8
+    sum    inode u64 · names i32 · subdirectories i32 · entries i32 · parents u64 · key length u16 · key
+    copy   directory u64 · shard u16 (0: its own record) · flags u16 · mode u16 · uid u32 · gid u32 ·
+           table u8 · chunk_bits u8
 
-Made by meta/fsck/walker, laid together by sdk/fsck/check. And numbers in a row: inodes of 8 bytes, partitions of 2, or a bit
-for each.
+Written by meta/fsck/walker, combined by sdk/fsck. The module also encodes arrays of numbers: inodes of
+8 bytes, partitions of 2 bytes, or one bit per partition.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ MASK = (1 << 64) - 1
 
 
 class Sum(NamedTuple):
-    """Of an inode: how many more names, subdirectories and entries there are than it says. `parents`, of a directory: the
-    directories that it has names in, less what it says that its parent is, modulo 2**64. `key` is that of one of its names,
-    where that is not beside it."""
+    """Differences of one inode between what was found and what its record says.
+
+    `names`, `subdirs` and `entries`: how many more were found than the record says. `parents`, for a
+    directory: the sum of the directories that contain its names, minus the parent that its record states,
+    modulo 2**64. `key`: key of one of the inode's names, where that name is not stored beside the inode.
+    """
 
     inode: int
     names: int
@@ -45,7 +49,7 @@ class Sum(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Attributes of a wide directory, as its own record has them (`shard` 0) or a shard's part."""
+    """Attributes of a striped directory, from its own record (`shard` 0) or a shard's stripe."""
 
     inode: int
     shard: int
@@ -62,7 +66,7 @@ def pack_sums(sums: Iterable[Sum]) -> bytes:
 
 
 def unpack_sums(raw: bytes) -> list[Sum]:
-    """CorruptFrame for what are none."""
+    """Decode sums. CorruptFrame: the bytes are not complete sums."""
     found, at = [], 0
     try:
         while at < len(raw):
@@ -81,7 +85,7 @@ def pack_copies(copies: Iterable[Copy]) -> bytes:
 
 
 def unpack_copies(raw: bytes) -> list[Copy]:
-    """CorruptFrame for what are none."""
+    """Decode copies. CorruptFrame: the bytes are not complete copies."""
     return [Copy(*one) for one in _unpack(_COPY, raw)]
 
 
@@ -90,7 +94,7 @@ def pack_numbers(numbers: Collection[int]) -> bytes:
 
 
 def unpack_numbers(raw: bytes) -> tuple[int, ...]:
-    """CorruptFrame for what are none."""
+    """Decode u64 numbers. CorruptFrame: the length is not a multiple of 8 bytes."""
     return tuple(number for number, in _unpack(struct.Struct("<Q"), raw))
 
 
@@ -99,7 +103,7 @@ def pack_partitions(partitions: Collection[int]) -> bytes:
 
 
 def unpack_partitions(raw: bytes) -> tuple[int, ...]:
-    """CorruptFrame for what are none."""
+    """Decode u16 partition numbers. CorruptFrame: the length is not a multiple of 2 bytes."""
     return tuple(number for number, in _unpack(struct.Struct("<H"), raw))
 
 

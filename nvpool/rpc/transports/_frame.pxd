@@ -1,22 +1,31 @@
 # cython: language_level=3
-"""Who may have answers from the buffer in which they came, which `hear` in _frame.pyx asks; and for who sends frames himself."""
+"""Interfaces of _frame.pyx: receivers of replies from the receive buffer, and a function for senders of
+frames."""
 
 from libc.stdint cimport uint8_t
 
 
 cdef class Asking:
-    """Who has asked for much. When some of its answers were taken it goes on: behind the last that came, and before, where more
-    came, after each `turn` of them; 0: not before."""
+    """Sender of many requests that continues when some of its replies have been taken.
+
+    `go_on` is called after the last reply that arrived, and also after each `turn` replies if more arrived;
+    with `turn` 0 only after the last.
+    """
     cdef Py_ssize_t turn
 
     cdef int go_on(self) except -1
 
 
 cdef class Taker:
-    """What a connection's table may have as `on_done`, where nobody said `into`."""
+    """An `on_done` that may take replies directly from the receive buffer.
+
+    Only for requests without `into`."""
 
     cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes)
 
 
 cdef object note(connection, dict in_flight, on_done, double deadline_s, room, method, double now_s)
-"""The number of a request, which is in the connection's table from now on, as Asker._begin has it; it is sent by the caller."""
+"""Add a request to the connection's table as Asker._begin does, and return its number.
+
+The caller sends it.
+"""

@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Heads of frames, packed and read without Python objects in between, and answers told to who waits for them. See frame.py and
-fast_replies.py, which have the twins."""
+"""Compiled frame headers and reply dispatch, without Python objects in between.
+
+The reference implementations are in frame.py and fast_replies.py.
+"""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
@@ -27,7 +29,7 @@ cdef extern from "_crc.h":
 crc_begin(0)
 
 cdef enum:
-    TABLES_BYTES_MAX = 1024  # a longer message is worth a call of the library, which uses the processor's instruction
+    TABLES_BYTES_MAX = 1024  # for a longer message the library is faster: it uses the processor's CRC instruction
 
 cdef object nothing = memoryview(b""), new_tuple = tuple.__new__, clock_of_system = SystemClock.boottime_s
 cdef uint32_t message_max = MESSAGE_BYTES_MAX
@@ -41,7 +43,7 @@ cdef uint32_t message_crc(bytes message) except? 0:
 
 
 def pack_head(uint8_t kind, uint16_t code, uint32_t number, uint32_t deadline_ms, message, uint32_t payload_bytes):
-    """As frame.pack_head_plain."""
+    """Compiled form of frame.pack_head_plain."""
     cdef bytes its = message if type(message) is bytes else bytes(message)
     cdef uint32_t count = <uint32_t>len(its)
     cdef bytes head = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + count)
@@ -52,7 +54,7 @@ def pack_head(uint8_t kind, uint16_t code, uint32_t number, uint32_t deadline_ms
 
 
 def read_head(bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint32_t whole_max):
-    """As frame.read_head_plain, but None for what that raises an error about."""
+    """Compiled form of frame.read_head_plain; returns None where that raises an error."""
     if begin < 0 or end - begin < HEADER_BYTES or end > PyByteArray_GET_SIZE(buffer):
         raise ValueError("the head of a frame lies outside of its buffer")
     cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(buffer) + begin
@@ -75,15 +77,22 @@ cdef class Asking:
 
 cdef class Taker:
     cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
-        """What came of it well; both are the connection's buffer. Who has asked; or None: it is left, nothing has happened, and
-        it is called as every on_done."""
+        """Take a successful reply directly from the connection's buffer, which holds message and payload.
+
+        Returns the sender that should continue, or None. None means that nothing was taken; the object is
+        then called as any other on_done.
+        """
         return None
 
 
 def hear(connection, reader, Py_ssize_t count):
-    """Of `count` more bytes that a connection's FrameReader has received, and what was kept before them: what answers requests
-    of the connection well is told, as exchange.Asker has it, from the first frame on; with a payload, or a long message, only
-    to a Taker. -1: that was all; else what is left is to be given to FrameReader.buffer_updated."""
+    """Dispatch the successful replies among `count` bytes that a connection's FrameReader has just received.
+
+    Starts with the bytes that were kept before and stops at the first frame that is no successful reply. The
+    replies complete requests as multiplexer.Asker does. A reply with a payload or a long message is
+    dispatched only to a Taker. Returns -1 if all bytes were consumed; otherwise the caller passes the
+    returned count to FrameReader.buffer_updated.
+    """
     cdef bytearray buffer
     cdef const uint8_t *frame
     cdef const uint8_t *message
@@ -142,7 +151,7 @@ def hear(connection, reader, Py_ssize_t count):
                 if last is not None:
                     last.go_on()
                 last, run = asking, 0
-            if reader.stalled:  # it has ended meanwhile
+            if reader.stalled:  # the connection has ended meanwhile
                 break
             if asking is None:
                 continue
@@ -168,7 +177,7 @@ def hear(connection, reader, Py_ssize_t count):
 
 
 cdef Py_ssize_t reply_at(const uint8_t *at, Py_ssize_t have) noexcept nogil:
-    """The length of the whole frame there, where its head is that of an answer without an error; else 0."""
+    """Length of the complete frame at `at` if it is a successful reply, otherwise 0."""
     cdef Py_ssize_t length
     if have < HEADER_BYTES:
         return 0
@@ -201,7 +210,7 @@ cdef int tell(who, const uint8_t *message, Py_ssize_t message_bytes, Py_ssize_t 
 
 
 cdef int answered(calls, method, double took_s) except -1:
-    """As Calls.answered."""
+    """Compiled form of Calls.answered."""
     times = calls.by_method.get(method)
     if times is None:
         calls.answered(method, took_s, 0)

@@ -1,4 +1,4 @@
-/* Heads of frames (rpc/transports/frame), in front of their messages. crc_begin comes first. */
+/* Frame headers (rpc/transports/frame). Call crc_begin before any function of this file. */
 
 #ifndef NVPOOL_WIRE_HEAD_H
 #define NVPOOL_WIRE_HEAD_H
@@ -18,7 +18,7 @@ static inline void put_head(uint8_t *at, uint8_t kind, uint16_t code, uint32_t n
     put32(at + 28, crc_of(at, 28));
 }
 
-/* Whether that is one of this kind, and as it was sent. */
+/* Whether the bytes are an intact header of this kind. */
 static inline int is_head(const uint8_t *at, uint8_t kind)
 {
     return get32(at) == (0x504E | (uint32_t)kind << 16) && !at[6] && !at[7] && crc_of(at, 28) == get32(at + 28);

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Heads of frames (frame.py) for compiled modules, which call crc_begin first."""
+"""Frame headers (frame.py) for compiled modules, which must call crc_begin first."""
 
 from libc.stdint cimport uint8_t, uint16_t, uint32_t
 

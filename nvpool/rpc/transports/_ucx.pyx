@@ -1,7 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The door to UCX: contexts, workers, registered memory, endpoints, and puts of many pieces as one call. See
-rpc/transports/ucx.py, its only user. Nothing here awaits or retries; a status that is an error becomes UcxError. A Worker and
-its Endpoints belong to one thread; a Context and its Slabs to all (made with shared workers)."""
+"""Adapter to UCX: contexts, workers, registered memory, endpoints, and puts of many pieces as one call.
+
+Its only user is rpc/transports/ucx.py. No function waits or retries; an error status becomes UcxError. A
+Worker and its Endpoints belong to one thread; a Context and its Slabs may be used by all threads (they are
+made with shared workers).
+"""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint32_t, uint64_t
@@ -67,13 +70,13 @@ cdef extern from "_ucx_abi.h":
     void p_ucp_request_free(void *) nogil
     const char *p_ucs_status_string(int)
 
-cdef int loaded = 0  # by this process: what a forked child inherits it must leave alone, since its parent goes on with it
+cdef int loaded = 0  # id of the process that loaded UCX: a forked child must not touch it, since its parent uses it
 CLOSE_TURNS = 20_000
-"""Turns of progress that a forced close may take: it only takes apart what is here."""
+"""Most progress calls for a forced close, which only frees local resources."""
 
 
 class UcxError(Exception):
-    """What UCX says of it; never seen above rpc/transports/ucx.py."""
+    """Error status of UCX; never raised beyond rpc/transports/ucx.py."""
 
 
 cdef int check(int status, str what) except -1:
@@ -83,7 +86,7 @@ cdef int check(int status, str what) except -1:
 
 
 def load(str ucs, str uct, str ucp):
-    """Take UCX from these three libraries, once. UcxError says what is missing."""
+    """Load UCX from these three libraries, once. UcxError: names a missing function."""
     global loaded
     cdef const char *missing
     if not loaded:
@@ -102,7 +105,7 @@ def version():
 
 
 cdef class Context:
-    """UCX with these settings (name without UCX_, value). UcxError for one that it does not know."""
+    """UCX context with these settings (name without UCX_, value). UcxError: an unknown setting."""
     cdef void *at
 
     def __init__(self, settings):
@@ -131,7 +134,9 @@ cdef class Context:
 
 
 cdef class Slab:
-    """Registered memory that peers with its key can write to, for as long as anybody refers to this."""
+    """Registered memory that peers with its key can write to.
+
+    The memory stays registered as long as any object refers to the slab."""
     cdef Context context
     cdef void *handle
     cdef char *base
@@ -172,8 +177,11 @@ cdef class Slab:
 
 
 cdef class Place:
-    """A part of a Slab. When nobody refers to it any more, also by no memoryview, its offset goes into `home`, a list, from
-    which it is handed out again; set `home` to None where that must not be."""
+    """Part of a Slab for one payload, reused when nothing refers to it.
+
+    The references include memoryviews. `home` is the list that receives the offset, from which the part is
+    handed out again; set `home` to None to prevent that.
+    """
     cdef readonly Slab slab
     cdef readonly size_t offset, length
     cdef public object home
@@ -225,7 +233,10 @@ cdef class Worker:
         return fd
 
     def progress(self, int turns):
-        """Work on what is there, at most so many turns; whether that was all of it and the descriptor tells of more."""
+        """Make progress, at most `turns` times.
+
+        Return True if nothing is left and the descriptor will signal more.
+        """
         cdef int at
         if self.at == NULL or not ours():
             return True
@@ -235,7 +246,7 @@ cdef class Worker:
         return False
 
     def spin(self, Flush flush, int turns):
-        """Progress until `flush` has ended, at most so many turns; whether it has."""
+        """Make progress until `flush` has ended, at most `turns` times; return whether it has ended."""
         cdef int at
         for at in range(turns):
             if flush.ended():
@@ -244,7 +255,7 @@ cdef class Worker:
         return flush.ended()
 
     def close(self):
-        """After this nothing arrives any more that came through this worker. Its Endpoints are closed before."""
+        """Destroy the worker: afterwards nothing arrives through it. Its Endpoints must be closed before."""
         if self.at != NULL:
             if ours():
                 with nogil:
@@ -257,7 +268,7 @@ cdef class Worker:
 
 
 cdef class Key:
-    """Of memory of the other side, through one Endpoint: [base, base + length)."""
+    """Key to memory [base, base + length) of the peer, through one Endpoint."""
     cdef void *at
     cdef uint64_t base, length
     cdef Endpoint endpoint
@@ -269,7 +280,9 @@ cdef class Key:
         check(p_ucp_ep_rkey_unpack(endpoint.at, <const char *>raw, &self.at), "key")
 
     def window(self, uint64_t offset, size_t length):
-        """That part of the memory, where this process can reach it by itself (shared memory); None where it can not."""
+        """View of that part of the memory, or None.
+
+        None: this process cannot access the memory directly; it can for shared memory."""
         cdef void *here = NULL
         cdef Window window
         if self.at == NULL or self.dropped or not ours() or offset > self.length or length > self.length - offset:
@@ -282,7 +295,7 @@ cdef class Key:
         return memoryview(window)
 
     def drop(self):
-        """Nothing is written by it any more. The memory stays within reach for as long as somebody has a window on it."""
+        """Stop writing with this key. The memory stays mapped while a window on it is in use."""
         self.dropped = True
         if self.at != NULL and not self.windows and self.endpoint.worker.at != NULL and ours():
             p_ucp_rkey_destroy(self.at)
@@ -294,8 +307,10 @@ cdef class Key:
 
 
 cdef class Window:
-    """Memory of the other side that this process can write to by itself. It outlives the other side, and its key being dropped:
-    what is then written there reaches nobody."""
+    """Memory of the peer that this process can write to directly.
+
+    The window stays valid after the peer has gone or its key was dropped; bytes written then reach nobody.
+    """
     cdef Key key
     cdef char *base
     cdef size_t length
@@ -313,13 +328,13 @@ cdef class Window:
 
 
 cdef class Flush:
-    """The end of a batch of puts: keeps alive what is being sent."""
+    """Completion of a batch of puts. It keeps the sent buffers alive."""
     cdef void *request
     cdef object kept
     cdef readonly str error
 
     def ended(self):
-        """Whether all has arrived, or will not: then `error` says why."""
+        """Return True when all has arrived or has failed. Then `error` gives the reason of a failure."""
         cdef int status
         if self.request != NULL:
             status = p_ucp_request_check_status(self.request)
@@ -337,7 +352,10 @@ cdef class Flush:
 
 
 cdef class Endpoint:
-    """The way to a peer's worker. `peer_errors`: that it has gone is told by UCX, which not all of its transports can."""
+    """Endpoint to a peer's worker.
+
+    `peer_errors`: UCX reports the death of the peer; not all its transports can.
+    """
     cdef readonly Worker worker
     cdef void *at
     cdef int *status
@@ -361,12 +379,15 @@ cdef class Endpoint:
 
     @property
     def failed(self):
-        """What UCX says has happened to the way, or nothing."""
+        """Error that UCX has reported for this endpoint, or ""."""
         return p_ucs_status_string(self.status[0]).decode() if self.status[0] else ""
 
     def put(self, Key key, uint64_t offset, parts):
-        """Write `parts`, one behind the other, to `offset` of the key's memory. They must not change until the Flush has
-        ended. UcxError: nothing more of it will be written, some may have been."""
+        """Write `parts`, one after the other, to `offset` of the key's memory; return their Flush.
+
+        The parts must not change until the Flush has ended. UcxError: the rest will not be written, but a
+        part may have been.
+        """
         cdef size_t count = len(parts), at = 0, total = 0
         cdef const char **pieces = <const char **>malloc(count * sizeof(char *) + 1)
         cdef size_t *lengths = <size_t *>malloc(count * sizeof(size_t) + 1)
@@ -403,7 +424,7 @@ cdef class Endpoint:
         return flush
 
     def close(self):
-        """Give up what is under way. Its keys are dropped before."""
+        """Cancel pending operations and close the endpoint. Its keys must be dropped before."""
         cdef nv_request_param params
         cdef void *request
         cdef int turn
@@ -421,6 +442,6 @@ cdef class Endpoint:
             p_ucp_request_free(request)
 
     def __dealloc__(self):
-        # An endpoint that is not closed ends with its worker. The callback may only come from that one's progress.
+        # An endpoint that is not closed ends with its worker. Only that worker's progress calls the callback.
         if self.status != NULL and (self.at == NULL or self.worker is None or self.worker.at == NULL):
             free(self.status)

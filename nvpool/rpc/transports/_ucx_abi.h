@@ -1,6 +1,7 @@
-/* What nvpool uses of UCX's C interface (libucp.so.0, UCX 1.13 and later; https://openucx.org, BSD 3-Clause), declared here so
- * that the module compiles without UCX and takes whichever library it finds at run time. Layouts and numbers are those of
- * ucp/api/ucp.h, which only grow at their ends; tests/unit/test_ucx_abi.py compares them with the headers of the wheel. */
+/* The part of UCX's C interface that nvpool uses (libucp.so.0, UCX 1.13 and later; https://openucx.org, BSD
+ * 3-Clause). Declared here so that the module compiles without UCX and loads the library that it finds at run
+ * time. Layouts and numbers are those of ucp/api/ucp.h, whose structs only grow at their ends;
+ * tests/unit/test_ucx_abi.py compares them with the headers of the wheel. */
 #ifndef NVPOOL_UCX_ABI_H
 #define NVPOOL_UCX_ABI_H
 
@@ -24,7 +25,7 @@ enum { NV_PARAM_FEATURES = 1, NV_PARAM_SHARED = 1 << 5, NV_FEATURE_RMA = 1 << 1,
 typedef struct {
     uint64_t field_mask;
     int thread_mode;
-    char rest[256]; /* not named by the mask */
+    char rest[256]; /* fields that the mask does not select */
 } nv_worker_params;
 enum { NV_WORKER_THREAD_MODE = 1 };
 
@@ -105,7 +106,7 @@ static const char *(*p_ucs_status_string)(int);
 
 static int nv_is_pointer(void *request) { return (uintptr_t)request - 1 < (uintptr_t)(intptr_t)NV_ERROR_LAST - 1; }
 
-/* NULL when all that is needed is there, else what is missing. */
+/* Load the libraries; return NULL on success, else the name of a missing function or dlopen's error. */
 static const char *nv_load(const char *ucs_path, const char *uct_path, const char *ucp_path)
 {
     void *ucs = dlopen(ucs_path, RTLD_NOW | RTLD_LOCAL);
@@ -121,8 +122,8 @@ static const char *nv_load(const char *ucs_path, const char *uct_path, const cha
     return NULL;
 }
 
-/* Writes `count` pieces, one behind the other, and asks to be told when all have arrived: NULL when they have, a request that
- * is to be looked at, or a status in the pointer. A put that is under way needs no request of ours: the flush waits for it. */
+/* Write `count` pieces, one after the other, and request a flush. Returns NULL if all have arrived, a request to
+ * poll, or a status in the pointer. A pending put needs no request of ours: the flush waits for it. */
 static void *nv_put_all(void *ep, const char **pieces, const size_t *lengths, size_t count, uint64_t remote, void *key)
 {
     nv_request_param none = {0};

@@ -1,8 +1,9 @@
-"""Answers that need no Call: a listener's handler may answer the frames that have just come, from bytes to bytes.
+"""Fast path for received frames: they are answered or dispatched without creating a Call.
 
-It is asked where nothing stands before them: all that came earlier was taken, answers are being taken, the greeting is over,
-nobody drains. What it leaves, from the first frame on that it does not answer, is read as always. See Handler in
-rpc/api.
+A client dispatches successful replies in one compiled step. A server lets the handler answer the frames that
+have just arrived, from bytes to bytes; this requires that all earlier bytes were processed, responses are not
+blocked, the greeting is complete and the connection is not draining. From the first frame that the handler
+does not answer, the bytes take the slow path. See Handler in rpc/api.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ _frame = load_compiled("nvpool.rpc.transports._frame")
 
 
 class HearsAtOnce:
-    """Beside _End and Asker of stream_transport, before them in the order of bases: answers without an error are told from the
-    buffer in which they came in one compiled step (`_frame.hear`), where that is."""
+    """Mixin for client connections: dispatches successful replies in one compiled step (`_frame.hear`).
+
+    List it before _End and Asker of rpc/transports/stream in the bases. Without the compiled module it has no
+    effect.
+    """
 
     upgraded = False
-    """Whether answers may come by another way than these frames; see rpc/transports/rdma."""
+    """Whether replies may arrive by another path than these frames; see rpc/transports/rdma."""
 
     def buffer_updated(self, count: int) -> None:
         if _frame is not None and not self.upgraded:
@@ -28,13 +32,16 @@ class HearsAtOnce:
 
 
 class AnswersAtOnce:
-    """Beside _End and Answerer of stream_transport, before them in the order of bases. Connections of a peer that is not
-    trusted take turns; see limits.Share.takes_turn."""
+    """Mixin for server connections: lets the handler answer received frames on its fast path.
+
+    List it before _End and Answerer of rpc/transports/stream in the bases. Connections of a peer that is not
+    trusted share a time slice; see limits.Share.takes_turn.
+    """
 
     def buffer_updated(self, count: int) -> None:
         if self._share is not None and count and not self._share.takes_turn():
             self._stop_reading()
-            super().buffer_updated(count)  # which keeps them
+            super().buffer_updated(count)  # which keeps the bytes
             return
         at_once = self._at_once
         if at_once is not None and count and not self._out:
@@ -52,7 +59,7 @@ class AnswersAtOnce:
         super().buffer_updated(count)
 
     def take_turn(self) -> None:
-        """Go on with what is kept, unless something else than the turn is against it."""
+        """Continue with the kept bytes, unless there is another reason to pause."""
         if self._may_read:
             self._reader.stalled = False
             self.buffer_updated(self._reader.rewind())

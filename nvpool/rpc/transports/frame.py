@@ -8,15 +8,16 @@ Header, 32 bytes, little-endian:
     3       flags u8        0; a receiver that finds another value ends the connection
     4-5     code u16        REQUEST: the method · REPLY, HELLO: 0 or an error's wire code · CANCEL: 0
     6-7     reserved u16    0
-    8-11    number u32      of the request, chosen by the asker, unique among its requests in flight · HELLO: 0
+    8-11    number u32      of the request, chosen by the client, unique among its pending requests · HELLO: 0
     12-15   deadline u32    REQUEST: milliseconds left when it was sent · else 0
-    16-19   message u32     bytes of the message behind the header, at most MESSAGE_BYTES_MAX
-    20-23   payload u32     bytes of the payload behind the message, at most PAYLOAD_BYTES_MAX
+    16-19   message u32     bytes of the message after the header, at most MESSAGE_BYTES_MAX
+    20-23   payload u32     bytes of the payload after the message, at most PAYLOAD_BYTES_MAX
     24-27   message crc u32 CRC32C of the message
     28-31   header crc u32  CRC32C of bytes 0-27
 
-The header has a checksum of its own, so that a flipped bit in a length is seen at once, not when that many bytes have come.
-The payload has none here: its blocks carry their checksums from writer to reader. No I/O happens in this module.
+The header has its own checksum, so that a flipped bit in a length is detected immediately and not only after
+that many bytes. The payload has no checksum here: its blocks carry their checksums from writer to reader.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -42,30 +43,41 @@ _CHECKED_BYTES = _CHECKED.size
 _LENGTHS = Struct("<II")
 
 SMALL_PAYLOAD_BYTES = 64 << 10
-"""Up to here a payload is taken out of the linear buffer in one copy; a larger one is received right where it stays."""
+"""Largest payload that is copied out of the linear buffer.
+
+A larger one is received directly into its own memory.
+"""
 
 LINEAR_BYTES = 128 << 10
-"""One receive call takes in up to this: dozens of small frames, and not too much of a large payload that must be copied out."""
+"""Most bytes of one receive call: dozens of small frames, and not too much of a large payload that must be
+copied."""
 
 WIDE_PAYLOAD_BYTES = 128 << 10
 WIDE_BYTES = 4 * (WIDE_PAYLOAD_BYTES + (4 << 10))
-"""The same where many payloads of up to WIDE_PAYLOAD_BYTES are handed on from the buffer: four in one receive call."""
+"""The same for connections with many payloads of up to WIDE_PAYLOAD_BYTES: four of them in one receive call.
+
+Such payloads are processed directly in the buffer."""
 
 NARROW_AFTER = 64
-"""Larger payloads, one behind the other, and nobody has asked for it: what is received of them in a wide buffer is copied."""
+"""Number of larger payloads, without a `widen`, after which the buffer is narrow again.
+
+A wide buffer would receive parts of such payloads, which must then be copied."""
 
 EMPTY = memoryview(b"")
 
 
 def pack_head_plain(kind: int, code: int, number: int, deadline_ms: int, message: Buffer, payload_bytes: int) -> bytes:
-    """The header and the message of a frame, to be followed by payload_bytes of payload."""
+    """Header and message of a frame; the caller sends `payload_bytes` of payload after them."""
     checked = _CHECKED.pack(MAGIC, kind, 0, code, 0, number, deadline_ms, len(message), payload_bytes, crc32c(message))
     return b"%b%b%b" % (checked, crc32c(checked).to_bytes(4, "little"), message)
 
 
 def read_head_plain(buffer: bytearray, begin: int, end: int, whole_max: int) -> tuple[int, int, int, int, bytes, int] | int:
-    """(kind, code, number, deadline_ms, message, payload bytes) of the frame at `begin`; or, where not all of it came before
-    `end`, how many bytes there must be: header, message and a payload of up to `whole_max`. CorruptFrame."""
+    """Return (kind, code, number, deadline_ms, message, payload bytes) of the frame at `begin`.
+
+    If the frame is not complete before `end`, the result is the number of bytes needed instead: header,
+    message and a payload of up to `whole_max`. CorruptFrame: the bytes are not a valid frame.
+    """
     view = memoryview(buffer)[begin:end]
     (magic, kind, flags, code, reserved, number, deadline_ms, message_bytes, payload_bytes, message_crc,
      header_crc) = HEADER.unpack_from(view)
@@ -86,7 +98,8 @@ def read_head_plain(buffer: bytearray, begin: int, end: int, whole_max: int) -> 
 
 def _read_head_compiled(buffer: bytearray, begin: int, end: int, whole_max: int) -> tuple[int, int, int, int, bytes, int] | int:
     found = _frame.read_head(buffer, begin, end, whole_max)
-    return found if found is not None else read_head_plain(buffer, begin, end, whole_max)  # which says what is wrong
+    # For an invalid frame the plain version raises the exact error.
+    return found if found is not None else read_head_plain(buffer, begin, end, whole_max)
 
 
 pack_head = pack_head_plain if _frame is None else _frame.pack_head
@@ -94,18 +107,23 @@ read_head = read_head_plain if _frame is None else _read_head_compiled
 
 
 class FrameReader:
-    """Takes bytes as they come (asyncio.BufferedProtocol's two calls), gives whole frames to `deliver`.
+    """Frame parser: takes received bytes (asyncio.BufferedProtocol's two calls) and passes frames to
+    `deliver`.
 
-    deliver(kind, code, number, deadline_ms, message bytes, payload memoryview): both belong to the receiver.
-    place(kind, number, payload_bytes) may say where a payload goes (a writable memoryview of just that length) or None.
-    Raises CorruptFrame, after which nothing more may be given to it. While `stalled` is true frames are kept: set it to False
-    and call `parse`.
+    deliver(kind, code, number, deadline_ms, message bytes, payload memoryview): message and payload belong to
+    the receiver. place(kind, number, payload_bytes) may return a destination for a payload (a writable
+    memoryview of exactly that length), or None. CorruptFrame: the reader must not be used any more. While
+    `stalled` is True frames are kept; set it to False and call `parse` to continue.
     """
 
     def __init__(self, deliver: Callable, place: Callable[[int, int, int], memoryview | None],
                  admit: Callable[[int, int], bool] | None = None) -> None:
-        """`admit(kind, bytes)` is asked before memory is taken for a frame with a message or a payload above LINEAR_BYTES, once
-        or more often. Where it says False it has set `stalled`; it is asked again with the next `parse`."""
+        """Create a reader with an optional memory check `admit`.
+
+        `admit(kind, bytes)` is called, once or more often, before memory is taken for a frame with a message
+        or a payload above LINEAR_BYTES. If it returns False, it must have set `stalled`; the next `parse`
+        calls it again.
+        """
         self.stalled = False
         self.admit = admit
         self._deliver = deliver
@@ -117,7 +135,7 @@ class FrameReader:
         self._whole_max = SMALL_PAYLOAD_BYTES
         self._larger = 0
         self._parsing = False
-        self._sink: memoryview | None = None  # the rest of a large payload is received there
+        self._sink: memoryview | None = None  # receives the rest of a large payload
         self._sink_at = 0
         self._sink_frame: tuple = ()
 
@@ -143,17 +161,19 @@ class FrameReader:
         self.parse()
 
     def widen(self) -> None:
-        """Payloads of up to WIDE_PAYLOAD_BYTES will come, many, and are best handed on from where they are received; to be said
-        for each. Takes effect when nothing is kept."""
+        """Prepare for many payloads of up to WIDE_PAYLOAD_BYTES that are processed in the receive buffer.
+
+        To be called for each such payload. Takes effect when the buffer is empty.
+        """
         self.linear_bytes, self._whole_max, self._larger = WIDE_BYTES, WIDE_PAYLOAD_BYTES, 0
 
     @property
     def empty(self) -> bytearray | None:
-        """Where the next bytes are received, when nothing came before them that is kept, and nobody stalls us; else None."""
+        """The receive buffer if it is empty and the reader is not stalled, otherwise None."""
         return None if self._end or self.stalled or self._sink is not None else self._buffer
 
     def rewind(self) -> int:
-        """How many bytes are kept; they come anew, to be said to `buffer_updated` again."""
+        """Number of kept bytes, moved to the buffer's start; pass the number to `buffer_updated` again."""
         if self._sink is not None:
             return 0
         kept = self._end - self._begin
@@ -163,12 +183,15 @@ class FrameReader:
         return kept
 
     def skip(self, count: int) -> None:
-        """The first `count` of the bytes that come next, into what was `empty`, are taken already."""
+        """Skip the first `count` of the bytes received next into `empty`. The caller has processed them."""
         self._begin = count
 
     def only(self, count: int) -> tuple | None:
-        """What would be delivered for `count` more bytes, where they are one whole frame and nothing came before them: they
-        are taken then, and nobody is called. None: give them to `buffer_updated`. CorruptFrame."""
+        """Return the frame in `count` received bytes if they are exactly one frame.
+
+        `deliver` is not called for it. None: pass the bytes to `buffer_updated` instead. CorruptFrame: the
+        bytes are not a valid frame.
+        """
         if self._end or self.stalled or self._sink is not None or count < HEADER_BYTES:
             return None
         found = read_head(self._buffer, 0, count, SMALL_PAYLOAD_BYTES)
@@ -180,7 +203,7 @@ class FrameReader:
         return *found[:5], memoryview(bytes(self._view[at:count]))
 
     def parse(self) -> None:
-        """Deliver what is whole. Does nothing when called from within `deliver`."""
+        """Deliver all complete frames. Does nothing when called from within `deliver`."""
         if self._parsing:
             return
         self._parsing = True
@@ -192,11 +215,14 @@ class FrameReader:
             self._parsing = False
         if self._begin == self._end:
             self._begin = self._end = 0
-            if len(self._buffer) > self.linear_bytes:  # grown for one long message
+            if len(self._buffer) > self.linear_bytes:  # it had grown for one long message
                 self._be_ordinary()
 
     def _take(self) -> bool:
-        """Deliver the frame at the beginning of the buffer, or begin to receive its payload; False when bytes are missing."""
+        """Deliver the frame at the buffer's start or begin to receive its payload.
+
+        Return False if bytes are missing.
+        """
         begin = self._begin
         found = read_head(self._buffer, begin, self._end, self._whole_max)
         if type(found) is int:
@@ -234,17 +260,26 @@ class FrameReader:
         return True
 
     def abandon(self, number: int) -> None:
-        """The place that was given for this request's payload is no longer ours: receive the rest elsewhere."""
+        """Stop writing to the caller's memory for this request's payload.
+
+        Receive the rest into other memory.
+        """
         if self._sink is not None and self._sink_frame[2] == number:
             self._sink = memoryview(bytearray(len(self._sink)))
 
     def release(self) -> None:
-        """Let go of memory and of who is called: the connection is gone. A cycle would keep both until the next collection."""
+        """Release memory and callbacks of a closed connection.
+
+        A reference cycle would keep them until a collection.
+        """
         self._buffer = self._view = self._sink = self._deliver = self._place = self.admit = None
 
     def unfinished(self) -> tuple[bytes, int] | None:
-        """Of a frame that has begun and is not whole: what tells it from those before it, and its length as far as that is
-        known. None without one, and while frames are kept."""
+        """Return the start and the length, as far as known, of an incomplete frame.
+
+        The start (bytes) distinguishes the frame from earlier ones. None if there is no such frame, or while
+        frames are kept.
+        """
         if self.stalled or self._buffer is None:
             return None
         if self._sink is not None:
@@ -256,13 +291,17 @@ class FrameReader:
         return head[:12], sum(_LENGTHS.unpack_from(head, 16)) if kept >= HEADER_BYTES else 0
 
     def _be_ordinary(self) -> None:
-        """Receive into a buffer of the ordinary size: nothing is kept."""
+        """Receive into a buffer of the normal size. The old buffer must be empty."""
         self._buffer = bytearray(self.linear_bytes)
         self._view = memoryview(self._buffer)
 
     def _make_room(self, frame_bytes: int) -> None:
-        """Let more of the frame that begins at `_begin` fit behind it: by moving it to the front, seldom by a larger buffer.
-        That doubles when it is full, since a length in a header is only a word, and has room for this frame alone."""
+        """Make space for the frame that begins at `_begin`: move it to the front, or rarely enlarge the
+        buffer.
+
+        The buffer at most doubles when it is full, since the length in a header is only a claim, and has
+        space for this frame alone.
+        """
         if len(self._buffer) - self._begin >= frame_bytes:
             return
         kept = self._end - self._begin

@@ -1,9 +1,10 @@
-"""The transport `grpc://host:port`: Frame messages on one bidirectional stream (service Exchange, proto/nvpool/v1/wire.proto).
+"""Transport `grpc://host:port`: Frame messages on one bidirectional gRPC stream (service Exchange).
 
-For networks and programs that speak gRPC; slower for a message of its own, good for batches. Same semantics as `stream`. The
-only module that knows grpc. Frames are given to gRPC as bytes: the fields of a Frame without its payload are encoded by
-protobuf, the payload field is appended behind them, because the order of fields is free (protobuf.dev/programming-guides/
-encoding) and this saves two copies of it.
+For networks and programs that use gRPC; slower than `stream` for single messages, good for batches. The
+semantics are those of `stream`. Only this module of rpc imports grpc. The schema is in
+proto/nvpool/v1/wire.proto. gRPC receives frames as bytes: protobuf encodes the fields of a Frame except the
+payload, and the payload field is appended behind them. That is allowed because the order of fields is free
+(protobuf.dev/programming-guides/encoding), and it saves two copies of the payload.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ _log = logging.getLogger(__name__)
 
 METHOD = "/nvpool.v1.Exchange/Frames"
 FRAME_BYTES_MAX = MESSAGE_BYTES_MAX + PAYLOAD_BYTES_MAX + 1024
-"""With the fields around them."""
+"""Largest frame: message, payload and the fields around them."""
 
 QUEUE_BYTES = 1 << 20
-"""Frames that wait for gRPC to take them; above it the asking side keeps requests, the answering side reads nothing."""
+"""Most bytes that wait for gRPC to send them.
+
+Above it a client holds requests back, a server stops reading.
+"""
 
 REFUSED_S = 1.0
-"""For the greeting of a peer that is to be told that it is refused."""
+"""Wait for the greeting of a client that will be refused."""
 
 _OPTIONS = (
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
@@ -66,27 +70,30 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
 )
-"""A peer that vanished is noticed within 10 s, as on `stream`. Never a repetition by gRPC itself."""
+"""Options of both sides. A dead peer is noticed within 10 s, as on `stream`. gRPC itself never retries."""
 
 _CLIENT_OPTIONS = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
-"""A connection of its own for each dialer, and never through a proxy that the environment names for web traffic."""
+"""Options of clients: a separate connection for each dialer, and no proxy from the environment's web
+settings."""
 
 _SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
                    ("grpc.max_concurrent_streams", 1), ("grpc.max_connection_idle_ms", 600_000),
                    ("grpc.server_handshake_timeout_ms", int(HELLO_S * 1000)))
-"""Without so_reuseport 0 a second daemon on the port would silently take half of the connections. A connection has one stream,
-which limits count; one without a stream ends."""
+"""Options of servers.
+
+Without so_reuseport 0 a second daemon on the port would silently take half of the connections. A connection
+has one stream, which counts towards the limits; a connection without a stream is closed."""
 
 _PROTOCOLS = ("h2",)
-"""Of ALPN (RFC 7301); gRPC speaks to nobody who has not named it."""
+"""Protocol name for ALPN (RFC 7301); gRPC refuses peers that have not named it."""
 
 _PAYLOAD_TAG = b"\x3a"
-"""Field 7, length-delimited."""
+"""Tag of field 7, length-delimited."""
 
 
 def encode_frame(kind: int, number: int, message: Buffer, payload: Sequence[Buffer] = (), payload_bytes: int = 0, *,
                  method: int = 0, status: int = 0, deadline_ms: int = 0) -> bytes:
-    """The bytes of a wire_pb2.Frame."""
+    """Encode a wire_pb2.Frame."""
     head = wire_pb2.Frame(kind=kind, method=method, status=status, request=number, deadline_ms=deadline_ms,
                           message=message if type(message) is bytes else bytes(message)).SerializeToString()
     if not payload_bytes:
@@ -104,7 +111,7 @@ def _varint(value: int) -> bytes:
 
 
 def decode_frame(raw: bytes) -> tuple[wire_pb2.Frame, memoryview]:
-    """The frame and its payload. CorruptFrame when it is none, or longer than it may be."""
+    """Return the frame and its payload. CorruptFrame: not a frame, or too long."""
     frame = wire_pb2.Frame()
     try:
         frame.ParseFromString(raw)
@@ -119,7 +126,7 @@ def decode_frame(raw: bytes) -> tuple[wire_pb2.Frame, memoryview]:
 
 
 class _Sending:
-    """Frames on their way into a gRPC stream: one write at a time, in order, in a task of the connection."""
+    """Send queue of a gRPC stream: one write at a time, in order, in a task of the connection."""
 
     def __init__(self) -> None:
         self._queue: deque[bytes] = deque()
@@ -138,7 +145,7 @@ class _Sending:
         return self._queued_bytes > QUEUE_BYTES
 
     async def _write_all(self, stream) -> None:
-        """Write what is put, until `_stop`; then return when everything is written."""
+        """Write the queued frames until `_stop`; then return when everything is written."""
         while True:
             while self._queue:
                 raw = self._queue.popleft()
@@ -161,11 +168,11 @@ class _Sending:
 
 
 class GrpcConnection(_Sending, Asker):
-    """The asking end: a channel, one stream on it, a task that reads and one that writes."""
+    """Client end: a channel with one stream, a reading task and a writing task."""
 
     def __init__(self, endpoint: str, target: str, greeting: Greeting, clock: Clock, identity: Identity | None = None,
                  member: str = "") -> None:
-        """With `identity` over TLS, to `member` and nobody else."""
+        """With `identity` the connection uses TLS and accepts only `member` as the server."""
         Asker.__init__(self, asyncio.get_running_loop(), Peer(endpoint, endpoint, False, member), clock)
         _Sending.__init__(self)
         self._greeting = greeting
@@ -261,7 +268,7 @@ class GrpcConnection(_Sending, Asker):
 
 
 class _Served(_Sending, Answerer):
-    """The answering end of one stream; lives as long as its coroutine in the gRPC server."""
+    """Server end of one stream; lives as long as its coroutine in the gRPC server."""
 
     def __init__(self, listener: GrpcListener, context) -> None:
         Answerer.__init__(self, listener.handler, Peer("somebody", _address(context.peer()), False), listener.clock,
@@ -278,7 +285,7 @@ class _Served(_Sending, Answerer):
         self._ended = False
 
     async def serve(self) -> None:
-        """Greet, then read and answer until either side ends."""
+        """Exchange greetings, then read and answer requests until either side ends."""
         self._serving = asyncio.current_task()
         try:
             if await self._greet():
@@ -302,7 +309,7 @@ class _Served(_Sending, Answerer):
             await asyncio.wait([reader, writer])
             for task in (reader, writer):
                 if not task.cancelled():
-                    task.exception()  # the stream is gone: nobody is left to be told
+                    task.exception()  # retrieve it: the stream has ended, so nobody can get it
 
     async def _greet(self) -> bool:
         greeting = self._listener.greeting
@@ -321,7 +328,7 @@ class _Served(_Sending, Answerer):
             if self._listener.closing:
                 raise Draining()
         except (ProtocolMismatch, Busy, Draining, AccessDenied, Stale) as error:
-            if not isinstance(error, Busy):  # of limits the log says little, however many come
+            if not isinstance(error, Busy):  # the limits module logs those, at a bounded rate
                 self._complain(str(error))
             code, message = encode_error(error)
             await self._context.write(encode_frame(HELLO, 0, message, status=code))
@@ -334,7 +341,7 @@ class _Served(_Sending, Answerer):
         return True
 
     def _enter(self) -> NvpoolError | None:
-        """Be counted, before anything is read; the reason where that is refused."""
+        """Count the connection before anything is read; return the reason if it is refused."""
         try:
             self.peer = self.peer._replace(member=self._member())
             self._entered = share = self._listener.limits.enter(self, self.peer, self._listener.greeting.name)
@@ -343,10 +350,10 @@ class _Served(_Sending, Answerer):
         self._share = share if share.limited else None
         return None
 
-    # -- what limits ask of a connection: rpc/limits.Limited
+    # -- interface that limits need of a connection: rpc/limits.Limited
 
     def unfinished(self) -> None:
-        """Nobody tells how much of a message gRPC has received."""
+        """Return None: gRPC does not report how much of a message it has received."""
         return
 
     def unsent(self) -> tuple[int, int]:
@@ -365,7 +372,10 @@ class _Served(_Sending, Answerer):
             self._reading.cancel()
 
     def _member(self) -> str:
-        """Who is at the other end by his certificate, which is watched from now on. AccessDenied, StaleIdentity."""
+        """Return the peer's member name from its certificate, and watch the certificate from now on.
+
+        AccessDenied, StaleIdentity: the certificate is refused.
+        """
         identity = self._listener.identity
         if identity is None:
             return ""
@@ -415,16 +425,19 @@ class _Served(_Sending, Answerer):
 
     async def drain(self, drain_s: float) -> None:
         await self._drained(drain_s)
-        self._stop()  # ends the writer behind its last frame, and so `serve`
+        self._stop()  # ends the writer after its last frame, and with it `serve`
         if self._serving is not None:
             await asyncio.wait([self._serving], timeout=1.0)
 
 
 class GrpcListener:
-    """transport.Listener over a grpc.aio server of one service."""
+    """`api.Listener` over a grpc.aio server with one service."""
 
     def __init__(self, greeting: Greeting, handler: Handler, clock: Clock, identity: Identity | None = None) -> None:
-        """With `identity` over TLS. Strangers are not let in here, whatever the greeting says."""
+        """With `identity` the listener uses TLS.
+
+        Peers without a certificate are refused, whatever the greeting allows.
+        """
         self.endpoint = ""
         self.greeting = greeting
         self.identity = identity
@@ -446,7 +459,7 @@ class GrpcListener:
             target = _target(where.host, where.port)
             port = self._server.add_insecure_port(target) if self.identity is None else \
                 self._server.add_secure_port(target, _credentials(self.identity))
-        except RuntimeError:  # the only one it raises: no address could be bound
+        except RuntimeError:  # the only one that it raises: no address could be bound
             raise InUse(f"{endpoint}: the address is in use, or not one of this host") from None
         await self._server.start()
         self.endpoint = host_port_url("grpc", where.host, port)
@@ -492,7 +505,7 @@ class GrpcTransport:
         raise raised
 
     async def _whom(self, identity: Identity, endpoint: str, deadline_s: float) -> str:
-        """Who serves there, and is in the pool."""
+        """Member that serves at the endpoint; raises unless that member is in the pool."""
         where = parse_endpoint(endpoint)
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
@@ -515,7 +528,9 @@ class GrpcTransport:
 
 
 def _credentials(identity: Identity) -> grpc.ServerCredentials:
-    """Of a server that shows what `identity` shows at the moment, and demands a certificate of the same authority."""
+    """TLS credentials of a server.
+
+    The server presents `identity`'s current certificate and requires a client certificate of the same CA."""
     def shown() -> grpc.ServerCertificateConfiguration:
         now = identity.shown
         return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.authority)

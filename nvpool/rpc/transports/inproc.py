@@ -1,7 +1,8 @@
-"""The transport `inproc://name`: both ends on one event loop, for tests and for a whole pool in simulated time.
+"""Transport `inproc://name`: both ends on one event loop, for tests and simulations of whole pools.
 
-An honest twin of the others: everything is copied at the border, nothing is delivered before the sender's turn of the loop has
-ended, greetings are checked, deadlines, cancellation, bounds and draining work alike. `faults` may delay or drop each frame.
+It behaves as the other transports do: everything is copied at the border, nothing is delivered before the
+sender's loop iteration has ended, greetings are checked, and deadlines, cancellation, bounds and draining
+work alike. `faults` may delay or drop each frame. The pool may run on simulated time.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from nvpool.rpc.multiplexer import Answerer, Asker
 from nvpool.rpc.transports.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
 
 Faults = Callable[[str, int, int], float | None]
-"""faults(endpoint, kind, code): seconds to delay this frame by, or None to drop it. Kinds as in rpc/transports/frame."""
+"""faults(endpoint, kind, code): delay of the frame in seconds, or None to drop the frame.
+
+Kinds are those of rpc/transports/frame."""
 
 _unnamed = count(1)
 
 
 class InprocTransport:
-    """Listeners of one instance are known by name to connections of the same instance only: one per process usually, one per
-    simulated pool in simulations."""
+    """In-process transport. Only connections of the same instance see its listeners by name.
+
+    There is usually one instance per process, and one per simulated pool in simulations.
+    """
 
     scheme = "inproc"
     rank = 50
@@ -129,7 +134,7 @@ class _Served(Answerer):
 
     async def drain(self, drain_s: float) -> None:
         await self._drained(drain_s)
-        await asyncio.sleep(0)  # the last answers are on their way
+        await asyncio.sleep(0)  # lets the last responses be delivered
         self._asking.lose("the server is closing")
 
 
@@ -148,7 +153,7 @@ class InprocListener:
             await asyncio.gather(*[served.drain(drain_s) for served in list(self.connections)])
 
     def kill(self) -> None:
-        """As if the process had died: every connection ends at once, nobody listens any more."""
+        """Simulate the death of the process: all connections end immediately and the name is free."""
         self.transport._listeners.pop(self._name, None)
         for served in list(self.connections):
             served._asking.lose("the connection was lost")

@@ -1,35 +1,43 @@
-"""The transport `rdma`: a stream connection whose larger answers are written by the store right into registered memory here.
+"""Transport `rdma`: a stream connection whose large read replies are written directly into client memory.
 
-A connection begins as one of `stream` (TCP with TLS, or a unix socket), with that one's greeting and its certificates: who may
-have keys to our memory is decided there. The listening side offers RDMA in its Hello, only to peers in networks that its
-operator has named, since what is written one-sidedly is not encrypted. Both tell the addresses of their UCX workers and make
-endpoints to one another (also the asking side, which sends nothing by it: UCX ends a process that hears of a peer's death by an
-endpoint of no owner). Then the store is given a key to memory and writes a few bytes there, and when they have come both know
-that it works. Otherwise the connection stays what it is, and the log says why.
+**Set-up.** A connection begins as one of `stream` (TCP with TLS, or a unix socket), with the greeting and
+certificates of `stream`: they decide which peers may have keys to our memory. The server offers RDMA in its
+Hello, and only to peers in networks that the operator has named, since one-sided writes are not encrypted.
+Both sides exchange the addresses of their UCX workers and create endpoints to one another. The client creates
+one too, although it sends nothing through it: UCX ends a process that learns of a peer's death through an
+endpoint without an owner. Then the client gives the server a key to its memory, the server writes a few bytes
+there, and once they have arrived both know that RDMA works. Otherwise the connection stays a plain stream,
+and the log gives the reason.
 
-From then on a request may carry a place: (key, offset, length, method), 14 bytes in front of its message. The store writes the
-payload of the whole batch there, waits until it has arrived (flush), and sends the answer's small frame with statuses and
-checksums over the stream; its deadline field has the number of bytes written. Everything else (requests, small answers, errors,
-cancellation, draining) is the stream's. Where the store reaches the place by itself (shared memory), its handler may fill it
-before it answers (Call.room): the drive's pages are copied there, without a buffer and a put between. With a REPLY a place is
-over: the store writes nothing more there. So
+**Requests.** A request may carry the address of a buffer in front of its message: (key, offset, length,
+method), 14 bytes. The store writes the payload of the whole batch there, waits until the payload has arrived
+(flush), and sends the small frame of the reply, with statuses and checksums, over the stream; the deadline
+field of that frame contains the number of bytes written. Everything else (requests, small replies, errors,
+cancellation, draining) uses the stream. If the store can access the buffer itself (shared memory), its
+handler may fill the buffer before it answers (Call.room): the drive's pages are copied there, without another
+buffer and a put between.
 
-* a place whose request ended here (deadline, cancellation) is not used again before the store has answered for it, which it
-  does also for what was cancelled; if it does not within QUARANTINE_S, the connection ends;
-* when a connection ends its worker is destroyed first, through which alone anything can arrive, and its memory is never
-  handed out again. The caller's own memory (`into`) is copied to, never written by the peer;
-* a key that is not valid any more makes the answer an Unavailable.
+**Buffer reuse.** After a REPLY the store writes nothing more to the buffer of that request. Therefore:
 
-Words of ours travel in frames of kind HELLO with a code, behind the greeting:
+* If a request ended here (deadline, cancellation), its buffer is not reused before the store has answered the
+  request; a store also answers cancelled requests. If the store does not answer within QUARANTINE_S, the
+  connection ends.
+* When a connection ends, its worker is destroyed first, because data can arrive only through the worker. The
+  memory of that connection is never handed out again. The caller's own memory (`into`) is copied to, never
+  written by the peer.
+* If a key is no longer valid, the reply is an Unavailable.
 
-    1 BEGIN   nothing (the asking side wants it) · address of the worker (both: the store's comes first)
+**Control messages** travel in frames of kind HELLO with a code, after the greeting:
+
+    1 BEGIN   empty (the client wants RDMA) · address of the worker (both sides; the store sends first)
     2 KEY     number u32, reserved u32, address u64, bytes u64, key
     3 TRY     number of a key u32, offset u32, 8 bytes to be written there
-    4 WORKS   (store) they have arrived
-    5 FAILED  (either) why this connection goes on without
+    4 WORKS   (store) the bytes have arrived
+    5 FAILED  (either side) why this connection continues without RDMA
     6 FORGET  number of a key u32
 
-With UCX's own TCP the reader's worker has a part in each write; with verbs and shared memory it has none.
+With UCX's own TCP the client's worker takes part in each write; with verbs and shared memory the worker does
+nothing.
 """
 
 from __future__ import annotations
@@ -61,51 +69,59 @@ _log = logging.getLogger(__name__)
 
 BEGIN, KEY, TRY, WORKS, FAILED, FORGET = range(1, 7)
 PLACED = 0xFFFF
-"""In place of a request's method: its message begins with a place (of no bytes: with none) and the method."""
+"""Replaces a request's method: the message then begins with a buffer address and the real method.
+
+A buffer of length 0 means that there is none."""
 _PLACE = struct.Struct("<IIIH")
 _KEY = struct.Struct("<IIQQ")
 _TRY = struct.Struct("<II8s")
 _NUMBER = struct.Struct("<I")
 OFFER = "rdma:"
-"""In Hello.transports, with UCX's transports behind it."""
+"""Prefix of an offer in Hello.transports; UCX's transports follow it."""
 
 PLACED_BYTES_MIN = 16 << 10
-"""Smaller answers come with their frame: measured, a place costs 6 us on both sides together, copying 16 KiB less."""
+"""Smallest reply for a registered buffer: such a buffer costs 6 us on both sides together (measured).
+
+Copying 16 KiB costs less, so smaller replies come in their frame."""
 UPGRADE_S = 2.0
 QUARANTINE_S = 5.0
-"""For a store to say that it writes no more to a place; longer than any write takes, shorter than a client's patience."""
+"""Time for a store to confirm that it no longer writes to a buffer.
+
+It is longer than any write takes and shorter than a client waits."""
 KEYS_MAX = 256
-"""Of one peer."""
+"""Most keys of one peer."""
 KEY_BYTES_MAX = 4096
 WRITING_BYTES_MAX = 64 << 20
-"""Under way to one peer; above it nothing more is read from it."""
+"""Most bytes of pending writes to one peer. Above it nothing more is read from that peer."""
 TURN_BYTES = 1 << 20
-"""After so many bytes written to a peer's memory it is told of them, before more of what it has asked for is read: it looks at
-these while we copy those. Answers of a stream are that long by themselves."""
+"""Bytes written to a peer's memory before its replies are sent.
+
+Only then do we read more requests. The peer then processes those bytes while we copy the next. Replies on a
+stream are that long by themselves."""
 _TURNS = 256
-"""Of UCX at once, before others on this loop get theirs."""
+"""Most UCX progress calls in a row, before other callbacks of this loop run."""
 _SPINS_A_US = 10
 
 
 class Settings(NamedTuple):
-    """Of the listening side; the asking side does what it is offered."""
+    """RDMA settings of a server; the client accepts what the server offers."""
 
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
-    """Peers in these are offered RDMA."""
+    """Peers in these networks are offered RDMA."""
     local: bool = False
-    """And those on unix sockets, through shared memory."""
+    """Whether peers on unix sockets are offered shared memory."""
     transports: str = "auto"
-    """UCX's; auto: InfiniBand and RoCE for networks, shared memory for unix sockets."""
+    """UCX transports; auto: InfiniBand and RoCE for networks, shared memory for unix sockets."""
     devices: str = "all"
     poll_us: int = 0
-    """Look for the end of a write for so long before waiting for it."""
+    """Time to poll for the end of a write before waiting for an event."""
 
 
 OFF = Settings()
 
 
 class _Turning:
-    """A UCX worker on the running loop."""
+    """A UCX worker driven by the running event loop."""
 
     def __init__(self, context: Any, poll_us: int = 0) -> None:
         self.worker = ucx.Worker(context)
@@ -119,7 +135,7 @@ class _Turning:
         self.turn()
 
     def turn(self) -> None:
-        """Do what is to be done now; the loop calls again when there is more."""
+        """Make all progress that is possible now. The loop calls this again when there is more."""
         if self.closed:
             return
         done = self.worker.progress(_TURNS)
@@ -134,7 +150,7 @@ class _Turning:
         self.turn()
 
     def wait(self, flush: Any, on_end: Callable[[Any], None]) -> None:
-        """Call `on_end(flush)` when it has ended, at once where it has."""
+        """Call `on_end(flush)` when the flush has ended; immediately if it already has."""
         if flush.ended() or (self._spins and self.worker.spin(flush, self._spins)):
             on_end(flush)
         else:
@@ -142,7 +158,7 @@ class _Turning:
             self.turn()
 
     def close(self) -> None:
-        """When this returns nothing can arrive through this worker any more. Endpoints are closed before."""
+        """Close the worker: on return nothing can arrive through it. The endpoints must be closed before."""
         if not self.closed:
             self.closed = True
             self._loop.remove_reader(self._descriptor)
@@ -151,8 +167,11 @@ class _Turning:
 
 
 def reach(worker: Any, address: bytes, transports: str) -> Any:
-    """An endpoint of the worker at `address`. That a peer has gone is told by UCX over a network; within a host, where UCX can
-    not, by the connection that this is for."""
+    """Create an endpoint of the worker to the peer's worker at `address`.
+
+    Over a network UCX reports the death of the peer. Within a host UCX cannot, and the connection of this
+    endpoint reports it.
+    """
     if not address or len(address) > KEY_BYTES_MAX:
         raise CorruptFrame("that is no address of a worker")
     try:
@@ -164,7 +183,7 @@ def reach(worker: Any, address: bytes, transports: str) -> Any:
 
 
 class RdmaConnection(StreamConnection):
-    """The asking end. `upgraded`: answers can be written to our memory. `why_not`, else."""
+    """Client end. `upgraded`: replies can be written to our memory; if not, `why_not` gives the reason."""
 
     placed_bytes_min = PLACED_BYTES_MIN
 
@@ -173,17 +192,17 @@ class RdmaConnection(StreamConnection):
         self.upgraded = False
         self.why_not = ""
         self.placed_bytes = 0
-        """Of payload that came one-sidedly, for those who count."""
+        """Payload bytes that arrived by one-sided writes, for statistics."""
         self._turning: _Turning | None = None
         self._rooms: Rooms | None = None
-        self._places: dict[int, Any] = {}       # by request, until the store has answered for it
-        self._quarantined: dict[int, float] = {}  # of those, whose requests have ended here, and until when
+        self._places: dict[int, Any] = {}       # by request, until the store has answered it
+        self._quarantined: dict[int, float] = {}  # those of them whose requests have ended here: time limit
         self._quarantine_timer: asyncio.TimerHandle | None = None
         self._endpoint: Any = None
         self._works: asyncio.Future[bytes] | None = None
 
     async def upgrade(self, deadline_s: float) -> None:
-        """Go on with RDMA where the other side offers it and it works; `why_not` says why it does not."""
+        """Upgrade to RDMA if the server offers it and it works; otherwise set `why_not`."""
         offers = [offer.removeprefix(OFFER) for offer in self.offers if offer.startswith(OFFER)]
         if not offers:
             self.why_not = "the other side does not offer it to this host"
@@ -222,7 +241,7 @@ class RdmaConnection(StreamConnection):
             self._say(FAILED, reason.encode()[:KEY_BYTES_MAX])
 
     def _unlink(self) -> None:
-        """Nothing can arrive any more on return, and no place is used again."""
+        """Close the RDMA resources: on return nothing can arrive any more, and no buffer is reused."""
         self.upgraded = False
         if self._endpoint is not None:
             self._endpoint.close()
@@ -309,8 +328,11 @@ class RdmaConnection(StreamConnection):
             self._quarantine_timer = self._loop.call_later(min(self._quarantined.values()) - now_s, self._look_at_quarantine)
 
     def revoke_keys(self) -> None:
-        """Let the other side write to none of the memory it has keys of; what is in flight to it fails with Unavailable there,
-        later requests get new memory."""
+        """Revoke the server's access to all memory that it has keys of.
+
+        Pending requests with such a buffer fail with Unavailable at the server; later requests get new
+        memory.
+        """
         for number in list(self._rooms.numbers()):
             self._rooms.revoke(number)
 
@@ -322,14 +344,14 @@ class RdmaConnection(StreamConnection):
 
 
 class RdmaServed(StreamServed):
-    """The answering end of one connection. It is an ordinary one of `stream` to who does not ask for more."""
+    """Server end of one connection. It is a plain `stream` connection unless the client asks for RDMA."""
 
     def __init__(self, listener: RdmaListener) -> None:
         super().__init__(listener)
         self._endpoint: Any = None
         self._keys: dict[int, Any] = {}
         self._places: dict[int, Sequence[int]] = {}
-        self._filled: dict[int, memoryview] = {}  # places that were handed to the handler itself
+        self._filled: dict[int, memoryview] = {}  # buffers that the handler fills itself
         self._writing_bytes = 0
         self._turn_bytes = 0
 
@@ -348,7 +370,8 @@ class RdmaServed(StreamServed):
         elif kind == CANCEL and number in self._places:
             super()._deliver(kind, code, number, deadline_ms, message, payload)
             self._filled.pop(number, None)
-            if self._places.pop(number, None) is not None:  # the answer would have been the word that we write no more there
+            # The answer means: we no longer write to the buffer.
+            if self._places.pop(number, None) is not None:
                 status, text = encode_error(Cancelled("given up"))
                 super()._send_answer(number, status, text, (), 0)
             return
@@ -357,7 +380,7 @@ class RdmaServed(StreamServed):
             return
         super()._deliver(kind, code, number, deadline_ms, message, payload)
 
-    # -- words
+    # -- control messages
 
     def _word(self, word: int, said: bytes) -> None:
         try:
@@ -383,7 +406,7 @@ class RdmaServed(StreamServed):
             elif word == FAILED:
                 _log.info("no RDMA with %s: %s", self._who(), bytes(said).decode(errors="replace"))
                 self._unlink()
-            elif self._endpoint is not None or word not in (KEY, TRY):  # else they were on their way when we failed
+            elif self._endpoint is not None or word not in (KEY, TRY):  # they may have crossed our FAILED
                 raise CorruptFrame(f"word {word} out of place")
         except (NotSupported, ucx.Error) as error:
             self._failed(str(error))
@@ -413,7 +436,7 @@ class RdmaServed(StreamServed):
             if not self._ended:
                 self._carried_by(RdmaUnixTransport.stream_scheme if self.peer.local else RdmaTransport.stream_scheme)
 
-    # -- answers
+    # -- replies
 
     def _answer_room(self, number: int, byte_count: int) -> memoryview | None:
         place = self._places.get(number)
@@ -482,7 +505,7 @@ class RdmaServed(StreamServed):
 
 
 class RdmaListener(StreamListener):
-    """One worker for all of its connections."""
+    """Listener with one UCX worker for all its connections."""
 
     def __init__(self, settings: Settings, *arguments) -> None:
         super().__init__(*arguments)
@@ -507,7 +530,8 @@ class RdmaListener(StreamListener):
             raise
 
     def offered(self, transport) -> str:
-        """UCX's transports for this connection, or nothing: no device, or the peer is not in a network for it."""
+        """UCX transports to offer on this connection. "" if there is no device or the peer's network is not
+        allowed."""
         if self.turning is None or self.turning.closed:
             return ""
         if self.local:
@@ -526,7 +550,7 @@ class RdmaListener(StreamListener):
 
 
 class _Rdma:
-    """What both transports add to theirs of `stream`. `strict`: a connection without RDMA is none."""
+    """Additions of both RDMA transports to those of `stream`. `strict`: fail if RDMA does not work."""
 
     _asking = RdmaConnection
 
@@ -540,7 +564,10 @@ class _Rdma:
         return RdmaListener(self._settings, greeting, handler, self.local, self._clock, identity)
 
     async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
-        """As StreamTransport.connect. Unreachable, too, when RDMA does not work between the two and this is strict."""
+        """Connect as StreamTransport does, then upgrade.
+
+        Unreachable, too, if `strict` and RDMA does not work.
+        """
         connection = await super().connect(endpoint, greeting, deadline_s=deadline_s)
         try:
             await connection.upgrade(deadline_s)
@@ -558,7 +585,7 @@ class _Rdma:
 
 
 class RdmaTransport(_Rdma, StreamTransport):
-    """`rdma://host:port`, where a `stream` listens that offers it."""
+    """Transport `rdma://host:port`; connects to a `stream` listener that offers RDMA."""
 
     scheme = "rdma"
     stream_scheme = StreamTransport.scheme
@@ -566,7 +593,8 @@ class RdmaTransport(_Rdma, StreamTransport):
 
 
 class RdmaUnixTransport(_Rdma, UnixStreamTransport):
-    """`rdma+unix:///path`: shared memory in place of RDMA, between processes of one user of one host."""
+    """Transport `rdma+unix:///path`: shared memory instead of RDMA, between processes of one user of a
+    host."""
 
     scheme = "rdma+unix"
     stream_scheme = UnixStreamTransport.scheme

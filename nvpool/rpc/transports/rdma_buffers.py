@@ -1,10 +1,11 @@
-"""Registered memory of one connection: places that the other side writes payloads to, and that are used again.
+"""Registered buffers of one RDMA connection: memory that the server writes payloads to, reused.
 
-A place is handed out for one request. It comes back by itself when nobody refers to it any more, but only if the other side
-has said that it writes no more to it; until then its owner keeps it. The memory of a connection that has ended is never handed
-out again: it is unregistered when the last who reads in it has let go. Bounded per connection and per process; where there is
-no room left the payload travels as on any stream. Fresh memory costs more than the copy that fills it
-(core/containers/buffer_pool), so what was used last is used next.
+A buffer (`Place`) is handed out for one request. It returns by itself when nothing refers to it any more, but
+only if the server has confirmed that it no longer writes there; until then the connection keeps a reference.
+The memory of a connection that has ended is never handed out again: it is unregistered when its last reader
+has released it. The memory is bounded per connection and per process; without free memory the payload travels
+over the stream. Fresh memory costs more than the copy that fills it (core/containers/buffer_pool), so the
+buffer that was used last is used next.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from nvpool.rpc.transports import ucx
 PLACE_BYTES_MIN = 4 * KIB
 PLACE_BYTES_MAX = 32 * MIB
 SLAB_BYTES = 4 * MIB
-"""Registered at once, for as many places of one size; larger ones have a slab each."""
+"""Size of one registration, split into buffers of one size. A larger buffer has its own slab."""
 ROOM_BYTES_MAX = 64 * MIB
-"""Of one connection: as much as a store has in work for one peer."""
+"""Most bytes of one connection: as many as a store processes for one peer."""
 PROCESS_BYTES_MAX = 512 * MIB
 
 _in_process = [0]
 
 
 class Rooms:
-    """`tell_key(number, slab)` and `forget_key(number)` tell the other side; both before anything else is sent."""
+    """Registered buffers of one connection.
+
+    `tell_key(number, slab)` and `forget_key(number)` send the key, or its end, to the server, before any
+    other message.
+    """
 
     def __init__(self, context: Any, tell_key: Callable[[int, Any], None], forget_key: Callable[[int], None], *,
                  bytes_max: int = ROOM_BYTES_MAX) -> None:
@@ -35,14 +40,17 @@ class Rooms:
         self._tell_key = tell_key
         self._forget_key = forget_key
         self._bytes_max = bytes_max
-        self._free: dict[int, list[tuple[int, Any, int]]] = {}  # by size of places
-        self._slabs: dict[int, tuple[Any, int]] = {}            # by number of the key: (slab, size of its places)
+        self._free: dict[int, list[tuple[int, Any, int]]] = {}  # by size of the buffers
+        self._slabs: dict[int, tuple[Any, int]] = {}            # key number -> (slab, size of its buffers)
         self._bytes = 0
         self._number = 0
         self._closed = False
 
     def take(self, byte_count: int) -> Any | None:
-        """A place for that many bytes, or None where there is no room. Its `key` is (number of the key, size of the place)."""
+        """Return a buffer for that many bytes, or None if no memory is free.
+
+        Its `key` is the number of the key.
+        """
         if byte_count > PLACE_BYTES_MAX or self._closed:
             return None
         size = max(PLACE_BYTES_MIN, 1 << (byte_count - 1).bit_length())
@@ -53,7 +61,7 @@ class Rooms:
                     return None
                 free = self._free[size]
             number, slab, offset = free.pop()
-            if number in self._slabs:  # else its key was revoked while somebody read there
+            if number in self._slabs:  # else its key was revoked while a reader still used the memory
                 return ucx.Place(slab, offset, byte_count, free, number)
 
     def _grow(self, size: int) -> bool:
@@ -64,7 +72,7 @@ class Rooms:
             return False
         try:
             slab = ucx.Slab(self._context, length)
-        except ucx.Error as error:  # the limit of locked or of shared memory
+        except ucx.Error as error:  # the limit of locked memory or of shared memory
             self._bytes_max = self._bytes
             ucx.log.warning("no more memory can be registered for RDMA: %s; more answers come as on a stream", error)
             return False
@@ -77,7 +85,7 @@ class Rooms:
         return True
 
     def _shrink(self, wanted: int) -> None:
-        """Unregister slabs in which no place is taken, until `wanted` bytes are free or there are none."""
+        """Unregister slabs without used buffers, until `wanted` bytes are free or none is left."""
         for number, (slab, size) in list(self._slabs.items()):
             if wanted <= 0:
                 return
@@ -87,20 +95,24 @@ class Rooms:
                 self.revoke(number)
 
     def revoke(self, number: int) -> None:
-        """The other side can not write by this key any more; its free places are not handed out again."""
+        """Revoke a key: the server can no longer write with it, and its free buffers are not handed out
+        again."""
         slab, size = self._slabs.pop(number)
         for entry in [entry for entry in self._free[size] if entry[0] == number]:
-            self._free[size].remove(entry)  # one by one: places come back from other threads too
+            self._free[size].remove(entry)  # one by one: other threads return buffers too
         self._bytes -= slab.length
         _in_process[0] -= slab.length
         self._forget_key(number)
 
     def numbers(self) -> Collection[int]:
-        """Of the keys that the other side has."""
+        """Numbers of the keys that the server has."""
         return self._slabs.keys()
 
     def close(self) -> None:
-        """Hand out nothing more. Memory goes when nobody reads in it any more; called when nothing can arrive any more."""
+        """Hand out nothing more; call only when nothing can arrive any more.
+
+        Memory that readers still use is released when they release it.
+        """
         self._closed = True
         for free in self._free.values():
             free.clear()

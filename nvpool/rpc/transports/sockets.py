@@ -1,6 +1,6 @@
-"""Sockets of the stream transports: their options, their TLS, and what their errors mean.
+"""Socket options, TLS options and error translation of the stream transports.
 
-Called by rpc/transports/stream, rpc/transports/sync_stream and rpc/transports/tls_server. Nothing here waits.
+Used by rpc/transports/stream and rpc/transports/sync_stream. No function here waits.
 """
 
 from __future__ import annotations
@@ -26,19 +26,25 @@ from nvpool.rpc.handshake import HELLO_S
 from nvpool.security.tls import Identity, refusal_of
 
 SOCKET_BUFFER_BYTES = 1 << 20
-"""Of unix sockets, whose default of 208 KiB lets a 1 MiB answer stop four times for its reader. (TCP sizes itself.)"""
+"""Buffer size of unix sockets: with their default of 208 KiB a 1 MiB reply stops four times for its reader.
+
+TCP sizes its buffers itself."""
 
 DEAD_PEER_S = 10
-"""Shorter than a client's patience, longer than a switch takes to find another path."""
+"""Time after which a dead peer is noticed.
+
+Shorter than a client waits, longer than a switch takes to find another path."""
 
 RESENT_S = 1
-"""What is not acknowledged is sent again at least so often: else the waits double, and a link that was away for five seconds
-carries nothing for another five."""
+"""Longest interval between two retransmissions of unacknowledged data.
+
+Without it the intervals double, and a link that was down for five seconds carries nothing for another
+five."""
 _TCP_RTO_MAX_MS = 44
-"""tcp(7) of Linux 6.15; not in Python's socket yet."""
+"""Socket option of tcp(7) in Linux 6.15; not in Python's socket module yet."""
 
 GOODBYE_S = 5.0
-"""For what is still to be sent, and the goodbye of TLS, on a connection that is closed."""
+"""Time for unsent data and the TLS close message on a connection that is closed."""
 
 
 def is_socket(path: str) -> bool:
@@ -64,7 +70,7 @@ def set_socket_options(sock) -> None:
 
 
 def tls_options(identity: Identity | None, greeting: Greeting, *, serving: bool) -> dict:
-    """What the loop's create_connection and create_server want for it."""
+    """TLS arguments for the loop's create_connection and create_server; empty without an identity."""
     if identity is None:
         return {}
     return {"ssl": identity.context(serving=serving, strangers=greeting.strangers), "ssl_handshake_timeout": HELLO_S,
@@ -77,16 +83,16 @@ def connect_error(error: OSError, endpoint: str) -> NvpoolError:
     known = from_os_error(error, endpoint)
     if isinstance(known, TooManyOpen):
         return known
-    if isinstance(error, ConnectionResetError) and not error.errno:  # so says the loop's TLS
+    if isinstance(error, ConnectionResetError) and not error.errno:  # raised so by the loop's TLS
         return Unreachable(f"{endpoint} hung up in the handshake of TLS: it has too many connections from here "
                            f"(limits.connections_per_peer), or speaks plain text (network.plain_text, --plain-text)")
     return Unreachable(f"nobody answers at {endpoint}: {error.strerror or str(error) or 'no answer in time'}")
 
 
 def listen_error(error: OSError, endpoint: str) -> NvpoolError:
-    if error.errno in (errno.EADDRINUSE, errno.EAGAIN):  # EAGAIN: so busy that its backlog is full
+    if error.errno in (errno.EADDRINUSE, errno.EAGAIN):  # EAGAIN: its backlog is full
         return InUse(f"{endpoint}: the address is in use")
     known = from_os_error(error, f"listening at {endpoint}")
-    if isinstance(known, DriveFailed):  # no such host, not an address of this host
+    if isinstance(known, DriveFailed):  # unknown host, or not an address of this host
         return BadConfiguration(str(known))
     return known

@@ -1,16 +1,17 @@
-"""The transports `stream` (TCP) and `stream+unix` (unix sockets): frames as in rpc/transports/frame, on the running loop's
-sockets.
+"""Transports `stream` (TCP) and `stream+unix` (unix sockets): frames on the event loop's sockets.
 
-Works on any asyncio loop; made for uvloop, whose transports write at once and keep what does not fit by reference, without a
-copy. One frame that is malformed, too long or unknown ends its connection with one logged reason, and nothing else.
+The frames are those of rpc/transports/frame. The transports work on any asyncio loop and are designed for
+uvloop, whose transports write immediately and keep unsent data by reference, without a copy. A frame that is
+malformed, too long or unknown ends its connection with one logged reason, and affects nothing else.
 
-Both directions are bounded: the asking side keeps requests back while its socket is full, the answering side reads nothing
-while its answers are not taken or too many payload bytes are in work. A peer host that vanished is noticed by keepalive and
-TCP_USER_TIMEOUT within DEAD_PEER_S; a peer process that only hangs is left to the deadlines of requests.
+Both directions are bounded: a client holds requests back while its socket is full; a server reads nothing
+while its responses are not taken or too many payload bytes are in progress. Keepalive and TCP_USER_TIMEOUT
+detect a dead host within DEAD_PEER_S. A process that merely hangs is left to the deadlines of requests.
 
-What leaves the host goes through the loop's TLS with both sides' certificates, as the greeting's identity says; frames and all
-else are the same then. The handshake of TLS 1.3 is over for the asking side before its certificate was looked at, so a refusal
-of it comes in place of the greeting; and by the TLS of uvloop and asyncio without a reason.
+Traffic between hosts uses the loop's TLS with certificates of both sides, as the greeting's identity says;
+frames and all else are unchanged. In TLS 1.3 the client's handshake is over before the server has checked the
+client's certificate. A refusal therefore arrives instead of the greeting, and the TLS of uvloop and asyncio
+reports no reason for it.
 """
 
 from __future__ import annotations
@@ -49,23 +50,26 @@ from nvpool.security.tls import Identity, member_of, refusal_of, security
 _log = logging.getLogger(__name__)
 
 JOIN_BYTES = 32 << 10
-"""Frames up to here are joined into one buffer: copying it costs less than what a vectored write adds."""
+"""Largest frame that is joined into one buffer: the copy costs less than a vectored write adds."""
 
 GATHER_BYTES = 256 << 10
-"""Frames that are gathered while others are being read go out at the latest at this many bytes."""
+"""Size at which frames that are collected during reading are sent at the latest."""
 
 WRITE_HIGH_BYTES = 1 << 20
 WRITE_LOW_BYTES = 256 << 10
-"""Bytes that the loop's transport holds for a peer that does not take them, before we stop adding and until we go on."""
+"""Unsent bytes in the loop's transport at which we stop adding (high) and resume (low)."""
 
 BACKLOG = 1024
 
 GATHER_IN_FLIGHT = 4
-"""With this many requests in flight more are likely in this turn of the loop; their frames leave together at its end."""
+"""Number of pending requests from which on more are likely in the same loop iteration.
+
+The frames of that iteration are then sent together at its end.
+"""
 
 
 class _End(asyncio.BufferedProtocol):
-    """One end of a stream: reads frames, writes frames. Derived classes say what they mean."""
+    """One end of a stream: reads and writes frames. Derived classes give them their meaning."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._stream_loop = loop
@@ -96,7 +100,7 @@ class _End(asyncio.BufferedProtocol):
                 self._flush()
 
     def _go_on_reading(self) -> None:
-        """Deliver what is kept in the buffer, then receive more, unless that stalls us again."""
+        """Deliver frames kept in the buffer, then resume receiving, unless the reader stalls again."""
         if self._ended:
             return
         self._reader.stalled = False
@@ -158,7 +162,10 @@ class _End(asyncio.BufferedProtocol):
             self._transport.writelines(out)
 
     def _end(self, reason: str, logged: bool = False) -> None:
-        """Close, once; `reason` is what callers are told, and goes to the log where it is somebody's fault."""
+        """Close the connection once.
+
+        Callers get `reason`; with `logged`, for a peer's fault, the log gets it too.
+        """
         if self._ended:
             return
         self._ended = reason
@@ -171,15 +178,17 @@ class _End(asyncio.BufferedProtocol):
         self._on_end(reason)
 
     async def _closed(self, timeout_s: float) -> None:
-        """Wait until what was written has gone out; after timeout_s drop it."""
+        """Wait until everything written has been sent; after timeout_s drop the rest."""
         await asyncio.wait([self._gone], timeout=timeout_s)
         if not self._gone.done():
             self._transport.abort()
             await self._gone
 
     def _member(self, identity: Identity, *, as_server: bool) -> str:
-        """Who is at the other end by his certificate, which is watched from now on; nothing where none was shown. AccessDenied,
-        StaleIdentity."""
+        """Return the peer's member name from its certificate, and watch the certificate from now on.
+
+        Returns "" if the peer presented none. AccessDenied, StaleIdentity: the certificate is refused.
+        """
         member = member_of(self._transport.get_extra_info("peercert"), identity.pool_id)
         if member:
             identity.admit(member, as_server=as_server)
@@ -190,7 +199,7 @@ class _End(asyncio.BufferedProtocol):
         self._end(str(error), logged=True)
 
     def _turned_away(self, error: NvpoolError) -> None:
-        """One side's certificate was refused."""
+        """Called when one side's certificate was refused."""
 
     def _who(self) -> str:
         raise NotImplementedError
@@ -206,17 +215,17 @@ class _End(asyncio.BufferedProtocol):
 
 
 class StreamConnection(HearsAtOnce, _End, Asker):
-    """The asking end. Made by the transports' `connect`."""
+    """Client end, made by the transports' `connect`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, greeting: Greeting, endpoint: str, local: bool, clock: Clock,
                  identity: Identity | None = None) -> None:
-        """With `identity` over TLS."""
+        """With `identity` the connection uses TLS."""
         Asker.__init__(self, loop, Peer(endpoint, endpoint, local), clock)
         _End.__init__(self, loop)
         self._greeting = greeting
         self._identity = identity
         self.offers: tuple[str, ...] = ()
-        """What the other side would go on to; see rpc/transports/rdma."""
+        """Upgrades that the server offers; see rpc/transports/rdma."""
         self.greeted = loop.create_future()
 
     def connection_made(self, transport) -> None:
@@ -289,15 +298,18 @@ class StreamConnection(HearsAtOnce, _End, Asker):
         await self._closed(timeout_s=1.0)
 
     def _linger(self, wanted: bool) -> None:
-        """Whether the kernel goes on sending when this end is closed. Not where this process dies: a write that arrived seconds
-        later, after lost packets, might lie over what its successor has written there since."""
+        """Set whether the kernel continues to send after this end is closed.
+
+        Not wanted if this process dies: a write that arrives seconds later, after lost packets, could
+        overwrite what the successor of this process has written there since.
+        """
         sock = self._transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX and sock.fileno() >= 0:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", not wanted, 0))
 
 
 class StreamServed(AnswersAtOnce, _End, Answerer):
-    """The answering end of one connection."""
+    """Server end of one connection."""
 
     def __init__(self, listener: StreamListener) -> None:
         Answerer.__init__(self, listener.handler, Peer("somebody", "", listener.local), listener.clock,
@@ -305,7 +317,8 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
         _End.__init__(self, listener.loop)
         self._listener = listener
         self._at_once = getattr(listener.handler, "at_once", None)
-        self._later = self if type(self) is StreamServed else None  # an answer of another kind may have to go elsewhere
+        # A derived class may send replies by another path.
+        self._later = self if type(self) is StreamServed else None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._greeted = False
         self._entered: Share | None = None
@@ -332,7 +345,8 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     def _refuse(self, error: NvpoolError) -> None:
         code, message = encode_error(error)
         self._send(pack_head(HELLO, code, 0, 0, message, 0), (), 0, gather=False)
-        self._end(str(error), logged=not isinstance(error, Busy))  # of limits the log says little, however many come
+        # The limits module logs Busy, at a bounded rate.
+        self._end(str(error), logged=not isinstance(error, Busy))
 
     def _place(self, kind, number, payload_bytes):
         if kind != REQUEST:
@@ -344,7 +358,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
             raise CorruptFrame(f"a frame of kind {kind} with {count} bytes out of place")
         return self._share.admit(count)
 
-    # -- what limits ask of a connection: rpc/limits.Limited
+    # -- interface that limits need of a connection: rpc/limits.Limited
 
     def unfinished(self) -> tuple[bytes, int] | None:
         return self._reader.unfinished() if self._greeted else None
@@ -393,7 +407,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
             self._send(pack_head(REPLY, status, number, 0, message, payload_bytes), payload, payload_bytes,
                        len(self._in_work) >= GATHER_IN_FLIGHT)
 
-    # Nothing is read while answers are not taken, or there would be no end to them.
+    # Reading is paused while responses are not taken; otherwise unsent responses would grow without bound.
 
     def pause_writing(self) -> None:
         self._writing_paused = True
@@ -422,7 +436,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
         self._asker_gone()
         if self._entered is not None:
             self._entered.leave()
-        if self._transport.get_write_buffer_size():  # to a peer that may never take it
+        if self._transport.get_write_buffer_size():  # the peer may never take it
             self._stream_loop.call_later(GOODBYE_S, self._transport.abort)
 
     async def drain(self, drain_s: float) -> None:
@@ -432,11 +446,11 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
 
 
 class StreamListener:
-    """transport.Listener of both stream transports."""
+    """`api.Listener` of both stream transports."""
 
     def __init__(self, greeting: Greeting, handler: Handler, local: bool, clock: Clock,
                  identity: Identity | None = None) -> None:
-        """With `identity` over TLS."""
+        """With `identity` the listener uses TLS."""
         self.endpoint = ""
         self.greeting = greeting
         self.identity = identity
@@ -468,14 +482,14 @@ class StreamListener:
             self._server = None
             if self._path is not None:
                 with contextlib.suppress(OSError):
-                    if os.stat(self._path[0]).st_ino == self._path[1]:  # not one that somebody else has made since
+                    if os.stat(self._path[0]).st_ino == self._path[1]:  # not another process's
                         os.unlink(self._path[0])
         if self.connections:
             await asyncio.gather(*[connection.drain(drain_s) for connection in list(self.connections)])
 
 
 class StreamTransport:
-    """`stream://host:port`: frames over TCP."""
+    """Transport `stream://host:port`: frames over TCP."""
 
     scheme = "stream"
     rank = 30
@@ -544,7 +558,7 @@ class StreamTransport:
 
 
 class UnixStreamTransport(StreamTransport):
-    """`stream+unix:///path`: frames over a unix socket, between processes of one host."""
+    """Transport `stream+unix:///path`: frames over a unix socket, between processes of one host."""
 
     scheme = "stream+unix"
     rank = 40
@@ -554,8 +568,10 @@ class UnixStreamTransport(StreamTransport):
         await loop.create_unix_connection(protocol, where.path)
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
-        """As StreamTransport.listen. A socket file that nobody listens on any more is replaced. Only this user may connect, or
-        all of this host where the greeting says so."""
+        """Listen as StreamTransport.listen does. A socket file without a listener is replaced.
+
+        Only this user may connect; every user of this host if the greeting allows it (`local_users`).
+        """
         where = parse_endpoint(endpoint)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

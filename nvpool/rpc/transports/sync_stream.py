@@ -1,9 +1,9 @@
-"""A connection of the stream transports for a thread that waits itself: one request at a time, by plain system calls.
+"""Blocking client connection of the stream transports: one request at a time, by plain system calls.
 
-What a loop gives (many requests, gathering, cancelling) costs a single request more than its bytes do; a thread that does
-nothing but wait for one answer needs none of it. Frames and greeting are those of stream_transport, the listener sees no
-difference. A connection that meets anything but a whole answer is closed and stays so. Used by one thread at a time; called by
-client/read/threads.
+The features of an event loop (many requests, gathering, cancelling) cost a single request more than its bytes
+do; a thread that only waits for one reply needs none of them. Frames and greeting are those of
+rpc/transports/stream, and the listener sees no difference. A connection that receives anything but a complete
+reply is closed and stays closed. Used by one thread at a time, from client/read/threads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _NUMBER_MASK = 0xFFFFFFFF
 
 
 class BlockingConnection:
-    """To the daemon at `endpoint`; the greeting is over when this is made. Nothing here takes longer than `patience_s`, but for
-    the look-up of a host's name.
+    """Blocking connection to the daemon at `endpoint`; greetings are exchanged in the constructor.
 
-    Unreachable        nobody answers there in time, or it is no endpoint of the stream transports
-    ProtocolMismatch   as the other side says
+    No call takes longer than `patience_s` seconds, except the look-up of a host name.
+
+    Unreachable        nobody answers there in time, or the endpoint is none of the stream transports
+    ProtocolMismatch   the other side refuses the greeting
     """
 
     def __init__(self, endpoint: str, greeting: Greeting, patience_s: float) -> None:
@@ -57,7 +58,7 @@ class BlockingConnection:
         except (OSError, InvalidRequest) as error:
             raise Unreachable(f"nobody answers at {endpoint}: {error}") from None
         try:
-            # Python's own time-out would cost a poll(2) before each call; the kernel's costs none.
+            # Python's own timeout would cost a poll(2) before each call; the kernel's timeout costs nothing.
             self._socket.settimeout(None)
             seconds = struct.pack("ll", int(patience_s), int(patience_s % 1 * 1e6))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
@@ -77,12 +78,14 @@ class BlockingConnection:
             raise
 
     def call(self, method: int, message: bytes) -> tuple[bytes, memoryview]:
-        """Message and payload of the answer, the caller's to keep. The deadline that is sent is our patience.
+        """Send a request; return the message and payload of the reply, which the caller owns.
 
-        DeadlineExceeded   nothing, or not all, came in time   } closed
-        Disconnected       the other side is gone              }
-        CorruptFrame       what came is no answer to this      }
-        any NvpoolError    what the other side answered: the connection is as good as before
+        The deadline in the request is `patience_s`.
+
+        DeadlineExceeded   the reply did not arrive completely in time   } the connection
+        Disconnected       the other side has closed the connection      } is closed
+        CorruptFrame       the received frame is no reply to this        }
+        any NvpoolError    the error that the server answered: the connection stays usable
         """
         self._number = number = self._number % _NUMBER_MASK + 1
         try:
@@ -96,7 +99,7 @@ class BlockingConnection:
         except OSError as error:
             self.close()
             raise Disconnected(str(error)) from None
-        except BaseException:  # Ctrl-C too: what comes later would be taken for the answer to the next question
+        except BaseException:  # Ctrl-C too: a later reply would be taken for the reply to the next request
             self.close()
             raise
         if code:
@@ -116,13 +119,13 @@ class BlockingConnection:
             reader.buffer_updated(count)
             if frames:
                 return frames.pop(0)
-            now_s = SYSTEM_CLOCK.boottime_s()  # a part came, and each part has the kernel's patience anew
+            now_s = SYSTEM_CLOCK.boottime_s()  # the kernel's timeout restarts with each part
             until_s = until_s or now_s + self._patience_s
             if now_s > until_s:
                 raise BlockingIOError
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the connection. May be called twice."""
         if not self.closed:
             self.closed = True
             self._socket.close()

@@ -1,8 +1,9 @@
-"""Server of TLS over TCP that counts connections before their handshake.
+"""TLS server over TCP that counts connections before their handshake.
 
-A loop's own server calls nobody before a handshake is over, so that an address could have any number of unfinished ones. Here
-each is counted for its address until its handshake has ended, well or not, within its time; one above the limits is closed
-without a word, since nothing can be said before a handshake. Made by rpc/transports/stream; stands for asyncio.Server there.
+An event loop's own server reports a connection only after its handshake, so that one address could have any
+number of unfinished handshakes. Here each connection counts for its address until its handshake has ended,
+successfully or not, within its time limit. A connection above the limits is closed without a message, since
+nothing can be sent before a handshake. Made by rpc/transports/stream, where it replaces asyncio.Server.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ _log = logging.getLogger(__name__)
 
 ACCEPTS_A_TURN = 64
 PAUSE_S = 1.0
-"""Without accepting, when no file descriptor is left."""
+"""Pause in accepting connections when no file descriptor is free."""
 
 
 class TlsServer:
-    """Takes over `sock`, which listens. `options` are those of the loop's connect_accepted_socket."""
+    """TLS server on `sock`, which listens already and which the server closes.
+
+    `options` are those of the loop's connect_accepted_socket.
+    """
 
     def __init__(self, factory: Callable[[], asyncio.BaseProtocol], sock: socket.socket, options: dict, limits: Limits) -> None:
         self._factory = factory
@@ -61,13 +65,13 @@ class TlsServer:
     async def _shake_hands(self, sock: socket.socket, name: str) -> None:
         try:
             await self._loop.connect_accepted_socket(self._factory, sock, **self._options)
-        except OSError as error:  # TimeoutError and ssl.SSLError are some
+        except OSError as error:  # includes TimeoutError and ssl.SSLError
             _log.debug("a handshake of TLS with %s has failed: %s", name, error)
         finally:
             self._limits.has_shaken_hands(name)
 
     def close(self) -> None:
-        """Accept nothing more; end unfinished handshakes."""
+        """Stop accepting, and cancel unfinished handshakes."""
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._sock.fileno())

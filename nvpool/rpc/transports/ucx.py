@@ -1,9 +1,11 @@
-"""UCX as the transport `rdma` uses it: which library, its settings, one Context for each choice of UCX's own transports.
+"""UCX library of the transport `rdma`: library search, settings, and one Context per choice of UCX
+transports.
 
-UCX comes with the wheel libucx (`nvpool[rdma]`), which has shared memory and TCP but no verbs, or with the system (Debian:
-libucx0, or the network card's vendor), which is taken first where it brings InfiniBand and RoCE. Nothing is loaded before a
-Context is asked for. UCX is told to leave signals alone, to start no file system of its own, and to keep its cache of
-registered memory within bounds. The only user of _ucx.
+UCX comes with the wheel libucx (`nvpool[rdma]`), which has shared memory and TCP but no verbs, or with the
+system (Debian: libucx0, or the network card's vendor). The system's UCX is preferred if it supports
+InfiniBand and RoCE. Nothing is loaded before a Context is requested. The settings make UCX leave signals
+alone, start no file system of its own, and bound its cache of registered memory. This is the only user of
+_ucx.
 """
 
 from __future__ import annotations
@@ -24,24 +26,24 @@ _ucx = load_compiled("nvpool.rpc.transports._ucx")
 log = logging.getLogger(__name__)
 
 LOCAL = "posix,sysv,self"
-"""UCX's transports within a host: shared memory."""
+"""UCX transports within a host: shared memory."""
 NETWORK = "ib,self"
-"""All that go over InfiniBand and RoCE devices."""
+"""UCX transports that use InfiniBand and RoCE devices."""
 _VERBS = ("ib", "rc", "ud", "dc")
 TRANSPORTS = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+){0,15}")
 DEVICES = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]+)?(,[A-Za-z0-9_.-]+(:[0-9]+)?){0,15}")
 
 _ENVIRONMENT = {"UCX_HANDLE_ERRORS": "none", "UCX_ERROR_SIGNALS": "", "UCX_VFS_ENABLE": "n", "UCX_WARN_UNUSED_ENV_VARS": "n",
                 "UCX_LOG_LEVEL": "fatal"}
-"""Read by UCX when it is loaded. Errors come back as statuses and are logged by us."""
+"""Environment that UCX reads when it is loaded. UCX returns errors as statuses, and nvpool logs them."""
 RCACHE_BYTES_MAX = 256 << 20
 RCACHE_REGIONS_MAX = 4096
-"""Of a store's buffers that UCX keeps registered since it has sent from them."""
+"""Most store buffers that UCX keeps registered after it has sent from them."""
 _SYSTEM = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/opt/ucx/lib",
            "/usr/local/lib")
 _CONTEXTS_MAX = 4
 _loaded_by = 0
-"""The process that has loaded UCX. Its forked children can not use it, nor take apart what they have inherited."""
+"""Process that has loaded UCX. Its forked children can neither use UCX nor free what they inherited."""
 _contexts: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
 Error: type[Exception] = _ucx.UcxError if _ucx is not None else NotSupported
@@ -50,8 +52,10 @@ if _ucx is not None:
 
 
 def library() -> tuple[str, bool] | None:
-    """Where UCX's libraries lie, and whether they know verbs: the system's where those do, else the wheel's, else the system's;
-    None where there are none."""
+    """Return the directory of UCX's libraries and whether they support verbs. None if there are none.
+
+    The order is: the system's libraries if they support verbs, the wheel's, the system's.
+    """
     system = next((place for place in _SYSTEM if os.path.exists(f"{place}/libucp.so.0")), "")
     if system and glob.glob(f"{system}/ucx/libuct_ib*.so*"):
         return system, True
@@ -64,7 +68,7 @@ def library() -> tuple[str, bool] | None:
 
 
 def missing() -> str:
-    """What keeps this process from using UCX, with the remedy; nothing when it can. Loads nothing."""
+    """Reason why this process cannot use UCX, with the remedy; "" if it can. Loads nothing."""
     if _ucx is None:
         return "nvpool's module for UCX was not compiled; install a C compiler and nvpool anew"
     if _loaded_by not in (0, os.getpid()):
@@ -89,14 +93,16 @@ def _load() -> None:
 
 
 def version() -> str:
-    """Of the library that is, or would be, used. NotSupported where there is none."""
+    """Version of the library that is or would be used. NotSupported: there is none."""
     _load()
     return _ucx.version()
 
 
 def context(transports: str, devices: str = "all") -> Any:
-    """UCX with these of its transports over these devices; the same again for the same. NotSupported where this host has none
-    of them; BadConfiguration for what are no names."""
+    """UCX context with these transports over these devices; equal arguments give the same context.
+
+    NotSupported: this host has none of them. BadConfiguration: an argument is not a valid name.
+    """
     if not TRANSPORTS.fullmatch(transports) or not DEVICES.fullmatch(devices):
         raise BadConfiguration(f"{transports!r} over {devices!r} are no names of UCX's transports and devices")
     _load()
@@ -104,7 +110,7 @@ def context(transports: str, devices: str = "all") -> Any:
     if known is None:
         settings = {"TLS": transports, "NET_DEVICES": devices}
         if any(name.startswith(_VERBS) for name in transports.split(",")):
-            # UCX leaves out what it does not have, and would say so to the first peer only.
+            # UCX ignores transports that it does not have, and would report that to the first peer only.
             if not library()[1]:
                 raise NotSupported("this UCX was built without verbs")
             if not os.path.isdir("/sys/class/infiniband") or not os.listdir("/sys/class/infiniband"):
@@ -114,7 +120,7 @@ def context(transports: str, devices: str = "all") -> Any:
             known = _ucx.Context(settings)
         except _ucx.UcxError as error:
             raise NotSupported(f"UCX has no {transports} here ({error})") from None
-        while len(_contexts) >= _CONTEXTS_MAX:  # in use ones live on with those who use them
+        while len(_contexts) >= _CONTEXTS_MAX:  # contexts in use stay alive with their users
             _contexts.popitem(last=False)
         _contexts[transports, devices] = known
     return known
