@@ -13,8 +13,12 @@ CASES ?= 200000
 POOLS ?= 1
 TESTS ?= tests
 
+# By file: tests of a file may share a pool. Marks for groups are ignored by xdist 3.8 under pytest 9.2, without a word. The order
+# is that of tests/conftest.py, the longest file first.
+SPREAD := --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-docker test coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint docs install clean csi-report
+.PHONY: help setup quickstart demo-docker test test-all coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint docs install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -22,7 +26,8 @@ help:
 	@echo '  make quickstart             set up, start a pool here, mount it at ./pool, import a real tree, check and measure it'
 	@echo '  make quickstart SOURCE=DIR  the same with a tree of yours'
 	@echo '  make demo-docker            volumes in containers of a real Docker Engine: shared, bounded, alive under kill -9 (root)'
-	@echo '  make test                   set up and run the whole suite, real mount included (WORKERS=2)'
+	@echo '  make test                   set up, lint, and the tests of every change: real mounts too, of clusters the smoke tests (WORKERS=2)'
+	@echo '  make test-all               everything but the long versions, and once more without the compiled modules (root)'
 	@echo '  make coverage               lines and branches that tests reach, processes they start included (TESTS=tests)'
 	@echo '  make soak                   the long versions: millions of entries, hundreds of kills, 1,000 failures of three nodes'
 	@echo '  make soak-failures          those failures alone, and their table in bench/README.md (FAILURES=1000 POOLS=1; root)'
@@ -50,14 +55,19 @@ quickstart: setup
 demo-docker: setup
 	@$(PYTHON_IN_VENV) tools/demo_docker.py
 
-# By file: tests of a file may share a pool. Marks for groups are ignored by xdist 3.8 under pytest 9.2, without a word.
-test: setup
-	@$(PYTEST) -n $(WORKERS) --dist loadfile
+test: lint
+	@$(PYTEST) -n $(WORKERS) $(SPREAD) -m 'not soak and (not t3 or smoke)'
+
+# The reports tell tools/record_durations.py how long each file takes.
+test-all: lint
+	@mkdir -p build
+	@$(PYTEST) -n $(WORKERS) $(SPREAD) -m 'not soak' -o junit_duration_report=total --junitxml build/junit-all.xml
+	@NVPOOL_PURE=1 $(PYTEST) -n $(WORKERS) $(SPREAD) -m 'not soak and (t1 or t2)' --junitxml build/junit-pure.xml
 
 # A report, not a gate. Compiled modules are not measured.
 coverage: setup
 	@rm -rf build/coverage && mkdir -p build/coverage
-	@$(PYTHON_IN_VENV) -m coverage run -m pytest -p no:cacheprovider -n $(WORKERS) --dist loadfile $(TESTS) || echo 'coverage: some tests failed'
+	@$(PYTHON_IN_VENV) -m coverage run -m pytest -p no:cacheprovider -n $(WORKERS) $(SPREAD) $(TESTS) || echo 'coverage: some tests failed'
 	@$(PYTHON_IN_VENV) -m coverage combine --quiet
 	@$(PYTHON_IN_VENV) -m coverage report
 	@$(PYTHON_IN_VENV) -m coverage html --quiet

@@ -6,10 +6,15 @@ run. So does a mount of nvpool that was not there before (on a machine of its ow
 A shell without job control starts what it puts into the background with SIGINT ignored, and all below it inherits that: tests
 that interrupt a program would see nothing happen. Here it is as in a terminal again, for the tests and what they start.
 
+Each test belongs to a tier, by its folder or by the marker of its module: T0 is lint and the rules of the house, T1 runs in
+process, T2 on real mounts, T3 starts pools of processes, nodes, containers. Files run in the order of `tests/durations.json`,
+the longest first, so that no worker runs alone for long at the end.
+
 NVPOOL_TEST_FAILED_FILE names a file for what failed, a line each, in the words that pytest takes to run it again; what must
 not be forgiven by running it again begins with "never again: ".
 """
 
+import json
 import os
 import signal
 import time
@@ -29,6 +34,33 @@ LEFT = pytest.StashKey[list[str]]()
 MOUNTS = pytest.StashKey[set[str]]()
 FAILED = pytest.StashKey[dict[str, None]]()
 TOLD_IN = pytest.StashKey[str | None]()
+
+
+TIERS = {"house": "t0", "unit": "t1", "contract": "t1", "model": "t1", "fuse": "t2", "cluster": "t3", "bridge": "t3"}
+"""Folder of tests -> tier of its tests, where neither the test nor its module has a tier's marker."""
+TESTS = Path(__file__).parent
+DURATIONS = TESTS / "durations.json"
+
+
+def tier_of(item):
+    named = {mark.name for mark in item.iter_markers()} & set(TIERS.values())
+    assert len(named) < 2, f"{item.nodeid} is marked with {named}"
+    if named:
+        return named.pop()
+    return TIERS.get(item.path.relative_to(TESTS).parts[0]) if item.path.is_relative_to(TESTS) else None
+
+
+def pytest_itemcollected(item):
+    tier = tier_of(item)
+    if tier is not None and item.get_closest_marker(tier) is None:
+        item.add_marker(tier)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Sort files by how long they took when `tools/record_durations.py` was run last; unknown ones come first."""
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], float("inf")))
 
 
 def pytest_configure(config):

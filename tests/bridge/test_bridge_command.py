@@ -26,6 +26,7 @@ def test_help_has_examples_and_all_options_of_a_volume():
         assert word in said
 
 
+@pytest.mark.smoke
 def test_a_place_that_is_no_pool_is_refused_with_the_reason(tmp_path):
     done = bridge(tmp_path, "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock")
     assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr

@@ -31,6 +31,8 @@ from nvpool.core.errors import (
     WrongFormat,
 )
 
+pytestmark = pytest.mark.t1
+
 BAD_NAMES = ["", ".", "..", "../x", "a/b", "/etc", "a\0b", "x" * 10_000, "ä", unicodedata.normalize("NFD", "é"), "-rf", " a",
              "a\n", "a b", "\ud800", "a\\b", "٣"]
 BAD_SUBPATHS = ["..", "../x", "a/../../b", "/etc", "a\0b", "x" * 10_000, "/".join("a" * 255 for _ in range(20)), "\ud800"]

@@ -432,6 +432,7 @@ async def _begun_anew(volumes: Any) -> Any:
     return await again() if again is not None else volumes
 
 
+@pytest.mark.smoke
 @worlds
 def test_a_volume_lives_and_everything_may_be_said_twice(world, tmp_path):
     asyncio.run(live(world, tmp_path))

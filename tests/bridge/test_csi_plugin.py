@@ -281,6 +281,7 @@ def test_what_was_left_at_a_place_after_a_reboot_is_taken_away_also_when_the_vol
     assert answer.code == "OK" and not (tmp_path / "pod-1").exists()
 
 
+@pytest.mark.smoke
 def test_a_subpath_of_a_volume_made_by_hand_is_staged(volumes, tmp_path):
     async def ask(call):
         await call("CreateVolume", name="v", volume_capabilities=[use()])

@@ -93,6 +93,7 @@ def test_a_quota_is_hit_inside_a_container_and_what_is_removed_can_be_written_ag
     assert many.returncode and "quota" in many.stderr.lower(), many
 
 
+@pytest.mark.smoke
 def test_a_volume_in_use_is_not_removed_here_or_by_another_host(docker, bridge, pool, volume):
     name = volume("used")
     docker.begin("while true; do sleep 1; done", "-v", f"{name}:/data")

@@ -20,6 +20,8 @@ from nvpool.core.errors import AlreadyExists, Bug, Damaged, InUse, NotFound, Ref
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
 
+pytestmark = pytest.mark.t1
+
 
 class Asked:
     """A face at a socket, asked as Docker asks."""

@@ -20,6 +20,8 @@ from nvpool.core.version import VERSION
 from nvpool.daemons.bridge import parse_words
 from nvpool.testing.fakes.volumes import MemoryVolumes
 
+pytestmark = pytest.mark.t1
+
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "deploy" / "kubernetes"
 FILES = sorted(PLACE.glob("*.yaml"))

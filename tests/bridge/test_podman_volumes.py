@@ -64,6 +64,7 @@ def attachments(pool, name):
     return pool.connect().volumes.show(name).attachments
 
 
+@pytest.mark.smoke
 def test_what_one_container_writes_another_one_reads(podman, bridge, pool, volume):
     shared, other = volume("shared", "size=64M"), volume("other")
     assert {shared, other} <= names(pool)

@@ -197,6 +197,7 @@ def test_a_drive_that_fails_once_in_the_middle_is_survived(bad, name, skip):
         faults.arm = armed
 
 
+@pytest.mark.smoke
 def test_a_drive_that_lied_about_its_syncs_gives_errors_and_never_wrong_bytes(tmp_path):
     with RealPool(tmp_path / "pool", config=CONFIG) as pool:
         pool.make()

@@ -40,6 +40,7 @@ def test_what_an_interrupted_bench_had_started_is_gone(tmp_path, program, begun)
     assert contract.marked(place) == [] and contract.mounted_below(place) == []
 
 
+@pytest.mark.smoke
 def test_shares_and_ratios_are_judged_against_their_goals():
     rows = [{"nodes": count, "mib_s": 50.0 * count * share, "floor_mib_s": 50.0 * count, "of_linear": share, "busy": 0.3}
             for count, share in ((1, 1.0), (2, 0.97), (4, 0.94))]

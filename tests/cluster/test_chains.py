@@ -84,6 +84,7 @@ def test_stores_are_killed_in_turn_and_whoever_reads_and_writes_meets_no_error(p
     pool.until(lambda: pool.fsck() == [], "nothing is wrong")
 
 
+@pytest.mark.smoke
 @pytest.mark.mount
 @pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root")
 def test_a_mount_of_two_replicas_keeps_everything_while_stores_are_killed(pool, tmp_path):

@@ -253,6 +253,7 @@ def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
     assert not own.exists() and not os.path.ismount(place) and processes_of(own) == []
 
 
+@pytest.mark.smoke
 @pytest.mark.mount
 @pytest.mark.skipif(not MOUNTS, reason="needs root and /dev/fuse")
 def test_what_was_written_is_there_after_every_process_was_killed(own, tmp_path):

@@ -87,6 +87,7 @@ def test_a_tree_goes_in_and_comes_out_the_same_and_a_second_time_nothing_moves(p
     nvpool("fsck", pool)
 
 
+@pytest.mark.smoke
 def test_file_info_names_the_chunks_and_the_targets_that_have_them(pool, tree):
     nvpool("import", tree / "holes", f"{pool}:/info/holes")
     found = as_json("file", "info", f"{pool}:/info/holes")

@@ -132,6 +132,7 @@ def leaf_places(path: Path, wanted: bytes):
     return found
 
 
+@pytest.mark.smoke
 def test_a_flipped_byte_in_an_index_record_is_an_error_and_no_hole(damaged):
     pool, inodes = damaged
     target, _ = place_of(pool, 11)

@@ -62,6 +62,7 @@ def test_a_directory_gets_replicas_that_the_pool_did_not_have_and_hands_them_dow
     assert pool.fsck() == []
 
 
+@pytest.mark.smoke
 def test_what_can_not_be_is_refused_with_the_remedy(pool):
     client = pool.connect(60.0)
     client.mkdir("/refused")

@@ -56,6 +56,7 @@ def sizes(cable, ours, theirs, switch):
     machines.packets(2, theirs, switch)
 
 
+@pytest.mark.smoke
 def test_large_packets_arrive_where_all_take_them(cable):
     for size in (1500, 9000):
         sizes(cable, size, size, size)

@@ -135,6 +135,7 @@ def test_another_pool_key_without_new_data(tmp_path):
         assert pool.connect(60.0).read_bytes("/volumes/secret/file") == MARK
 
 
+@pytest.mark.smoke
 def test_doctor_says_that_there_is_no_pool_key(tmp_path):
     with RealPool(tmp_path / "pool") as pool:
         pool.make()

@@ -73,6 +73,7 @@ def test_what_is_made_again_after_an_interruption_is_the_same_pool(tmp_path):
         assert not pool.status()["problems"]
 
 
+@pytest.mark.smoke
 def test_an_etcd_that_is_not_there_or_not_well_named_is_refused_before_anything_is_made(tmp_path):
     drive, directory = tmp_path / "drive", tmp_path / "pool"
     drive.mkdir()

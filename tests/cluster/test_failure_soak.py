@@ -101,6 +101,7 @@ def test_failure_soak_pools_lie_in_short_places(monkeypatch, pools, longest):
         assert soak.place_of_pools(None, pools) == chosen
 
 
+@pytest.mark.smoke
 def test_failure_soak_choices_depend_on_seed_and_round():
     def choices(seed):
         return [soak.chosen(seed, number)[1:] for number in range(300)]

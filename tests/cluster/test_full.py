@@ -73,6 +73,7 @@ def room_again(pool, client, held, refused):
     assert client.read_bytes("/again") == content(77, 2 * MIB) and pool.fsck() == []
 
 
+@pytest.mark.smoke
 def test_full_targets_refuse_and_take_again(tmp_path):
     with RealPool(tmp_path / "pool") as pool:
         pool.make()

@@ -246,6 +246,7 @@ def fuzz(tmp_path, seed, seconds):
         assert "unhandled" not in pool.said("*", 10_000)
 
 
+@pytest.mark.smoke
 def test_noise_and_nonsense_at_every_port_harm_nobody(tmp_path):
     fuzz(tmp_path, seed=1, seconds=3.0)
 

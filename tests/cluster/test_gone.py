@@ -126,6 +126,7 @@ def test_stores_that_stand_still_end_calls_in_time_and_go_on(mounted):
     assert [pool.pid("target-1"), pool.pid("target-2")] == pids and pool.fsck() == []
 
 
+@pytest.mark.smoke
 def test_a_shard_that_stands_still_ends_calls_in_time_and_goes_on(mounted):
     pool, mountpoint = mounted
     pid = pool.pid("meta-1")

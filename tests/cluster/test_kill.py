@@ -68,6 +68,7 @@ def test_killing_any_daemon_under_load_loses_nothing(pool):
     kill_under_load(*pool, kills=8, seed=1)
 
 
+@pytest.mark.smoke
 def test_everything_killed_at_once_comes_back_with_one_command(pool):
     pool, mountpoint = pool
     found = wait_until_serving(pool, 5)

@@ -14,6 +14,7 @@ from nvpool.testing.env.pool import PLAIN_TCP, RealPool, end_process
 KILLS = 4
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("options", [{"transport": "stream", "short_cut": False}, {}], ids=["stream", "short cut"])
 def test_threads_that_read_meet_no_error_and_no_wrong_byte_when_their_store_is_killed(tmp_path, options):
     with RealPool(tmp_path / "pool", sizes=(96 * MIB,), config=PLAIN_TCP) as pool:

@@ -90,6 +90,7 @@ def test_a_stopped_holder_holds_a_writer_up_once_and_sees_the_new_bytes_when_it_
     assert not pool.fsck()
 
 
+@pytest.mark.smoke
 def test_a_killed_holder_holds_a_writer_up_once(real):
     pool, writer, holder = real
     write(writer, "first")

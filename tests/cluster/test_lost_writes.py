@@ -25,6 +25,7 @@ def boot_in_between(pool: RealPool) -> None:
     asyncio.run(forget())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_client_that_lives_on_is_told_of_what_stores_have_lost(tmp_path, replicas):
     with RealPool(tmp_path / "pool", replicas=replicas) as pool:

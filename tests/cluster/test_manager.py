@@ -34,6 +34,7 @@ def joining(pool, target, table=2):
     return [chain for chain in pool.pool_map.table_by_id[table].chains if target in chain.joining]
 
 
+@pytest.mark.smoke
 def test_a_target_that_is_killed_leaves_its_chains_at_once_and_joins_them_when_it_is_back(pool):
     before = pool.pool_map
     held = len(chains_of(pool, 1))

@@ -65,6 +65,7 @@ async def _rename(keeper: MapKeeper, name: str) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.smoke
 def test_the_map_moves_under_the_next_epoch_and_who_watches_notices_nothing_else(made):
     async def main():
         keeper = await _opened(made)

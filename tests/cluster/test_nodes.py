@@ -41,6 +41,7 @@ def _sum(node: Node, mount: Path, name: str) -> str:
     return node.machine.run("sha256sum", f"{mount}/{name}", timeout_s=240).stdout.split()[0]
 
 
+@pytest.mark.smoke
 def test_two_nodes_and_a_client_that_mounts_from_a_third_machine(pool):
     first, second, third = pool.nodes
     join = pool.found()

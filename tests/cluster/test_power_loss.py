@@ -133,6 +133,7 @@ def test_power_lost_while_a_pool_is_made_leaves_none_or_a_whole_one(tmp_path):
     make_and_lose_power(tmp_path, seed=1, cuts=5)
 
 
+@pytest.mark.smoke
 def test_a_making_that_ended_before_it_said_what_it_is_can_be_repeated(tmp_path):
     pool = RealPool(tmp_path / "pool")
     pool.path.mkdir()

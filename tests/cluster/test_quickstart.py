@@ -82,6 +82,7 @@ def test_stopped_by_ctrl_c_at_any_time_it_goes_on(place):
     assert "equal, byte for byte" in quickstart(place).stdout
 
 
+@pytest.mark.smoke
 def test_a_tree_that_holds_the_pool_itself_is_refused(place):
     done = subprocess.run([*command(place), "--source", str(place)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and "choose another tree" in done.stderr

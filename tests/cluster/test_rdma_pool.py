@@ -73,6 +73,7 @@ def test_what_is_read_over_rdma_is_right_while_stores_are_killed(config, tmp_pat
         assert not pool.fsck()
 
 
+@pytest.mark.smoke
 def test_a_node_that_has_it_switched_off_offers_none(tmp_path):
     async def look(pool: RealPool) -> None:
         client = await opened(pool, OFF)

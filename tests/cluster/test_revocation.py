@@ -56,6 +56,7 @@ class Reader:
         return self.process.stdout.readline().strip().split(" | ")
 
 
+@pytest.mark.smoke
 def test_client_is_refused_what_it_has_open():
     with Machines(2) as hosts, ExitStack() as stack:
         pool = Pool(hosts, plain=False)

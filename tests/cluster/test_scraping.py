@@ -64,6 +64,7 @@ def measured(tmp_path_factory):
         yield pool, port
 
 
+@pytest.mark.smoke
 def test_what_was_done_is_on_the_page(measured):
     pool, port = measured
     client = pool.connect(60.0)

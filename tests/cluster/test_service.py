@@ -127,6 +127,7 @@ def test_second_death_of_a_supervisor_is_left_to_systemd_too(tmp_path, told):
         assert "--inherit-lock" not in Path(f"/proc/{pool.pid('supervisor')}/cmdline").read_text()
 
 
+@pytest.mark.smoke
 def test_the_log_is_json_and_its_level_changes_while_daemons_run(tmp_path):
     with RealPool(tmp_path / "pool", config=JSON_LOG) as pool:
         pool.make()

@@ -127,6 +127,7 @@ def move_while_killed(made: RealPool, kills: int, members: int) -> None:
     assert not made.fsck()
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(600)
 def test_shards_are_killed_while_names_move_between_them(tmp_path):
     with RealPool(tmp_path / "pool", shards=SHARDS) as made:

@@ -10,6 +10,7 @@ from nvpool.testing.env.nodes import Pool
 pytestmark = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or "")
 
 
+@pytest.mark.smoke
 def test_a_shard_is_added_on_the_node_that_has_none_and_on_the_one_that_is_named():
     with Machines(2) as hosts:
         pool = Pool(hosts, plain=True)

@@ -146,6 +146,7 @@ def is_data(pid: int, fd: str) -> bool:
         return False
 
 
+@pytest.mark.smoke
 def test_a_node_that_has_it_switched_off_lends_nothing(tmp_path):
     with RealPool(tmp_path / "pool", config="[store]\nshort_cut = false\n") as pool:
         pool.make()

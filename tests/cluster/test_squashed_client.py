@@ -44,6 +44,7 @@ def pool(tmp_path_factory):
         clean_up(own)
 
 
+@pytest.mark.smoke
 def test_squashed_client_is_shown_as_one(pool):
     own, _ = pool
     member, = json.loads(nvpool("client", "ls", own, "--json").stdout)

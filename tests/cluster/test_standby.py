@@ -181,6 +181,7 @@ def test_a_standby_that_is_killed_or_stopped_holds_nobody_up_for_long_and_return
     pool.check()
 
 
+@pytest.mark.smoke
 def test_a_primary_that_ends_does_not_wait_for_locks(pool):
     """A waiting request would hold it up for supervisor.drain_s: what it waits for is a request, and none is taken."""
     name, taken = pool.mountpoint / "locked", threading.Event()

@@ -186,6 +186,7 @@ def test_a_second_daemon_on_the_directory_is_refused_with_the_pid_of_the_first(p
     assert pids(pool)["supervisor"] == first
 
 
+@pytest.mark.smoke
 def test_a_killed_child_is_back_in_no_time_and_counted(pool):
     before = pids(pool)
     for name in ("meta-1", "target-1", "target-2"):

@@ -83,6 +83,7 @@ async def rates(pool: RealPool, by: str, load: Load, interval_s: float = 3.0):
         await client.close()
 
 
+@pytest.mark.smoke
 def test_it_names_the_client_with_its_rates(pool):
     with Load(pool, "trainer") as load, Load(pool, "idler-of-a-kind"):
         seen, reads_s, writes_s = asyncio.run(rates(pool, "client", load))

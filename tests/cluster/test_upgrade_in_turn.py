@@ -115,6 +115,7 @@ def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_to
             pool.end()
 
 
+@pytest.mark.smoke
 def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(installed):
     """systemctl stop and start: everything ends in order, and a mount waits for what comes back."""
     switch = Machines(2)

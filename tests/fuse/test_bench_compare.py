@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.t3
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--rounds", "1", "--seconds", "0.2", "--file-mib", "8", "--files", "40", "--no-awake-peers")
 sys.path.insert(0, str(ROOT / "bench"))
@@ -115,6 +117,7 @@ def test_a_mount_point_is_read_as_it_is_from_the_table_of_mounts():
     assert unescaped(r"/a\040b\134c/d") == "/a b\\c/d"
 
 
+@pytest.mark.smoke
 def test_nothing_but_the_directory_of_a_bench_is_ever_removed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "of-glusterfs").mkdir(parents=True)

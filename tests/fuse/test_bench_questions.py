@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.t3
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 concurrency, contract, drawing, layers = (importlib.import_module(name) for name in
@@ -74,6 +76,7 @@ def test_the_layers_of_a_read_are_the_whole():
     assert "| SDK, short cut, warm | 0.0 | 0.0 | 49.0 | 0.0 | 0.0 | 1.0 | 50.0 |" in text
 
 
+@pytest.mark.smoke
 def test_charts_are_drawn_from_any_figures():
     sheet = drawing.Sheet("a & b")
     sheet.lines("nothing", [drawing.Line("none", [])])

@@ -21,7 +21,7 @@ from kills import end, kill_serving, processes, run_model, serving, together
 from nvpool.core.programs import Program, command
 from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
+pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
               pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
 
 @pytest.fixture
@@ -284,6 +284,7 @@ def test_who_waits_for_a_lock_gets_it_once_and_keeps_it(held, here, other, lock)
             lock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.smoke
 def test_sigterm_after_a_kill_stores_everything_and_leaves_no_mount(own):
     held = own.mount(own.directory.parent / "m-term", "--holder", "--drain-s", "2")
     (held.place / "t").write_bytes(b"t" * 70_000)

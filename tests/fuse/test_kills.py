@@ -13,7 +13,7 @@ from kills import LOADS, Killer, end
 from nvpool.core.programs import Program
 from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
+pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
               pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
 
 VICTIMS = {"serving": ((Program.MOUNT,), ()),
@@ -30,6 +30,7 @@ USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("serv
          ("old-kernel-all", "model"), ("over-tcp", "fio"),
          ("one-of-two", "fio"), ("one-of-two", "loader"), ("one-of-two", "model"), ("one-of-two", "large"), ("reader", "large"),
          ("holder", "model"), ("zygote", "model"), ("notice", "fio"))
+SMOKE = ("serving", "model")
 
 
 def run_while_killed(own, victim, load, seconds):
@@ -46,7 +47,8 @@ def run_while_killed(own, victim, load, seconds):
 
 
 @pytest.mark.parametrize(("victim", "load"), [
-    pytest.param(victim, *LOADS[load].values, marks=LOADS[load].marks, id=f"{victim}-{load}") for victim, load in USUAL])
+    pytest.param(victim, *LOADS[load].values, marks=(*LOADS[load].marks, *[pytest.mark.smoke] * ((victim, load) == SMOKE)),
+                 id=f"{victim}-{load}") for victim, load in USUAL])
 def test_killed_every_half_second_nobody_notices_more_than_a_pause(own, victim, load):
     run_while_killed(own, victim, load, 4.0)
 

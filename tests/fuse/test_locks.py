@@ -464,6 +464,7 @@ def check_accounts(place):
         db.close()
 
 
+@pytest.mark.t3
 @pytest.mark.parametrize("journal", ["delete", "truncate", "persist"])
 def test_sqlite_on_two_mounts_at_once_loses_no_transaction(here, there, journal):
     accounts(here / "db")
@@ -476,6 +477,7 @@ def test_sqlite_on_two_mounts_at_once_loses_no_transaction(here, there, journal)
     assert check_accounts(here / "db") == expected == check_accounts(there / "db")
 
 
+@pytest.mark.t3
 def test_sqlite_processes_killed_at_work_leave_whole_transactions_to_the_other_mount(here, there):
     accounts(here / "db")
     committed = {}
@@ -493,6 +495,7 @@ def test_sqlite_processes_killed_at_work_leave_whole_transactions_to_the_other_m
         assert numbers == list(range(len(numbers))) and len(numbers) > last
 
 
+@pytest.mark.t3
 @needs("git")
 def test_git_on_two_mounts_at_once_loses_no_commit(pool, tmp_path):
     """Two clones in each mount push to one repository in the pool; who is refused fetches and tries again. git locks what it

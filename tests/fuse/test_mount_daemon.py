@@ -20,7 +20,7 @@ from nvpool.core.programs import Program, command
 from nvpool.host.mountinfo import look_at, mount_at
 from nvpool.testing.loads.checking import CheckingLoad
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
+pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,7 @@ def test_the_engine_is_the_one_that_was_asked_for_and_the_status_shows_it(own, t
     nvpool("umount", tmp_path / "m")
 
 
+@pytest.mark.smoke
 def test_sigterm_stores_everything_and_leaves_no_mount(own, mine):
     with open(mine.place / "kept", "wb", buffering=0) as file:
         for number in range(50):

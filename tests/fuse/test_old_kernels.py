@@ -19,7 +19,7 @@ from kills import end, kill_serving, processes, serving, together
 
 from nvpool.core.programs import Program, command
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
+pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 
 MIB = 1 << 20
 
@@ -50,6 +50,7 @@ def states(pid):
         return file.read().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.smoke
 def test_the_memory_that_requests_are_read_into_is_all_there(held):
     """Else who is killed while the kernel copies a request to it leaves a caller with EIO: see shm/prefault."""
     with open(f"/proc/{serving(held)}/smaps") as file:

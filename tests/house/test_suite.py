@@ -1,9 +1,12 @@
-"""How `make test` spreads the suite: tests of one file may share a pool, so they share a worker."""
+"""How `make test` spreads the suite: tests of one file may share a pool, so they share a worker. And its tiers."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +21,7 @@ def test_something(number):
 
 
 def test_the_tests_of_a_file_run_in_one_worker(tmp_path):
-    spread = re.search(r"\$\(PYTEST\) -n \$\(WORKERS\) (.*)", (ROOT / "Makefile").read_text())[1]
+    spread = re.search(r"SPREAD := (.*)", (ROOT / "Makefile").read_text())[1]
     files = [tmp_path / "test_one.py", tmp_path / "test_other.py"]
     for file in files:
         file.write_text(TESTS)
@@ -27,3 +30,26 @@ def test_the_tests_of_a_file_run_in_one_worker(tmp_path):
     assert "8 passed" in done.stdout, done
     for file in files:
         assert len(set(file.with_suffix(".workers").read_text().split())) == 1
+
+
+SLOW_FOLDERS = ("cluster", "bridge")
+LONG = {"test_renewal", "test_booted_machine", "test_nodes_in_use", "test_wide_directory", "test_supervisor_endpoints",
+        "test_volume_removal", "test_node_failures", "test_etcd_members", "test_scrub", "test_delayed_node",
+        "test_shards_come_and_go", "test_lock_holders"}
+"""Files whose shortest test takes more than 30 s: `make test-all` runs them, or `make soak` the last one. Smoke tests of other
+files start nodes, shards with standbys and systemd services too."""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.stem)
+def test_slow_file_has_a_smoke_test(path):
+    """`make test` runs the smoke tests of tier T3; without one, a change that breaks all of the file would pass."""
+    text = path.read_text()
+    module = re.sub(r"^@.*", "", text, flags=re.M)  # without the marks of single tests
+    slow = (path.parent.name in SLOW_FOLDERS and "pytest.mark.t1" not in module) or "pytest.mark.t3" in module
+    slow = slow and path.stem not in LONG
+    assert ("pytest.mark.smoke" in text) == slow
+
+
+def test_durations_name_files_that_exist():
+    known = json.loads((ROOT / "tests/durations.json").read_text())
+    assert known and not [name for name in known if not (ROOT / name).is_file()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import msgspec
+import pytest
 
 from nvpool.client.data import commit
 from nvpool.client.lookup import striped_dirs as lookup_striped_dirs
@@ -34,6 +35,8 @@ from nvpool.testing.sim.faults import KINDS
 from nvpool.testing.sim.scenario import simulate
 from nvpool.testing.sim.workloads import file_data, listing
 from nvpool.testing.sim.workloads import names as name_workload
+
+pytestmark = pytest.mark.t3
 
 NAMES = (name_workload.Naming, listing.Listings)
 
@@ -82,6 +85,7 @@ def test_a_target_that_does_not_look_at_its_lease(monkeypatch):
                  only=(file_data.Blocks,), clients=6)
 
 
+@pytest.mark.smoke
 def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
     def ship(self, peer, group, before=kv_primary.Shipping._ship):
         before(self, peer, group)

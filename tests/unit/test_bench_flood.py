@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.t3
+
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "flood.py"
 
 
@@ -21,6 +23,7 @@ def test_a_flood_is_measured_and_ends(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("words", [("--kinds", "rain")])
 def test_an_unknown_kind_of_flood_is_refused(words):
     done = subprocess.run([sys.executable, BENCH, *words], capture_output=True, text=True, timeout=60)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.t3
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 contract, report = (importlib.import_module(name) for name in ("subjects.contract", "millions.report"))
@@ -85,6 +87,7 @@ def assert_fits(case):
         assert memory["anonymous_bytes"] > 0 and memory["mapped_bytes"] > 0
 
 
+@pytest.mark.smoke
 def test_an_interrupted_run_leaves_nothing_and_one_without_room_is_refused(tmp_path):
     place, keep = tmp_path / "place", tmp_path / "keep"
     bench = start(place, "--sizes", "1e7", "--shape", "one", "--keep", keep)
