@@ -35,8 +35,10 @@ _libc = ctypes.CDLL(None)
 
 
 def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> list[int]:
-    """Read each (offset, length) to its position in `into`; return the indexes of those that would have to
-    wait."""
+    """Read each (offset, length) to its position in `into`.
+
+    Return the indexes of those that would have to wait.
+    """
     missed = []
     preadv, nowait = os.preadv, os.RWF_NOWAIT
     for at, offset in enumerate(offsets):
@@ -100,8 +102,10 @@ def reader_for(fd: int, *, uring: bool = True) -> WaitingReader:
 
 
 class ThreadReader(WaitingReader):
-    """Asynchronous reads in a bounded set of threads; a batch is divided into shares, so one task does many
-    reads."""
+    """Asynchronous reads in a bounded set of threads.
+
+    A batch is divided into shares, so one task does many reads.
+    """
 
     name = "executor"
 

@@ -36,16 +36,20 @@ class Later:
         return self.outcome is not None
 
     def cancel(self) -> bool:
-        """Call the listener with CancelledError now and never again; return False if the outcome was already
-        known."""
+        """Call the listener with CancelledError now and never again.
+
+        Return False if the outcome was already known.
+        """
         if self.outcome is not None:
             return False
         self._complete(None, asyncio.CancelledError())
         return True
 
     def end(self, found: Any, error: BaseException | None) -> None:
-        """Pass the result or the error through `then` to the listener; do nothing if the outcome is already
-        known."""
+        """Pass the result or the error through `then` to the listener.
+
+        A future whose outcome is already known ignores both.
+        """
         if self.outcome is not None:
             return
         then, self.then = self.then, None

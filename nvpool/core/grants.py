@@ -100,8 +100,10 @@ def terms(raw: bytes) -> tuple[int, int, int, int]:
 
 
 def allows(raw: bytes, rights: int) -> bool:
-    """Return whether `raw` grants all of `rights`, regardless of expiry; for the client that holds the
-    grant."""
+    """Return whether `raw` grants all of `rights`, regardless of expiry.
+
+    Used by the client that holds the grant.
+    """
     return len(raw) == GRANT_BYTES and raw[1] & rights == rights
 
 

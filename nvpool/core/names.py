@@ -35,8 +35,10 @@ def path_of(name: str) -> str:
 
 
 def check_holder(holder: str) -> bytes:
-    """Return the name of a volume's holder as the record stores it; InvalidRequest if it is empty, too long
-    or unprintable."""
+    """Return the name of a volume's holder as the record stores it.
+
+    InvalidRequest: the name is empty, too long, or has control characters.
+    """
     raw = holder.encode("utf-8", "surrogatepass") if isinstance(holder, str) else b""
     if not 0 < len(raw) <= HOLDER_BYTES_MAX or any(byte < 32 or byte == 127 for byte in raw):
         raise InvalidRequest(f"who holds a volume is named with 1 to {HOLDER_BYTES_MAX} bytes without control characters")

@@ -50,16 +50,20 @@ _BY_TITLE = {program.title: program for program in Program}
 
 
 def command(program: Program, *arguments: str) -> list[str]:
-    """Return the command that starts a program with this Python; nothing is importable from the current
-    directory."""
+    """Return the command that starts a program with this Python.
+
+    The program cannot import modules from the current directory.
+    """
     if program.module is None:
         raise ValueError(f"{program.name} is forked by another program and can not be started")
     return [sys.executable, "-P", "-m", program.module, *arguments]
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the arguments of a process from /proc, its executable first; empty if the process has ended or
-    is hidden."""
+    """Return the arguments of a process from /proc, its executable first.
+
+    The list is empty if the process has ended or is hidden from this user.
+    """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             # A title that became shorter leaves zero bytes at the end.

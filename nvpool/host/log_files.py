@@ -15,8 +15,10 @@ LOG_MODE = 0o640
 
 
 def open_log(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open the file at `path` for appending, unbuffered; a new file is readable by its owner and group
-    only."""
+    """Open the file at `path` for appending, unbuffered.
+
+    A new file is readable by its owner and group only.
+    """
     return open(path, "ab", buffering=0, opener=log_opener)
 
 

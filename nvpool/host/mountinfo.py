@@ -47,8 +47,10 @@ class Mount(NamedTuple):
 
 
 def mounts() -> list[Mount]:
-    """Return all mounts of this mount namespace; a later one covers an earlier one at the same mount
-    point."""
+    """Return all mounts of this mount namespace.
+
+    A later mount covers an earlier one at the same mount point.
+    """
     with open("/proc/self/mountinfo", "rb") as file:
         return [mount_of(line) for line in file]
 

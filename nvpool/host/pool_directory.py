@@ -246,8 +246,10 @@ class PoolDirectory:
         return self.run / f"target-{number}.ended"
 
     def fenced(self, number: int) -> Path:
-        """File that exists while a target is fenced because of its drive, until it is reopened; written if
-        possible."""
+        """File that exists while a target is fenced because of its drive, until it is reopened.
+
+        A target that cannot write the file is fenced nevertheless.
+        """
         return self.run / f"target-{number}.fenced"
 
     def target(self, number: int) -> Path:
@@ -394,8 +396,10 @@ class PoolDirectory:
             (self.run / f"{name}.json").unlink(missing_ok=True)
 
     def state_of(self, name: str) -> ProcessState | None:
-        """Return the announced state of a process, running or not; None if there is no readable state
-        file."""
+        """Return the announced state of a process, running or not.
+
+        The result is None if there is no readable state file.
+        """
         try:
             return msgspec.json.decode((self.run / f"{name}.json").read_bytes(), type=ProcessState)
         except (OSError, msgspec.MsgspecError):

@@ -24,8 +24,10 @@ FORMAT = "nvpool kv 1\n"
 
 class EngineDirectory:
     def __init__(self, path: Path) -> None:
-        """Create the directory if it is missing (its parent must exist) and lock it; InUse if it has an
-        owner."""
+        """Create the directory if it is missing (its parent must exist) and lock it.
+
+        InUse: the directory has an owner.
+        """
         self.path = path
         self._lock = -1
         try:

@@ -54,8 +54,10 @@ class NumberBounds:
         return number
 
     async def more(self) -> None:
-        """Return when at least half of a reservation is left; NoSpace, Fenced, Busy as from the Kv: repeat
-        later."""
+        """Return when at least half of a reservation is left.
+
+        NoSpace, Fenced, Busy: the Kv refused the reservation; repeat later.
+        """
         while self._bound - self._next < self._at_once // 2:
             task = self._reserving or self._begin()
             await asyncio.wait((task,))

@@ -69,8 +69,10 @@ encode = encode_plain if _journal_record is None else _journal_record.encode
 
 
 def decode(buffer: memoryview, offset: int) -> Record | None:
-    """Decode the record at `offset`; None if there is no complete and valid record. Never raises on invalid
-    bytes."""
+    """Decode the record at `offset`.
+
+    The result is None if there is no complete and valid record. Invalid bytes never raise an error.
+    """
     if len(buffer) - offset < _HEAD_BYTES:
         return None
     length, term, generation, sequence, count, reserved = _HEAD.unpack_from(buffer, offset + 4)

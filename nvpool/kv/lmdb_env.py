@@ -194,8 +194,10 @@ class LmdbTree:
         return found
 
     def walk(self, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes]]:
-        """Yield pairs with first <= key < end, ascending or descending; close or exhaust it within the
-        caller's call."""
+        """Yield pairs with first <= key < end, ascending or descending.
+
+        The caller must exhaust or close the iterator within its own call.
+        """
         try:
             transaction = self._env.begin()
             try:

@@ -100,8 +100,10 @@ class History:
             self.on_change()
 
     def term_at(self, sequence: int) -> int | None:
-        """Return the term of the change `sequence`; None if the change is no longer retained or does not
-        exist yet."""
+        """Return the term of the change `sequence`.
+
+        The result is None if the change is no longer retained or does not exist yet.
+        """
         kept = self._kept.get(sequence)
         if kept is not None:
             return kept[0]

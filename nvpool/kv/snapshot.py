@@ -128,8 +128,10 @@ class Snapshot:
                 yield pairs
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """Save the old values of `keys`; called before they change. Never raises: a failure ends the
-        snapshot."""
+        """Save the old values of `keys`.
+
+        The engine calls this before the keys change. A failure ends the snapshot and raises nothing.
+        """
         try:
             for key in keys:
                 if self._position <= key < self._end and key not in self._old and not (self._scratch and key in self._scratch):
@@ -174,8 +176,10 @@ class SnapshotSet:
     """The open snapshots of one Kv. False if there are none."""
 
     def __init__(self, kv: _Readable, directory: Path | None = None) -> None:
-        """Create the set; old values may be moved to `directory`. Without one, a snapshot ends when memory is
-        full."""
+        """Create the set.
+
+        Old values may be moved to `directory`. Without one, a snapshot ends when memory is full.
+        """
         self.kv = kv
         self.directory = directory
         self.live: set[Snapshot] = set()

@@ -26,8 +26,10 @@ _MAP_BYTES = 1 << 40
 
 class Scratch:
     def __init__(self, directory: Path) -> None:
-        """Create an empty environment below `directory`; NoSpace, DriveFailed and similar: as the system
-        reports."""
+        """Create an empty environment below `directory`.
+
+        NoSpace, DriveFailed and similar errors: as the system reports.
+        """
         try:
             self._path = Path(tempfile.mkdtemp(prefix=_NAME, dir=directory))
         except OSError as error:

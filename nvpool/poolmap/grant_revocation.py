@@ -55,8 +55,10 @@ def taken(pool_map: PoolMap, volume: int, member: str, rights: int, now_ms: int,
 
 
 def without_ended(pool_map: PoolMap, now_ms: int) -> PoolMap:
-    """Return the map without expired entries; the same object if none has expired. The epoch does not
-    change."""
+    """Return the map without expired entries.
+
+    The result is the same object if no entry has expired. The epoch does not change.
+    """
     if all(one.until_ms > now_ms for one in pool_map.rights_taken):
         return pool_map
     return replace(pool_map, rights_taken=tuple(one for one in pool_map.rights_taken if one.until_ms > now_ms))

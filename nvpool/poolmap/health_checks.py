@@ -116,8 +116,10 @@ class Health:
         return f"{start}; if it is lost for good: nvpool node remove {self._pool} {node} --lost" if self._can_change else start
 
     def _restart(self, process: Said) -> str:
-        """Return the remedy for a process that does not serve; its supervisor restarts an ended one, not a
-        hung one."""
+        """Return the remedy for a process that does not serve.
+
+        The supervisor restarts a process that has ended, but not a hung one.
+        """
         if process["state"] == "silent" and process.get("hangs"):
             return f"kill -9 {process.get('pid') or 'its process'}{self._on(process['node'])} (its supervisor starts it again)"
         return f"{self._log(process['name'], process['node'])}; it is started again by itself"

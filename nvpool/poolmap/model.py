@@ -217,8 +217,10 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class ShardWanted(msgspec.Struct, frozen=True):
-    """A shard that its node has to create, with this number of standbys; None: as many as the other shards
-    have."""
+    """A shard that its node has to create, with this number of standbys.
+
+    With None, the shard gets as many standbys as the other shards.
+    """
 
     id: int
     node: int
@@ -435,16 +437,20 @@ def check_map(pool_map: PoolMap) -> list[str]:
 
 
 def problems_of(now: PoolMap, new: PoolMap) -> list[str]:
-    """Return why `new` cannot follow `now`, as sentences, regardless of its epoch; an empty list if it
-    can."""
+    """Return why `new` cannot follow `now`, as sentences, regardless of its epoch.
+
+    The list is empty if `new` can follow.
+    """
     if new.fingerprint != now.fingerprint:
         return ["this map is another pool's, or has other fixed settings"]
     return check_map(new)
 
 
 def changed(pool_map: PoolMap, **fields: Any) -> PoolMap:
-    """Return the map with `fields` replaced and the next epoch; InvalidRequest if it would be
-    inconsistent."""
+    """Return the map with `fields` replaced and the next epoch.
+
+    InvalidRequest: the new map would be inconsistent.
+    """
     new = msgspec.structs.replace(pool_map, epoch=pool_map.epoch + 1, **fields)
     problems = check_map(new)
     if problems:

@@ -84,12 +84,16 @@ class Revocable(Protocol):
 
 
 class Identity:
-    """TLS identity of a process. `secured` is False if TLS is explicitly switched off; then no certificates
-    are used."""
+    """TLS identity of a process.
+
+    `secured` is False if TLS is explicitly switched off; then no certificates are used.
+    """
 
     def __init__(self, pool_id: str, shown: Shown | None):
-        """Create the identity; certificates are loaded on first use, so a pool on one machine never loads
-        them."""
+        """Create the identity.
+
+        Certificates are loaded on first use, so a pool on one machine never loads them.
+        """
         self.pool_id = pool_id
         self.secured = shown is not None
         self.shown = shown
@@ -120,8 +124,10 @@ class Identity:
 
     @classmethod
     def load(cls, secret: Path, pool_id: str) -> Identity:
-        """Load the identity from the files in `secret`; BadConfiguration, with the remedy, if a file is
-        missing."""
+        """Load the identity from the files in `secret`.
+
+        BadConfiguration: a file is missing; the text has the remedy.
+        """
         try:
             # The time is read before the content: a renewal in between is then noticed at the next refresh.
             seen_ns = (secret / CERTIFICATE_FILE).stat().st_mtime_ns
@@ -136,8 +142,10 @@ class Identity:
         return found
 
     def refresh(self) -> None:
-        """Load the files of `secret` again if they were renewed; on BadConfiguration the old certificate
-        stays in use."""
+        """Load the files of `secret` again if they were renewed.
+
+        On BadConfiguration the old certificate stays in use.
+        """
         if self._secret is None:
             return
         try:
@@ -205,8 +213,10 @@ class Identity:
         return self.secured and bool(where.host)
 
     def context(self, *, serving: bool, strangers: bool = False) -> ssl.SSLContext:
-        """Return the TLS context; with `strangers`, peers without a certificate are accepted,
-        unauthenticated."""
+        """Return the TLS context.
+
+        With `strangers`, the context accepts peers without a certificate; they are not authenticated.
+        """
         if not serving:
             return self._asking
         return self._joining if strangers else self._serving

@@ -62,8 +62,10 @@ def identity_of(pool_key: bytes) -> bytes:
 
 
 def wrapped_by(wrapped: bytes) -> str:
-    """Return the identity, in hex digits, of the pool key that wrapped `wrapped`; CorruptRecord for an
-    unknown form."""
+    """Return the identity, in hex digits, of the pool key that wrapped `wrapped`.
+
+    CorruptRecord: the wrapped key has an unknown form.
+    """
     if len(wrapped) != WRAPPED_BYTES or wrapped[0] != _VERSION:
         raise CorruptRecord("the wrapped key of a volume has an unknown form")
     return wrapped[1:1 + IDENTITY_BYTES].hex()

@@ -196,8 +196,10 @@ class KeptMemory:
 
     @classmethod
     def make(cls, arena_bytes: int = 256 * MIB) -> int:
-        """Create an empty mount state; return its descriptor, which is closed on exec and has a sealed
-        size."""
+        """Create an empty mount state and return its descriptor.
+
+        The descriptor is closed on exec, and the size of the memory is sealed.
+        """
         arena_bytes = max(arena_bytes, 16 * MIB) + MIB - 1 & ~(MIB - 1)
         total = _places(arena_bytes)[-1] + arena_bytes
         return make_sealed("nvpool mount", total, _HEAD.pack(MAGIC, VERSION, 0, total, arena_bytes))

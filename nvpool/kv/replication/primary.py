@@ -78,8 +78,10 @@ class Standby(Protocol):
     async def installed(self, term: int) -> None: ...
 
     def ship(self, group: Group, done: Done) -> None:
-        """Send a group, in the order of the calls; `done` is always called before long, perhaps
-        immediately."""
+        """Send a group, in the order of the calls.
+
+        `done` is always called before long, perhaps immediately.
+        """
 
     async def sync(self, term: int) -> int: ...
 
@@ -163,8 +165,10 @@ class Shipping:
                          "filling": peer.filling, "reason": peer.reason} for number, peer in self._peers.items()}
 
     async def close(self) -> None:
-        """Stop shipping; callers that wait for standbys learn that the outcome is unknown. The engine stays
-        open."""
+        """Stop shipping.
+
+        Callers that wait for standbys get Unavailable, since the outcome is unknown. The engine stays open.
+        """
         self._closed = True
         self._history.on_change = None
         tasks = [task for peer in self._peers.values() for task in self._forget(peer)]
@@ -453,8 +457,10 @@ class Shipping:
     # -- durability on all members ---------------------------------------------------------------------------
 
     async def _sync_others(self, sequence: int) -> None:
-        """Return when every standby that counts has the change durably; concurrent callers share the
-        requests."""
+        """Return when every standby that counts has the change durably.
+
+        Concurrent callers share the requests.
+        """
         while True:
             if self._closed:
                 raise Unavailable("this member is not the primary any more", may_be_applied=True)

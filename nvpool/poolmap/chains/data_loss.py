@@ -31,8 +31,10 @@ def ownerless(pool_map: PoolMap) -> dict[ChainName, frozenset[int]]:
 
 
 def losing(pool_map: PoolMap) -> dict[int, frozenset[int]]:
-    """Return the chains of each table that have lost data, including those not reset yet; other tables are
-    absent."""
+    """Return the chains of each table that have lost data, including those not reset yet.
+
+    Other tables are absent.
+    """
     found = {table.id: {number for number, chain in enumerate(table.chains) if chain.loss} for table in pool_map.tables}
     for table, number in ownerless(pool_map):
         found[table].add(number)
@@ -40,8 +42,10 @@ def losing(pool_map: PoolMap) -> dict[int, frozenset[int]]:
 
 
 def births_of(pool_map: PoolMap, next_counters: Mapping[int, int]) -> Loss:
-    """Return which inodes exist; `next_counters` maps a shard to the next inode counter that it will
-    issue."""
+    """Return which inodes exist.
+
+    `next_counters` maps a shard to the next inode counter that it will issue.
+    """
     return Loss(tuple(Births(part.first, part.count, next_counters[part.shard]) for part in pool_map.partitions))
 
 

@@ -173,8 +173,10 @@ class Placing:
             self.held.update(chain)
 
     def balance(self) -> list[tuple[int, ...]]:
-        """Return the new desired holders of each chain; previous holders come first, in their previous
-        order."""
+        """Return the new desired holders of each chain.
+
+        Previous holders come first, in their previous order.
+        """
         self._part()
         self._fill()
         if all(abs(self._over(target)) < _NEAR for target in self._ids):
@@ -203,8 +205,10 @@ class Placing:
         return self.held[target] > math.ceil(self.quota[target] - 1e-6)
 
     def _new(self, chain: int, target: int) -> bool:
-        """Return whether the target has no bytes of the chain yet; then taking the chain away from it costs
-        nothing."""
+        """Return whether the target has no bytes of the chain yet.
+
+        Then taking the chain away from the target costs nothing.
+        """
         return target not in self._present[chain]
 
     def _chains_of(self, target: int) -> list[int]:

@@ -125,8 +125,10 @@ class Answer(Enum):
 
 
 def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
-    """Return how a member at `place`, whose chunk is in state `held`, answers an offer; and a version for
-    TOO_LOW."""
+    """Return how a member at `place`, whose chunk is in state `held`, answers an offer.
+
+    The number is the version to exceed for TOO_LOW, otherwise 0.
+    """
     if place is None or offer.epoch > place.epoch:
         return Answer.NEW_EPOCH, 0
     if offer.epoch < place.epoch:

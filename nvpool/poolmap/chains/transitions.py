@@ -38,8 +38,10 @@ def sealed(now: PoolMap, new: PoolMap) -> PoolMap | None:
 
 
 def with_chains(pool_map: PoolMap, decide: Callable[[ChainName, Chain], Chain]) -> PoolMap:
-    """Replace each chain by the result of `decide`; a chain with changed targets, joining or leaving gets the
-    next epoch."""
+    """Replace each chain by the result of `decide`.
+
+    A chain with changed targets, joining or leaving gets the next epoch.
+    """
     tables, any_changed = [], False
     for table in pool_map.tables:
         chains = []

@@ -77,8 +77,10 @@ def lets_in(pool_map: PoolMap) -> frozenset[int]:
 
 
 def last_revoked(pool_map: PoolMap) -> int:
-    """Return the epoch of the last node removal; 0 if no removed node can hold a valid certificate any
-    more."""
+    """Return the epoch of the last node removal.
+
+    The result is 0 if no removed node can hold a valid certificate any more.
+    """
     return max((one.epoch for one in pool_map.revoked), default=0)
 
 

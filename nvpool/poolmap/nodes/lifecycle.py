@@ -98,8 +98,10 @@ def drained(pool_map: PoolMap, number: int, used_bytes: dict[int, int], *, stop:
 
 
 def shares_again(pool_map: PoolMap, number: int) -> PoolMap:
-    """Return the map in which the node and its drives hold their share again; InvalidRequest for a lost
-    node."""
+    """Return the map in which the node and its drives hold their share again.
+
+    InvalidRequest: the node is lost.
+    """
     node = node_of(pool_map, number)
     if node.wish == "lost":
         raise InvalidRequest(f"node {number} is given up for lost, and has no certificate any more; it may join as a new one")

@@ -30,8 +30,10 @@ def token_given(pool_map: PoolMap, token: JoinToken, now_ms: int) -> PoolMap:
 
 
 def token_for(pool_map: PoolMap, hash: str, kind: str, used_by: str, now_ms: int) -> JoinToken:
-    """Return the token with this hash; AccessDenied if it is unknown, expired, used by another key, or of
-    another kind."""
+    """Return the token with this hash.
+
+    AccessDenied: the token is unknown, expired, used by another key, or of another kind.
+    """
     found = next((one for one in pool_map.tokens if one.hash == hash), None)
     if found is None:
         raise AccessDenied(f"this token is not one of this pool, or has ended long ago{_again(kind)}")
@@ -72,8 +74,10 @@ def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, n
 
 
 def member_removed(pool_map: PoolMap, member: str) -> PoolMap:
-    """Remove a client or bridge and revoke its certificate; InvalidRequest for a node or an unknown
-    member."""
+    """Remove a client or bridge and revoke its certificate.
+
+    InvalidRequest: the member is a node, or unknown.
+    """
     node = next((node for node in pool_map.nodes if node.member == member), None)
     if node is not None:
         raise InvalidRequest(f"{member} is a node; it is removed with: nvpool node remove POOL {node.id}")

@@ -80,8 +80,10 @@ def standby_removed(pool_map: PoolMap, shard_id: int, member: int) -> PoolMap:
 
 
 def standby_made(pool_map: PoolMap, shard_id: int, member: int, path: str, endpoints: tuple[str, ...]) -> PoolMap:
-    """Record path and endpoints of a standby that its node creates; InvalidRequest if it is unknown or was
-    created before."""
+    """Record path and endpoints of a standby that its node creates.
+
+    InvalidRequest: the standby is unknown or was created before.
+    """
     shard = shard_of(pool_map, shard_id)
     found = _standby(shard, member)
     if found is None or found.endpoints:
@@ -91,8 +93,10 @@ def standby_made(pool_map: PoolMap, shard_id: int, member: int, path: str, endpo
 
 
 def standbys_wanted(pool_map: PoolMap, shard_id: int, count: int) -> PoolMap:
-    """Set the desired number of standbys; poolmap/shards/placement chooses them. InvalidRequest: out of
-    bounds."""
+    """Set the desired number of standbys.
+
+    poolmap/shards/placement chooses their places. InvalidRequest: the number is out of bounds.
+    """
     shard = shard_of(pool_map, shard_id)
     if not 0 <= count <= STANDBYS_MAX:
         raise InvalidRequest(f"a shard has 0 to {STANDBYS_MAX} standbys, not {count}")

@@ -90,8 +90,10 @@ def planned(pool_map: PoolMap) -> PoolMap:
 
 
 def shard_added(pool_map: PoolMap, shard: Shard) -> PoolMap:
-    """Add a shard without partitions, and set goals that give it its share; InvalidRequest if the number is
-    in use."""
+    """Add a shard without partitions, and set goals that give it its share.
+
+    InvalidRequest: the shard number is in use.
+    """
     if shard.id in pool_map.shard_by_id:
         raise InvalidRequest(f"the pool has a shard {shard.id} already")
     wanted = tuple(one for one in pool_map.shards_wanted if one.id != shard.id)
@@ -132,8 +134,10 @@ def not_wanted(pool_map: PoolMap, shard_id: int) -> PoolMap:
 
 
 def wished(pool_map: PoolMap, shard_id: int, wish: str) -> PoolMap:
-    """Set whether the shard leaves the pool, and set the goals; InvalidRequest if it is unknown or the last
-    one."""
+    """Set whether the shard leaves the pool, and set the goals.
+
+    InvalidRequest: the shard is unknown or the last one.
+    """
     shard = shard_of(pool_map, shard_id)
     if shard.wish == wish:
         return pool_map

@@ -40,8 +40,10 @@ def place_of(pool_map: PoolMap, shard: Shard, member: int) -> Place:
 
 
 def store_beside(pool_map: PoolMap, shard: Shard, member: int) -> str:
-    """Return the path of the store beside which a member's records are; empty if they are in the pool
-    directory."""
+    """Return the path of the store beside which a member's records are.
+
+    The path is empty if the records are in the pool directory.
+    """
     drive = place_of(pool_map, shard, member).drive
     path = node_and_path(shard, member)[1]
     found = _drive(pool_map, drive).path if drive else ""
@@ -197,8 +199,10 @@ def _drive(pool_map: PoolMap, number: int) -> Drive:
 
 
 def _lessened(pool_map: PoolMap, shard: Shard, staying: list[Standby]) -> PoolMap:
-    """Remove the standby that adds least to the spread; not while it is still needed because another is not
-    up."""
+    """Remove the standby that adds least to the spread.
+
+    The standby stays while it is up and another remaining standby is not.
+    """
     def left(without: Standby) -> list[Standby]:
         return [standby for standby in staying if standby is not without]
 
@@ -213,8 +217,10 @@ def _lessened(pool_map: PoolMap, shard: Shard, staying: list[Standby]) -> PoolMa
 
 
 def _improved(pool_map: PoolMap, shard: Shard, places: list[Place]) -> PoolMap:
-    """Add a standby if this lets the members spread over more racks or nodes; another is removed when it is
-    up."""
+    """Add a standby if this lets the members spread over more racks or nodes.
+
+    A later step removes another standby when the new one is up.
+    """
     place = _chosen(pool_map, shard, places)
     if place is None or not shard.standbys:
         return pool_map
