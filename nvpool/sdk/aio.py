@@ -8,11 +8,12 @@ unpickled. `sdk/filesystem` is the synchronous face of this.
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 from nvpool.client.session import Client
 from nvpool.client.state.options import ClientOptions
@@ -28,6 +29,7 @@ from nvpool.core.errors import (
     Unreachable,
 )
 from nvpool.core.units import MIB
+from nvpool.poolmap.model import PoolMap
 from nvpool.sdk.argument_checks import (
     attribute_flags,
     attribute_name,
@@ -48,6 +50,12 @@ from nvpool.sdk.pool_origin import Origin, origin_of
 from nvpool.sdk.read_many import Batches
 from nvpool.sdk.read_requests import Read, check_on_error, reads_of
 from nvpool.sdk.volumes import AsyncVolumes
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+    from nvpool.rpc.v1.meta_pb2 import Attr
+    from nvpool.sdk.pickled_filesystem import Unconnected
 
 _COPY_BYTES = 4 * MIB
 _LIST_STEP = 1000
@@ -80,7 +88,7 @@ class HandedDown(NamedTuple):
 class AsyncFile:
     """An open file without a position: reads and writes say where. Use `async with`, or close it."""
 
-    def __init__(self, pool: AsyncFileSystem, path: Path, handle: FileHandle):
+    def __init__(self, pool: AsyncFileSystem, path: Path, handle: FileHandle) -> None:
         self.path = path
         self.handle = handle
         self._vfs = pool.vfs
@@ -96,7 +104,7 @@ class AsyncFile:
         with as_os_error(self.path):
             return await self._vfs.read(self.handle, offset, length)
 
-    async def write(self, offset: int, buffer) -> int:
+    async def write(self, offset: int, buffer: ReadableBuffer) -> int:
         """Take all of `buffer`; it is stored by flush or close at the latest, where what went wrong is raised. EDQUOT: it does
         not fit into the volume; as much as fits was taken."""
         content, offset = bytes_of(buffer), integer("offset", offset)
@@ -138,20 +146,20 @@ class AsyncFile:
             finally:
                 await self._vfs.release(self.handle)
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(f"cannot pickle the open file {self.path!r}; pickle the file system and the path, and open it again")
 
     async def __aenter__(self) -> AsyncFile:
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
 class AsyncFileSystem:
     """Made by `await nvpool.connect_async(where)`. Use `async with`, or close it."""
 
-    def __init__(self, client: Client, caller: Caller, origin: Origin | None = None):
+    def __init__(self, client: Client, caller: Caller, origin: Origin | None = None) -> None:
         self.client = client
         self.vfs = client.vfs
         self.caller = caller
@@ -161,11 +169,11 @@ class AsyncFileSystem:
         self.volumes = AsyncVolumes(self)
 
     @classmethod
-    async def connect(cls, where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+    async def connect(cls, where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
         """As connect_async."""
         return cls(*await connected(origin_of(where, name, options)))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Unconnected], tuple[Origin]]:
         if self.origin is None:
             raise TypeError("cannot pickle a file system that was made of a client; make it with connect_async")
         from nvpool.sdk.pickled_filesystem import Unconnected
@@ -182,13 +190,14 @@ class AsyncFileSystem:
     async def __aenter__(self) -> AsyncFileSystem:
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # -- files -----------------------------------------------------------------------------------------------------------
 
     async def open_handle(self, path: Path, flags: int, mode: int = 0o666) -> FileHandle:
         """Open as open(2) would, but for rights and the umask, which are the caller's affair."""
+        attr: Attr | None
         if flags & os.O_CREAT:
             place = await locate(self.vfs, path, follow=not flags & os.O_EXCL, to_open=True)
             if not place.name:
@@ -220,7 +229,22 @@ class AsyncFileSystem:
         with as_os_error(path):
             return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
 
-    async def read_many(self, reads: Iterable[Any], into=None, *, on_error: str = "raise"):
+    @overload
+    async def read_many(self, reads: Iterable[Any], into: None = None, *,
+                        on_error: Literal["raise"] = "raise") -> list[memoryview]: ...
+
+    @overload
+    async def read_many(self, reads: Iterable[Any], into: None = None, *, on_error: str) -> list[memoryview | OSError]: ...
+
+    @overload
+    async def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *,
+                        on_error: Literal["raise"] = "raise") -> list[int]: ...
+
+    @overload
+    async def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: str) -> list[int | OSError]: ...
+
+    async def read_many(self, reads: Iterable[Any], into: WriteableBuffer | None = None, *,
+                        on_error: str = "raise") -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
         """Many reads at once, in one message per target. A read is a path or an open file (all of it), or (path or open file,
         offset, length), where a length of None reaches to the end of the file; they may be mixed.
 
@@ -240,7 +264,8 @@ class AsyncFileSystem:
         plan, given = reads_of(reads, self._handle_of)
         return await self.read_planned(plan, given, None if into is None else contiguous(into), returns_errors)
 
-    async def read_planned(self, plan: list[Read], given, into: memoryview | None, returns_errors: bool) -> list:
+    async def read_planned(self, plan: list[Read], given: Sequence[Any], into: memoryview | None,
+                           returns_errors: bool) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
         """read_many of reads that are checked."""
         return await self._batches.read_many(plan, given, into, returns_errors)
 
@@ -260,7 +285,7 @@ class AsyncFileSystem:
                 at += len(part)
             return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
 
-    async def write_bytes(self, path: Path, content) -> int:
+    async def write_bytes(self, path: Path, content: ReadableBuffer) -> int:
         """Make `content` (bytes or another buffer) all that the file has; its length. What is no buffer is refused with
         TypeError before the file is touched."""
         content = bytes_of(content)
@@ -340,10 +365,11 @@ class AsyncFileSystem:
         """The names in a directory, sorted."""
         return sorted([entry.name async for entry in self.scan(path)])
 
-    async def walk(self, top: Path = "/") -> AsyncIterator[tuple[str, list[str], list[str]]]:
+    async def walk(self, top: Path = "/") -> AsyncIterator[tuple[str, builtins.list[str], builtins.list[str]]]:
         """As os.walk, top down; symbolic links are listed with the files and not followed."""
         place = os.fsdecode(top)
-        directories, files = [], []
+        directories: list[str] = []
+        files: list[str] = []
         async for entry in self.scan(place):
             (directories if entry.is_dir() else files).append(entry.name)
         yield place, sorted(directories), sorted(files)
@@ -491,13 +517,13 @@ class AsyncFileSystem:
         with as_os_error(path):
             return await self.vfs.getxattr((await find(self.vfs, path)).inode, raw)
 
-    async def setxattr(self, path: Path, name: str, value, flags: int = 0) -> None:
+    async def setxattr(self, path: Path, name: str, value: ReadableBuffer, flags: int = 0) -> None:
         """`value` is bytes or another buffer; `flags` as of os.setxattr."""
         raw, content, flags = attribute_name(name), bytes(bytes_of(value, "value")), attribute_flags(flags)
         with as_os_error(path):
             await self.vfs.setxattr((await find(self.vfs, path)).inode, raw, content, flags, self.caller)
 
-    async def listxattr(self, path: Path) -> list[str]:
+    async def listxattr(self, path: Path) -> builtins.list[str]:
         with as_os_error(path):
             return [os.fsdecode(name) for name in await self.vfs.listxattr((await find(self.vfs, path)).inode)]
 
@@ -523,7 +549,7 @@ async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
     return client, Caller(os.getuid(), os.getgid(), os.getpid()), origin
 
 
-async def connect_async(where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+async def connect_async(where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
     """The pool that `where` names (its directory on this host, a mount point of it, or "host:port" of any node), on the running
     event loop. Without `options` the client behaves as [client] of the directory's node.toml says.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from nvpool.client.vfs.filesystem import Vfs
 from nvpool.core.errors import NotADirectory, NvpoolError, TooManySymlinks
@@ -23,8 +23,8 @@ class Way:
 
     __slots__ = ("above", "names", "links", "error")
 
-    def __init__(self, names: Sequence[bytes]) -> None:
-        self.above = [ROOT_INODE]   # directories from the root to where we are
+    def __init__(self, names: list[bytes]) -> None:
+        self.above: list[int] = [ROOT_INODE]   # directories from the root to where we are
         self.names = names[::-1]
         self.links = 0
         self.error: NvpoolError | None = None
@@ -47,7 +47,7 @@ class Way:
 
     def branch(self) -> Way:
         """Another one, which goes on from here."""
-        way = Way(())
+        way = Way([])
         way.above, way.names, way.links, way.error = list(self.above), list(self.names), self.links, self.error
         return way
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvpool.core import grants
 from nvpool.core.ids import partition_of, version_parts
@@ -16,6 +16,9 @@ from nvpool.core.units import BLOCK_BYTES
 from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.sdk.admin.calls import Asking
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
 
 CHUNKS_AT_ONCE = 1000
 KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link", stat.S_IFIFO: "fifo",
@@ -37,7 +40,7 @@ async def chunks_on(asking: Asking, target: int, inode: int, first: int = 0,
         first = reply.chunks[-1].index + 1 if reply.chunks else 0
 
 
-async def describe(client, attr) -> dict[str, Any]:
+async def describe(client: Client, attr: meta_pb2.Attr) -> dict[str, Any]:
     """All of `nvpool file info --json`: attributes, layout, shard and partition, locks, and the chunks with the targets that
     have them.
 

@@ -18,17 +18,19 @@ more, as their cause.
 from __future__ import annotations
 
 import atexit
+import builtins
 import io
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
 from nvpool.core.units import KIB
-from nvpool.sdk.aio import Entry, HandedDown
+from nvpool.poolmap.model import PoolMap
+from nvpool.sdk.aio import AsyncFileSystem, Entry, HandedDown
 from nvpool.sdk.argument_checks import bytes_of, check_opening, contiguous, flags_of, integer, mode_of, size_of, timeout
 from nvpool.sdk.loop_thread import Runtime
 from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
@@ -36,10 +38,24 @@ from nvpool.sdk.pool_origin import Origin, origin_of
 from nvpool.sdk.read_requests import check_on_error, reads_of
 from nvpool.sdk.volumes import Volumes
 
+if TYPE_CHECKING:
+    from _typeshed import (
+        OpenBinaryMode,
+        OpenBinaryModeReading,
+        OpenBinaryModeUpdating,
+        OpenBinaryModeWriting,
+        OpenTextMode,
+        ReadableBuffer,
+        WriteableBuffer,
+    )
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 BUFFER_BYTES = 128 * KIB
 """Of buffered files: a call into the loop's thread costs about as much as reading that much."""
 _all: weakref.WeakSet[FileSystem] = weakref.WeakSet()
-_abandoned: list = []
+_abandoned: list[Runtime | None] = []
 """Loops and clients of the parent, in a forked child. They are kept alive: tearing one down would unregister the parent's
 sockets from the epoll instance that both processes share."""
 
@@ -48,7 +64,7 @@ class File(io.RawIOBase):
     """An open file of a pool; compatible with io.FileIO but for fileno. Made by FileSystem.open(..., buffering=0), and below
     the buffered files that open gives otherwise (`.raw`)."""
 
-    def __init__(self, pool: FileSystem, path: Path, flags: int, permissions: int):
+    def __init__(self, pool: FileSystem, path: Path, flags: int, permissions: int) -> None:
         super().__init__()
         self.name = path
         self._pool = pool
@@ -59,7 +75,7 @@ class File(io.RawIOBase):
         self._runtime = runtime
         self._place = 0
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(f"cannot pickle the open file {self.name!r}; pickle the FileSystem and the path, and open it again")
 
     def _opened(self) -> tuple[Runtime, FileHandle]:
@@ -88,6 +104,7 @@ class File(io.RawIOBase):
         return bytes(self._read(offset, length))
 
     def _read(self, offset: int, length: int) -> memoryview | bytes:
+        found: memoryview | bytes | None
         runtime, handle = self._opened()
         try:
             found = runtime.reads.read(handle, offset, length)
@@ -99,7 +116,7 @@ class File(io.RawIOBase):
                 found = runtime.call(runtime.pool.vfs.read(handle, offset, length))
         return found
 
-    def pwrite(self, buffer, offset: int) -> int:
+    def pwrite(self, buffer: ReadableBuffer, offset: int) -> int:
         """Take all of `buffer` as bytes from `offset`. Leaves the position alone. EDQUOT as of AsyncFile.write."""
         runtime, handle = self._opened()
         view, offset = bytes_of(buffer), integer("offset", offset)
@@ -109,7 +126,7 @@ class File(io.RawIOBase):
             runtime.call(write_all(runtime.pool.vfs, handle, offset, view))
             return len(view)
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         self._opened()
         if not self.readable():
             raise io.UnsupportedOperation("not open for reading")
@@ -126,7 +143,7 @@ class File(io.RawIOBase):
             self._place += len(part)
         return b"".join(parts)
 
-    def write(self, buffer) -> int:
+    def write(self, buffer: ReadableBuffer) -> int:
         if not self.writable():
             raise io.UnsupportedOperation("not open for writing")
         count = self.pwrite(buffer, self._place)
@@ -205,7 +222,7 @@ class File(io.RawIOBase):
 class FileSystem:
     """Made by `nvpool.connect(where)`. A context manager; close it, or leave that to the end of the program."""
 
-    def __init__(self, where, *, name: str = "", options: ClientOptions | None = None):
+    def __init__(self, where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> None:
         self._begin(origin_of(where, name, options))
         self._running()
 
@@ -236,9 +253,10 @@ class FileSystem:
                 self._runtime = Runtime(self._origin)
             return self._runtime
 
-    def _call(self, method: str, *arguments, **named):
+    def _call(self, method: Callable[Concatenate[AsyncFileSystem, _Arguments], Coroutine[Any, Any, _Result]],
+              *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
         runtime = self._running()
-        return runtime.call(getattr(runtime.pool, method)(*arguments, **named))
+        return runtime.call(method(runtime.pool, *arguments, **named))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Store what was written, at most for `timeout_s`, and end. May be called twice."""
@@ -256,13 +274,39 @@ class FileSystem:
     def __enter__(self) -> FileSystem:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- files -----------------------------------------------------------------------------------------------------------
 
+    @overload
+    def open(self, path: Path, mode: OpenTextMode = "r", buffering: int = -1, encoding: str | None = None,
+             errors: str | None = None, newline: str | None = None, permissions: int = 0o644) -> io.TextIOWrapper: ...
+
+    @overload
+    def open(self, path: Path, mode: OpenBinaryMode, buffering: Literal[0], encoding: None = None, errors: None = None,
+             newline: None = None, permissions: int = 0o644) -> File: ...
+
+    @overload
+    def open(self, path: Path, mode: OpenBinaryModeUpdating, buffering: Literal[-1, 1] = -1, encoding: None = None,
+             errors: None = None, newline: None = None, permissions: int = 0o644) -> io.BufferedRandom: ...
+
+    @overload
+    def open(self, path: Path, mode: OpenBinaryModeWriting, buffering: Literal[-1, 1] = -1, encoding: None = None,
+             errors: None = None, newline: None = None, permissions: int = 0o644) -> io.BufferedWriter[File]: ...
+
+    @overload
+    def open(self, path: Path, mode: OpenBinaryModeReading, buffering: Literal[-1, 1] = -1, encoding: None = None,
+             errors: None = None, newline: None = None, permissions: int = 0o644) -> io.BufferedReader[File]: ...
+
+    @overload
+    def open(self, path: Path, mode: str, buffering: int = -1, encoding: str | None = None, errors: str | None = None,
+             newline: str | None = None, permissions: int = 0o644
+             ) -> File | io.BufferedRandom | io.BufferedReader[File] | io.BufferedWriter[File] | io.TextIOWrapper: ...
+
     def open(self, path: Path, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
-             newline: str | None = None, permissions: int = 0o644):
+             newline: str | None = None, permissions: int = 0o644
+             ) -> File | io.BufferedRandom | io.BufferedReader[File] | io.BufferedWriter[File] | io.TextIOWrapper:
         """As Python's open. Binary modes give a buffered file over a File, or with buffering=0 the File itself.
 
         All arguments are checked first: where one is wrong, no file was made and none was emptied.
@@ -280,7 +324,22 @@ class FileSystem:
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline,
                                                              line_buffering=buffering == 1)
 
-    def read_many(self, reads: Iterable[Any], into=None, *, on_error: str = "raise"):
+    @overload
+    def read_many(self, reads: Iterable[Any], into: None = None, *,
+                  on_error: Literal["raise"] = "raise") -> list[memoryview]: ...
+
+    @overload
+    def read_many(self, reads: Iterable[Any], into: None = None, *, on_error: str) -> list[memoryview | OSError]: ...
+
+    @overload
+    def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *,
+                  on_error: Literal["raise"] = "raise") -> list[int]: ...
+
+    @overload
+    def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: str) -> list[int | OSError]: ...
+
+    def read_many(self, reads: Iterable[Any], into: WriteableBuffer | None = None, *,
+                  on_error: str = "raise") -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
         """Many reads at once, in one message per target: whole files by path or open file, and parts as (path or open file,
         offset, length), mixed as you like. A list of memoryviews, or of lengths with `into`; with on_error="return" an OSError
         in the place of each that failed. See AsyncFileSystem.read_many, also for what is refused.
@@ -304,49 +363,49 @@ class FileSystem:
         return raw._opened()[1]
 
     def read_bytes(self, path: Path) -> bytes:
-        return self._call("read_bytes", path)
+        return self._call(AsyncFileSystem.read_bytes, path)
 
-    def write_bytes(self, path: Path, content) -> int:
+    def write_bytes(self, path: Path, content: ReadableBuffer) -> int:
         """Make `content` (bytes or another buffer) all that the file has; its length. What is no buffer is refused with
         TypeError before the file is touched."""
-        return self._call("write_bytes", path, content)
+        return self._call(AsyncFileSystem.write_bytes, path, content)
 
     def copy(self, source: Path, target: Path) -> int:
         """Copy a file's bytes and permissions; the number of bytes. `target` appears whole."""
-        return self._call("copy", source, target)
+        return self._call(AsyncFileSystem.copy, source, target)
 
     # -- names -----------------------------------------------------------------------------------------------------------
 
     def stat(self, path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-        return self._call("stat", path, follow_symlinks=follow_symlinks)
+        return self._call(AsyncFileSystem.stat, path, follow_symlinks=follow_symlinks)
 
     def exists(self, path: Path) -> bool:
         """False too for a path that can be no name of anything, as of os.path.exists. An error of the pool is raised."""
-        return self._call("exists", path)
+        return self._call(AsyncFileSystem.exists, path)
 
     def is_dir(self, path: Path) -> bool:
-        return self._call("is_dir", path)
+        return self._call(AsyncFileSystem.is_dir, path)
 
     def is_file(self, path: Path) -> bool:
-        return self._call("is_file", path)
+        return self._call(AsyncFileSystem.is_file, path)
 
     def scan(self, path: Path = "/") -> Iterator[Entry]:
         """The entries of a directory in no particular order, in bounded memory however many there are."""
-        return self._drain("scan", path)
+        return self._drain(AsyncFileSystem.scan, path)
 
     def list(self, path: Path = "/") -> list[str]:
         """The names in a directory, sorted."""
-        return self._call("list", path)
+        return self._call(AsyncFileSystem.list, path)
 
-    def walk(self, top: Path = "/") -> Iterator[tuple[str, list[str], list[str]]]:
+    def walk(self, top: Path = "/") -> Iterator[tuple[str, builtins.list[str], builtins.list[str]]]:
         """As os.walk, top down; symbolic links are listed with the files and not followed."""
-        return self._drain("walk", top)
+        return self._drain(AsyncFileSystem.walk, top)
 
-    def _drain(self, method: str, path: Path) -> Iterator:
+    def _drain(self, method: Callable[[AsyncFileSystem, Path], AsyncIterator[_Result]], path: Path) -> Iterator[_Result]:
         runtime = self._running()
-        source = getattr(runtime.pool, method)(path)
+        source = method(runtime.pool, path)
 
-        async def some() -> list:
+        async def some() -> list[_Result]:
             found = []
             async for item in source:
                 found.append(item)
@@ -360,72 +419,72 @@ class FileSystem:
     def mkdir(self, path: Path, mode: int = 0o755, *, parents: bool = False, exist_ok: bool = False,
               wide: bool = False) -> None:
         """`wide` spreads the names of a directory that will have very many over all partitions."""
-        self._call("mkdir", path, mode, parents=parents, exist_ok=exist_ok, wide=wide)
+        self._call(AsyncFileSystem.mkdir, path, mode, parents=parents, exist_ok=exist_ok, wide=wide)
 
     def remove(self, path: Path) -> None:
-        self._call("remove", path)
+        self._call(AsyncFileSystem.remove, path)
 
     def rmdir(self, path: Path) -> None:
-        self._call("rmdir", path)
+        self._call(AsyncFileSystem.rmdir, path)
 
     def remove_tree(self, path: Path) -> None:
-        self._call("remove_tree", path)
+        self._call(AsyncFileSystem.remove_tree, path)
 
     def rename(self, source: Path, target: Path) -> None:
-        self._call("rename", source, target)
+        self._call(AsyncFileSystem.rename, source, target)
 
     def link(self, source: Path, target: Path) -> None:
-        self._call("link", source, target)
+        self._call(AsyncFileSystem.link, source, target)
 
     def symlink(self, target: Path, path: Path) -> None:
-        self._call("symlink", target, path)
+        self._call(AsyncFileSystem.symlink, target, path)
 
     def readlink(self, path: Path) -> str:
-        return self._call("readlink", path)
+        return self._call(AsyncFileSystem.readlink, path)
 
     # -- attributes --------------------------------------------------------------------------------------------------------
 
     def chmod(self, path: Path, mode: int) -> None:
-        self._call("chmod", path, mode)
+        self._call(AsyncFileSystem.chmod, path, mode)
 
     def chown(self, path: Path, uid: int = -1, gid: int = -1) -> None:
         """-1 keeps what is there."""
-        self._call("chown", path, uid, gid)
+        self._call(AsyncFileSystem.chown, path, uid, gid)
 
     def utime(self, path: Path, ns: tuple[int, int] | None = None) -> None:
         """`ns` are the times of access and change, in nanoseconds; now without it."""
-        self._call("utime", path, ns)
+        self._call(AsyncFileSystem.utime, path, ns)
 
     def truncate(self, path: Path, size: int) -> None:
-        self._call("truncate", path, size)
+        self._call(AsyncFileSystem.truncate, path, size)
 
     def getxattr(self, path: Path, name: str) -> bytes:
-        return self._call("getxattr", path, name)
+        return self._call(AsyncFileSystem.getxattr, path, name)
 
-    def setxattr(self, path: Path, name: str, value, flags: int = 0) -> None:
+    def setxattr(self, path: Path, name: str, value: ReadableBuffer, flags: int = 0) -> None:
         """`value` is bytes or another buffer; `flags` as of os.setxattr."""
-        self._call("setxattr", path, name, value, flags)
+        self._call(AsyncFileSystem.setxattr, path, name, value, flags)
 
-    def listxattr(self, path: Path) -> list[str]:
-        return self._call("listxattr", path)
+    def listxattr(self, path: Path) -> builtins.list[str]:
+        return self._call(AsyncFileSystem.listxattr, path)
 
     def removexattr(self, path: Path, name: str) -> None:
-        self._call("removexattr", path, name)
+        self._call(AsyncFileSystem.removexattr, path, name)
 
     def layout(self, path: Path) -> HandedDown:
         """What new files of a directory get: replicas and chunk_bytes; what a file has."""
-        return self._call("layout", path)
+        return self._call(AsyncFileSystem.layout, path)
 
     def set_layout(self, path: Path, *, replicas: int = 0, chunk_bytes: int = 0) -> None:
         """What files and directories that are made in the directory from now on get, where not 0. A replica count that no
         directory has had yet is set with `nvpool dir set`, on a node of the pool."""
-        self._call("set_layout", path, replicas=replicas, chunk_bytes=chunk_bytes)
+        self._call(AsyncFileSystem.set_layout, path, replicas=replicas, chunk_bytes=chunk_bytes)
 
     def statfs(self, path: Path = "/") -> StatFs:
-        return self._call("statfs", path)
+        return self._call(AsyncFileSystem.statfs, path)
 
 
-def connect(where, *, name: str = "", options: ClientOptions | None = None) -> FileSystem:
+def connect(where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> FileSystem:
     """The pool that `where` names: its directory on this host, a mount point of it, or "host:port" of any of its nodes. Without
     `options` the client behaves as [client] of the directory's node.toml says.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from types import TracebackType
 from typing import NamedTuple
 
 from nvpool.client.state.types import FileHandle
@@ -26,6 +27,7 @@ from nvpool.core.errors import (
     Unreachable,
 )
 from nvpool.core.ids import ROOT_INODE
+from nvpool.rpc.api import Buffer
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 SYMLINKS_MAX = 40
@@ -57,7 +59,7 @@ def name_bytes(path: Path) -> bytes:
 _NAMED = (NotFound, AlreadyExists, NotADirectory, IsADirectory, DirectoryNotEmpty, NameTooLong, TooManySymlinks)
 """Errors that the name of the file explains; their texts are about inode numbers, for logs."""
 
-_ERRNO_OF_CONNECTIONS = {Unreachable: errno.ECONNREFUSED, Disconnected: errno.ECONNRESET}
+_ERRNO_OF_CONNECTIONS: dict[type[NvpoolError], int] = {Unreachable: errno.ECONNREFUSED, Disconnected: errno.ECONNRESET}
 """Python programs know these as ConnectionError, which a call on a mount can not return (there it is EIO)."""
 
 
@@ -88,7 +90,7 @@ class as_os_error:  # noqa: N801 (used as a statement; a generator would add 1 Â
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, NvpoolError):
             raise os_error(error, self._path, self._other, as_said=self._as_said) from error
 
@@ -155,7 +157,7 @@ def stat_result(attr: Attr) -> os.stat_result:
                            "st_blksize": 4096, "st_blocks": attr.blocks, "st_rdev": attr.rdev})
 
 
-async def write_all(vfs: Vfs, handle: FileHandle, offset: int, buffer) -> int:
+async def write_all(vfs: Vfs, handle: FileHandle, offset: int, buffer: Buffer) -> int:
     """Write all of `buffer`. One write takes as much as fits into a volume; then QuotaExceeded is raised by the next."""
     count = await vfs.write(handle, offset, buffer)
     while count < len(buffer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import wraps
 from typing import Any
 
@@ -21,7 +21,7 @@ class Unconnected(AsyncFileSystem):
     """Becomes an AsyncFileSystem."""
 
     def __init__(self, origin: Origin) -> None:  # not that of the base, which takes a client
-        self.origin = origin
+        self.origin: Origin = origin
         self.volumes = _UnconnectedVolumes(self)
         self._connecting: asyncio.Task[None] | None = None
 
@@ -35,7 +35,7 @@ class Unconnected(AsyncFileSystem):
     async def _become(self) -> None:
         if type(self) is Unconnected:
             made = await connected(self.origin)
-            self.__class__ = AsyncFileSystem
+            self.__class__ = AsyncFileSystem  # type: ignore[assignment]  # the class that this one stands in for
             AsyncFileSystem.__init__(self, *made)
 
     def __getattr__(self, name: str) -> Any:
@@ -59,10 +59,10 @@ class _UnconnectedVolumes(AsyncVolumes):
         self._pool = pool
 
 
-def _connecting(method: Callable, of: Callable[[Any], tuple[Unconnected, Any]]) -> Callable:
+def _connecting(method: Callable[..., Any], of: Callable[[Any], tuple[Unconnected, Callable[[], Any]]]) -> Callable[..., Any]:
     if inspect.isasyncgenfunction(method):
         @wraps(method)
-        async def generate(self, *arguments: Any, **named: Any):
+        async def generate(self: Any, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
             pool, found = of(self)
             await Unconnected._connect(pool)
             async for one in method(found(), *arguments, **named):
@@ -70,14 +70,14 @@ def _connecting(method: Callable, of: Callable[[Any], tuple[Unconnected, Any]]) 
         return generate
 
     @wraps(method)
-    async def call(self, *arguments: Any, **named: Any) -> Any:
+    async def call(self: Any, *arguments: Any, **named: Any) -> Any:
         pool, found = of(self)
         await Unconnected._connect(pool)
         return await method(found(), *arguments, **named)
     return call
 
 
-def _cover(cls: type, base: type, of: Callable[[Any], tuple[Unconnected, Any]]) -> None:
+def _cover(cls: type, base: type, of: Callable[[Any], tuple[Unconnected, Callable[[], Any]]]) -> None:
     for name, method in vars(base).items():
         if not name.startswith("_") and name not in vars(cls) and (inspect.iscoroutinefunction(method)
                                                                    or inspect.isasyncgenfunction(method)):

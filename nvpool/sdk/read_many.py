@@ -30,6 +30,7 @@ _READS_AT_ONCE = 64
 """Of a batch of which a part failed."""
 
 _Piece = tuple[FileHandle, int, int]
+_Source = Path | FileHandle
 
 
 class _Wanted:
@@ -46,7 +47,7 @@ class _Wanted:
         directory = b"/".join(names)
         self.way = ways.get(directory) or ways.setdefault(directory, Way(names))
         if not self.name and not os.fspath(path):
-            self.way = Way(())
+            self.way = Way([])
             self.way.error = NotFound()
 
     def follow(self, target: bytes | NvpoolError) -> None:
@@ -57,7 +58,7 @@ class _Wanted:
 
 
 class Batches:
-    def __init__(self, vfs: Vfs, caller: Caller):
+    def __init__(self, vfs: Vfs, caller: Caller) -> None:
         self._vfs = vfs
         self._caller = caller
         self._kept: OrderedDict[bytes, tuple[FileHandle, float]] = OrderedDict()
@@ -67,7 +68,7 @@ class Batches:
         """Not kept any more, with the last batch that may be reading by it."""
 
     async def read_many(self, reads: Sequence[Read], given: Sequence[Any], into: memoryview | None,
-                        returns_errors: bool) -> list[int | OSError] | list[memoryview | OSError]:
+                        returns_errors: bool) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
         """Each read in `into`, at the sum of the lengths before it, or in memory of its own; one message per target.
 
         With `into` the length of each, else a view of each: fewer bytes than asked for only at the end of the file. A read
@@ -80,14 +81,14 @@ class Batches:
         for what, _, length in reads:
             if length is None:
                 has_lengths = False
-            if type(what) is not FileHandle:
+            if not isinstance(what, FileHandle):
                 (paths if length is not None else whole)[what] = None
         self._begun += 1
         me = self._begun
         self._running[me] = None
-        opened: dict[Path, FileHandle] = {}
+        opened: dict[_Source, FileHandle] = {}
         try:
-            failed: dict[Path, NvpoolError] = {}
+            failed: dict[_Source, NvpoolError] = {}
             found = await self._opened(paths, failed) if paths else {}
             if whole:
                 opened = await self._open_whole(whole, failed)
@@ -103,9 +104,10 @@ class Batches:
                         raise _of_batch(error, given) from error
                 except NvpoolError:
                     pass  # which of them it was shows below
-            pieces: Sequence[_Piece | None] = reads
+            pieces: Sequence[_Piece | None] = reads  # type: ignore[assignment]  # all are, where nothing below replaces them
             if has_lengths and not failed and paths:
-                pieces = [(what if type(what) is FileHandle else found[what], offset, length) for what, offset, length in reads]
+                pieces = [(what if type(what) is FileHandle else found[what], offset, length)  # type: ignore[misc]  # has_lengths
+                          for what, offset, length in reads]
             elif not has_lengths or failed:
                 pieces = [_piece(read, found, opened) for read in reads]
             return await self._read(reads, pieces, failed, given, into, returns_errors)
@@ -115,16 +117,19 @@ class Batches:
             del self._running[me]
             await self._trim(KEPT_OPEN)
 
-    async def _read(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], failed: Mapping[Path, NvpoolError],
-                    given: Sequence[Any], into: memoryview | None, returns_errors: bool) -> list:
-        spans = [piece[2] if piece is not None else read[2] or 0 for piece, read in zip(pieces, reads, strict=True)] \
-            if pieces is not reads else [read[2] for read in reads]
+    async def _read(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], failed: Mapping[_Source, NvpoolError],
+                    given: Sequence[Any], into: memoryview | None,
+                    returns_errors: bool) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+        spans: list[int] = \
+            [piece[2] if piece is not None else read[2] or 0 for piece, read in zip(pieces, reads, strict=True)] \
+            if pieces is not reads else [read[2] for read in reads]  # type: ignore[misc]  # as pieces they have lengths
         total = sum(spans)
         if into is not None and total > len(into):
             raise ValueError(f"the buffer to read into has {len(into)} bytes, and the {len(reads)} reads need {total}")
         if total > READ_BYTES_MAX:
             raise ValueError(f"the {len(reads)} reads are of {total} bytes together, which no buffer holds")
         buffer = into if into is not None else _buffer_of(total, len(reads))
+        done: Sequence[int | OSError]
         if failed or returns_errors:
             done = await self._read_apart(reads, pieces, spans, failed, given, buffer)
         else:
@@ -139,14 +144,16 @@ class Batches:
                         raise one from one.__cause__
         if into is not None:
             return done
-        views, place = [], 0
+        views: list[memoryview | OSError] = []
+        place = 0
         for one, span in zip(done, spans, strict=True):
             views.append(one if isinstance(one, OSError) else buffer[place:place + one])
             place += span
         return views
 
     async def _read_apart(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], spans: Sequence[int],
-                          failed: Mapping[Path, NvpoolError], given: Sequence[Any], buffer: memoryview) -> list[int | OSError]:
+                          failed: Mapping[_Source, NvpoolError], given: Sequence[Any],
+                          buffer: memoryview) -> list[int | OSError]:
         """As many together as can be; where that fails, each by itself, so that each has a result or an error of its own."""
         done: list[int | OSError] = [0] * len(reads)
         runs: list[tuple[int, int, int, int]] = []  # numbers from, to, and bytes from, to
@@ -180,7 +187,7 @@ class Batches:
                     await _some(read, alone)
         return done
 
-    async def _open_whole(self, paths: Iterable[Path], failed: dict[Path, NvpoolError]) -> dict[Path, FileHandle]:
+    async def _open_whole(self, paths: Iterable[Path], failed: dict[_Source, NvpoolError]) -> dict[_Source, FileHandle]:
         """Opened anew, together, for their sizes are those of now; to be released. Errors go to `failed`."""
         ways: dict[bytes, Way] = {}
         wanted = {path: _Wanted(path, ways) for path in paths}
@@ -208,7 +215,7 @@ class Batches:
             opened = await self._vfs.open_many([(one.way.inode, one.name) for one in plain], self._caller)
             wanted = []
             for one, found in zip(plain, opened, strict=True):
-                if type(found) is FileHandle:
+                if isinstance(found, FileHandle):
                     one.handle = found
                 elif isinstance(found, NvpoolError):
                     one.error = found
@@ -221,9 +228,9 @@ class Batches:
             for one in wanted:
                 one.follow(targets[one.link])
 
-    async def _opened(self, paths: Iterable[Path], failed: dict[Path, NvpoolError]) -> dict[Path, FileHandle]:
+    async def _opened(self, paths: Iterable[Path], failed: dict[_Source, NvpoolError]) -> dict[_Source, FileHandle]:
         """Those that are not open, or were for long enough, are opened together. Errors go to `failed`."""
-        found: dict[Path, FileHandle] = {}
+        found: dict[_Source, FileHandle] = {}
         ways: dict[bytes, Way] = {}
         wanted: dict[Path, _Wanted] = {}
         now_s = self._vfs.clock.boottime_s()
@@ -275,7 +282,7 @@ class Batches:
         await self._trim(KEPT_OPEN)
 
 
-def _piece(read: Read, found: Mapping[Path, FileHandle], opened: Mapping[Path, FileHandle]) -> _Piece | None:
+def _piece(read: Read, found: Mapping[_Source, FileHandle], opened: Mapping[_Source, FileHandle]) -> _Piece | None:
     """None: its file could not be opened."""
     what, offset, length = read
     handle = what if type(what) is FileHandle else (found if length is not None else opened).get(what)

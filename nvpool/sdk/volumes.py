@@ -7,12 +7,13 @@ EBUSY who uses it, EDQUOT a quota. Called by the CLI and the bridges; reached as
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import stat
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from nvpool.client.reverse_paths import PathFinder
 from nvpool.client.state.types import Caller
@@ -38,6 +39,9 @@ _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 _FIND_S, _DEPTH_MAX = 5.0, 100
 _TRIES = 3
 _Wish = pb.VolumeRequest
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -245,10 +249,11 @@ class AsyncVolumes:
 
     # -- trash ---------------------------------------------------------------------------------------------------------
 
-    async def trash(self, name: str) -> list[TrashEntry]:
+    async def trash(self, name: str) -> builtins.list[TrashEntry]:
         """What is in the volume's trash, the oldest first."""
         with as_told(_place(name)):
-            after, found = 0, []
+            after = 0
+            found: list[pb.TrashEntry] = []
             async with self._named(name) as volume:
                 while True:
                     reply = await self._ask_trash(volume, pb.TrashRequest.LIST, entry=after)
@@ -299,11 +304,12 @@ class AsyncVolumes:
                     if inode or not reply.next:
                         return purged
 
-    async def _ask_trash(self, volume: int, wish: int, **fields: Any) -> pb.TrashReply:
+    async def _ask_trash(self, volume: int, wish: pb.TrashRequest.Wish, **fields: Any) -> pb.TrashReply:
         request = pb.TrashRequest(inode=volume, wish=wish, **fields)
-        return await self._vfs.meta.ask(volume, wire_pb2.META_TRASH, request, pb.TrashReply)
+        reply: pb.TrashReply = await self._vfs.meta.ask(volume, wire_pb2.META_TRASH, request, pb.TrashReply)
+        return reply
 
-    async def _described(self, found: list[pb.TrashEntry]) -> list[TrashEntry]:
+    async def _described(self, found: builtins.list[pb.TrashEntry]) -> builtins.list[TrashEntry]:
         removed = {entry.inode: entry for entry in found}
         finder = PathFinder(lambda: self._vfs.view.map, self.client.dialer, self._vfs.clock)
         there = await finder.find({entry.directory for entry in found} - removed.keys(), _FIND_S) if found else {}
@@ -382,14 +388,15 @@ class AsyncVolumes:
     async def _shown(self, inode: int) -> Volume:
         return volume_of((await self._ask(inode, _Wish.SHOW)).volume)
 
-    async def _tell(self, name: str, wish: int, **fields: Any) -> Volume:
+    async def _tell(self, name: str, wish: pb.VolumeRequest.Wish, **fields: Any) -> Volume:
         async with self._named(name) as inode:
             reply = await self._ask(inode, wish, **fields)
             return replace(volume_of(reply.volume), revoked_in_s=reply.revoked_in_s)
 
-    async def _ask(self, inode: int, wish: int, **fields: Any) -> pb.VolumeReply:
+    async def _ask(self, inode: int, wish: pb.VolumeRequest.Wish, **fields: Any) -> pb.VolumeReply:
         request = _Wish(inode=inode, wish=wish, **{name: value for name, value in fields.items() if value is not None})
-        return await self._vfs.meta.ask(inode, wire_pb2.META_VOLUME, request, pb.VolumeReply)
+        reply: pb.VolumeReply = await self._vfs.meta.ask(inode, wire_pb2.META_VOLUME, request, pb.VolumeReply)
+        return reply
 
 
 class Volumes:
@@ -398,61 +405,62 @@ class Volumes:
     def __init__(self, pool: FileSystem) -> None:
         self._pool = pool
 
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def _call(self, method: Callable[Concatenate[AsyncVolumes, _Arguments], Coroutine[Any, Any, _Result]],
+              *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
         runtime = self._pool._running()
-        return runtime.call(getattr(runtime.pool.volumes, method)(*arguments, **named))
+        return runtime.call(method(runtime.pool.volumes, *arguments, **named))
 
     def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
                chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
                encrypted: bool = False) -> Volume:
-        return self._call("create", name, bytes_max=bytes_max, files_max=files_max, replicas=replicas, chunk_bytes=chunk_bytes,
-                          trash_s=trash_s, mode=mode, encrypted=encrypted)
+        return self._call(AsyncVolumes.create, name, bytes_max=bytes_max, files_max=files_max, replicas=replicas,
+                          chunk_bytes=chunk_bytes, trash_s=trash_s, mode=mode, encrypted=encrypted)
 
     def list(self, *, removing: bool = False) -> list[Volume]:
-        return self._call("list", removing=removing)
+        return self._call(AsyncVolumes.list, removing=removing)
 
     def show(self, name: str) -> Volume:
-        return self._call("show", name)
+        return self._call(AsyncVolumes.show, name)
 
     def resize(self, name: str, *, bytes_max: int | None = None, files_max: int | None = None) -> Volume:
-        return self._call("resize", name, bytes_max=bytes_max, files_max=files_max)
+        return self._call(AsyncVolumes.resize, name, bytes_max=bytes_max, files_max=files_max)
 
     def set(self, name: str, *, trash_s: int | None = None, access: str | None = None, bytes_max: int | None = None,
             files_max: int | None = None) -> Volume:
-        return self._call("set", name, trash_s=trash_s, access=access, bytes_max=bytes_max, files_max=files_max)
+        return self._call(AsyncVolumes.set, name, trash_s=trash_s, access=access, bytes_max=bytes_max, files_max=files_max)
 
     def rewrap(self, name: str) -> Volume:
-        return self._call("rewrap", name)
+        return self._call(AsyncVolumes.rewrap, name)
 
     def seal(self, name: str) -> Volume:
-        return self._call("seal", name)
+        return self._call(AsyncVolumes.seal, name)
 
     def grant(self, name: str, client: str, rights: str) -> Volume:
-        return self._call("grant", name, client, rights)
+        return self._call(AsyncVolumes.grant, name, client, rights)
 
     def revoke(self, name: str, client: str) -> Volume:
-        return self._call("revoke", name, client)
+        return self._call(AsyncVolumes.revoke, name, client)
 
     def attach(self, name: str, holder: str) -> Volume:
-        return self._call("attach", name, holder)
+        return self._call(AsyncVolumes.attach, name, holder)
 
     def detach(self, name: str, holder: str) -> Volume:
-        return self._call("detach", name, holder)
+        return self._call(AsyncVolumes.detach, name, holder)
 
     def remove(self, name: str, *, force: bool = False) -> Volume | None:
-        return self._call("remove", name, force=force)
+        return self._call(AsyncVolumes.remove, name, force=force)
 
     def removing(self, inode: int) -> Volume | None:
-        return self._call("removing", inode)
+        return self._call(AsyncVolumes.removing, inode)
 
-    def trash(self, name: str) -> list[TrashEntry]:
-        return self._call("trash", name)
+    def trash(self, name: str) -> builtins.list[TrashEntry]:
+        return self._call(AsyncVolumes.trash, name)
 
     def restore(self, name: str, inode: int, to: str | None = None) -> None:
-        self._call("restore", name, inode, to)
+        self._call(AsyncVolumes.restore, name, inode, to)
 
     def purge(self, name: str, inode: int = 0) -> int:
-        return self._call("purge", name, inode)
+        return self._call(AsyncVolumes.purge, name, inode)
 
 
 def _is_name(name: str) -> bool:
@@ -503,14 +511,14 @@ def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk
 def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mode: int) -> None:
     """AlreadyExists where a volume that is there is not as it is wanted."""
     given = stat.S_IMODE(found_mode) if mode is None else mode
-    differs = [f"{what} {show(is_)}, not {show(wish)}" for what, is_, wish, show in (
+    rows: tuple[tuple[str, object, object, Callable[[Any], str]], ...] = (
         ("size", found.bytes_max, wanted.bytes_max, _exact_bytes), ("files", found.files_max, wanted.files_max, _count),
         ("encryption", found.encrypted, wanted.encrypted, lambda on: "on" if on else "off"),
         ("trash", found.trash_s, wanted.trash_s, _seconds),
         ("mode", f"{stat.S_IMODE(found_mode):o}", f"{given:o}", str),
         ("replicas", found.replicas, wanted.table or found.replicas, str),
         ("chunk size", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes, _exact_bytes))
-        if is_ != wish]
+    differs = [f"{what} {show(is_)}, not {show(wish)}" for what, is_, wish, show in rows if is_ != wish]
     if differs:
         ways = _changing(found, wanted)
         remedy = f"change it with: {'   and: '.join(ways)}   or choose another name" if ways else "choose another name"

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from nvpool.core.errors import NotFound, StaleTenure, Unavailable
 from nvpool.rpc.messages.data_codec import decoded
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from nvpool.client.session import Client
+    from nvpool.poolmap.model import PoolMap, Target
+    from nvpool.rpc.api import Buffer
+
+_Reply = TypeVar("_Reply", bound="Message")
 
 STEP_S = 60.0
 """For one step: the longest reads 64 MiB from a drive that also serves others."""
@@ -24,15 +33,15 @@ AWAY_S = 15.0
 
 
 class Asking:
-    def __init__(self, client):
+    def __init__(self, client: Client) -> None:
         self._client = client
 
     @property
-    def pool_map(self):
+    def pool_map(self) -> PoolMap:
         return self._client.pool_map
 
-    async def shard(self, shard: int, method: int, request: Any, reply_type: Any,
-                    payload: Sequence = ()) -> tuple[Any, memoryview]:
+    async def shard(self, shard: int, method: int, request: Message, reply_type: type[_Reply],
+                    payload: Sequence[Buffer] = ()) -> tuple[_Reply, memoryview]:
         """(answer, its payload). Errors as the shard says; Unreachable, DeadlineExceeded, Disconnected.
 
         A primary that does not answer is given up as soon as another one follows it (client/rpc/primary_connections).
@@ -45,7 +54,7 @@ class Asking:
         reply = await primaries.call(connection, method, request.SerializeToString(), deadline_s, payload)
         return decoded(reply_type, reply.message), reply.payload
 
-    async def any_primary(self, shard: int, method: int, request: Any, reply_type: Any) -> Any:
+    async def any_primary(self, shard: int, method: int, request: Message, reply_type: type[_Reply]) -> _Reply:
         """The answer, perhaps by the next primary of the shard: only for what may be repeated. Errors as `shard`, after
         AWAY_S."""
         until_s = self._client.clock.boottime_s() + AWAY_S
@@ -58,7 +67,7 @@ class Asking:
                 await asyncio.sleep(AGAIN_S)
                 await self._client.refresh_map()
 
-    async def target(self, target: int, method: int, request: Any, reply_type: Any) -> Any:
+    async def target(self, target: int, method: int, request: Message, reply_type: type[_Reply]) -> _Reply:
         """The answer. Errors as the target says; Unreachable, DeadlineExceeded, Disconnected."""
         until_s = self._client.clock.boottime_s() + TENURE_S
         while True:
@@ -72,9 +81,10 @@ class Asking:
                     raise
                 await asyncio.sleep(AGAIN_S)
 
-    async def _ask(self, daemon: Any, name: str, method: int, request: Any, reply_type: Any) -> Any:
+    async def _ask(self, daemon: Target | None, name: str, method: int, request: Message, reply_type: type[_Reply]) -> _Reply:
         if daemon is None:
             raise NotFound(f"the pool has no {name}")
         deadline_s = self._client.clock.boottime_s() + STEP_S
         reply = await self._client.dialer.call(daemon.endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
-        return decoded(reply_type, reply.message)
+        answer: _Reply = decoded(reply_type, reply.message)
+        return answer

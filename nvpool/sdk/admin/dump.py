@@ -18,7 +18,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,9 @@ from nvpool.sdk.admin.calls import Asking
 from nvpool.sdk.admin.snapshot_barrier import Begun, walk_at_all
 from nvpool.sdk.fsck.check import check_metadata
 from nvpool.sdk.fsck.report import Checkup, Problem
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
 
 MAGIC = b"nvpool dump 1\n"
 _FRAME = struct.Struct("<III")
@@ -100,7 +103,7 @@ class _Sample:
             if len(self._kept) > SAMPLE_MAX else self._kept
 
 
-async def dump(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
+async def dump(client: Client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
     """Write all metadata of the pool to the file `path`; how many records. It is that of one moment, while the pool serves.
 
     On return the file is whole and synced under its name; otherwise nothing is there under it. An existing file is replaced.
@@ -132,7 +135,7 @@ async def dump(client, path: str, on_records: Callable[[int], None] = lambda cou
     return count
 
 
-async def _write(client, begun: Begun, file: BinaryIO, on_records: Callable[[int], None]) -> int:
+async def _write(client: Client, begun: Begun, file: BinaryIO, on_records: Callable[[int], None]) -> int:
     pool_map, asking, count = client.pool_map, Asking(client), 0
     header = {"pool": pool_map.pool_id, "name": pool_map.name, "settings": msgspec.to_builtins(pool_map.settings),
               "shards": list(begun.cursors),
@@ -194,7 +197,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     return header
 
 
-async def load(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> Loaded:
+async def load(client: Client, path: str, on_records: Callable[[int], None] = lambda count: None) -> Loaded:
     """Put the records of the dump `path` into the pool, which must be empty.
 
     The pool may be divided over shards in another way than the one that was dumped: then each shard is sent all of it.
@@ -244,16 +247,16 @@ async def load(client, path: str, on_records: Callable[[int], None] = lambda cou
 def _divided_alike(header: dict[str, Any], pool_map: PoolMap) -> bool:
     """Whether each shard of the pool has the partitions of the one with its number in the pool that was dumped."""
     if len(pool_map.shards) == 1:
-        return header["shards"] == [pool_map.shards[0].id]
-    return (header["shards"] == [shard.id for shard in pool_map.shards]
-            and header.get("partitions") == _division(pool_map.shard_of_partition))
+        return bool(header["shards"] == [pool_map.shards[0].id])
+    return bool(header["shards"] == [shard.id for shard in pool_map.shards]
+                and header.get("partitions") == _division(pool_map.shard_of_partition))
 
 
 def _division(holders: Sequence[int]) -> list[list[int]]:
     return [[part.first, part.count, part.shard] for part in ranges_of(holders)]
 
 
-async def _settle(client, loaded: Loaded) -> None:
+async def _settle(client: Client, loaded: Loaded) -> None:
     """Mend what the records say against one another, until nothing is found."""
     for _ in range(CHECKS_MAX):
         checkup = Checkup()

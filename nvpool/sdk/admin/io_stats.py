@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 class _Told(NamedTuple):
     counting: int
     now_s: float
-    rows: dict[tuple[int, int], tuple]
+    rows: dict[tuple[int, int], tuple[float, ...]]
 
 
 class UseWatch:

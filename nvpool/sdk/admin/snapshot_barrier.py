@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Busy, NotFound, NvpoolError, Stale, Unavailable
@@ -17,6 +17,11 @@ from nvpool.rpc.messages.fsck_sums import unpack_bits
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.rpc.v1.meta_pb2 import MomentReply, MomentRequest
 from nvpool.sdk.admin.calls import AWAY_S, Asking
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
+_Answer = TypeVar("_Answer")
 
 TRY_S = 60.0
 """For others who begin one, hand-overs of partitions just then, a shard that is busy. Each try takes milliseconds."""
@@ -33,8 +38,8 @@ class Begun(NamedTuple):
     """By partition, the shard that has it at that moment: what was begun there shows it."""
 
 
-async def walk_at_all(client, walk: Callable[[Begun], Awaitable[None]], anew: Callable[[str], None], *, dump: bool = False,
-                      repair: bool = False) -> None:
+async def walk_at_all(client: Client, walk: Callable[[Begun], Awaitable[None]], anew: Callable[[str], None], *,
+                      dump: bool = False, repair: bool = False) -> None:
     """Begin it, and `walk` it. Where a shard is another process meanwhile, or has left the pool, what was begun there is gone,
     and no other moment fits to what the others have: then all of it is begun anew, up to ANEW_MAX times, and `anew` is told why
     before. Errors as `begin_at_all`'s; what ends the last walk."""
@@ -60,7 +65,7 @@ async def _forget(asking: Asking, begun: Begun) -> None:
     await _all(forget, list(begun.cursors))
 
 
-async def begin_at_all(client, *, dump: bool = False, repair: bool = False) -> Begun:
+async def begin_at_all(client: Client, *, dump: bool = False, repair: bool = False) -> Begun:
     """What was begun at each shard, of one moment for all. Changes waited for some round trips, two seconds at most; nothing of
     that is refused.
 
@@ -84,8 +89,9 @@ async def _try(asking: Asking, clock: Clock, dump: bool, repair: bool) -> Begun:
     shards = [shard.id for shard in asking.pool_map.shards]
     begun: dict[int, bytes] = {}
 
-    async def ask(shard: int, stage: int, **more) -> MomentReply:
-        request = MomentRequest(id=number, stage=stage, **more)
+    async def ask(shard: int, stage: MomentRequest.Stage, *, dump: bool = False, repair: bool = False,
+                  drop: bytes = b"") -> MomentReply:
+        request = MomentRequest(id=number, stage=stage, dump=dump, repair=repair, drop=drop)
         return (await asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply))[0]
 
     async def take(shard: int) -> list[int]:
@@ -112,10 +118,10 @@ async def _try(asking: Asking, clock: Clock, dump: bool, repair: bool) -> Begun:
         raise
 
 
-async def _all(ask: Callable, shards: list[int]) -> list:
+async def _all(ask: Callable[[int], Awaitable[_Answer]], shards: list[int]) -> list[_Answer]:
     """Every one to its end; then the first error."""
     answers = await asyncio.gather(*map(ask, shards), return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
-    return answers
+    return answers  # type: ignore[return-value]  # no error is among them

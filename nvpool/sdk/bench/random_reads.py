@@ -13,12 +13,16 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import InvalidRequest, from_os_error
 from nvpool.core.units import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from nvpool.client.state.types import FileHandle
+    from nvpool.client.vfs.filesystem import Vfs
 
 _STEP_S = 1e-7
 _STEPS = 2_000_000
@@ -143,7 +147,7 @@ def read_local(paths: Sequence[str], *, seconds: float, threads: int = 1, piece_
     return results[0].measured(piece_bytes, taken_s)
 
 
-async def read_pool(vfs: Any, handles: Sequence[Any], *, seconds: float, piece_bytes: int = BLOCK_BYTES, batch: int = 64,
+async def read_pool(vfs: Vfs, handles: Sequence[FileHandle], *, seconds: float, piece_bytes: int = BLOCK_BYTES, batch: int = 64,
                     in_flight: int = 2) -> Measured:
     """Read pieces of open files of a pool at random places by read_many, `in_flight` batches of `batch` at a time.
 
@@ -172,7 +176,7 @@ async def read_pool(vfs: Any, handles: Sequence[Any], *, seconds: float, piece_b
     return latencies.measured(piece_bytes, SYSTEM_CLOCK.boottime_s() - began_s, batch)
 
 
-def time_each(step: Callable[[int], Any], piece_bytes: int, *, seconds: float = 1e9, count: int = 1 << 60) -> Measured:
+def time_each(step: Callable[[int], object], piece_bytes: int, *, seconds: float = 1e9, count: int = 1 << 60) -> Measured:
     """Call step(0), step(1), … until `seconds` have passed or it was called `count` times."""
     latencies, number = Latencies(), 0
     began_s = now_s = SYSTEM_CLOCK.boottime_s()
@@ -184,7 +188,7 @@ def time_each(step: Callable[[int], Any], piece_bytes: int, *, seconds: float = 
     return latencies.measured(piece_bytes, now_s - began_s)
 
 
-async def time_each_async(step: Callable[[int], Any], piece_bytes: int, *, seconds: float = 1e9,
+async def time_each_async(step: Callable[[int], Awaitable[object]], piece_bytes: int, *, seconds: float = 1e9,
                           count: int = 1 << 60) -> Measured:
     """As time_each, of a coroutine function."""
     latencies, number = Latencies(), 0

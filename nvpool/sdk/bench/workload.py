@@ -11,7 +11,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nvpool.client.state.types import Caller
 from nvpool.core.clock import SYSTEM_CLOCK
@@ -19,6 +19,9 @@ from nvpool.core.errors import InvalidRequest, NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import BLOCK_BYTES, KIB, MIB
 from nvpool.sdk.bench.random_reads import Measured, Places, read_local, read_pool, time_each, time_each_async
+
+if TYPE_CHECKING:
+    from nvpool.client.vfs.filesystem import Vfs
 
 WRITE, READ = "sequential 1 MiB write and fsync", "sequential 1 MiB read"
 SMALL, LARGE = "4 KiB random read, one at a time", "128 KiB random read, one at a time"
@@ -69,7 +72,7 @@ def local(parent: str, file_bytes: int, seconds: float) -> Iterator[tuple[str, M
         shutil.rmtree(place)
 
 
-async def pool(vfs: Any, file_bytes: int, seconds: float) -> AsyncIterator[tuple[str, Measured]]:
+async def pool(vfs: Vfs, file_bytes: int, seconds: float) -> AsyncIterator[tuple[str, Measured]]:
     """(load, result) of a pool through the SDK, in a directory below its root."""
     caller, name = Caller(os.geteuid(), os.getegid()), _name().encode()
     place = (await vfs.mkdir(ROOT_INODE, name, 0o700, caller)).inode
@@ -90,7 +93,7 @@ async def pool(vfs: Any, file_bytes: int, seconds: float) -> AsyncIterator[tuple
         for load, piece_bytes in ((SMALL, BLOCK_BYTES), (LARGE, 128 * KIB)):
             places = Places([file_bytes], piece_bytes)
 
-            async def read(number: int, places=places, piece_bytes=piece_bytes) -> None:
+            async def read(number: int, places: Places = places, piece_bytes: int = piece_bytes) -> None:
                 await vfs.read(handle, places.next()[1], piece_bytes)
 
             yield load, await time_each_async(read, piece_bytes, seconds=seconds)

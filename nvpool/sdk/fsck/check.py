@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from typing import TYPE_CHECKING
 
 from nvpool.client.reverse_paths import PathFinder, printable
 from nvpool.core.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
@@ -31,6 +32,9 @@ from nvpool.sdk.fsck.metadata import check_names
 from nvpool.sdk.fsck.replicas import Copies, service_right
 from nvpool.sdk.fsck.report import Checkup, Problem
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
 INODES_A_STEP = 1000
 BLOCKS_A_STEP = 4096
 """16 MiB: a step that a store can answer between two requests of others."""
@@ -38,7 +42,7 @@ ASKED_AT_ONCE = 32
 COLLECTIONS_MAX = 100
 
 
-async def check(client, checkup: Checkup, *, repair: bool = False, scrub: bool = True,
+async def check(client: Client, checkup: Checkup, *, repair: bool = False, scrub: bool = True,
                 grant_secret: bytes | None = None) -> None:
     """Run all passes and note every problem in `checkup`. `grant_secret` (secret/grant.key of a node) is what repairs of the
     stores need; without it they are left and said to be.
@@ -49,13 +53,13 @@ async def check(client, checkup: Checkup, *, repair: bool = False, scrub: bool =
     await _Check(client, checkup, repair, grant_secret).run(scrub)
 
 
-async def check_metadata(client, checkup: Checkup, *, repair: bool = False) -> None:
+async def check_metadata(client: Client, checkup: Checkup, *, repair: bool = False) -> None:
     """The first pass alone, as `check` runs it."""
     await check_names(client, checkup, repair)
 
 
 class _Check:
-    def __init__(self, client, checkup: Checkup, repair: bool, grant_secret: bytes | None):
+    def __init__(self, client: Client, checkup: Checkup, repair: bool, grant_secret: bytes | None) -> None:
         self._client, self._vfs = client, client.vfs
         self._asking = Asking(client)
         self._paths = PathFinder(lambda: client.pool_map, client.dialer, client.clock)
@@ -86,7 +90,8 @@ class _Check:
     # -- metadata against stores -------------------------------------------------------------------------------------------
 
     async def _chunks(self, target: int) -> None:
-        after, more, gone = 0, True, []
+        after, more = 0, True
+        gone: list[int] = []
         while more:
             reply = await self._asking.target(target, wire_pb2.DATA_LIST, data_pb2.ListRequest(
                 target=target, after=after, limit=INODES_A_STEP), data_pb2.ListReply)
@@ -115,7 +120,7 @@ class _Check:
             self._checkup.note(Problem("index", f"target {target}, inode {inode}", str(error), inode=inode))
         return None
 
-    async def _chunks_of(self, target: int, inode: int, attr) -> None:
+    async def _chunks_of(self, target: int, inode: int, attr: meta_pb2.Attr) -> None:
         table = self._map.table_by_id.get(attr.table)
         held: list[data_pb2.ChunkDescription] = []
         async for chunk in chunks_on(self._asking, target, inode):
@@ -127,7 +132,7 @@ class _Check:
             chain = table.chains[chain_of(inode, chunk.index)] if table is not None else None
             if chain is not None and target in chain.targets:
                 held.append(chunk)
-            elif not chunk.leaving and (chain is None or not _is_looked_for(target, chain, table.id)):
+            elif not chunk.leaving and (chain is None or not _is_looked_for(target, chain, attr.table)):
                 self._checkup.note(Problem("misplaced", where, "is not in a chain of this target: nobody looks for it here"))
             if chunk.cut > attr.cut:
                 # A truncate may be under way: the shard's record is newer by now.
@@ -136,10 +141,11 @@ class _Check:
                                                              f"back in time"))
         await self._copies.look(target, inode, attr.table, held)
 
-    async def _fresh(self, inode: int):
+    async def _fresh(self, inode: int) -> meta_pb2.Attr:
         """The inode's attributes as the shard has them now, past the client's cache."""
         request = meta_pb2.GetAttrRequest(inode=inode)
-        return (await self._vfs.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)).attr
+        entry: meta_pb2.Entry = await self._vfs.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        return entry.attr
 
     async def _gone(self, target: int, inodes: list[int]) -> None:
         """Chunks without an inode: the collector's, or nobody's. An inode number is never given twice, so gone is for ever."""
@@ -154,14 +160,14 @@ class _Check:
             left = [chunk async for chunk in chunks_on(self._asking, target, inode)]
             if not left:
                 continue
-            repaired = await self._remove(target, inode) if self._repair and self._secret else False
+            repaired = await self._remove(target, inode, self._secret) if self._repair and self._secret else False
             text = f"{len(left)} chunks ({sum(chunk.blocks for chunk in left) * 4} KiB) of a file that does not exist"
             if self._repair and not self._secret:
                 text += "; run this on a node of the pool, with its directory as POOL, to remove them"
             self._checkup.note(Problem("leaked", f"target {target}, inode {inode}", text, repaired))
 
-    async def _remove(self, target: int, inode: int) -> bool:
-        request = data_pb2.RemoveRequest(map_epoch=self._map.epoch, target=target, authority=service_right(self._secret),
+    async def _remove(self, target: int, inode: int, secret: bytes) -> bool:
+        request = data_pb2.RemoveRequest(map_epoch=self._map.epoch, target=target, authority=service_right(secret),
                                          inodes=struct.pack("<Q", inode))
         try:
             await self._asking.target(target, wire_pb2.DATA_REMOVE, request, data_pb2.RemoveReply)

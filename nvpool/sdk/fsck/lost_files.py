@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 from nvpool.client.state.types import Caller
 from nvpool.core.errors import BytesLost, NotFound, NvpoolError
@@ -18,17 +19,21 @@ from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.poolmap.chains.data_loss import losing, may_have_lost, ownerless
 from nvpool.poolmap.layout import chain_of
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+    from nvpool.rpc.v1.meta_pb2 import Attr
+
 _LIST_STEP = 1000
 _CHUNKS_MAX = 4 * CHAINS_PER_TABLE
 """Looked at of one file: a file with more meets each of 1,024 chains, but for one in 50."""
 
 
-async def lost_files(client) -> AsyncIterator[tuple[bytes, int, int]]:
+async def lost_files(client: Client) -> AsyncIterator[tuple[bytes, int, int]]:
     """(path, inode, how many of its chunks have lost something) of each such file that the tree has, in no order. What comes
     and goes meanwhile may be missed."""
     pool_map = client.pool_map
     chains, nobody = losing(pool_map), ownerless(pool_map)
-    waiting = [(ROOT_INODE, b"")] if chains else []
+    waiting: list[tuple[int, bytes]] = [(ROOT_INODE, b"")] if chains else []
     while waiting:
         inode, path = waiting.pop()
         try:
@@ -53,7 +58,7 @@ async def lost_files(client) -> AsyncIterator[tuple[bytes, int, int]]:
                         yield name, attr.inode, lost
 
 
-async def _unreadable(client, attr, indexes: list[int]) -> int:
+async def _unreadable(client: Client, attr: Attr, indexes: list[int]) -> int:
     """Of these chunks those with bytes that are lost; those that nobody holds are left out."""
     nobody = ownerless(client.pool_map)
     lost = 0

@@ -12,7 +12,8 @@ Called by `checkup`. Memory: a hundred bytes for each inode with a name on anoth
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 from nvpool.core.errors import NotFound, Stale
 from nvpool.core.ids import partition_of
@@ -33,6 +34,11 @@ from nvpool.sdk.admin.snapshot_barrier import Begun, walk_at_all
 from nvpool.sdk.fsck.report import PROBLEMS_KEPT_MAX, Checkup, Problem
 from nvpool.sdk.fsck.tree import Climbs
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
+_Item = TypeVar("_Item")
+
 RECORDS_A_STEP = 5000
 INODES_A_STEP = 1000
 CLIMBS_AT_ONCE = 10_000
@@ -42,13 +48,13 @@ AGAIN_S, AGAIN_S_MAX = 0.02, 0.5
 """Before who is closed, or not known to us yet, is asked again."""
 
 
-async def check_names(client, checkup: Checkup, repair: bool) -> None:
+async def check_names(client: Client, checkup: Checkup, repair: bool) -> None:
     """Note every problem of the metadata in `checkup`. As `checkup.check`; Busy as `walk_at_all`."""
     await _Names(client, checkup, repair).run()
 
 
 class _Names:
-    def __init__(self, client, checkup: Checkup, repair: bool) -> None:
+    def __init__(self, client: Client, checkup: Checkup, repair: bool) -> None:
         self._client = client
         self._asking = Asking(client)
         self._checkup = checkup
@@ -129,8 +135,8 @@ class _Names:
         await asyncio.sleep(min(AGAIN_S_MAX, AGAIN_S * 2 ** min(turns, 8)))
         await self._client.refresh_map()
 
-    def _by_shard(self, these: Iterable, partition: callable) -> dict[int, list]:
-        found: dict[int, list] = {}
+    def _by_shard(self, these: Iterable[_Item], partition: Callable[[_Item], int]) -> dict[int, list[_Item]]:
+        found: dict[int, list[_Item]] = {}
         owners = self._client.pool_map.shard_of_partition
         only = self._client.pool_map.shards[0].id
         for one in these:
@@ -161,7 +167,7 @@ class _Names:
             by_sum = self._by_shard(sums, lambda one: partition_of(one.inode))
             by_uneven = self._by_shard(uneven, partition_of)
             for shard in sorted(by_sum.keys() | by_uneven.keys()):
-                works = [(some, []) for some in _parted(by_sum.get(shard, []))]
+                works: list[tuple[list[Sum], list[int]]] = [(some, []) for some in _parted(by_sum.get(shard, []))]
                 works += [([], some) for some in _parted(by_uneven.get(shard, []))]
                 for some, wide in works:
                     request = meta_pb2.FsckSumsRequest(sums=pack_sums(some), repair=self._repair, uneven=pack_numbers(wide))
@@ -179,5 +185,5 @@ class _Names:
             sums, uneven = left_sums, left_uneven
 
 
-def _parted(these: list) -> list[list]:
+def _parted(these: list[_Item]) -> list[list[_Item]]:
     return [these[first:first + INODES_A_STEP] for first in range(0, len(these), INODES_A_STEP)]

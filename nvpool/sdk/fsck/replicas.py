@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nvpool.core import grants
 from nvpool.core.clock import SYSTEM_CLOCK
@@ -23,6 +23,9 @@ from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.sdk.admin.calls import Asking
 from nvpool.sdk.file_layout import chunks_on
 from nvpool.sdk.fsck.report import Checkup, Problem
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
 
 SUSPECTS_MAX = 1000
 LOOKS_S = (0.2, 0.8, 3.0)
@@ -61,7 +64,7 @@ def service_right(secret: bytes) -> bytes:
 
 
 class Copies:
-    def __init__(self, client, asking: Asking, checkup: Checkup, secret: bytes | None):
+    def __init__(self, client: Client, asking: Asking, checkup: Checkup, secret: bytes | None) -> None:
         """`secret`: what differs is mended."""
         self._client = client
         self._asking = asking

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROBLEMS_KEPT_MAX = 10_000
 
@@ -40,7 +40,7 @@ class Checkup:
         if len(self.problems) < PROBLEMS_KEPT_MAX:
             self.problems.append(problem)
 
-    def summary(self) -> dict:
+    def summary(self) -> dict[str, Any]:
         found = asdict(self)
         del found["stage"], found["blocks_total"]
         found["problems"] = [problem._asdict() for problem in self.problems]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING
 
 from nvpool.core.errors import NotFound, NvpoolError
 from nvpool.core.ids import partition_of
@@ -20,6 +21,9 @@ from nvpool.rpc.v1 import wire_pb2
 from nvpool.rpc.v1.meta_pb2 import FsckClimbReply, FsckClimbRequest
 from nvpool.sdk.admin.calls import Asking
 from nvpool.sdk.fsck.report import Problem
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
 
 CLIMBS_A_STEP = 1000
 ROOTED_MAX = 1_000_000
@@ -32,7 +36,7 @@ Step = tuple[int, int, int]  # directory, parent, counter of changes
 
 
 class Climbs:
-    def __init__(self, client, asking: Asking) -> None:
+    def __init__(self, client: Client, asking: Asking) -> None:
         self._client = client
         self._asking = asking
         self._waiting: set[int] = set()

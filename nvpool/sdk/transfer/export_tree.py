@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import TYPE_CHECKING, TypedDict
 
 from nvpool.client.state.types import Caller
 from nvpool.core.checksum import crc32c
@@ -24,12 +25,18 @@ from nvpool.core.units import KIB
 from nvpool.sdk.transfer.progress import PIECE_BYTES, Tally, TransferOptions
 from nvpool.sdk.transfer.workers import Crew, Folder
 
+if TYPE_CHECKING:
+    from nvpool.client.vfs.filesystem import Vfs
+    from nvpool.rpc.api import Buffer
+    from nvpool.rpc.messages.direntries import Listed
+    from nvpool.rpc.v1.meta_pb2 import Attr
+
 LISTED_AT_ONCE = 1000
 _ZEROS = bytes(64 * KIB)
 """Runs of zeros of this size and place become holes."""
 
 
-async def export_tree(vfs, source: bytes, destination: str | bytes | os.PathLike[str], *, tally: Tally,
+async def export_tree(vfs: Vfs, source: bytes, destination: str | bytes | os.PathLike[str], *, tally: Tally,
                       options: TransferOptions | None = None) -> None:
     """Make the local `destination` what `source`, a path in the pool, is; missing parents are made.
 
@@ -43,15 +50,19 @@ async def export_tree(vfs, source: bytes, destination: str | bytes | os.PathLike
     await _Export(vfs, tally, options or TransferOptions()).run(source, os.fsencode(destination))
 
 
+class _Follow(TypedDict, total=False):
+    follow_symlinks: bool
+
+
 class _Export:
-    def __init__(self, vfs, tally: Tally, options: TransferOptions):
+    def __init__(self, vfs: Vfs, tally: Tally, options: TransferOptions) -> None:
         self._vfs = vfs
         self._tally = tally
         self._options = options
         self._caller = Caller(os.geteuid(), os.getegid())
-        self._crew = Crew(tally, options.parallel, self._finish_folder)
+        self._crew: Crew[bytes, Attr] = Crew(tally, options.parallel, self._finish_folder)
         self._linked: dict[int, tuple[asyncio.Future[bytes | None], list[int]]] = {}
-        self._folders: list[Folder] = []
+        self._folders: list[Folder[bytes, Attr]] = []
 
     async def run(self, source: bytes, destination: bytes) -> None:
         attr = await self._vfs.getattr(ROOT_INODE)
@@ -95,7 +106,7 @@ class _Export:
                         self._tally.bytes_total += entry.attr.size
         self._tally.counted = True
 
-    async def _entries(self, inode: int):
+    async def _entries(self, inode: int) -> AsyncIterator[Listed]:
         """Lists of entries with attributes."""
         handle = await self._vfs.opendir(inode)
         try:
@@ -117,7 +128,7 @@ class _Export:
             await self._crew.guarded(folder.path, self._list_folder(folder))
             await self._crew.leave(folder)
 
-    async def _list_folder(self, folder: Folder) -> None:
+    async def _list_folder(self, folder: Folder[bytes, Attr]) -> None:
         async for entries in self._entries(folder.found.inode):
             for entry in entries:
                 if self._options.leaves_out(entry.name):
@@ -128,13 +139,13 @@ class _Export:
                 elif await self._crew.guarded(path, self._crew.blocking(_make_folder, place)):
                     self._folders.append(Folder(folder, path, place, attr, False))
 
-    async def _finish_folder(self, folder: Folder) -> None:
+    async def _finish_folder(self, folder: Folder[bytes, Attr]) -> None:
         xattrs = await self._xattrs(folder.found)
         await self._crew.blocking(self._finish, folder.place, folder.found, xattrs)
 
     # -- what is no folder -------------------------------------------------------------------------------------------
 
-    async def _entry(self, place: bytes, attr) -> None:
+    async def _entry(self, place: bytes, attr: Attr) -> None:
         if attr.links <= 1:
             await self._one(place, attr)
             return
@@ -164,7 +175,7 @@ class _Export:
             self._tally.skipped_files += there
             self._tally.skipped_bytes += there * attr.size
 
-    async def _one(self, place: bytes, attr) -> None:
+    async def _one(self, place: bytes, attr: Attr) -> None:
         if stat.S_ISREG(attr.mode):
             return await self._file(place, attr)
         target = await self._vfs.readlink(attr.inode) if stat.S_ISLNK(attr.mode) else None
@@ -175,7 +186,7 @@ class _Export:
         else:
             self._tally.symlinks += 1
 
-    async def _file(self, place: bytes, attr) -> None:
+    async def _file(self, place: bytes, attr: Attr) -> None:
         if await self._crew.blocking(_is_there, place, attr):
             self._tally.files += 1
             self._tally.bytes += attr.size
@@ -213,7 +224,8 @@ class _Export:
                 os.close(opened)
         self._tally.files += 1
 
-    def _finish_file(self, descriptor: int, attr, checksums: list[tuple[int, int, int]], xattrs) -> None:
+    def _finish_file(self, descriptor: int, attr: Attr, checksums: list[tuple[int, int, int]],
+                     xattrs: list[tuple[bytes, bytes]]) -> None:
         os.ftruncate(descriptor, attr.size)
         os.fsync(descriptor)
         if self._options.verify:
@@ -225,15 +237,15 @@ class _Export:
 
     # -- what a thing has beside its contents --------------------------------------------------------------------------
 
-    async def _xattrs(self, attr) -> list[tuple[bytes, bytes]]:
+    async def _xattrs(self, attr: Attr) -> list[tuple[bytes, bytes]]:
         if not attr.flags & 1:
             return []
         return [(name, await self._vfs.getxattr(attr.inode, name)) for name in await self._vfs.listxattr(attr.inode)]
 
-    def _finish(self, place: bytes | int, attr, xattrs: list[tuple[bytes, bytes]]) -> None:
+    def _finish(self, place: bytes | int, attr: Attr, xattrs: list[tuple[bytes, bytes]]) -> None:
         """Attributes, owner, mode and times, in this order: a change of owner takes set-id bits away, all change times."""
         link = stat.S_ISLNK(attr.mode)
-        follow = {} if isinstance(place, int) else {"follow_symlinks": False}
+        follow: _Follow = {} if isinstance(place, int) else {"follow_symlinks": False}
         for name, value in xattrs:
             try:
                 os.setxattr(place, name, value, **follow)
@@ -258,7 +270,7 @@ def _make_folder(place: bytes) -> bool:
     return True
 
 
-def _is_there(place: bytes, attr) -> bool:
+def _is_there(place: bytes, attr: Attr) -> bool:
     """Whether it is there whole. AlreadyExists: something else has the name."""
     try:
         found = os.lstat(place)
@@ -279,7 +291,7 @@ def _open_destination(place: bytes) -> int:
         raise from_os_error(error, f"open {os.fsdecode(place)}") from None
 
 
-def _write_sparse(descriptor: int, at: int, buffer) -> None:
+def _write_sparse(descriptor: int, at: int, buffer: Buffer) -> None:
     """Write what is not zero; the file is empty there, so that the rest are holes."""
     view = memoryview(buffer)
     try:
@@ -293,7 +305,7 @@ def _write_sparse(descriptor: int, at: int, buffer) -> None:
         raise from_os_error(error, "write") from None
 
 
-def _make_special(place: bytes, attr, target: bytes | None) -> None:
+def _make_special(place: bytes, attr: Attr, target: bytes | None) -> None:
     try:
         found = os.lstat(place)
     except FileNotFoundError:

@@ -9,6 +9,7 @@ import os
 import stat
 import threading
 from functools import partial
+from typing import TYPE_CHECKING, TypedDict
 
 from nvpool.client.state.attr_cache import ACL_FLAG
 from nvpool.client.state.types import Caller
@@ -30,10 +31,15 @@ from nvpool.sdk.paths import write_all
 from nvpool.sdk.transfer.progress import PIECE_BYTES, Tally, TransferOptions, count_local, xattrs_of
 from nvpool.sdk.transfer.workers import Crew, Folder
 
+if TYPE_CHECKING:
+    from nvpool.client.state.types import FileHandle
+    from nvpool.client.vfs.filesystem import Vfs
+    from nvpool.rpc.v1.meta_pb2 import Attr
+
 LISTED_AT_ONCE = 1000
 
 
-async def import_tree(vfs, source: str | bytes | os.PathLike[str], destination: bytes, *, tally: Tally,
+async def import_tree(vfs: Vfs, source: str | bytes | os.PathLike[str], destination: bytes, *, tally: Tally,
                       options: TransferOptions | None = None) -> None:
     """Make `destination`, a path in the pool, what the local `source` is; missing parents are made.
 
@@ -48,15 +54,20 @@ async def import_tree(vfs, source: str | bytes | os.PathLike[str], destination: 
     await _Import(vfs, tally, options or TransferOptions()).run(os.fsencode(source), destination)
 
 
+class _Owner(TypedDict, total=False):
+    uid: int
+    gid: int
+
+
 class _Import:
-    def __init__(self, vfs, tally: Tally, options: TransferOptions):
+    def __init__(self, vfs: Vfs, tally: Tally, options: TransferOptions) -> None:
         self._vfs = vfs
         self._tally = tally
         self._options = options
         self._caller = Caller(os.geteuid(), os.getegid())
-        self._crew = Crew(tally, options.parallel, self._finish_folder)
+        self._crew: Crew[int, os.stat_result] = Crew(tally, options.parallel, self._finish_folder)
         self._linked: dict[tuple[int, int], tuple[asyncio.Future[int | None], list[int]]] = {}
-        self._folders: list[Folder] = []
+        self._folders: list[Folder[int, os.stat_result]] = []
 
     async def run(self, source: bytes, destination: bytes) -> None:
         try:
@@ -70,7 +81,8 @@ class _Import:
             await self._crew.run(self._crew.add(None, source, partial(self._file, source, name, parent, found, False)))
             await self._vfs.fsyncdir(parent)
             return
-        inode, fresh = ROOT_INODE, False
+        inode: int = ROOT_INODE
+        fresh = False
         for name in names:
             inode, fresh = await self._folder(inode, name)
         root = Folder(None, source, inode, found, fresh)
@@ -81,7 +93,7 @@ class _Import:
         await self._vfs.fsyncdir(inode)
 
     async def _place_of_file(self, names: list[bytes], own_name: bytes) -> tuple[int, bytes]:
-        inode = ROOT_INODE
+        inode: int = ROOT_INODE
         for name in names[:-1]:
             inode, _ = await self._folder(inode, name)
         if not names:
@@ -109,7 +121,7 @@ class _Import:
             await self._crew.guarded(folder.path, self._list_folder(folder))
             await self._crew.leave(folder)
 
-    async def _list_folder(self, folder: Folder) -> None:
+    async def _list_folder(self, folder: Folder[int, os.stat_result]) -> None:
         entries = await self._crew.blocking(_Entries, folder.path)
         try:
             while batch := await self._crew.blocking(entries.read):
@@ -128,19 +140,19 @@ class _Import:
         finally:
             self._crew.later(entries.close)  # a thread may read them still, where we are cancelled
 
-    async def _finish_folder(self, folder: Folder) -> None:
+    async def _finish_folder(self, folder: Folder[int, os.stat_result]) -> None:
         inherits = folder.fresh and bool((await self._vfs.getattr(folder.place)).flags & ACL_FLAG)
         await self._attributes(folder.place, await self._crew.blocking(xattrs_of, folder.path), inherits)
         await self._finish(folder.place, folder.found)
 
     # -- what is no folder -------------------------------------------------------------------------------------------
 
-    async def _entry(self, path: bytes, name: bytes, folder: Folder, found: os.stat_result) -> None:
+    async def _entry(self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result) -> None:
         if found.st_nlink > 1:
             return await self._hard_linked(path, name, folder, found)
         await self._one(path, name, folder, found)
 
-    async def _one(self, path: bytes, name: bytes, folder: Folder, found: os.stat_result) -> int | None:
+    async def _one(self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result) -> int | None:
         if stat.S_ISREG(found.st_mode):
             return await self._file(path, name, folder.place, found, folder.fresh)
         if stat.S_ISLNK(found.st_mode):
@@ -154,7 +166,7 @@ class _Import:
         self._tally.special += 1
         return there.inode
 
-    async def _hard_linked(self, path: bytes, name: bytes, folder: Folder, found: os.stat_result) -> None:
+    async def _hard_linked(self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result) -> None:
         """The first name brings the contents; the others wait for it. It is under way in another worker, so the wait ends."""
         key = (found.st_dev, found.st_ino)
         if key not in self._linked:
@@ -231,7 +243,8 @@ class _Import:
         self._tally.files += 1
         return there.inode
 
-    async def _contents(self, descriptor: int, now: os.stat_result, piece, handle, attr) -> None:
+    async def _contents(self, descriptor: int, now: os.stat_result, piece: tuple[int, bytes] | None, handle: FileHandle,
+                        attr: Attr) -> None:
         """Bring the bytes, sync them, and compare them as they are in the pool with what was read here."""
         vfs, size, end = self._vfs, attr.size, 0
         offsets, lengths, checksums = array.array("Q"), array.array("L"), array.array("L")
@@ -284,11 +297,11 @@ class _Import:
 
     async def _finish(self, inode: int, found: os.stat_result, *, mode: bool = True) -> None:
         """Owner, mode and times in one change, last of all."""
-        owner = {"uid": found.st_uid, "gid": found.st_gid} if self._options.owners else {}
+        owner: _Owner = {"uid": found.st_uid, "gid": found.st_gid} if self._options.owners else {}
         await self._vfs.setattr(inode, mode=stat.S_IMODE(found.st_mode) if mode else None, atime_ns=found.st_atime_ns,
                                 mtime_ns=found.st_mtime_ns, caller=self._caller, **owner)
 
-    async def _look_up(self, parent: int, name: bytes):
+    async def _look_up(self, parent: int, name: bytes) -> Attr | None:
         try:
             return await self._vfs.lookup(parent, name)
         except NotFound:
@@ -320,7 +333,7 @@ class _Entries:
             self._entries.close()
 
 
-def _open_source(path: bytes):
+def _open_source(path: bytes) -> tuple[int, os.stat_result, tuple[int, bytes] | None, list[tuple[bytes, bytes]]]:
     """(descriptor, its stat, its first piece, its extended attributes): all that a small file needs, in one go."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

@@ -5,10 +5,11 @@ A Tally is written by the transfer on its event loop and read by anybody at any 
 
 from __future__ import annotations
 
+import builtins
 import os
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvpool.core.posix import acl
 from nvpool.core.units import MIB
@@ -64,12 +65,12 @@ class Tally:
     """The totals are final."""
     current: str = ""
 
-    def fail(self, path: bytes, error: BaseException) -> None:
+    def fail(self, path: builtins.bytes, error: BaseException) -> None:
         self.failed += 1
         if len(self.failures) < FAILURES_KEPT_MAX:
             self.failures.append(Failure(os.fsdecode(path), str(error)))
 
-    def summary(self) -> dict:
+    def summary(self) -> dict[str, Any]:
         """For --json."""
         found = asdict(self)
         del found["current"], found["counted"]
@@ -101,7 +102,7 @@ def count_local(path: bytes, tally: Tally, options: TransferOptions) -> None:
 
 def xattrs_of(place: bytes | int) -> list[tuple[bytes, bytes]]:
     """Extended attributes of a local file; of the system's own only access control lists, which a pool keeps too."""
-    found = []
+    found: list[tuple[bytes, bytes]] = []
     try:
         names = os.listxattr(place)
     except OSError:

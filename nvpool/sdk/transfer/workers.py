@@ -12,21 +12,28 @@ import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Generic, ParamSpec, TypeVar
 
 from nvpool.core.errors import Bug, NoSpace, NvpoolError, QuotaExceeded, Unavailable
 from nvpool.sdk.transfer.progress import Tally
+
+_Place = TypeVar("_Place")
+_Found = TypeVar("_Found")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Job = Callable[[], Awaitable[object]]
 
 THREADS = 8
 """For local files, whose calls may block: enough to keep a drive busy, few enough for two cores."""
 
 
-class Folder:
+class Folder(Generic[_Place, _Found]):
     """A folder under way. `left` counts what is not done in it, the listing of itself included."""
 
     __slots__ = ("parent", "path", "place", "found", "left", "fresh")
 
-    def __init__(self, parent: Folder | None, path: bytes, place: Any, found: Any, fresh: bool):
+    def __init__(self, parent: Folder[_Place, _Found] | None, path: bytes, place: _Place, found: _Found,
+                 fresh: bool) -> None:
         self.parent = parent
         self.path = path
         """In the source."""
@@ -41,19 +48,21 @@ class Folder:
             parent.left += 1
 
 
-class Crew:
-    def __init__(self, tally: Tally, parallel: int, finish_folder: Callable[[Folder], Awaitable[None]]):
+class Crew(Generic[_Place, _Found]):
+    def __init__(self, tally: Tally, parallel: int,
+                 finish_folder: Callable[[Folder[_Place, _Found]], Awaitable[None]]) -> None:
         self.tally = tally
         self._parallel = parallel
         self._finish_folder = finish_folder
-        self._jobs: asyncio.Queue = asyncio.Queue(4 * parallel)
+        self._jobs: asyncio.Queue[tuple[Folder[_Place, _Found] | None, bytes, _Job]] = asyncio.Queue(4 * parallel)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="transfer")
 
-    async def blocking(self, function: Callable, *arguments, **named):
+    async def blocking(self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args,
+                       **named: _Arguments.kwargs) -> _Result:
         """Run what may block on a local file in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments, **named))
 
-    def later(self, function: Callable) -> None:
+    def later(self, function: Callable[[], object]) -> None:
         """Run it in a thread, when one is free; nobody waits for it."""
         self._threads.submit(function)
 
@@ -71,7 +80,7 @@ class Crew:
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def add(self, folder: Folder | None, path: bytes, job: Callable[[], Awaitable[None]]) -> None:
+    async def add(self, folder: Folder[_Place, _Found] | None, path: bytes, job: _Job) -> None:
         """Have `job` done by a worker; waits while all have enough to do."""
         if folder is not None:
             folder.left += 1
@@ -85,7 +94,7 @@ class Crew:
             await self.leave(folder)
             self._jobs.task_done()
 
-    async def guarded(self, path: bytes, work: Awaitable[Any]) -> Any:
+    async def guarded(self, path: bytes, work: Awaitable[_Result]) -> _Result | None:
         """The result of `work`, or None where it failed for a reason of `path` alone, which is noted."""
         try:
             return await work
@@ -95,7 +104,7 @@ class Crew:
             self.tally.fail(path, error)
             return None
 
-    async def leave(self, folder: Folder | None) -> None:
+    async def leave(self, folder: Folder[_Place, _Found] | None) -> None:
         """One thing in `folder` is done; finishes it, and the ones above, where it was the last."""
         while folder is not None:
             folder.left -= 1
