@@ -1,1 +1,1 @@
-"""Python API of a pool, synchronous and for asyncio."""
+"""Python SDK of a pool: a synchronous and an asyncio file system API."""

@@ -1,18 +1,22 @@
-"""The SDK for asyncio programs: a pool as a file system of paths.
+"""The asyncio SDK: a pool as a file system of paths.
 
-Guarantees what the client does (close-to-open between clients, read-your-writes in one). Errors are OSError with the usual
-subclasses, the path that the caller gave as `filename`, and nvpool's own error, which says more, as their cause. One object
-belongs to one event loop and one process. A pickled one connects anew with the first call that is awaited where it is
-unpickled. `sdk/filesystem` is the synchronous face of this.
+The guarantees are those of the client: close-to-open consistency between clients, read-your-writes within one
+client. Errors are OSError with the usual subclasses. `filename` is the path that the caller gave, and
+`__cause__` is nvpool's own error, which says more.
+
+One object belongs to one event loop and one process. An unpickled file system opens its own connection at the
+first call that the program awaits. Async programs use this module directly; `sdk/filesystem` is the
+synchronous API on top of it.
 """
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 from nvpool.client.session import Client
 from nvpool.client.state.options import ClientOptions
@@ -28,6 +32,7 @@ from nvpool.core.errors import (
     Unreachable,
 )
 from nvpool.core.units import MIB
+from nvpool.poolmap.model import PoolMap
 from nvpool.sdk.argument_checks import (
     attribute_flags,
     attribute_name,
@@ -49,13 +54,19 @@ from nvpool.sdk.read_many import Batches
 from nvpool.sdk.read_requests import Read, check_on_error, reads_of
 from nvpool.sdk.volumes import AsyncVolumes
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+    from nvpool.rpc.v1.meta_pb2 import Attr
+    from nvpool.sdk.pickled_filesystem import Unconnected
+
 _COPY_BYTES = 4 * MIB
 _LIST_STEP = 1000
 _NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class Entry(NamedTuple):
-    """One name of a directory, with what stat shows of it (a symbolic link is not followed)."""
+    """One directory entry: its name and the result of stat on it. A symbolic link is not followed."""
 
     name: str
     stat: os.stat_result
@@ -71,16 +82,17 @@ class Entry(NamedTuple):
 
 
 class HandedDown(NamedTuple):
-    """What a directory hands down to new files."""
+    """Layout that new files inherit from their directory."""
 
     replicas: int
     chunk_bytes: int
 
 
 class AsyncFile:
-    """An open file without a position: reads and writes say where. Use `async with`, or close it."""
+    """An open file without a file position: each read and write names its offset. Use `async with`, or
+    call `close`."""
 
-    def __init__(self, pool: AsyncFileSystem, path: Path, handle: FileHandle):
+    def __init__(self, pool: AsyncFileSystem, path: Path, handle: FileHandle) -> None:
         self.path = path
         self.handle = handle
         self._vfs = pool.vfs
@@ -90,15 +102,16 @@ class AsyncFile:
         return self.handle.size
 
     async def read(self, offset: int, length: int) -> memoryview | bytes:
-        """Up to `length` bytes, fewer only at the end of the file."""
+        """Read up to `length` bytes at `offset`. The result is shorter only at the end of the file."""
         if type(offset) is not int or type(length) is not int:
             offset, length = integer("offset", offset), integer("length", length)
         with as_os_error(self.path):
             return await self._vfs.read(self.handle, offset, length)
 
-    async def write(self, offset: int, buffer) -> int:
-        """Take all of `buffer`; it is stored by flush or close at the latest, where what went wrong is raised. EDQUOT: it does
-        not fit into the volume; as much as fits was taken."""
+    async def write(self, offset: int, buffer: ReadableBuffer) -> int:
+        """Write all of `buffer` at `offset`; return the number of bytes. The client stores the bytes at
+        the latest in `flush` or `close`, and an error in storing them is raised there. EDQUOT: the bytes
+        exceed the quota of the volume; as many bytes as fit were taken."""
         content, offset = bytes_of(buffer), integer("offset", offset)
         with as_os_error(self.path):
             return await write_all(self._vfs, self.handle, offset, content)
@@ -109,18 +122,20 @@ class AsyncFile:
             await self._vfs.setattr(self.handle.inode, size=size, caller=Caller(0, 0), handle=self.handle)
 
     async def punch(self, offset: int, length: int) -> None:
-        """Make a hole: zeros that occupy nothing, durably. The size stays."""
+        """Punch a hole, durably: the range reads as zeros and occupies no space. The file size does not
+        change."""
         offset, length = integer("offset", offset), integer("length", length)
         with as_os_error(self.path):
             await self._vfs.fallocate(self.handle, offset, length, PUNCH_HOLE | KEEP_SIZE)
 
     async def flush(self) -> None:
-        """What was written is at the stores and seen by whoever opens the file from now on."""
+        """Store all written bytes and publish them. On return the stores have the bytes, and every later
+        open sees them."""
         with as_os_error(self.path):
             await self._vfs.flush(self.handle)
 
     async def fsync(self) -> None:
-        """What was written survives the loss of power."""
+        """Make all written bytes durable. On return they survive a power loss."""
         with as_os_error(self.path):
             await self._vfs.fsync(self.handle, False)
 
@@ -129,7 +144,8 @@ class AsyncFile:
             return stat_result(await self._vfs.getattr(self.handle.inode))
 
     async def close(self) -> None:
-        """Flush and close; may be called twice. The file is closed also where this raises."""
+        """Flush and close the file. A second call does nothing. The file is closed even if the flush
+        raises."""
         if self.handle.closed:
             return
         with as_os_error(self.path):
@@ -138,34 +154,35 @@ class AsyncFile:
             finally:
                 await self._vfs.release(self.handle)
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(f"cannot pickle the open file {self.path!r}; pickle the file system and the path, and open it again")
 
     async def __aenter__(self) -> AsyncFile:
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
 class AsyncFileSystem:
-    """Made by `await nvpool.connect_async(where)`. Use `async with`, or close it."""
+    """A pool as a file system of paths; made by `await nvpool.connect_async(where)`. Use `async with`, or
+    call `close`."""
 
-    def __init__(self, client: Client, caller: Caller, origin: Origin | None = None):
+    def __init__(self, client: Client, caller: Caller, origin: Origin | None = None) -> None:
         self.client = client
         self.vfs = client.vfs
         self.caller = caller
         self.origin = origin
-        """How to connect again; None where the client was made by hand."""
+        """The data needed to connect again; None if the program passed its own client."""
         self._batches = Batches(client.vfs, caller)
         self.volumes = AsyncVolumes(self)
 
     @classmethod
-    async def connect(cls, where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
-        """As connect_async."""
+    async def connect(cls, where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+        """Connect to the pool that `where` names. See `connect_async`."""
         return cls(*await connected(origin_of(where, name, options)))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Unconnected], tuple[Origin]]:
         if self.origin is None:
             raise TypeError("cannot pickle a file system that was made of a client; make it with connect_async")
         from nvpool.sdk.pickled_filesystem import Unconnected
@@ -176,19 +193,21 @@ class AsyncFileSystem:
         try:
             await self._batches.forget()
         except NvpoolError:
-            pass  # read-only handles: the session's end gives them up
+            pass  # these handles are read-only; the end of the session releases them
         await self.client.close(timeout_s)
 
     async def __aenter__(self) -> AsyncFileSystem:
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # -- files -----------------------------------------------------------------------------------------------------------
 
     async def open_handle(self, path: Path, flags: int, mode: int = 0o666) -> FileHandle:
-        """Open as open(2) would, but for rights and the umask, which are the caller's affair."""
+        """Open a file as open(2) does, without a permission check and without a umask. The caller applies
+        both if it needs them."""
+        attr: Attr | None
         if flags & os.O_CREAT:
             place = await locate(self.vfs, path, follow=not flags & os.O_EXCL, to_open=True)
             if not place.name:
@@ -207,7 +226,7 @@ class AsyncFileSystem:
         try:
             return await self.vfs.open(attr.inode, flags, self.caller)
         except NotFound:
-            # the name stands for another file since we looked
+            # after our look-up the name was given to another file
             place = await locate(self.vfs, path)
             self.vfs.cache.forget_entry(place.parent, place.name)
             if flags & os.O_CREAT:
@@ -215,33 +234,54 @@ class AsyncFileSystem:
             return await self.vfs.open((await find(self.vfs, path)).inode, flags, self.caller)
 
     async def open(self, path: Path, mode: str = "rb", permissions: int = 0o644) -> AsyncFile:
-        """Modes as of Python's open, always binary."""
+        """Open a file. The modes are those of Python's open, always binary."""
         flags, permissions = flags_of(mode), mode_of(permissions, "permissions")
         with as_os_error(path):
             return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
 
-    async def read_many(self, reads: Iterable[Any], into=None, *, on_error: str = "raise"):
-        """Many reads at once, in one message per target. A read is a path or an open file (all of it), or (path or open file,
-        offset, length), where a length of None reaches to the end of the file; they may be mixed.
+    @overload
+    async def read_many(self, reads: Iterable[Any], into: None = None, *,
+                        on_error: Literal["raise"] = "raise") -> list[memoryview]: ...
 
-        Without `into` the result is a list of memoryviews. With `into` (any writable buffer) the bytes lie there, each read's
-        at the sum of the lengths before it (asked for; of a whole file its size), and the result is a list of lengths. A read
-        is shorter than asked for only at the end of its file. `into` must not be used while this waits.
+    @overload
+    async def read_many(self, reads: Iterable[Any], into: None = None, *, on_error: str) -> list[memoryview | OSError]: ...
 
-        Files that are not open yet are looked up and opened in one message per metadata shard; directories on the way that are
-        not known take one per shard and level, however many they are; a symbolic link takes one of its own.
+    @overload
+    async def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *,
+                        on_error: Literal["raise"] = "raise") -> list[int]: ...
 
-        TypeError, ValueError   a read makes no sense (its index and the reason are named), or `into` is too small or read-only;
-                                nothing was read
-        OSError   of the first read that failed, whose path is its `filename`; `into` holds nothing that may be relied on. With
-                  on_error="return" the error takes the place of that read's result, and all others are whole
+    @overload
+    async def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: str) -> list[int | OSError]: ...
+
+    async def read_many(self, reads: Iterable[Any], into: WriteableBuffer | None = None, *,
+                        on_error: str = "raise") -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+        """Read many ranges or files in parallel, with one message per target.
+
+        Each read is a path or an open file (all of the file), or a tuple (path or open file, offset, length).
+        A length of None reaches to the end of the file. Paths and open files may be mixed.
+
+        Without `into` the result is a list of memoryviews. With `into` (any writable buffer) the bytes go
+        into that buffer: each read starts at the sum of the lengths before it. The length that counts is the
+        requested one, or for a whole file its size. The result is then a list of lengths. A read is shorter
+        than requested only at the end of its file. The caller must not use `into` during this call.
+
+        Files that are not open yet are looked up and opened with one message per metadata shard. Unknown
+        directories on the paths cost one message per shard and directory level, however many directories
+        there are. Each symbolic link costs one message.
+
+        TypeError, ValueError  a read is not valid (the error names its index and the reason), or `into` is
+            too small or read-only; nothing was read
+        OSError  the error of the first read that failed; its `filename` is the path. The contents of `into`
+            are then undefined. With on_error="return" the error takes the place of that read's result, and
+            all other results are complete
         """
         returns_errors = check_on_error(on_error)
         plan, given = reads_of(reads, self._handle_of)
         return await self.read_planned(plan, given, None if into is None else contiguous(into), returns_errors)
 
-    async def read_planned(self, plan: list[Read], given, into: memoryview | None, returns_errors: bool) -> list:
-        """read_many of reads that are checked."""
+    async def read_planned(self, plan: list[Read], given: Sequence[Any], into: memoryview | None,
+                           returns_errors: bool) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+        """Run `read_many` on reads that are already checked."""
         return await self._batches.read_many(plan, given, into, returns_errors)
 
     def _handle_of(self, what: Any) -> FileHandle | None:
@@ -260,21 +300,22 @@ class AsyncFileSystem:
                 at += len(part)
             return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
 
-    async def write_bytes(self, path: Path, content) -> int:
-        """Make `content` (bytes or another buffer) all that the file has; its length. What is no buffer is refused with
-        TypeError before the file is touched."""
+    async def write_bytes(self, path: Path, content: ReadableBuffer) -> int:
+        """Replace the contents of the file with `content` (bytes or another buffer); return its length.
+        TypeError: `content` is not a buffer; the file is unchanged."""
         content = bytes_of(content)
         async with await self.open(path, "wb") as file:
             return await file.write(0, content)
 
     async def copy(self, source: Path, target: Path) -> int:
-        """Copy a file's bytes and permissions; the number of bytes. `target` appears whole: under its name only when stored.
-        What stores can copy by themselves does not come here, and holes stay holes."""
+        """Copy the bytes and permissions of a file; return the number of bytes. `target` appears under its
+        name only when the copy is complete and stored. The stores copy the data among themselves where
+        they can, so those bytes do not pass through this process. Holes stay holes."""
         with as_os_error(source):
             attr = await find(self.vfs, source)
         if stat.S_ISDIR(attr.mode):
             raise IsADirectoryError(errno.EISDIR, "copy takes files", os.fspath(source))
-        # In the same directory, for the rename; of this call alone, so that two copies to one target do not share it.
+        # In the target's directory, so that rename works; unique, so that parallel copies do not share it.
         name = b".nvpool-copy-" + self.client.clock.secret(8).hex().encode()
         beside = os.path.join(os.path.dirname(name_bytes(target)), name)
         count = 0
@@ -292,7 +333,7 @@ class AsyncFileSystem:
                 try:
                     await self.remove(beside)
                 except OSError:
-                    pass  # renamed, or the pool does not answer: then it stays, under a name that says what it is
+                    pass  # renamed, or the pool does not answer: then the file stays; its name explains it
                 raise
         return count
 
@@ -304,7 +345,8 @@ class AsyncFileSystem:
             return stat_result(await self.vfs.getattr(attr.inode))
 
     async def exists(self, path: Path) -> bool:
-        """False too for a path that can be no name of anything, as of os.path.exists. An error of the pool is raised."""
+        """Check that the path leads to something. Like os.path.exists this returns False also for a path
+        that no file can have. An error of the pool is raised."""
         return await self._kind(path) is not None
 
     async def is_dir(self, path: Path) -> bool:
@@ -314,10 +356,10 @@ class AsyncFileSystem:
         return await self._kind(path) == stat.S_IFREG
 
     async def _kind(self, path: Path) -> int | None:
-        """Its bits of stat's mode; None where the path leads to nothing."""
+        """File type bits of the mode (S_IFMT); None if the path leads to nothing."""
         try:
             return stat.S_IFMT((await self.stat(path)).st_mode)
-        except ValueError:  # a null character, or what no file system's encoding has
+        except ValueError:  # a null character, or text that the file system encoding cannot represent
             return None
         except OSError as error:
             if error.errno not in _NOTHING_THERE:
@@ -325,7 +367,8 @@ class AsyncFileSystem:
             return None
 
     async def scan(self, path: Path = "/") -> AsyncIterator[Entry]:
-        """The entries of a directory in no particular order, in bounded memory however many there are."""
+        """Iterate over the entries of a directory, in no particular order. Memory use is bounded, however
+        large the directory is."""
         with as_os_error(path):
             directory = await self.vfs.opendir((await find(self.vfs, path)).inode)
         cursor, more = 0, True
@@ -337,13 +380,15 @@ class AsyncFileSystem:
                 yield Entry(os.fsdecode(entry.name), stat_result(entry.attr))
 
     async def list(self, path: Path = "/") -> list[str]:
-        """The names in a directory, sorted."""
+        """Names in a directory, sorted."""
         return sorted([entry.name async for entry in self.scan(path)])
 
-    async def walk(self, top: Path = "/") -> AsyncIterator[tuple[str, list[str], list[str]]]:
-        """As os.walk, top down; symbolic links are listed with the files and not followed."""
+    async def walk(self, top: Path = "/") -> AsyncIterator[tuple[str, builtins.list[str], builtins.list[str]]]:
+        """Walk a tree top down, like os.walk. Symbolic links are listed with the files and are not
+        followed."""
         place = os.fsdecode(top)
-        directories, files = [], []
+        directories: list[str] = []
+        files: list[str] = []
         async for entry in self.scan(place):
             (directories if entry.is_dir() else files).append(entry.name)
         yield place, sorted(directories), sorted(files)
@@ -353,7 +398,8 @@ class AsyncFileSystem:
 
     async def mkdir(self, path: Path, mode: int = 0o755, *, parents: bool = False, exist_ok: bool = False,
                     wide: bool = False) -> None:
-        """`wide` spreads the names of a directory that will have very many over all partitions."""
+        """Create a directory. `wide` makes it a striped directory: its names are spread over all
+        partitions, for directories with very many entries."""
         mode, wide = mode_of(mode), bool(wide)
         with as_os_error(path):
             check_new_names(path)
@@ -374,7 +420,7 @@ class AsyncFileSystem:
                 raise AlreadyExists
 
     async def remove(self, path: Path) -> None:
-        """Remove a file, a symbolic link or anything else that is no directory."""
+        """Remove a file, a symbolic link or any other entry that is not a directory."""
         with as_os_error(path):
             place = await locate(self.vfs, path, follow=False)
             if place.attr is None:
@@ -396,7 +442,7 @@ class AsyncFileSystem:
             await self.vfs.rmdir(place.parent, place.name, self.caller)
 
     async def remove_tree(self, path: Path) -> None:
-        """Remove a directory and all below it; symbolic links are removed, not followed."""
+        """Remove a directory with everything below it. Symbolic links are removed, not followed."""
         names = [entry async for entry in self.scan(path)]
         for entry in names:
             below = os.path.join(os.fsdecode(path), entry.name)
@@ -407,7 +453,8 @@ class AsyncFileSystem:
         await self.rmdir(path)
 
     async def rename(self, source: Path, target: Path) -> None:
-        """What `target` stood for, if anything, is replaced; also after a loss of power it shows the old bytes or the new."""
+        """Rename `source` to `target`; an existing `target` is replaced. Also after a power loss `target`
+        shows either the old bytes or the new ones."""
         with as_os_error(source, target):
             await self._rename(source, target)
 
@@ -430,7 +477,7 @@ class AsyncFileSystem:
             await self.vfs.link(attr.inode, new.parent, new.name, self.caller)
 
     async def symlink(self, target: Path, path: Path) -> None:
-        """`path` becomes a symbolic link to `target`."""
+        """Create the symbolic link `path`, which points to `target`."""
         with as_os_error(path):
             if not name_bytes(target):
                 raise NotFound
@@ -449,14 +496,15 @@ class AsyncFileSystem:
     # -- attributes --------------------------------------------------------------------------------------------------------
 
     async def layout(self, path: Path) -> HandedDown:
-        """What new files of a directory get; what a file has."""
+        """Layout of a file, or the layout that new files in a directory inherit."""
         with as_os_error(path):
             attr = await find(self.vfs, path)
             return HandedDown(attr.table, 1 << attr.chunk_bits)
 
     async def set_layout(self, path: Path, *, replicas: int = 0, chunk_bytes: int = 0) -> None:
-        """What files and directories that are made in the directory from now on get, where not 0. A replica count that no
-        directory has had yet is set with `nvpool dir set`, on a node of the pool."""
+        """Set the layout that new files and directories in this directory inherit. An argument of 0 leaves
+        that part unchanged. A replica count that no directory of the pool has used yet must be set with
+        `nvpool dir set`, on a node of the pool."""
         replicas, chunk_bytes = layout_of(replicas, chunk_bytes)
         with as_os_error(path):
             attr = await find(self.vfs, path)
@@ -470,13 +518,13 @@ class AsyncFileSystem:
             await self.vfs.setattr((await find(self.vfs, path)).inode, mode=mode, caller=self.caller)
 
     async def chown(self, path: Path, uid: int = -1, gid: int = -1) -> None:
-        """-1 keeps what is there."""
+        """Change the owner. -1 leaves the user or the group unchanged."""
         user, group = owner_of("uid", uid), owner_of("gid", gid)
         with as_os_error(path):
             await self.vfs.setattr((await find(self.vfs, path)).inode, uid=user, gid=group, caller=self.caller)
 
     async def utime(self, path: Path, ns: tuple[int, int] | None = None) -> None:
-        """`ns` are the times of access and change, in nanoseconds; now without it."""
+        """Set the access and modification times: `ns` is (atime, mtime) in nanoseconds; None means now."""
         atime, mtime = times_of(ns)
         with as_os_error(path):
             await self.vfs.setattr((await find(self.vfs, path)).inode, atime_ns=atime, mtime_ns=mtime, caller=self.caller)
@@ -491,13 +539,13 @@ class AsyncFileSystem:
         with as_os_error(path):
             return await self.vfs.getxattr((await find(self.vfs, path)).inode, raw)
 
-    async def setxattr(self, path: Path, name: str, value, flags: int = 0) -> None:
-        """`value` is bytes or another buffer; `flags` as of os.setxattr."""
+    async def setxattr(self, path: Path, name: str, value: ReadableBuffer, flags: int = 0) -> None:
+        """Set an extended attribute. `value` is bytes or another buffer; `flags` are those of os.setxattr."""
         raw, content, flags = attribute_name(name), bytes(bytes_of(value, "value")), attribute_flags(flags)
         with as_os_error(path):
             await self.vfs.setxattr((await find(self.vfs, path)).inode, raw, content, flags, self.caller)
 
-    async def listxattr(self, path: Path) -> list[str]:
+    async def listxattr(self, path: Path) -> builtins.list[str]:
         with as_os_error(path):
             return [os.fsdecode(name) for name in await self.vfs.listxattr((await find(self.vfs, path)).inode)]
 
@@ -507,13 +555,14 @@ class AsyncFileSystem:
             await self.vfs.removexattr((await find(self.vfs, path)).inode, raw, self.caller)
 
     async def statfs(self, path: Path = "/") -> StatFs:
-        """Sizes of the volume that the path is in, where that has a quota; else those of the whole pool."""
+        """Capacity and free space at the path. A volume with a quota reports its own, other paths those of
+        the whole pool."""
         with as_os_error(path):
             return await self.vfs.statfs((await find(self.vfs, path)).inode)
 
 
 async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
-    """A client of that pool, for this process."""
+    """Open a client of that pool for this process."""
     with as_told(origin.where or None):
         try:
             client = await Client.open(origin.place, origin.name or f"sdk pid {os.getpid()}", origin.options)
@@ -523,11 +572,13 @@ async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
     return client, Caller(os.getuid(), os.getgid(), os.getpid()), origin
 
 
-async def connect_async(where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
-    """The pool that `where` names (its directory on this host, a mount point of it, or "host:port" of any node), on the running
-    event loop. Without `options` the client behaves as [client] of the directory's node.toml says.
+async def connect_async(where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+    """Connect to a pool on the running event loop.
 
-    OSError: FileNotFoundError where there is no pool, ConnectionRefusedError where nobody answers, TimeoutError where no answer
-    comes.
+    `where` is the pool's directory on this host, a mount point of the pool, or "host:port" of any of its
+    nodes. Without `options` the client uses the [client] section of node.toml in that directory.
+
+    OSError: FileNotFoundError if there is no pool, ConnectionRefusedError if no node can be reached,
+    TimeoutError if no reply comes in time.
     """
     return await AsyncFileSystem.connect(where, name=name, options=options)

@@ -1,8 +1,9 @@
-"""Checks of the SDK's arguments, made before anything is changed.
+"""Argument checks of the SDK, made before a call changes anything.
 
-A wrong type raises TypeError and a value out of bounds ValueError, as Python's os and io do. The text names the argument, the
-expected value and the given one. A value is returned in the form that the client takes. Called by the SDK's file systems and
-volumes; `reads` checks those of read_many.
+A wrong type raises TypeError and a value out of bounds ValueError, as in Python's os and io. The text names
+the argument, the expected value and the given one. Each check returns the value in the form that the client
+takes. The SDK's file systems and volumes use this module; `sdk/read_requests` checks the arguments of
+read_many.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nvpool.sdk.paths import Path, name_bytes, names_of
 
 OFFSET_MAX = (1 << 63) - 1
 _MODE_MAX = 0o177777
-"""Bits of a file's type are among them: what stat shows may be given to chmod. They change nothing."""
+"""File type bits are accepted, so that st_mode can be passed to chmod. They change nothing."""
 _ID_MAX = (1 << 32) - 2
 _REPLICAS_MAX = 3
 _MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
@@ -28,7 +29,7 @@ _MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.
 
 
 def integer(name: str, value: Any, expected: str = "an integer") -> int:
-    """`value` as an int. TypeError."""
+    """`value` as an int. TypeError if it is not an integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -36,7 +37,7 @@ def integer(name: str, value: Any, expected: str = "an integer") -> int:
 
 
 def integer_between(name: str, value: Any, least: int, most: int, expected: str) -> int:
-    """`value` as an int of that range. TypeError, ValueError."""
+    """`value` as an int in the given range. Errors: TypeError, ValueError."""
     exact = integer(name, value, expected)
     if not least <= exact <= most:
         raise ValueError(f"{name} has to be {expected}, not {exact}")
@@ -44,14 +45,14 @@ def integer_between(name: str, value: Any, least: int, most: int, expected: str)
 
 
 def text(name: str, value: Any) -> str:
-    """TypeError for what is no string."""
+    """`value` as a string. TypeError if it is not one."""
     if not isinstance(value, str):
         raise TypeError(f"{name} has to be a string, not {type(value).__name__} ({_shown(value)})")
     return value
 
 
 def timeout(name: str, value: Any) -> float:
-    """A number of seconds from 0 on. TypeError, ValueError."""
+    """`value` as a number of seconds, at least 0. Errors: TypeError, ValueError."""
     if not isinstance(value, int | float):
         raise TypeError(f"{name} has to be a number of seconds, not {type(value).__name__} ({_shown(value)})")
     if not value >= 0:
@@ -69,13 +70,14 @@ def mode_of(value: Any, name: str = "mode") -> int:
 
 
 def owner_of(name: str, value: Any) -> int | None:
-    """A user's or group's number; None, which keeps it, for -1."""
+    """User or group number; None for -1, which leaves the owner unchanged."""
     exact = integer_between(name, value, -1, _ID_MAX, f"an integer from 0 to {_ID_MAX}, or -1 to keep what is there")
     return None if exact == -1 else exact
 
 
 def times_of(ns: Any) -> tuple[int | str, int | str]:
-    """Times of access and change, as the client takes them; those out of its range are clamped there."""
+    """Access and modification times as the client takes them. The client clamps times that are out of
+    range."""
     if ns is None:
         return NOW, NOW
     expected = "a tuple of two integers (atime and mtime in nanoseconds), or None for now"
@@ -86,7 +88,7 @@ def times_of(ns: Any) -> tuple[int | str, int | str]:
 
 
 def size_of(size: Any) -> int:
-    """The size that a file is to get."""
+    """New size of a file, in bytes."""
     return integer_between("the size of a file", size, 0, OFFSET_MAX, f"an integer from 0 to {OFFSET_MAX}")
 
 
@@ -109,13 +111,14 @@ def attribute_flags(flags: Any) -> int:
 
 
 def layout_of(replicas: Any, chunk_bytes: Any) -> tuple[int, int]:
-    """What set_layout changes. The pool says which sizes of chunks it has."""
+    """Arguments of set_layout. The pool itself checks whether it supports the chunk size."""
     return (integer_between("replicas", replicas, 0, _REPLICAS_MAX, f"an integer from 1 to {_REPLICAS_MAX}, or 0 to keep it"),
             integer_between("chunk_bytes", chunk_bytes, 0, OFFSET_MAX, "an integer number of bytes, or 0 to keep it"))
 
 
 def check_new_names(path: Path) -> None:
-    """TypeError and ValueError for what is no path, NameTooLong where a part of it can be no name."""
+    """Check the path of a new entry. TypeError and ValueError: not a path. NameTooLong: a part is too long
+    for a name."""
     if any(len(name) > NAME_BYTES_MAX for name in names_of(path)):
         raise NameTooLong
 
@@ -124,7 +127,7 @@ def check_new_names(path: Path) -> None:
 
 
 def contiguous(into: Any) -> memoryview:
-    """`into` as writable bytes. TypeError for what is no buffer, and for a buffer that is read-only or has gaps."""
+    """`into` as a writable byte buffer. TypeError: it is not a buffer, is read-only, or is not contiguous."""
     try:
         view = memoryview(into)
     except TypeError:
@@ -136,7 +139,8 @@ def contiguous(into: Any) -> memoryview:
 
 
 def bytes_of(content: Any, name: str = "what is written") -> bytes | memoryview:
-    """`content` as bytes. TypeError for what is no buffer, or has gaps: called before a file is changed."""
+    """`content` as bytes. TypeError: it is not a buffer, or not contiguous. The callers check this before
+    they change a file."""
     if type(content) is bytes:
         return content
     try:
@@ -151,7 +155,8 @@ def bytes_of(content: Any, name: str = "what is written") -> bytes | memoryview:
 
 
 def flags_of(mode: str) -> int:
-    """Flags of open(2) for a mode of Python's open, whose letters b and t are of no interest here. TypeError, ValueError."""
+    """Flags of open(2) for a mode string of Python's open. The letters b and t are accepted and ignored.
+    Errors: TypeError, ValueError."""
     if not isinstance(mode, str):
         raise TypeError(f"the mode of open has to be a string like 'rb', not {type(mode).__name__}")
     if mode.count("b") + mode.count("t") > 1:
@@ -164,7 +169,8 @@ def flags_of(mode: str) -> int:
 
 
 def check_opening(path: Path, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None) -> None:
-    """TypeError, ValueError and LookupError as io.open raises them, but before the file is opened, which may empty it."""
+    """Check the arguments of `open`. The errors are those of io.open (TypeError, ValueError, LookupError),
+    but raised before the file is opened, because opening may truncate it."""
     name_bytes(path)
     integer("buffering", buffering)
     for name, value in (("encoding", encoding), ("errors", errors), ("newline", newline)):

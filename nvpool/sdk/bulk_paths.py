@@ -1,14 +1,14 @@
-"""Ways to directories, gone together: of each level all names are asked for at once, one message for each metadata shard.
+"""Bulk path resolution: one message per metadata shard for each level of directories.
 
-As `paths.locate` goes each by itself: directories are believed for the client's `attr_s`, symbolic links are followed, and what
-goes wrong on one way is that way's alone. Called by the SDK's read_many.
+The rules are those of `paths.locate`: directory entries may come from a cache up to `attr_s` old, symbolic
+links are followed, and an error on one path concerns that path alone. The SDK's read_many uses this module.
 """
 
 from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from nvpool.client.vfs.filesystem import Vfs
 from nvpool.core.errors import NotADirectory, NvpoolError, TooManySymlinks
@@ -19,12 +19,13 @@ _LINKS_AT_ONCE = 64
 
 
 class Way:
-    """`names` are those that are still to be gone, and `inode` the directory that was reached."""
+    """Progress on one path. `names` are the names still to look up, `inode` is the directory reached so
+    far."""
 
     __slots__ = ("above", "names", "links", "error")
 
-    def __init__(self, names: Sequence[bytes]) -> None:
-        self.above = [ROOT_INODE]   # directories from the root to where we are
+    def __init__(self, names: list[bytes]) -> None:
+        self.above: list[int] = [ROOT_INODE]   # directories from the root down to the current one
         self.names = names[::-1]
         self.links = 0
         self.error: NvpoolError | None = None
@@ -34,7 +35,7 @@ class Way:
         return self.above[-1]
 
     def next_name(self) -> bytes:
-        """That has to be looked up in `inode`; nothing at the end."""
+        """Next name to look up in `inode`; empty at the end of the path."""
         while self.names and self.names[-1] == b"..":
             self.names.pop()
             if len(self.above) > 1:
@@ -42,17 +43,17 @@ class Way:
         return self.names[-1] if self.names and self.error is None else b""
 
     def take_last(self) -> bytes:
-        """The last name, which is none of the way any more; nothing where there is none, or it leads upward."""
+        """Remove the last name from the path and return it. Empty if there is none, or if it is `..`."""
         return self.names.pop(0) if self.names and self.names[0] != b".." else b""
 
     def branch(self) -> Way:
-        """Another one, which goes on from here."""
-        way = Way(())
+        """A copy of this path that continues from the same point."""
+        way = Way([])
         way.above, way.names, way.links, way.error = list(self.above), list(self.names), self.links, self.error
         return way
 
     def follow(self, target: bytes | NvpoolError) -> None:
-        """Here is a symbolic link to `target`."""
+        """Continue at `target`, because the current name is a symbolic link to it."""
         self.links += 1
         if self.links > SYMLINKS_MAX:
             target = TooManySymlinks()
@@ -65,7 +66,7 @@ class Way:
 
 
 async def walk_together(vfs: Vfs, ways: Iterable[Way]) -> None:
-    """Each is at its directory after this, or has an error."""
+    """Resolve all paths together. On return each one has reached its directory or has an error."""
     going = ways
     while True:
         asked: dict[tuple[int, bytes], list[Way]] = {}
@@ -98,7 +99,7 @@ async def walk_together(vfs: Vfs, ways: Iterable[Way]) -> None:
 
 
 async def read_links(vfs: Vfs, inodes: Iterable[int]) -> dict[int, bytes | NvpoolError]:
-    """Where these symbolic links lead, one message each."""
+    """Targets of these symbolic links, with one message for each link."""
     async def read(inode: int) -> bytes | NvpoolError:
         try:
             return await vfs.readlink(inode)

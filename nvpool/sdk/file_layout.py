@@ -1,13 +1,13 @@
-"""Where the bytes of a file lie: its layout, and what each target holds of each of its chunks.
+"""Layout of a file: its chunks, and the copy of each chunk on each target.
 
-Called by `nvpool file info` and checkup. Only asks; changes nothing.
+`nvpool file info` and fsck use this module. The functions here only query the daemons and change nothing.
 """
 
 from __future__ import annotations
 
 import stat
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvpool.core import grants
 from nvpool.core.ids import partition_of, version_parts
@@ -16,6 +16,9 @@ from nvpool.core.units import BLOCK_BYTES
 from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.sdk.admin.calls import Asking
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
 
 CHUNKS_AT_ONCE = 1000
 KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link", stat.S_IFIFO: "fifo",
@@ -26,7 +29,8 @@ LOCK_MODES = {SHARED: "shared", EXCLUSIVE: "exclusive"}
 
 async def chunks_on(asking: Asking, target: int, inode: int, first: int = 0,
                     grant: bytes = b"") -> AsyncIterator[data_pb2.ChunkDescription]:
-    """What `target` holds of `inode` from the chunk `first` on, in order. Only nodes need no `grant` of the inode."""
+    """Chunks of `inode` on `target`, from chunk `first` on, in order. Clients need a `grant` for the
+    inode; nodes do not."""
     more = True
     while more:
         request = data_pb2.DescribeRequest(target=target, inode=inode, first=first, limit=CHUNKS_AT_ONCE, grant=grant)
@@ -37,11 +41,11 @@ async def chunks_on(asking: Asking, target: int, inode: int, first: int = 0,
         first = reply.chunks[-1].index + 1 if reply.chunks else 0
 
 
-async def describe(client, attr) -> dict[str, Any]:
-    """All of `nvpool file info --json`: attributes, layout, shard and partition, locks, and the chunks with the targets that
-    have them.
+async def describe(client: Client, attr: meta_pb2.Attr) -> dict[str, Any]:
+    """The report of `nvpool file info --json` on one file.
 
-    A chunk that no target has is a hole. Unreachable when a target does not answer.
+    The report contains attributes, layout, shard and partition, locks, and the chunks with the targets that
+    have them. A chunk that is on no target is a hole. Unreachable: a target does not answer.
     """
     asking, pool_map = Asking(client), client.pool_map
     found: dict[str, Any] = {

@@ -1,34 +1,39 @@
-"""The SDK for ordinary programs: a pool as a file system of paths, from any thread.
+"""The synchronous SDK: a pool as a file system of paths, usable from any thread.
 
-The client runs on an event loop in a thread of its own; each call here hands work to it and waits, but for reads that the
-calling thread can do by itself (client/read/threads). So:
+The client runs on an event loop in its own thread. Each call here submits work to that loop and waits. Some
+reads are an exception: the calling thread completes them by itself (client/read/threads). This gives the
+following rules:
 
-* threads: one FileSystem may be used by any number of threads at once. One File's position is not guarded, as that of io.FileIO
-  is not; `pread`, `pwrite` and `read_many` need none.
-* fork: a child process (a DataLoader's worker) connects anew at its first call, as a client of its own. Files that were
-  open are opened again there by inode number; what the parent had not stored at the fork stays the parent's alone.
-* pickle: what is pickled is how to connect, and no connection. The copy connects at its first call, as a client of its own; so
-  a FileSystem can be part of what multiprocessing hands to a process, however that is started. Open files can not be pickled.
-* at exit, what is still open is stored and closed.
+* threads: any number of threads may use one FileSystem at the same time. The position of a File is not
+  locked, as with io.FileIO; `pread`, `pwrite` and `read_many` do not use the position.
+* fork: a child process (for example a DataLoader worker) connects at its first call, as a separate client.
+  There, files that were open are opened again by inode number. Bytes that the parent had not stored before
+  the fork stay with the parent alone.
+* pickle: the pickle holds the data needed to connect, not a connection. The copy connects at its first call,
+  as a separate client. So a FileSystem can be part of the arguments that multiprocessing passes to a process,
+  with any start method. Open files cannot be pickled.
+* exit: at the end of the program, files that are still open are stored and closed.
 
-Errors are OSError with the usual subclasses, the path that the caller gave as `filename`, and nvpool's own error, which says
-more, as their cause.
+Errors are OSError with the usual subclasses. `filename` is the path that the caller gave, and `__cause__` is
+nvpool's own error, which says more.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import io
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
 from nvpool.core.units import KIB
-from nvpool.sdk.aio import Entry, HandedDown
+from nvpool.poolmap.model import PoolMap
+from nvpool.sdk.aio import AsyncFileSystem, Entry, HandedDown
 from nvpool.sdk.argument_checks import bytes_of, check_opening, contiguous, flags_of, integer, mode_of, size_of, timeout
 from nvpool.sdk.loop_thread import Runtime
 from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
@@ -36,19 +41,35 @@ from nvpool.sdk.pool_origin import Origin, origin_of
 from nvpool.sdk.read_requests import check_on_error, reads_of
 from nvpool.sdk.volumes import Volumes
 
+if TYPE_CHECKING:
+    from _typeshed import (
+        OpenBinaryMode,
+        OpenBinaryModeReading,
+        OpenBinaryModeUpdating,
+        OpenBinaryModeWriting,
+        OpenTextMode,
+        ReadableBuffer,
+        WriteableBuffer,
+    )
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 BUFFER_BYTES = 128 * KIB
-"""Of buffered files: a call into the loop's thread costs about as much as reading that much."""
+"""Buffer size of buffered files. A call into the loop's thread costs about as much as reading this many
+bytes."""
 _all: weakref.WeakSet[FileSystem] = weakref.WeakSet()
-_abandoned: list = []
-"""Loops and clients of the parent, in a forked child. They are kept alive: tearing one down would unregister the parent's
-sockets from the epoll instance that both processes share."""
+_abandoned: list[Runtime | None] = []
+"""The parent's event loops and clients, in a forked child. They are kept alive because closing one would
+unregister the parent's sockets from the epoll instance that both processes share."""
 
 
 class File(io.RawIOBase):
-    """An open file of a pool; compatible with io.FileIO but for fileno. Made by FileSystem.open(..., buffering=0), and below
-    the buffered files that open gives otherwise (`.raw`)."""
+    """An open file of a pool, compatible with io.FileIO except for `fileno`. FileSystem.open(...,
+    buffering=0) returns one; the buffered files that `open` returns otherwise have one below them
+    (`.raw`)."""
 
-    def __init__(self, pool: FileSystem, path: Path, flags: int, permissions: int):
+    def __init__(self, pool: FileSystem, path: Path, flags: int, permissions: int) -> None:
         super().__init__()
         self.name = path
         self._pool = pool
@@ -59,11 +80,12 @@ class File(io.RawIOBase):
         self._runtime = runtime
         self._place = 0
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(f"cannot pickle the open file {self.name!r}; pickle the FileSystem and the path, and open it again")
 
     def _opened(self) -> tuple[Runtime, FileHandle]:
-        """Where the file is open, in this process."""
+        """Runtime and handle of the open file in this process. After a fork this opens the file again, by
+        inode number."""
         if self.closed:
             raise ValueError("I/O operation on closed file")
         runtime = self._pool._running()
@@ -84,14 +106,16 @@ class File(io.RawIOBase):
         return True
 
     def pread(self, length: int, offset: int) -> bytes:
-        """Up to `length` bytes from `offset`, fewer only at the end of the file. Leaves the position alone."""
+        """Read up to `length` bytes at `offset`, without moving the position. The result is shorter only
+        at the end of the file."""
         return bytes(self._read(offset, length))
 
     def _read(self, offset: int, length: int) -> memoryview | bytes:
+        found: memoryview | bytes | None
         runtime, handle = self._opened()
         try:
             found = runtime.reads.read(handle, offset, length)
-        except TypeError:  # numbers that are none; looked at here only, since most reads end above
+        except TypeError:  # an argument is not an int; checked only here, because most reads return above
             found = None
         if found is None:
             offset, length = integer("offset", offset), integer("length", length)
@@ -99,17 +123,18 @@ class File(io.RawIOBase):
                 found = runtime.call(runtime.pool.vfs.read(handle, offset, length))
         return found
 
-    def pwrite(self, buffer, offset: int) -> int:
-        """Take all of `buffer` as bytes from `offset`. Leaves the position alone. EDQUOT as of AsyncFile.write."""
+    def pwrite(self, buffer: ReadableBuffer, offset: int) -> int:
+        """Write all of `buffer` at `offset`, without moving the position; return the number of bytes.
+        EDQUOT: see AsyncFile.write."""
         runtime, handle = self._opened()
         view, offset = bytes_of(buffer), integer("offset", offset)
         with as_os_error(self.name):
-            if runtime.is_here():  # the buffer is used again before it is written
+            if runtime.is_here():  # the write runs later, and by then the caller has reused the buffer
                 view = bytes(view)
             runtime.call(write_all(runtime.pool.vfs, handle, offset, view))
             return len(view)
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         self._opened()
         if not self.readable():
             raise io.UnsupportedOperation("not open for reading")
@@ -126,7 +151,7 @@ class File(io.RawIOBase):
             self._place += len(part)
         return b"".join(parts)
 
-    def write(self, buffer) -> int:
+    def write(self, buffer: ReadableBuffer) -> int:
         if not self.writable():
             raise io.UnsupportedOperation("not open for writing")
         count = self.pwrite(buffer, self._place)
@@ -170,14 +195,16 @@ class File(io.RawIOBase):
         return size
 
     def punch(self, offset: int, length: int) -> None:
-        """Make a hole: zeros that occupy nothing, durably. Size and position stay."""
+        """Punch a hole, durably: the range reads as zeros and occupies no space. Size and position do not
+        change."""
         runtime, handle = self._opened()
         offset, length = integer("offset", offset), integer("length", length)
         with as_os_error(self.name):
             runtime.call(runtime.pool.vfs.fallocate(handle, offset, length, PUNCH_HOLE | KEEP_SIZE))
 
     def flush(self) -> None:
-        """What was written is at the stores and seen by whoever opens the file from now on."""
+        """Store all written bytes and publish them. On return the stores have the bytes, and every later
+        open sees them."""
         if self.closed or not self.writable():
             return
         runtime, handle = self._opened()
@@ -185,7 +212,7 @@ class File(io.RawIOBase):
             runtime.call(runtime.pool.vfs.flush(handle))
 
     def fsync(self) -> None:
-        """What was written survives the loss of power."""
+        """Make all written bytes durable. On return they survive a power loss."""
         runtime, handle = self._opened()
         with as_os_error(self.name):
             runtime.call(runtime.pool.vfs.fsync(handle, False))
@@ -203,9 +230,10 @@ class File(io.RawIOBase):
 
 
 class FileSystem:
-    """Made by `nvpool.connect(where)`. A context manager; close it, or leave that to the end of the program."""
+    """A pool as a file system of paths; made by `nvpool.connect(where)`. Use `with`, or call `close`;
+    otherwise the end of the program closes the file system."""
 
-    def __init__(self, where, *, name: str = "", options: ClientOptions | None = None):
+    def __init__(self, where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> None:
         self._begin(origin_of(where, name, options))
         self._running()
 
@@ -236,12 +264,13 @@ class FileSystem:
                 self._runtime = Runtime(self._origin)
             return self._runtime
 
-    def _call(self, method: str, *arguments, **named):
+    def _call(self, method: Callable[Concatenate[AsyncFileSystem, _Arguments], Coroutine[Any, Any, _Result]],
+              *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
         runtime = self._running()
-        return runtime.call(getattr(runtime.pool, method)(*arguments, **named))
+        return runtime.call(method(runtime.pool, *arguments, **named))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Store what was written, at most for `timeout_s`, and end. May be called twice."""
+        """Store all written bytes and disconnect, within `timeout_s` seconds. A second call does nothing."""
         timeout_s = timeout("timeout_s", timeout_s)
         with self._lock:
             runtime, self._runtime = self._runtime, None
@@ -256,16 +285,43 @@ class FileSystem:
     def __enter__(self) -> FileSystem:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- files -----------------------------------------------------------------------------------------------------------
 
-    def open(self, path: Path, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
-             newline: str | None = None, permissions: int = 0o644):
-        """As Python's open. Binary modes give a buffered file over a File, or with buffering=0 the File itself.
+    @overload
+    def open(self, path: Path, mode: OpenTextMode = "r", buffering: int = -1, encoding: str | None = None,
+             errors: str | None = None, newline: str | None = None, permissions: int = 0o644) -> io.TextIOWrapper: ...
 
-        All arguments are checked first: where one is wrong, no file was made and none was emptied.
+    @overload
+    def open(self, path: Path, mode: OpenBinaryMode, buffering: Literal[0], encoding: None = None, errors: None = None,
+             newline: None = None, permissions: int = 0o644) -> File: ...
+
+    @overload
+    def open(self, path: Path, mode: OpenBinaryModeUpdating, buffering: Literal[-1, 1] = -1, encoding: None = None,
+             errors: None = None, newline: None = None, permissions: int = 0o644) -> io.BufferedRandom: ...
+
+    @overload
+    def open(self, path: Path, mode: OpenBinaryModeWriting, buffering: Literal[-1, 1] = -1, encoding: None = None,
+             errors: None = None, newline: None = None, permissions: int = 0o644) -> io.BufferedWriter[File]: ...
+
+    @overload
+    def open(self, path: Path, mode: OpenBinaryModeReading, buffering: Literal[-1, 1] = -1, encoding: None = None,
+             errors: None = None, newline: None = None, permissions: int = 0o644) -> io.BufferedReader[File]: ...
+
+    @overload
+    def open(self, path: Path, mode: str, buffering: int = -1, encoding: str | None = None, errors: str | None = None,
+             newline: str | None = None, permissions: int = 0o644
+             ) -> File | io.BufferedRandom | io.BufferedReader[File] | io.BufferedWriter[File] | io.TextIOWrapper: ...
+
+    def open(self, path: Path, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
+             newline: str | None = None, permissions: int = 0o644
+             ) -> File | io.BufferedRandom | io.BufferedReader[File] | io.BufferedWriter[File] | io.TextIOWrapper:
+        """Open a file like Python's open. Binary modes return a buffered file over a File, or with
+        buffering=0 the File itself.
+
+        All arguments are checked first: if one is wrong, no file is created and none is truncated.
         """
         flags, permissions = flags_of(mode), mode_of(permissions, "permissions")
         check_opening(path, mode, buffering, encoding, errors, newline)
@@ -280,12 +336,30 @@ class FileSystem:
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline,
                                                              line_buffering=buffering == 1)
 
-    def read_many(self, reads: Iterable[Any], into=None, *, on_error: str = "raise"):
-        """Many reads at once, in one message per target: whole files by path or open file, and parts as (path or open file,
-        offset, length), mixed as you like. A list of memoryviews, or of lengths with `into`; with on_error="return" an OSError
-        in the place of each that failed. See AsyncFileSystem.read_many, also for what is refused.
+    @overload
+    def read_many(self, reads: Iterable[Any], into: None = None, *,
+                  on_error: Literal["raise"] = "raise") -> list[memoryview]: ...
 
-        Does not touch the files' positions, and what a buffered file has not flushed is not seen.
+    @overload
+    def read_many(self, reads: Iterable[Any], into: None = None, *, on_error: str) -> list[memoryview | OSError]: ...
+
+    @overload
+    def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *,
+                  on_error: Literal["raise"] = "raise") -> list[int]: ...
+
+    @overload
+    def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: str) -> list[int | OSError]: ...
+
+    def read_many(self, reads: Iterable[Any], into: WriteableBuffer | None = None, *,
+                  on_error: str = "raise") -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+        """Read many ranges or files in parallel, with one message per target.
+
+        Each read is a path or an open file (all of it), or a tuple (path or open file, offset, length), in
+        any mixture. The result is a list of memoryviews, or with `into` a list of lengths. With
+        on_error="return" an OSError takes the place of each read that failed. See AsyncFileSystem.read_many
+        for the details and the errors.
+
+        The positions of the files do not move. Bytes that a buffered file has not flushed are not seen.
         """
         returns_errors = check_on_error(on_error)
         plan, given = reads_of(reads, self._handle_of)
@@ -304,49 +378,53 @@ class FileSystem:
         return raw._opened()[1]
 
     def read_bytes(self, path: Path) -> bytes:
-        return self._call("read_bytes", path)
+        return self._call(AsyncFileSystem.read_bytes, path)
 
-    def write_bytes(self, path: Path, content) -> int:
-        """Make `content` (bytes or another buffer) all that the file has; its length. What is no buffer is refused with
-        TypeError before the file is touched."""
-        return self._call("write_bytes", path, content)
+    def write_bytes(self, path: Path, content: ReadableBuffer) -> int:
+        """Replace the contents of the file with `content` (bytes or another buffer); return its length.
+        TypeError: `content` is not a buffer; the file is unchanged."""
+        return self._call(AsyncFileSystem.write_bytes, path, content)
 
     def copy(self, source: Path, target: Path) -> int:
-        """Copy a file's bytes and permissions; the number of bytes. `target` appears whole."""
-        return self._call("copy", source, target)
+        """Copy the bytes and permissions of a file; return the number of bytes. `target` appears only when
+        the copy is complete."""
+        return self._call(AsyncFileSystem.copy, source, target)
 
     # -- names -----------------------------------------------------------------------------------------------------------
 
     def stat(self, path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-        return self._call("stat", path, follow_symlinks=follow_symlinks)
+        return self._call(AsyncFileSystem.stat, path, follow_symlinks=follow_symlinks)
 
     def exists(self, path: Path) -> bool:
-        """False too for a path that can be no name of anything, as of os.path.exists. An error of the pool is raised."""
-        return self._call("exists", path)
+        """Check that the path leads to something. Like os.path.exists this returns False also for a path
+        that no file can have. An error of the pool is raised."""
+        return self._call(AsyncFileSystem.exists, path)
 
     def is_dir(self, path: Path) -> bool:
-        return self._call("is_dir", path)
+        return self._call(AsyncFileSystem.is_dir, path)
 
     def is_file(self, path: Path) -> bool:
-        return self._call("is_file", path)
+        return self._call(AsyncFileSystem.is_file, path)
 
     def scan(self, path: Path = "/") -> Iterator[Entry]:
-        """The entries of a directory in no particular order, in bounded memory however many there are."""
-        return self._drain("scan", path)
+        """Iterate over the entries of a directory, in no particular order. Memory use is bounded, however
+        large the directory is."""
+        return self._drain(AsyncFileSystem.scan, path)
 
     def list(self, path: Path = "/") -> list[str]:
-        """The names in a directory, sorted."""
-        return self._call("list", path)
+        """Names in a directory, sorted."""
+        return self._call(AsyncFileSystem.list, path)
 
-    def walk(self, top: Path = "/") -> Iterator[tuple[str, list[str], list[str]]]:
-        """As os.walk, top down; symbolic links are listed with the files and not followed."""
-        return self._drain("walk", top)
+    def walk(self, top: Path = "/") -> Iterator[tuple[str, builtins.list[str], builtins.list[str]]]:
+        """Walk a tree top down, like os.walk. Symbolic links are listed with the files and are not
+        followed."""
+        return self._drain(AsyncFileSystem.walk, top)
 
-    def _drain(self, method: str, path: Path) -> Iterator:
+    def _drain(self, method: Callable[[AsyncFileSystem, Path], AsyncIterator[_Result]], path: Path) -> Iterator[_Result]:
         runtime = self._running()
-        source = getattr(runtime.pool, method)(path)
+        source = method(runtime.pool, path)
 
-        async def some() -> list:
+        async def some() -> list[_Result]:
             found = []
             async for item in source:
                 found.append(item)
@@ -359,78 +437,82 @@ class FileSystem:
 
     def mkdir(self, path: Path, mode: int = 0o755, *, parents: bool = False, exist_ok: bool = False,
               wide: bool = False) -> None:
-        """`wide` spreads the names of a directory that will have very many over all partitions."""
-        self._call("mkdir", path, mode, parents=parents, exist_ok=exist_ok, wide=wide)
+        """Create a directory. `wide` makes it a striped directory: its names are spread over all
+        partitions, for directories with very many entries."""
+        self._call(AsyncFileSystem.mkdir, path, mode, parents=parents, exist_ok=exist_ok, wide=wide)
 
     def remove(self, path: Path) -> None:
-        self._call("remove", path)
+        self._call(AsyncFileSystem.remove, path)
 
     def rmdir(self, path: Path) -> None:
-        self._call("rmdir", path)
+        self._call(AsyncFileSystem.rmdir, path)
 
     def remove_tree(self, path: Path) -> None:
-        self._call("remove_tree", path)
+        self._call(AsyncFileSystem.remove_tree, path)
 
     def rename(self, source: Path, target: Path) -> None:
-        self._call("rename", source, target)
+        self._call(AsyncFileSystem.rename, source, target)
 
     def link(self, source: Path, target: Path) -> None:
-        self._call("link", source, target)
+        self._call(AsyncFileSystem.link, source, target)
 
     def symlink(self, target: Path, path: Path) -> None:
-        self._call("symlink", target, path)
+        self._call(AsyncFileSystem.symlink, target, path)
 
     def readlink(self, path: Path) -> str:
-        return self._call("readlink", path)
+        return self._call(AsyncFileSystem.readlink, path)
 
     # -- attributes --------------------------------------------------------------------------------------------------------
 
     def chmod(self, path: Path, mode: int) -> None:
-        self._call("chmod", path, mode)
+        self._call(AsyncFileSystem.chmod, path, mode)
 
     def chown(self, path: Path, uid: int = -1, gid: int = -1) -> None:
-        """-1 keeps what is there."""
-        self._call("chown", path, uid, gid)
+        """Change the owner. -1 leaves the user or the group unchanged."""
+        self._call(AsyncFileSystem.chown, path, uid, gid)
 
     def utime(self, path: Path, ns: tuple[int, int] | None = None) -> None:
-        """`ns` are the times of access and change, in nanoseconds; now without it."""
-        self._call("utime", path, ns)
+        """Set the access and modification times: `ns` is (atime, mtime) in nanoseconds; None means now."""
+        self._call(AsyncFileSystem.utime, path, ns)
 
     def truncate(self, path: Path, size: int) -> None:
-        self._call("truncate", path, size)
+        self._call(AsyncFileSystem.truncate, path, size)
 
     def getxattr(self, path: Path, name: str) -> bytes:
-        return self._call("getxattr", path, name)
+        return self._call(AsyncFileSystem.getxattr, path, name)
 
-    def setxattr(self, path: Path, name: str, value, flags: int = 0) -> None:
-        """`value` is bytes or another buffer; `flags` as of os.setxattr."""
-        self._call("setxattr", path, name, value, flags)
+    def setxattr(self, path: Path, name: str, value: ReadableBuffer, flags: int = 0) -> None:
+        """Set an extended attribute. `value` is bytes or another buffer; `flags` are those of os.setxattr."""
+        self._call(AsyncFileSystem.setxattr, path, name, value, flags)
 
-    def listxattr(self, path: Path) -> list[str]:
-        return self._call("listxattr", path)
+    def listxattr(self, path: Path) -> builtins.list[str]:
+        return self._call(AsyncFileSystem.listxattr, path)
 
     def removexattr(self, path: Path, name: str) -> None:
-        self._call("removexattr", path, name)
+        self._call(AsyncFileSystem.removexattr, path, name)
 
     def layout(self, path: Path) -> HandedDown:
-        """What new files of a directory get: replicas and chunk_bytes; what a file has."""
-        return self._call("layout", path)
+        """Layout of a file, or the layout that new files in a directory inherit. See `HandedDown`."""
+        return self._call(AsyncFileSystem.layout, path)
 
     def set_layout(self, path: Path, *, replicas: int = 0, chunk_bytes: int = 0) -> None:
-        """What files and directories that are made in the directory from now on get, where not 0. A replica count that no
-        directory has had yet is set with `nvpool dir set`, on a node of the pool."""
-        self._call("set_layout", path, replicas=replicas, chunk_bytes=chunk_bytes)
+        """Set the layout that new files and directories in this directory inherit. An argument of 0 leaves
+        that part unchanged. A replica count that no directory of the pool has used yet must be set with
+        `nvpool dir set`, on a node of the pool."""
+        self._call(AsyncFileSystem.set_layout, path, replicas=replicas, chunk_bytes=chunk_bytes)
 
     def statfs(self, path: Path = "/") -> StatFs:
-        return self._call("statfs", path)
+        return self._call(AsyncFileSystem.statfs, path)
 
 
-def connect(where, *, name: str = "", options: ClientOptions | None = None) -> FileSystem:
-    """The pool that `where` names: its directory on this host, a mount point of it, or "host:port" of any of its nodes. Without
-    `options` the client behaves as [client] of the directory's node.toml says.
+def connect(where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> FileSystem:
+    """Connect to a pool.
 
-    OSError: FileNotFoundError where there is no pool, ConnectionRefusedError where nobody answers, TimeoutError where no answer
-    comes.
+    `where` is the pool's directory on this host, a mount point of the pool, or "host:port" of any of its
+    nodes. Without `options` the client uses the [client] section of node.toml in that directory.
+
+    OSError: FileNotFoundError if there is no pool, ConnectionRefusedError if no node can be reached,
+    TimeoutError if no reply comes in time.
     """
     return FileSystem(where, name=name, options=options)
 
@@ -439,14 +521,14 @@ def _after_fork_in_child() -> None:
     for pool in list(_all):
         _abandoned.append(pool._runtime)
         pool._runtime = None
-        pool._lock = threading.Lock()  # another thread of the parent may have held it
+        pool._lock = threading.Lock()  # another thread of the parent may hold the old one at the fork
 
 
 def _at_exit() -> None:
     for pool in list(_all):
         try:
             pool.close()
-        except Exception:  # the program is over; what can not be stored is lost, as with a process that is killed
+        except Exception:  # the program ends; bytes that cannot be stored are lost, as in a killed process
             pass
 
 

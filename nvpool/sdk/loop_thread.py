@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own, with a client on it: what stands behind the synchronous face of the SDK.
+"""Runtime of the synchronous SDK: an event loop in its own thread, with a client.
 
-uvloop where it is installed, asyncio's own loop otherwise. Called by sdk/filesystem only.
+The loop is uvloop if that is installed, otherwise asyncio's own. Only sdk/filesystem uses this module.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Coroutine
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from nvpool.client.read.threads import ThreadReads
 from nvpool.sdk.aio import AsyncFileSystem, connected
@@ -18,31 +19,35 @@ from nvpool.sdk.pool_origin import Origin
 
 log = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 
-class _Call:
-    """A coroutine on the loop that one thread waits for, by a lock: asyncio.run_coroutine_threadsafe takes twice as long (23 µs
-    where this takes 13), for a future that any number of threads could wait for."""
+
+class _Call(Generic[_Result]):
+    """One coroutine on the loop for which one thread waits, by a lock. asyncio.run_coroutine_threadsafe
+    takes twice as long (23 µs instead of 13), because its future supports any number of waiting threads."""
 
     __slots__ = ("_loop", "_work", "_task", "_ended")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, work) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _Result]) -> None:
         self._loop = loop
         self._work = work
-        self._task: asyncio.Task | None = None
+        self._task: asyncio.Task[_Result] | None = None
         self._ended = threading.Lock()
         self._ended.acquire()
 
-    def wait(self) -> Any:
-        """What it returns or raises. CancelledError of concurrent.futures when the loop ends first."""
+    def wait(self) -> _Result:
+        """Run the coroutine on the loop; return its result or raise its error. CancelledError of
+        concurrent.futures: the loop ended first."""
         try:
             self._loop.call_soon_threadsafe(self._begin)
             self._ended.acquire()
         except RuntimeError:
-            self._work.close()  # the loop is closed: it is never begun
+            self._work.close()  # the loop is closed, so the coroutine never starts
             raise
-        except BaseException:  # Ctrl-C: do not leave the work behind
+        except BaseException:  # Ctrl-C: cancel the work, too
             self._loop.call_soon_threadsafe(self._cancel)
             raise
+        assert self._task is not None  # the task has ended, so it exists
         if self._task.cancelled():
             raise CancelledError
         return self._task.result()
@@ -51,7 +56,7 @@ class _Call:
         self._task = self._loop.create_task(self._work)
         self._task.add_done_callback(self._end)
 
-    def _end(self, task: asyncio.Task) -> None:
+    def _end(self, task: asyncio.Task[_Result]) -> None:
         self._ended.release()
 
     def _cancel(self) -> None:
@@ -62,15 +67,15 @@ class _Call:
 
 
 class Runtime:
-    """An event loop in a thread, and the client that lives on it."""
+    """Event loop in its own thread, and the client that runs on it."""
 
-    def __init__(self, origin: Origin):
+    def __init__(self, origin: Origin) -> None:
         self.pid = os.getpid()
         self.loop = _new_loop()
         self.thread = threading.Thread(target=self._run, name="nvpool", daemon=True)
         self.thread.start()
-        self.reads: ThreadReads | None = None
-        self._later: asyncio.Task | None = None
+        self.reads: ThreadReads = None  # type: ignore[assignment]  # only `stop` sees it, if connecting fails
+        self._later: asyncio.Task[None] | None = None
         try:
             self.pool: AsyncFileSystem = self.call(_connected(origin))
             self.reads = ThreadReads(self.pool.vfs, self.pool.client.dialer)
@@ -81,7 +86,7 @@ class Runtime:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        # A call of another thread that is still at work would wait for ever for a loop that runs no more.
+        # Cancel running calls: a thread that waits for one would wait forever for a stopped loop.
         for _ in range(3):
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
@@ -91,24 +96,26 @@ class Runtime:
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 
-    def call(self, work):
-        """What the coroutine returns or raises. In the loop's own thread nobody can wait for it: None, and it is done later."""
+    def call(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run the coroutine on the loop; return its result or raise its error. The loop's own thread
+        cannot wait for itself: there the call returns None, and the coroutine runs later."""
         if self.is_here():
             self._do_later(work)
-            return None
+            return None  # type: ignore[return-value]  # to finalizers, which use no result
         return _Call(self.loop, work).wait()
 
     def is_here(self) -> bool:
-        """Whether this is the loop's thread. There a program's code runs only where the garbage collector does: it closes files
-        that the program forgot, in whatever thread it comes to be at work."""
+        """Whether the calling thread is the loop's thread. Code of the program runs there only in the
+        garbage collector, which closes files that the program forgot in whichever thread it happens to
+        run."""
         return threading.get_ident() == self.thread.ident
 
-    def _do_later(self, work) -> None:
+    def _do_later(self, work: Coroutine[Any, Any, object]) -> None:
         before = self._later
 
         async def do() -> None:
             if before is not None:
-                await asyncio.wait([before])  # a write comes before the close that follows it
+                await asyncio.wait([before])  # keep the order: a write runs before the close that follows it
             try:
                 await work
             except Exception as error:
@@ -117,7 +124,7 @@ class Runtime:
         self._later = self.loop.create_task(do())
 
     async def done(self) -> None:
-        """Wait for the work that was put off in the loop's thread."""
+        """Wait for the coroutines that `call` deferred in the loop's thread."""
         if self._later is not None:
             await asyncio.wait([self._later])
 

@@ -1,7 +1,8 @@
-"""Paths of a pool: from text to inodes, symbolic links followed, and errors as Python programs know them.
+"""Path resolution in a pool, and the translation of nvpool errors into OSError.
 
-A path is text or bytes with `/` between names; it begins at the pool's root whether or not it begins with `/`. Called by the
-SDK's file systems. Believes directories for the client's `attr_s`; what a file's name stands for is true when it is opened.
+A path is text or bytes with `/` between names. Paths begin at the root of the pool, with or without a leading
+`/`. Directory look-ups use entries that the client cached up to `attr_s` ago. The last name of a path that is
+opened is looked up afresh. The SDK's file systems use this module.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from types import TracebackType
 from typing import NamedTuple
 
 from nvpool.client.state.types import FileHandle
@@ -26,16 +28,18 @@ from nvpool.core.errors import (
     Unreachable,
 )
 from nvpool.core.ids import ROOT_INODE
+from nvpool.rpc.api import Buffer
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 SYMLINKS_MAX = 40
-"""As Linux: who follows more is in a circle."""
+"""Limit of Linux; a path with more symbolic links is taken for a loop."""
 
 Path = str | bytes | os.PathLike[str]
 
 
 class Place(NamedTuple):
-    """Where a path leads: the directory, the name in it (empty for the root), and what is there, if anything."""
+    """Result of a path look-up. The fields are the directory, the name in that (empty for the root), and the
+    attributes of an existing file."""
 
     parent: int
     name: bytes
@@ -47,7 +51,7 @@ def names_of(path: Path) -> list[bytes]:
 
 
 def name_bytes(path: Path) -> bytes:
-    """`path` as bytes. TypeError and ValueError say what is wrong with it, as open() does."""
+    """`path` as bytes. TypeError and ValueError describe what is wrong with the path, as in open()."""
     raw = os.fsencode(path)
     if b"\0" in raw:
         raise ValueError(f"the path {path!r} has a null character in it")
@@ -55,16 +59,17 @@ def name_bytes(path: Path) -> bytes:
 
 
 _NAMED = (NotFound, AlreadyExists, NotADirectory, IsADirectory, DirectoryNotEmpty, NameTooLong, TooManySymlinks)
-"""Errors that the name of the file explains; their texts are about inode numbers, for logs."""
+"""Errors that the path alone explains. Their own texts contain inode numbers and are meant for logs."""
 
-_ERRNO_OF_CONNECTIONS = {Unreachable: errno.ECONNREFUSED, Disconnected: errno.ECONNRESET}
-"""Python programs know these as ConnectionError, which a call on a mount can not return (there it is EIO)."""
+_ERRNO_OF_CONNECTIONS: dict[type[NvpoolError], int] = {Unreachable: errno.ECONNREFUSED, Disconnected: errno.ECONNRESET}
+"""Errnos of ConnectionError. A call on a mount cannot return them; there these errors are EIO."""
 
 
 def os_error(error: NvpoolError, path: Path | None = None, other: Path | None = None, *, as_said: bool = False) -> OSError:
-    """The OSError for an error of nvpool: errno, message, and the paths that the caller gave.
+    """OSError for an nvpool error: errno, message, and the paths that the caller gave.
 
-    The message is that of the operating system where the path says the rest, else nvpool's own. `as_said`: always nvpool's.
+    The message is that of the operating system if the path explains the rest, otherwise nvpool's own.
+    `as_said` always selects nvpool's own message.
     """
     number = _ERRNO_OF_CONNECTIONS.get(type(error), error.errno)
     text = os.strerror(number) if path is not None and not as_said and isinstance(error, _NAMED) else str(error)
@@ -76,7 +81,8 @@ def os_error(error: NvpoolError, path: Path | None = None, other: Path | None = 
 
 
 class as_os_error:  # noqa: N801 (used as a statement; a generator would add 1 Âµs to each read)
-    """Raise errors of nvpool as OSError (FileNotFoundError and the like) of this path, with the reason as their cause."""
+    """Context manager that raises nvpool errors as OSError of this path. For example NotFound becomes
+    FileNotFoundError; the cause is the original error."""
 
     __slots__ = ("_path", "_other")
     _as_said = False
@@ -88,20 +94,21 @@ class as_os_error:  # noqa: N801 (used as a statement; a generator would add 1 Â
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, NvpoolError):
             raise os_error(error, self._path, self._other, as_said=self._as_said) from error
 
 
 class as_told(as_os_error):  # noqa: N801
-    """The same with nvpool's own message, where that names more than the path: what differs, and the remedy."""
+    """Variant of `as_os_error` that always uses nvpool's own message. That text names the difference and
+    the remedy."""
 
     __slots__ = ()
     _as_said = True
 
 
 async def find(vfs: Vfs, path: Path, *, follow: bool = True) -> Attr:
-    """The attributes of what the path leads to. NotFound, NotADirectory, TooManySymlinks."""
+    """Attributes of the file at the path. Errors: NotFound, NotADirectory, TooManySymlinks."""
     place = await locate(vfs, path, follow=follow)
     if place.attr is None:
         raise NotFound
@@ -109,13 +116,16 @@ async def find(vfs: Vfs, path: Path, *, follow: bool = True) -> Attr:
 
 
 async def locate(vfs: Vfs, path: Path, *, follow: bool = True, to_open: bool = False) -> Place:
-    """Where the path leads; its last name need not exist. A symbolic link there is followed unless told otherwise.
-    `to_open`: what the last name stands for is true now, not only within `attr_s`. The empty path leads nowhere, as in
-    POSIX: a program that lost a name does not mean the root."""
+    """Resolve a path; its last name need not exist.
+
+    A symbolic link at the last name is followed unless `follow` is false. `to_open`: look up the last name
+    afresh instead of using an entry that the client cached up to `attr_s` ago. NotFound for the empty path,
+    as in POSIX: a program that lost a name does not mean the root.
+    """
     names = names_of(path)[::-1]
     if not names and not os.fspath(path):
         raise NotFound
-    above: list[int] = [ROOT_INODE]   # directories from the root to where we are
+    above: list[int] = [ROOT_INODE]   # directories from the root down to the current one
     links = 0
     while names:
         name = names.pop()
@@ -155,8 +165,9 @@ def stat_result(attr: Attr) -> os.stat_result:
                            "st_blksize": 4096, "st_blocks": attr.blocks, "st_rdev": attr.rdev})
 
 
-async def write_all(vfs: Vfs, handle: FileHandle, offset: int, buffer) -> int:
-    """Write all of `buffer`. One write takes as much as fits into a volume; then QuotaExceeded is raised by the next."""
+async def write_all(vfs: Vfs, handle: FileHandle, offset: int, buffer: Buffer) -> int:
+    """Write all of `buffer`. If the volume is nearly full, one write takes the bytes that fit and the next
+    one raises QuotaExceeded."""
     count = await vfs.write(handle, offset, buffer)
     while count < len(buffer):
         count += await vfs.write(handle, offset + count, memoryview(buffer)[count:])

@@ -1,14 +1,14 @@
-"""A file system for asyncio programs that came out of a pickle: it connects with the first call that is awaited.
+"""An unpickled asyncio file system: it connects at the first awaited call.
 
-Each coroutine method connects, and then is the one of AsyncFileSystem, which the object is from then on: a connected file
-system pays nothing for this. Made by AsyncFileSystem.__reduce__ only.
+Each coroutine method connects first and then turns the object into an AsyncFileSystem for good. So a
+connected file system pays nothing for this. Only AsyncFileSystem.__reduce__ makes these objects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import wraps
 from typing import Any
 
@@ -18,10 +18,10 @@ from nvpool.sdk.volumes import AsyncVolumes
 
 
 class Unconnected(AsyncFileSystem):
-    """Becomes an AsyncFileSystem."""
+    """Placeholder of an unpickled file system; becomes an AsyncFileSystem when it connects."""
 
-    def __init__(self, origin: Origin) -> None:  # not that of the base, which takes a client
-        self.origin = origin
+    def __init__(self, origin: Origin) -> None:  # does not call the base, which needs a client
+        self.origin: Origin = origin
         self.volumes = _UnconnectedVolumes(self)
         self._connecting: asyncio.Task[None] | None = None
 
@@ -35,7 +35,7 @@ class Unconnected(AsyncFileSystem):
     async def _become(self) -> None:
         if type(self) is Unconnected:
             made = await connected(self.origin)
-            self.__class__ = AsyncFileSystem
+            self.__class__ = AsyncFileSystem  # type: ignore[assignment]  # its real class
             AsyncFileSystem.__init__(self, *made)
 
     def __getattr__(self, name: str) -> Any:
@@ -45,7 +45,7 @@ class Unconnected(AsyncFileSystem):
         raise AttributeError(name)
 
     async def close(self, timeout_s: float = 10.0) -> None:
-        """Nothing is open yet."""
+        """Close the file system. Before it has connected there is nothing to close."""
         if type(self) is not Unconnected:
             await AsyncFileSystem.close(self, timeout_s)
 
@@ -55,14 +55,14 @@ class Unconnected(AsyncFileSystem):
 
 
 class _UnconnectedVolumes(AsyncVolumes):
-    def __init__(self, pool: Unconnected) -> None:  # not that of the base, which takes the pool's client
+    def __init__(self, pool: Unconnected) -> None:  # does not call the base, which needs the pool's client
         self._pool = pool
 
 
-def _connecting(method: Callable, of: Callable[[Any], tuple[Unconnected, Any]]) -> Callable:
+def _connecting(method: Callable[..., Any], of: Callable[[Any], tuple[Unconnected, Callable[[], Any]]]) -> Callable[..., Any]:
     if inspect.isasyncgenfunction(method):
         @wraps(method)
-        async def generate(self, *arguments: Any, **named: Any):
+        async def generate(self: Any, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
             pool, found = of(self)
             await Unconnected._connect(pool)
             async for one in method(found(), *arguments, **named):
@@ -70,14 +70,14 @@ def _connecting(method: Callable, of: Callable[[Any], tuple[Unconnected, Any]]) 
         return generate
 
     @wraps(method)
-    async def call(self, *arguments: Any, **named: Any) -> Any:
+    async def call(self: Any, *arguments: Any, **named: Any) -> Any:
         pool, found = of(self)
         await Unconnected._connect(pool)
         return await method(found(), *arguments, **named)
     return call
 
 
-def _cover(cls: type, base: type, of: Callable[[Any], tuple[Unconnected, Any]]) -> None:
+def _cover(cls: type, base: type, of: Callable[[Any], tuple[Unconnected, Callable[[], Any]]]) -> None:
     for name, method in vars(base).items():
         if not name.startswith("_") and name not in vars(cls) and (inspect.iscoroutinefunction(method)
                                                                    or inspect.isasyncgenfunction(method)):

@@ -1,7 +1,7 @@
-"""The pool that a program names in connect(): a directory, a mount point, an address, or a pool map.
+"""Argument of connect(): a pool directory, mount point, address or pool map.
 
-An Origin is all that is needed to connect again, in another process too, so it is what a pickled file system consists of: no
-socket, no session. Called by the SDK's file systems.
+An Origin holds all that is needed to connect again, also in another process. So it is the whole pickle of a
+file system: no socket, no session. The SDK's file systems use it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _WANTED = "name the directory of a pool, a mount point of one, or HOST:PORT of a
 
 
 class Origin(NamedTuple):
-    """`where` is a path or an address; `pool_map` takes its place where the program had that."""
+    """Data needed to connect to a pool. `where` is a path or an address; `pool_map` replaces it if the
+    program passed a PoolMap."""
 
     where: str = ""
     name: str = ""
@@ -30,15 +31,18 @@ class Origin(NamedTuple):
 
     @property
     def place(self) -> str | PoolMap:
-        """Arguments of Client.open."""
+        """Argument `where` of Client.open."""
         return decode_map(self.pool_map) if self.pool_map else self.where
 
 
 def origin_of(where: Any, name: str, options: ClientOptions | None) -> Origin:
-    """Address of a pool. Paths become absolute, and a mount point becomes the pool that is mounted there.
+    """Check the arguments of connect() and resolve the pool. Paths become absolute; a mount point becomes the
+    mounted pool.
 
-    TypeError   `where` is neither text, a path nor a PoolMap, `name` no text, or `options` are no ClientOptions
-    OSError     it names no pool: FileNotFoundError, NotADirectoryError or EINVAL; the text says what would
+    TypeError  `where` is neither text, a path nor a PoolMap, `name` is not text, or `options` is not
+               ClientOptions
+    OSError    `where` does not name a pool: FileNotFoundError, NotADirectoryError or EINVAL; the text says
+               what would
     """
     text("name", name)
     if options is not None and not isinstance(options, ClientOptions):
@@ -52,7 +56,8 @@ def origin_of(where: Any, name: str, options: ClientOptions | None) -> Origin:
 
 
 def resolved(place: str) -> str:
-    """The absolute directory or the address of the pool that `place` names. NotFound, NotADirectory, InvalidRequest."""
+    """Absolute directory or address of the pool that `place` names. Errors: NotFound, NotADirectory,
+    InvalidRequest."""
     if not place:
         raise NotFound(f"'' names no pool; {_WANTED}")
     if "://" in place:

@@ -1,8 +1,9 @@
-"""read_many of the SDK: paths and open files mixed, into one buffer.
+"""The SDK's read_many: a batch of reads of paths and open files, into one buffer.
 
-Files named by path are opened for the batch and kept open for the ones after it, as long as the client's `attr_s`: so a
-loader that reads the same shards again and again asks the metadata service once a second, for all of them together, and not
-once a read. Bounded; what was not used for longest is closed first. Called by the SDK's file systems.
+Files that are named by path are opened for the batch and stay open for later batches, for the client's
+`attr_s`. So a data loader that reads the same shard files again and again queries the metadata service once a
+second for all of them together, not once for each read. The number of files kept open is bounded; the least
+recently used one is closed first. The SDK's file systems use this module.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from nvpool.sdk.paths import Path, as_os_error, names_of, os_error
 from nvpool.sdk.read_requests import Read, name_of
 
 KEPT_OPEN = 1024
-"""Files; each costs 2 KiB here and a number at the shard."""
+"""Number of files kept open. Each one costs 2 KiB in this process and a number at the shard."""
 READ_BYTES_MAX = (1 << 63) - 1
-"""Most bytes that a buffer of Python can hold."""
+"""Largest size of a Python buffer, in bytes."""
 _READS_AT_ONCE = 64
-"""Of a batch of which a part failed."""
+"""Parallel reads, when a part of the batch failed and its reads are repeated separately."""
 
 _Piece = tuple[FileHandle, int, int]
+_Source = Path | FileHandle
 
 
 class _Wanted:
-    """A file that is to be read: the way to its directory, which it may share with others, and its name there."""
+    """A file to open: the path to its directory, and its name there. Files of one directory share the
+    path."""
 
     __slots__ = ("way", "name", "link", "handle", "error")
 
@@ -46,33 +49,36 @@ class _Wanted:
         directory = b"/".join(names)
         self.way = ways.get(directory) or ways.setdefault(directory, Way(names))
         if not self.name and not os.fspath(path):
-            self.way = Way(())
+            self.way = Way([])
             self.way.error = NotFound()
 
     def follow(self, target: bytes | NvpoolError) -> None:
-        """The name stands for a symbolic link."""
+        """Continue at `target`, because the name is a symbolic link."""
         self.way = self.way.branch()
         self.way.follow(target)
         self.name = self.way.take_last()
 
 
 class Batches:
-    def __init__(self, vfs: Vfs, caller: Caller):
+    def __init__(self, vfs: Vfs, caller: Caller) -> None:
         self._vfs = vfs
         self._caller = caller
         self._kept: OrderedDict[bytes, tuple[FileHandle, float]] = OrderedDict()
-        self._running: dict[int, None] = {}  # numbers of the batches that are being read, rising
+        self._running: dict[int, None] = {}  # ascending numbers of the batches in progress
         self._begun = 0
         self._left: deque[tuple[int, FileHandle]] = deque()
-        """Not kept any more, with the last batch that may be reading by it."""
+        """Handles removed from the cache. Each has the number of the last batch that may still use it."""
 
     async def read_many(self, reads: Sequence[Read], given: Sequence[Any], into: memoryview | None,
-                        returns_errors: bool) -> list[int | OSError] | list[memoryview | OSError]:
-        """Each read in `into`, at the sum of the lengths before it, or in memory of its own; one message per target.
+                        returns_errors: bool) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+        """Run all reads, with one message per target.
 
-        With `into` the length of each, else a view of each: fewer bytes than asked for only at the end of the file. A read
-        that fails raises, or takes the place of its result. On a raised error `into` holds nothing that may be relied on.
-        ValueError, and nothing read: `into` is too small. `given`: the reads as the caller wrote them, for errors.
+        With `into` each read goes to the sum of the lengths before it, and the result is the list of lengths.
+        Without `into` the reads go to new memory, and the result is a list of views. A read is shorter than
+        requested only at the end of its file. The first read that fails raises, or with `returns_errors` its
+        error takes the place of its result. After a raised error the contents of `into` are undefined.
+        ValueError: `into` is too small, and nothing was read. `given` holds the reads as the caller wrote
+        them, for error messages.
         """
         paths: dict[Path, None] = {}
         whole: dict[Path, None] = {}
@@ -80,14 +86,14 @@ class Batches:
         for what, _, length in reads:
             if length is None:
                 has_lengths = False
-            if type(what) is not FileHandle:
+            if not isinstance(what, FileHandle):
                 (paths if length is not None else whole)[what] = None
         self._begun += 1
         me = self._begun
         self._running[me] = None
-        opened: dict[Path, FileHandle] = {}
+        opened: dict[_Source, FileHandle] = {}
         try:
-            failed: dict[Path, NvpoolError] = {}
+            failed: dict[_Source, NvpoolError] = {}
             found = await self._opened(paths, failed) if paths else {}
             if whole:
                 opened = await self._open_whole(whole, failed)
@@ -102,10 +108,12 @@ class Batches:
                     if not returns_errors:
                         raise _of_batch(error, given) from error
                 except NvpoolError:
-                    pass  # which of them it was shows below
-            pieces: Sequence[_Piece | None] = reads
+                    pass  # the separate reads below show which one failed
+            pieces: Sequence[_Piece | None] = reads  # type: ignore[assignment]  # replaced below if not
             if has_lengths and not failed and paths:
-                pieces = [(what if type(what) is FileHandle else found[what], offset, length) for what, offset, length in reads]
+                # mypy does not see `has_lengths`: no length is None here
+                pieces = [(what if type(what) is FileHandle else found[what], offset, length)  # type: ignore[misc]
+                          for what, offset, length in reads]
             elif not has_lengths or failed:
                 pieces = [_piece(read, found, opened) for read in reads]
             return await self._read(reads, pieces, failed, given, into, returns_errors)
@@ -115,22 +123,25 @@ class Batches:
             del self._running[me]
             await self._trim(KEPT_OPEN)
 
-    async def _read(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], failed: Mapping[Path, NvpoolError],
-                    given: Sequence[Any], into: memoryview | None, returns_errors: bool) -> list:
-        spans = [piece[2] if piece is not None else read[2] or 0 for piece, read in zip(pieces, reads, strict=True)] \
-            if pieces is not reads else [read[2] for read in reads]
+    async def _read(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], failed: Mapping[_Source, NvpoolError],
+                    given: Sequence[Any], into: memoryview | None,
+                    returns_errors: bool) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+        spans: list[int] = \
+            [piece[2] if piece is not None else read[2] or 0 for piece, read in zip(pieces, reads, strict=True)] \
+            if pieces is not reads else [read[2] for read in reads]  # type: ignore[misc]  # as pieces they have lengths
         total = sum(spans)
         if into is not None and total > len(into):
             raise ValueError(f"the buffer to read into has {len(into)} bytes, and the {len(reads)} reads need {total}")
         if total > READ_BYTES_MAX:
             raise ValueError(f"the {len(reads)} reads are of {total} bytes together, which no buffer holds")
         buffer = into if into is not None else _buffer_of(total, len(reads))
+        done: Sequence[int | OSError]
         if failed or returns_errors:
             done = await self._read_apart(reads, pieces, spans, failed, given, buffer)
         else:
             try:
                 done = await self._vfs.read_many(pieces, buffer)
-            except Unavailable as error:  # to find out which one it was would take as long again
+            except Unavailable as error:  # not read apart: that would take as long again
                 raise _of_batch(error, given) from error
             except NvpoolError:
                 done = await self._read_apart(reads, pieces, spans, failed, given, buffer)
@@ -139,17 +150,20 @@ class Batches:
                         raise one from one.__cause__
         if into is not None:
             return done
-        views, place = [], 0
+        views: list[memoryview | OSError] = []
+        place = 0
         for one, span in zip(done, spans, strict=True):
             views.append(one if isinstance(one, OSError) else buffer[place:place + one])
             place += span
         return views
 
     async def _read_apart(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], spans: Sequence[int],
-                          failed: Mapping[Path, NvpoolError], given: Sequence[Any], buffer: memoryview) -> list[int | OSError]:
-        """As many together as can be; where that fails, each by itself, so that each has a result or an error of its own."""
+                          failed: Mapping[_Source, NvpoolError], given: Sequence[Any],
+                          buffer: memoryview) -> list[int | OSError]:
+        """Read with one result or one error per read. Adjacent reads run together; if such a run fails,
+        each of its reads is repeated separately."""
         done: list[int | OSError] = [0] * len(reads)
-        runs: list[tuple[int, int, int, int]] = []  # numbers from, to, and bytes from, to
+        runs: list[tuple[int, int, int, int]] = []  # half-open: first read, end read, first byte, end byte
         place = 0
         for number, (piece, span) in enumerate(zip(pieces, spans, strict=True)):
             if piece is None:
@@ -175,13 +189,14 @@ class Batches:
                 alone.append((number, number + 1, begin, begin + spans[number]))
                 begin += spans[number]
         if alone:
-            with contextlib.suppress(TimeoutError):  # then the others keep the error of their run
+            with contextlib.suppress(TimeoutError):  # the others keep the error of their run
                 async with asyncio.timeout(self._vfs.options.deadline_s):
                     await _some(read, alone)
         return done
 
-    async def _open_whole(self, paths: Iterable[Path], failed: dict[Path, NvpoolError]) -> dict[Path, FileHandle]:
-        """Opened anew, together, for their sizes are those of now; to be released. Errors go to `failed`."""
+    async def _open_whole(self, paths: Iterable[Path], failed: dict[_Source, NvpoolError]) -> dict[_Source, FileHandle]:
+        """Open these files together, without the cache. Reading a whole file needs its current size. The
+        caller releases the handles. Errors go to `failed`."""
         ways: dict[bytes, Way] = {}
         wanted = {path: _Wanted(path, ways) for path in paths}
         try:
@@ -197,7 +212,8 @@ class Batches:
         return {path: one.handle for path, one in wanted.items() if one.handle is not None}
 
     async def _open_all(self, wanted: list[_Wanted]) -> None:
-        """Each has a handle after this, or an error. Symbolic links at the ends are followed together, too."""
+        """Open all of these files. On return each one has a handle or an error. Symbolic links at the last
+        name are also read together."""
         while wanted:
             await walk_together(self._vfs, list({id(one.way): one.way for one in wanted}.values()))
             plain = []
@@ -208,7 +224,7 @@ class Batches:
             opened = await self._vfs.open_many([(one.way.inode, one.name) for one in plain], self._caller)
             wanted = []
             for one, found in zip(plain, opened, strict=True):
-                if type(found) is FileHandle:
+                if isinstance(found, FileHandle):
                     one.handle = found
                 elif isinstance(found, NvpoolError):
                     one.error = found
@@ -221,9 +237,10 @@ class Batches:
             for one in wanted:
                 one.follow(targets[one.link])
 
-    async def _opened(self, paths: Iterable[Path], failed: dict[Path, NvpoolError]) -> dict[Path, FileHandle]:
-        """Those that are not open, or were for long enough, are opened together. Errors go to `failed`."""
-        found: dict[Path, FileHandle] = {}
+    async def _opened(self, paths: Iterable[Path], failed: dict[_Source, NvpoolError]) -> dict[_Source, FileHandle]:
+        """Handles of these files: from the cache while they are recent enough, otherwise opened together.
+        Errors go to `failed`."""
+        found: dict[_Source, FileHandle] = {}
         ways: dict[bytes, Way] = {}
         wanted: dict[Path, _Wanted] = {}
         now_s = self._vfs.clock.boottime_s()
@@ -259,14 +276,16 @@ class Batches:
             self._left.append((self._begun, kept[0]))
 
     async def _trim(self, count: int) -> None:
-        """Keep so many, and close those that are not kept and that nobody can be reading by."""
+        """Shrink the cache to `count` handles. Removed handles are closed once no running batch can use
+        them."""
         while len(self._kept) > count:
             self._leave(next(iter(self._kept)))
         while self._left and self._left[0][0] < next(iter(self._running), self._begun + 1):
             await self._vfs.release(self._left.popleft()[1])
 
     async def forget(self, paths: Iterable[Path] | None = None) -> None:
-        """Keep none of them, or of these: their names mean something else now. What no batch is reading by is closed."""
+        """Remove all handles, or those of `paths`, from the cache. Their names are about to change their
+        meaning. Handles that no running batch uses are closed."""
         if paths is None:
             await self._trim(0)
             return
@@ -275,8 +294,8 @@ class Batches:
         await self._trim(KEPT_OPEN)
 
 
-def _piece(read: Read, found: Mapping[Path, FileHandle], opened: Mapping[Path, FileHandle]) -> _Piece | None:
-    """None: its file could not be opened."""
+def _piece(read: Read, found: Mapping[_Source, FileHandle], opened: Mapping[_Source, FileHandle]) -> _Piece | None:
+    """The read as a piece for the client; None if its file is not open."""
     what, offset, length = read
     handle = what if type(what) is FileHandle else (found if length is not None else opened).get(what)
     if handle is None:
@@ -299,7 +318,7 @@ def _buffer_of(total: int, count: int) -> memoryview:
 
 
 def _of_batch(error: NvpoolError, given: Sequence[Any]) -> OSError:
-    """With the name of the file, where all reads are of one."""
+    """OSError for a failed batch. If all reads are of one file, the error names the file."""
     names = {name_of(one) for one in given}
     return os_error(error, names.pop() if len(names) == 1 else None)
 

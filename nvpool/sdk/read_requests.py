@@ -1,7 +1,8 @@
-"""The arguments of read_many, checked before anything is read.
+"""Argument checks of read_many, made before anything is read.
 
-One read is a path or an open file (all of it), or (path or open file, offset, length). What is wrong with one raises TypeError
-or ValueError that names its index and what was expected. Called by the SDK's file systems.
+One read is a path or an open file (all of it), or a tuple (path or open file, offset, length). An invalid
+read raises TypeError or ValueError, which names its index and the expected form. The SDK's file systems use
+this module.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from nvpool.sdk.argument_checks import OFFSET_MAX, integer
 from nvpool.sdk.paths import Path, name_bytes
 
 Read = tuple[Path | FileHandle, int, int | None]
-"""(path or handle, offset, length); a length of None reaches to the end of the file."""
+"""One read: (path or handle, offset, length). A length of None reaches to the end of the file."""
 
 ON_ERROR = ("raise", "return")
 _EXPECTED = "expected a path, an open file, or (path or open file, offset, length)"
 
 
 def reads_of(reads: Iterable[Any], handle_of: Callable[[Any], FileHandle | None]) -> tuple[list[Read], Sequence[Any]]:
-    """The reads as the client takes them, and the same ones as they were given, for errors.
+    """Check all reads; return them as the client takes them, and as given. The caller needs the given ones
+    for error messages.
 
-    `handle_of` gives the handle of an open file, None for what is none, and raises ValueError for one that can not be read.
+    `handle_of` returns the handle of an open file, and None for any other object. For a file that cannot be
+    read it raises ValueError.
     """
     if isinstance(reads, str | bytes | bytearray | os.PathLike):
         raise TypeError(f"expected several reads, not one path; write read_many([{reads!r}])")
@@ -46,7 +49,7 @@ def reads_of(reads: Iterable[Any], handle_of: Callable[[Any], FileHandle | None]
                 try:
                     handle = what if type(what) is FileHandle else handle_of(what)
                 except ValueError:
-                    handle = None  # said below, with the index
+                    handle = None  # reported by `_read` below, with the index
                 if type(handle) is FileHandle and handle.readable and not handle.closed:
                     found.append((handle, offset, length))
                     continue
@@ -55,19 +58,20 @@ def reads_of(reads: Iterable[Any], handle_of: Callable[[Any], FileHandle | None]
 
 
 def _are_plain(given: Sequence[Any]) -> bool:
-    """Whether all are (text, offset, length) and right: nearly always, so looked at without a turn of Python for each."""
+    """Whether all reads are valid tuples (str, offset, length). This is the usual case, so it is checked
+    without a Python loop."""
     if set(map(type, given)) != {tuple}:
         return False
     try:
         paths, offsets, lengths = zip(*given, strict=True)
     except ValueError:
-        return False  # not of three
+        return False  # some do not have three parts
     return (set(map(type, offsets)) == {int} == set(map(type, lengths)) and set(map(type, paths)) == {str}
             and min(offsets) >= 0 and min(lengths) >= 0 and max(offsets) <= OFFSET_MAX)
 
 
 def _read(number: int, one: Any, handle_of: Callable[[Any], FileHandle | None]) -> Read:
-    """Any read; ValueError and TypeError."""
+    """Check one read of any form. Errors: ValueError, TypeError."""
     what, offset, length = one, 0, None
     if isinstance(one, tuple | list):
         if len(one) != 3:
@@ -105,7 +109,7 @@ def _source(number: int, what: Any, handle_of: Callable[[Any], FileHandle | None
 
 
 def name_of(given: Any) -> Path | None:
-    """The path of a read, as it was given; None for a handle."""
+    """Path of a read as the caller wrote it; None for a file handle."""
     what = given[0] if isinstance(given, tuple | list) else given
     if isinstance(what, str | bytes | os.PathLike):
         return what
@@ -114,7 +118,8 @@ def name_of(given: Any) -> Path | None:
 
 
 def check_on_error(on_error: str) -> bool:
-    """Whether errors are returned. ValueError."""
+    """Whether errors are returned instead of raised. ValueError: `on_error` is neither 'raise' nor
+    'return'."""
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error has to be 'raise' or 'return', not {on_error!r}")
     return on_error == "return"

@@ -1,18 +1,21 @@
-"""Volumes of a pool: directories with a policy, made, shown, changed and removed.
+"""Volumes of a pool: create, show, change and remove directories with a policy.
 
-Every call says how a volume is to be, so it may be repeated: what is so already is done. Errors are OSError as everywhere in
-the SDK, with nvpool's own as their cause: FileExistsError names what differs, FileNotFoundError a volume that is not there,
-EBUSY who uses it, EDQUOT a quota. Called by the CLI and the bridges; reached as `.volumes` of a file system.
+Each call describes the desired state of a volume. So it may be repeated: a call that finds that state
+succeeds. Errors are OSError, as everywhere in the SDK, with nvpool's own error as `__cause__`:
+FileExistsError names the differences, FileNotFoundError a volume that does not exist, EBUSY the users of the
+volume, EDQUOT a quota. The CLI and the bridges use this module; programs reach it as `.volumes` of a file
+system.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import stat
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from nvpool.client.reverse_paths import PathFinder
 from nvpool.client.state.types import Caller
@@ -39,11 +42,14 @@ _FIND_S, _DEPTH_MAX = 5.0, 100
 _TRIES = 3
 _Wish = pb.VolumeRequest
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume as its shard told it. Sizes in bytes; 0 is no limit. `inode` is its identity: a name may stand for another
-    volume later, an inode number never does."""
+    """A volume as its metadata shard reported it. Sizes are in bytes; a limit of 0 means no limit. `inode`
+    identifies the volume: its name may be given to another volume later, an inode number never is."""
 
     name: str
     inode: int
@@ -57,34 +63,36 @@ class Volume:
     sealed: bool = False
     trash_s: int = 0
     access: str = OPEN
-    """"open" to every client of the pool, or "listed": only to those of `grants`."""
+    """"open": every client of the pool has access. "listed": only the clients in `grants` have access."""
     grants: Mapping[str, str] = field(default_factory=dict)
-    """By member of the pool: "ro" or "rw"."""
+    """Rights by member of the pool: "ro" or "rw"."""
     attachments: tuple[str, ...] = ()
-    """Who has said that he uses it; it is not removed meanwhile."""
+    """Holders that declared that they use the volume. Without `force`, a volume with holders is not
+    removed."""
     state: str = READY
-    """"removing": it has no name any more, and `files_used` of `files_removing` are left to go."""
+    """"ready" or "removing". A volume that is being removed has no name any more, and `files_used` of its
+    `files_removing` files are left to delete."""
     created_ns: int = 0
     encrypted: bool = False
-    """What is stored of its files is encrypted; their names and attributes are not."""
+    """File contents are encrypted in the stores; names and attributes are not."""
     pool_key: str = ""
-    """Of an encrypted volume: identity of the pool key that protects its key."""
+    """Encrypted volumes only: identity of the pool key that protects the volume's key."""
     bytes_reserved: int = 0
-    """Promised to writers, beside what is used."""
+    """Quota reservations of clients, in addition to the bytes used."""
     files_removing: int = 0
     revoked_in_s: int = 0
-    """Of a right that was just taken back: for up to so long some target takes grants from before; 0: none does."""
+    """Seconds for which a silent target may still accept older access tokens after `revoke`. 0: none does."""
 
 
 @dataclass(frozen=True)
 class TrashEntry:
-    """Something that was removed in a volume and is kept for a while."""
+    """A removed entry of a volume that is kept in the trash for a while."""
 
     inode: int
     path: str
-    """Where it was, as far as that is known; else its name behind the number of its directory."""
+    """Path before the removal, if known; otherwise the name after the number of its directory."""
     kind: str
-    """file, directory, link or other."""
+    """"file", "directory", "link" or "other"."""
     bytes: int
     removed_ns: int
     expires_ns: int
@@ -102,7 +110,7 @@ def volume_of(state: pb.VolumeState) -> Volume:
 
 
 class AsyncVolumes:
-    """Of an AsyncFileSystem."""
+    """Volume operations of an AsyncFileSystem."""
 
     def __init__(self, pool: AsyncFileSystem) -> None:
         self._pool = pool
@@ -113,14 +121,18 @@ class AsyncVolumes:
     async def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
                      chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
                      encrypted: bool = False) -> Volume:
-        """The volume, which is there on return, empty or not. 0 is no limit; replicas and chunk_bytes are those of /volumes
-        where not given. `mode` is of its directory, which belongs to root (0o777 where not given). `encrypted`: what is
-        stored of its files is encrypted with a key of the volume's own, which the pool key protects.
+        """Create a volume, or return the existing one with the same properties.
 
-        FileExistsError  there is a volume of that name with other limits, or a directory that is none: the text says what
-                         differs
-        EINVAL           the name can be none, or a size or the mode makes no sense
-        ENOKEY           `encrypted`, and the volume's node has no pool key: set encryption.key_file in node.toml
+        An existing volume need not be empty. 0 means no limit. `replicas` and `chunk_bytes` default to those
+        of /volumes. `mode` is the mode of the volume's directory, which belongs to root; the default is
+        0o777. `encrypted`: file contents are stored encrypted with the volume's own key, which the pool key
+        protects.
+
+        FileExistsError  a volume of that name has other properties, or a directory of that name is not a
+                         volume; the text says what differs
+        EINVAL           the name is not valid, or a size or the mode is out of range
+        ENOKEY           `encrypted` is set, and the volume's node has no pool key: set encryption.key_file in
+                         node.toml
         """
         return (await self.made(name, bytes_max=bytes_max, files_max=files_max, replicas=replicas, chunk_bytes=chunk_bytes,
                                 trash_s=trash_s, mode=mode, encrypted=encrypted))[0]
@@ -128,7 +140,7 @@ class AsyncVolumes:
     async def made(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
                    chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
                    encrypted: bool = False) -> tuple[Volume, bool]:
-        """As `create`: the volume, and whether it was made now; else it was there already, as it was asked for."""
+        """Create a volume as `create` does; return it, and whether this call created it."""
         with as_told(path_of(name) if _is_name(name) else None):
             wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s, encrypted)
             if mode is not None and not 0 <= integer("mode", mode) <= 0o7777:
@@ -146,15 +158,16 @@ class AsyncVolumes:
                     except NotFound:
                         if other := await self._other(name):
                             raise AlreadyExists(other) from None
-                        continue  # removed since
+                        continue  # removed in the meantime
                     _check_same(found, wanted, mode, (await self._attr(name)).mode if mode is not None else 0)
                     return found, False
                 except NotFound:
-                    self._directory = 0  # the directory of volumes itself was removed since
+                    self._directory = 0  # the directory of volumes itself was removed in the meantime
             raise AlreadyExists(f"volume {name} is made and removed by others all the time")
 
     async def list(self, *, removing: bool = False) -> list[Volume]:
-        """All volumes by name; with `removing` those too that have lost theirs and are being emptied."""
+        """All volumes, sorted by name. `removing` includes volumes that have lost their name and are being
+        emptied."""
         with as_told():
             replies = await self._vfs.ask_all(wire_pb2.META_VOLUMES, pb.VolumesReply, pb.VolumesRequest)
             found = {state.inode: volume_of(state) for reply in replies for state in reply.volumes}
@@ -162,17 +175,18 @@ class AsyncVolumes:
             return sorted(shown, key=lambda volume: (volume.name, volume.created_ns))
 
     async def show(self, name: str) -> Volume:
-        """FileNotFoundError: no volume has that name."""
+        """The volume of that name. FileNotFoundError: no volume has that name."""
         with as_told(_place(name)):
             return await self._found(name)
 
     async def resize(self, name: str, *, bytes_max: int | None = None, files_max: int | None = None) -> Volume:
-        """With these limits from now on; 0 is none, None leaves it. EINVAL where more is used: it names how much."""
+        """Set the limits of a volume: 0 means no limit, None leaves a limit unchanged. EINVAL: more is in
+        use; the text says how much."""
         return await self.set(name, bytes_max=bytes_max, files_max=files_max)
 
     async def set(self, name: str, *, trash_s: int | None = None, access: str | None = None, bytes_max: int | None = None,
                   files_max: int | None = None) -> Volume:
-        """Change what is not None. `access`: "open" or "listed"."""
+        """Change every property that is not None. `access` is "open" or "listed"."""
         with as_told(_place(name)):
             if access not in (None, OPEN, LISTED):
                 raise InvalidRequest(f"access to a volume is {OPEN!r} or {LISTED!r}, not {access!r}")
@@ -183,19 +197,20 @@ class AsyncVolumes:
                                     listed=None if access is None else access == LISTED)
 
     async def rewrap(self, name: str) -> Volume:
-        """Protect the key of an encrypted volume with the first pool key of the node that answers. The data stays as it is."""
+        """Protect the key of an encrypted volume with a pool key again. The first pool key of the node
+        that answers is used. The data does not change."""
         with as_told(path_of(name) if _is_name(name) else None):
             return await self._tell(name, _Wish.REWRAP)
 
     async def seal(self, name: str) -> Volume:
-        """What is in it stays as it is for ever. EBUSY while files of it are open."""
+        """Make the contents of a volume read-only for ever. EBUSY: files of the volume are open."""
         with as_told(_place(name)):
             await self._vfs.meta.release_now((await self._attr(name)).inode)
             return await self._tell(name, _Wish.SEAL)
 
     async def grant(self, name: str, client: str, rights: str) -> Volume:
-        """The client (NAME, or a member as in `nvpool client ls`) may read ("ro") or write ("rw") from now on; the volume is
-        "listed" from then on, so nobody else may."""
+        """Give a client the right to read ("ro") or write ("rw"). The volume becomes "listed", so clients
+        without a right lose access. `client` is a NAME, or a member as `nvpool client ls` shows it."""
         with as_told(_place(name)):
             if text("rights", rights) not in _RIGHTS:
                 raise InvalidRequest(f"a right to a volume is 'ro' or 'rw', not {rights!r}")
@@ -203,28 +218,33 @@ class AsyncVolumes:
             return await self._tell(name, _Wish.GRANT, grant=pb.VolumeGrant(client=member, write=_RIGHTS[rights]))
 
     async def revoke(self, name: str, client: str) -> Volume:
-        """The client has no right any more, and what it has open is refused on return. `revoked_in_s` of the answer is not 0
-        where a target that does not answer may take grants from before."""
+        """Take all rights from a client. On return the pool refuses also the files that the client has
+        open. `revoked_in_s` of the result is not 0 if a target that does not answer may still accept older
+        access tokens."""
         with as_told(_place(name)):
             return await self._tell(name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(text("client", client))))
 
     async def attach(self, name: str, holder: str) -> Volume:
-        """`holder` uses it: it is not removed until he is detached."""
+        """Record that `holder` uses the volume. Without `force` the volume is not removed until that
+        holder is detached."""
         with as_told(_place(name)):
             check_holder(holder)
             return await self._tell(name, _Wish.ATTACH, holder=holder)
 
     async def detach(self, name: str, holder: str) -> Volume:
-        """`holder` does not use it, or never did."""
+        """Record that `holder` does not use the volume. A holder that never did is no error."""
         with as_told(_place(name)):
             check_holder(holder)
             return await self._tell(name, _Wish.DETACH, holder=holder)
 
     async def remove(self, name: str, *, force: bool = False) -> Volume | None:
-        """It has no name any more on return; what is in it goes in the background, and is what is returned (None: nothing was).
+        """Remove a volume. On return its name is free; its contents are deleted in the background.
 
-        FileNotFoundError  there is none of that name
-        EBUSY              it is attached (not looked at with `force`), or files of it are open; the text says by whom
+        The result is the volume that is being deleted, or None if there was nothing to delete.
+
+        FileNotFoundError  no volume has that name
+        EBUSY              the volume is attached (ignored with `force`), or files of it are open; the text
+                           names the users
         """
         with as_told(_place(name)):
             async with self._named(name) as inode:
@@ -235,7 +255,7 @@ class AsyncVolumes:
             return volume_of(reply.volume) if reply.HasField("volume") else None
 
     async def removing(self, inode: int) -> Volume | None:
-        """How far the removal of the volume has come; None: it is over."""
+        """Progress of the removal of a volume; None when the removal is complete."""
         with as_told():
             _check_entry(inode, 1)
             try:
@@ -245,10 +265,11 @@ class AsyncVolumes:
 
     # -- trash ---------------------------------------------------------------------------------------------------------
 
-    async def trash(self, name: str) -> list[TrashEntry]:
-        """What is in the volume's trash, the oldest first."""
+    async def trash(self, name: str) -> builtins.list[TrashEntry]:
+        """Entries of the volume's trash, the oldest first."""
         with as_told(_place(name)):
-            after, found = 0, []
+            after = 0
+            found: list[pb.TrashEntry] = []
             async with self._named(name) as volume:
                 while True:
                     reply = await self._ask_trash(volume, pb.TrashRequest.LIST, entry=after)
@@ -259,11 +280,13 @@ class AsyncVolumes:
             return sorted(await self._described(found), key=lambda entry: (entry.removed_ns, entry.inode))
 
     async def restore(self, name: str, inode: int, to: str | None = None) -> None:
-        """Put an entry of the trash back where it was, first its directory where that was removed too; or to the path `to` in
-        the volume.
+        """Restore an entry of the trash to its old path, or to `to`.
 
-        FileExistsError    its name stands for something else by now
-        FileNotFoundError  it is not in the trash, or its directory is gone for good: say `to`
+        `to` is a path in the volume. If the entry's directory was removed too, that directory is restored
+        first.
+
+        FileExistsError    the name belongs to another entry by now
+        FileNotFoundError  the entry is not in the trash, or its directory is deleted for good: pass `to`
         """
         with as_told(_place(name)):
             _check_entry(inode, 1)
@@ -288,7 +311,8 @@ class AsyncVolumes:
             self._vfs.cache.begin_anew(lambda inode: True)
 
     async def purge(self, name: str, inode: int = 0) -> int:
-        """Remove an entry of the trash for good, or (0) all of them; how many."""
+        """Delete an entry of the trash for good; 0 deletes all entries. The result is the number of
+        deleted entries."""
         with as_told(_place(name)):
             _check_entry(inode, 0)
             purged = 0
@@ -299,11 +323,12 @@ class AsyncVolumes:
                     if inode or not reply.next:
                         return purged
 
-    async def _ask_trash(self, volume: int, wish: int, **fields: Any) -> pb.TrashReply:
+    async def _ask_trash(self, volume: int, wish: pb.TrashRequest.Wish, **fields: Any) -> pb.TrashReply:
         request = pb.TrashRequest(inode=volume, wish=wish, **fields)
-        return await self._vfs.meta.ask(volume, wire_pb2.META_TRASH, request, pb.TrashReply)
+        reply: pb.TrashReply = await self._vfs.meta.ask(volume, wire_pb2.META_TRASH, request, pb.TrashReply)
+        return reply
 
-    async def _described(self, found: list[pb.TrashEntry]) -> list[TrashEntry]:
+    async def _described(self, found: builtins.list[pb.TrashEntry]) -> builtins.list[TrashEntry]:
         removed = {entry.inode: entry for entry in found}
         finder = PathFinder(lambda: self._vfs.view.map, self.client.dialer, self._vfs.clock)
         there = await finder.find({entry.directory for entry in found} - removed.keys(), _FIND_S) if found else {}
@@ -322,7 +347,7 @@ class AsyncVolumes:
     # -- below ---------------------------------------------------------------------------------------------------------
 
     async def _home(self, make: bool = False) -> int:
-        """The inode of the directory of volumes. NotFound where there are none yet."""
+        """Inode of the directory of volumes. NotFound: the pool has no volumes yet."""
         if self._directory:
             return self._directory
         try:
@@ -340,7 +365,7 @@ class AsyncVolumes:
         return attr.inode
 
     async def _attr(self, name: str) -> pb.Attr:
-        """Of what has the name, volume or not."""
+        """Attributes of the entry with that name, volume or not."""
         check_volume_name(name)
         try:
             return await self._vfs.look(await self._home(), name.encode())
@@ -353,7 +378,8 @@ class AsyncVolumes:
 
     @contextlib.asynccontextmanager
     async def _named(self, name: str) -> AsyncIterator[int]:
-        """The inode of that name, for questions about the volume. Where it is none, their NotFound says what it is."""
+        """Context manager with the inode of that name, for requests about the volume. If the entry is not
+        a volume, their NotFound gets a text that says what the entry is."""
         attr = await self._attr(name)
         try:
             yield attr.inode
@@ -363,7 +389,8 @@ class AsyncVolumes:
             raise
 
     async def _other(self, name: str) -> str:
-        """What has the name and is no volume, with the remedy; "": a volume has it, or nothing any more."""
+        """Text that says what a non-volume entry of that name is, with the remedy. Empty: the entry is a
+        volume, or does not exist any more."""
         try:
             attr = await self._attr(name)
         except NotFound:
@@ -382,77 +409,79 @@ class AsyncVolumes:
     async def _shown(self, inode: int) -> Volume:
         return volume_of((await self._ask(inode, _Wish.SHOW)).volume)
 
-    async def _tell(self, name: str, wish: int, **fields: Any) -> Volume:
+    async def _tell(self, name: str, wish: pb.VolumeRequest.Wish, **fields: Any) -> Volume:
         async with self._named(name) as inode:
             reply = await self._ask(inode, wish, **fields)
             return replace(volume_of(reply.volume), revoked_in_s=reply.revoked_in_s)
 
-    async def _ask(self, inode: int, wish: int, **fields: Any) -> pb.VolumeReply:
+    async def _ask(self, inode: int, wish: pb.VolumeRequest.Wish, **fields: Any) -> pb.VolumeReply:
         request = _Wish(inode=inode, wish=wish, **{name: value for name, value in fields.items() if value is not None})
-        return await self._vfs.meta.ask(inode, wire_pb2.META_VOLUME, request, pb.VolumeReply)
+        reply: pb.VolumeReply = await self._vfs.meta.ask(inode, wire_pb2.META_VOLUME, request, pb.VolumeReply)
+        return reply
 
 
 class Volumes:
-    """As AsyncVolumes, for ordinary programs: of a FileSystem, from any thread."""
+    """Volume operations of a FileSystem, callable from any thread. See AsyncVolumes."""
 
     def __init__(self, pool: FileSystem) -> None:
         self._pool = pool
 
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def _call(self, method: Callable[Concatenate[AsyncVolumes, _Arguments], Coroutine[Any, Any, _Result]],
+              *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
         runtime = self._pool._running()
-        return runtime.call(getattr(runtime.pool.volumes, method)(*arguments, **named))
+        return runtime.call(method(runtime.pool.volumes, *arguments, **named))
 
     def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
                chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
                encrypted: bool = False) -> Volume:
-        return self._call("create", name, bytes_max=bytes_max, files_max=files_max, replicas=replicas, chunk_bytes=chunk_bytes,
-                          trash_s=trash_s, mode=mode, encrypted=encrypted)
+        return self._call(AsyncVolumes.create, name, bytes_max=bytes_max, files_max=files_max, replicas=replicas,
+                          chunk_bytes=chunk_bytes, trash_s=trash_s, mode=mode, encrypted=encrypted)
 
     def list(self, *, removing: bool = False) -> list[Volume]:
-        return self._call("list", removing=removing)
+        return self._call(AsyncVolumes.list, removing=removing)
 
     def show(self, name: str) -> Volume:
-        return self._call("show", name)
+        return self._call(AsyncVolumes.show, name)
 
     def resize(self, name: str, *, bytes_max: int | None = None, files_max: int | None = None) -> Volume:
-        return self._call("resize", name, bytes_max=bytes_max, files_max=files_max)
+        return self._call(AsyncVolumes.resize, name, bytes_max=bytes_max, files_max=files_max)
 
     def set(self, name: str, *, trash_s: int | None = None, access: str | None = None, bytes_max: int | None = None,
             files_max: int | None = None) -> Volume:
-        return self._call("set", name, trash_s=trash_s, access=access, bytes_max=bytes_max, files_max=files_max)
+        return self._call(AsyncVolumes.set, name, trash_s=trash_s, access=access, bytes_max=bytes_max, files_max=files_max)
 
     def rewrap(self, name: str) -> Volume:
-        return self._call("rewrap", name)
+        return self._call(AsyncVolumes.rewrap, name)
 
     def seal(self, name: str) -> Volume:
-        return self._call("seal", name)
+        return self._call(AsyncVolumes.seal, name)
 
     def grant(self, name: str, client: str, rights: str) -> Volume:
-        return self._call("grant", name, client, rights)
+        return self._call(AsyncVolumes.grant, name, client, rights)
 
     def revoke(self, name: str, client: str) -> Volume:
-        return self._call("revoke", name, client)
+        return self._call(AsyncVolumes.revoke, name, client)
 
     def attach(self, name: str, holder: str) -> Volume:
-        return self._call("attach", name, holder)
+        return self._call(AsyncVolumes.attach, name, holder)
 
     def detach(self, name: str, holder: str) -> Volume:
-        return self._call("detach", name, holder)
+        return self._call(AsyncVolumes.detach, name, holder)
 
     def remove(self, name: str, *, force: bool = False) -> Volume | None:
-        return self._call("remove", name, force=force)
+        return self._call(AsyncVolumes.remove, name, force=force)
 
     def removing(self, inode: int) -> Volume | None:
-        return self._call("removing", inode)
+        return self._call(AsyncVolumes.removing, inode)
 
-    def trash(self, name: str) -> list[TrashEntry]:
-        return self._call("trash", name)
+    def trash(self, name: str) -> builtins.list[TrashEntry]:
+        return self._call(AsyncVolumes.trash, name)
 
     def restore(self, name: str, inode: int, to: str | None = None) -> None:
-        self._call("restore", name, inode, to)
+        self._call(AsyncVolumes.restore, name, inode, to)
 
     def purge(self, name: str, inode: int = 0) -> int:
-        return self._call("purge", name, inode)
+        return self._call(AsyncVolumes.purge, name, inode)
 
 
 def _is_name(name: str) -> bool:
@@ -464,7 +493,7 @@ def _is_name(name: str) -> bool:
 
 
 def _place(name: str) -> str | None:
-    """For the error, where the name can be one at all."""
+    """Path of the volume for error messages; None if the name is not valid."""
     return path_of(name) if _is_name(name) else None
 
 
@@ -501,16 +530,16 @@ def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk
 
 
 def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mode: int) -> None:
-    """AlreadyExists where a volume that is there is not as it is wanted."""
+    """Raise AlreadyExists if an existing volume differs from the requested one."""
     given = stat.S_IMODE(found_mode) if mode is None else mode
-    differs = [f"{what} {show(is_)}, not {show(wish)}" for what, is_, wish, show in (
+    rows: tuple[tuple[str, object, object, Callable[[Any], str]], ...] = (
         ("size", found.bytes_max, wanted.bytes_max, _exact_bytes), ("files", found.files_max, wanted.files_max, _count),
         ("encryption", found.encrypted, wanted.encrypted, lambda on: "on" if on else "off"),
         ("trash", found.trash_s, wanted.trash_s, _seconds),
         ("mode", f"{stat.S_IMODE(found_mode):o}", f"{given:o}", str),
         ("replicas", found.replicas, wanted.table or found.replicas, str),
         ("chunk size", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes, _exact_bytes))
-        if is_ != wish]
+    differs = [f"{what} {show(is_)}, not {show(wish)}" for what, is_, wish, show in rows if is_ != wish]
     if differs:
         ways = _changing(found, wanted)
         remedy = f"change it with: {'   and: '.join(ways)}   or choose another name" if ways else "choose another name"
@@ -519,7 +548,7 @@ def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mo
 
 
 def _changing(found: Volume, wanted: pb.VolumeWish) -> list[str]:
-    """Commands that make the volume as it is wanted, as far as it can be changed."""
+    """Commands that change the volume as requested, as far as possible."""
     sizes = (("size", found.bytes_max, wanted.bytes_max), ("files", found.files_max, wanted.files_max))
     quotas = [f"--{word} {wish}" for word, is_, wish in sizes if is_ != wish]
     ways = [f"nvpool volume resize POOL {found.name} {' '.join(quotas)}"] if quotas else []
@@ -529,7 +558,7 @@ def _changing(found: Volume, wanted: pb.VolumeWish) -> list[str]:
 
 
 def _exact_bytes(count: int) -> str:
-    """With a unit only where that loses nothing: two sizes that differ must not look alike."""
+    """Size with a unit only if the unit is exact. Two sizes that differ must not look alike."""
     if not count:
         return "none"
     for size, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

@@ -1,12 +1,13 @@
-"""The file of `nvpool dump`: all metadata records of a pool at one moment, and back.
+"""Metadata dump and load: all metadata records of a pool in one file.
 
     line 1     "nvpool dump 1\\n"
     line 2     one JSON object: pool, name, settings, shards, partitions, software, made_ms
     frames     shard u32 · length u32 · CRC32C of the records u32, little-endian · records (docs/internals/formats/dump.md)
     end        0xFFFFFFFF u32 · 8 u32 · CRC32C u32 · count of all records u64
 
-Written whole or not at all; checked whole before the first record of it is loaded. A dump holds no file contents: those are on
-the targets, and a load looks at some files whether they are there. Called by `nvpool dump` and `nvpool load`.
+The records are those of one snapshot barrier. The file is written completely or not at all. A load checks the
+whole file before it loads the first record. A dump holds no file contents: those stay on the targets, and a
+load checks for some files that they are there. `nvpool dump` and `nvpool load` use this module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -36,6 +37,9 @@ from nvpool.sdk.admin.snapshot_barrier import Begun, walk_at_all
 from nvpool.sdk.fsck.check import check_metadata
 from nvpool.sdk.fsck.report import Checkup, Problem
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
 MAGIC = b"nvpool dump 1\n"
 _FRAME = struct.Struct("<III")
 _COUNT = struct.Struct("<Q")
@@ -43,25 +47,26 @@ END_OF_FRAMES = 0xFFFFFFFF
 RECORDS_A_STEP = 5000
 HEADER_BYTES_MAX = 1 << 20
 SAMPLE_MAX = 64
-"""Files whose contents are looked for after a load: enough that a share of a twentieth that is missing hardly hides."""
+"""Files whose contents are looked for after a load. With so many, one missing file in twenty hardly stays
+unnoticed."""
 CHECKS_MAX = 4
-"""Fscks after a load, each of which mends what it finds: what one has mended may show the next a sum that is wrong. Two have
-always been enough."""
+"""Runs of fsck after a load. Each one repairs what it finds, and a repair may make a sum wrong that the
+next run finds. Two runs have always been enough."""
 
 
 @dataclass
 class Loaded:
-    """What a load has put into a pool, and what it found of it there."""
+    """Result of a load: the records loaded, and the problems found in the pool afterwards."""
 
     records: int = 0
     problems: list[Problem] = field(default_factory=list)
-    """What the records said against one another, all of it mended but for the last `left`."""
+    """Inconsistencies between the records. All are repaired except the last `left` ones."""
     left: int = 0
     files_sampled: int = 0
     files_without_data: int = 0
-    """Of those that were sampled: they have a size, and no target has anything of them. They read as zeros."""
+    """Sampled files with a size of which no target has any data. They read as zeros."""
     unanswered: str = ""
-    """Why some contents could not be looked for."""
+    """Reason why the contents of some files could not be looked for."""
 
 
 class _File(NamedTuple):
@@ -70,11 +75,11 @@ class _File(NamedTuple):
 
 
 class _Sample:
-    """Up to SAMPLE_MAX files with contents, spread evenly over what it is shown, of however many."""
+    """Sample of up to SAMPLE_MAX files with contents, spread evenly over any number of records."""
 
     def __init__(self) -> None:
         self._kept: list[_File] = []
-        self._stride = 0  # lines that are not looked at between two files
+        self._stride = 0  # lines skipped between two sampled files
         self._left = 0
 
     def look(self, lines: bytes) -> None:
@@ -89,7 +94,7 @@ class _Sample:
                     continue
                 self._kept.append(_File(row["inode"], row["table"]))
             except (msgspec.DecodeError, LookupError, TypeError):
-                continue  # the shard says what is wrong with it
+                continue  # the shard reports what is wrong with the line
             self._left = self._stride
             if len(self._kept) >= 2 * SAMPLE_MAX:
                 del self._kept[1::2]
@@ -100,12 +105,15 @@ class _Sample:
             if len(self._kept) > SAMPLE_MAX else self._kept
 
 
-async def dump(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
-    """Write all metadata of the pool to the file `path`; how many records. It is that of one moment, while the pool serves.
+async def dump(client: Client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
+    """Write all metadata of the pool to the file `path`; return the number of records.
 
-    On return the file is whole and synced under its name; otherwise nothing is there under it. An existing file is replaced.
-    A shard that gets another primary meanwhile, or leaves, ends nothing: it is written anew, and `on_records` counts from 0.
-    Errors of the shard; NoSpace, AccessDenied, DriveFailed of the local file.
+    The records are those of one snapshot barrier, and the pool serves meanwhile. On return the file is
+    complete and synced under its name. After an error no new file is there under that name. An existing file
+    is replaced.
+
+    If a shard changes its primary or leaves the pool meanwhile, the dump starts again, and `on_records`
+    counts from 0 again. Errors: those of the shard; NoSpace, AccessDenied, DriveFailed of the local file.
     """
     part, count = f"{path}.part-{os.getpid()}", 0
 
@@ -119,7 +127,7 @@ async def dump(client, path: str, on_records: Callable[[int], None] = lambda cou
         file.truncate()
 
     try:
-        with open(part, "xb") as file:  # noqa: ASYNC230 - a process of its own that does nothing else
+        with open(part, "xb") as file:  # noqa: ASYNC230 - this process does nothing else
             await walk_at_all(client, write, anew, dump=True)
             file.flush()
             os.fsync(file.fileno())
@@ -132,7 +140,7 @@ async def dump(client, path: str, on_records: Callable[[int], None] = lambda cou
     return count
 
 
-async def _write(client, begun: Begun, file: BinaryIO, on_records: Callable[[int], None]) -> int:
+async def _write(client: Client, begun: Begun, file: BinaryIO, on_records: Callable[[int], None]) -> int:
     pool_map, asking, count = client.pool_map, Asking(client), 0
     header = {"pool": pool_map.pool_id, "name": pool_map.name, "settings": msgspec.to_builtins(pool_map.settings),
               "shards": list(begun.cursors),
@@ -156,9 +164,10 @@ async def _write(client, begun: Begun, file: BinaryIO, on_records: Callable[[int
 
 
 def frames(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(shard, records) of each frame, checked; then ends if the end mark is there. `file` stands behind the header.
+    """Iterate over the frames of a dump: (shard, records), with checked checksums. `file` stands after the
+    header. The iteration ends only at the end mark.
 
-    CorruptRecord when the file is cut short or a frame is not as it was written.
+    CorruptRecord: the file is truncated, or a frame is damaged.
     """
     while True:
         head = file.read(_FRAME.size)
@@ -180,7 +189,8 @@ def frames(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def read_header(file: BinaryIO) -> dict[str, Any]:
-    """WrongFormat when `file` is no dump of a version that is known here."""
+    """Read the header of a dump. WrongFormat: `file` is not a dump of a version that this program can
+    read."""
     magic = file.read(len(MAGIC))
     if magic != MAGIC:
         raise WrongFormat(f"{file.name} is not a metadata dump that this version can read: its first line is not "
@@ -194,14 +204,16 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     return header
 
 
-async def load(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> Loaded:
-    """Put the records of the dump `path` into the pool, which must be empty.
+async def load(client: Client, path: str, on_records: Callable[[int], None] = lambda count: None) -> Loaded:
+    """Load the records of the dump `path` into the pool, which must be empty.
 
-    The pool may be divided over shards in another way than the one that was dumped: then each shard is sent all of it.
-    The whole file is checked first: WrongFormat, CorruptRecord, or InvalidRequest when the pool has other settings, and nothing
-    is changed. What the shard refuses (a pool that is not empty) comes as its error. When a load is broken off the
-    pool is half loaded: destroy it and begin again. Behind the last record the pool serves, and is checked and mended
-    (`nvpool fsck --repair` does it again, should this end before), and the contents of some files are looked for.
+    The pool may have other shards or another distribution of partitions than the dumped pool: then each shard
+    gets all records. The whole file is checked first. WrongFormat, CorruptRecord, or InvalidRequest (the pool
+    has other settings): nothing was changed. If a shard refuses the load (the pool is not empty), its error
+    is raised. An interrupted load leaves the pool half loaded: destroy the pool and start again.
+
+    After the last record the pool serves. Then a check repairs the pool, and the contents of some files are
+    looked for. If this call ends before that, `nvpool fsck --repair` does the same check.
     """
     pool_map, asking, loaded, sample = client.pool_map, Asking(client), Loaded(), _Sample()
     try:
@@ -226,7 +238,7 @@ async def load(client, path: str, on_records: Callable[[int], None] = lambda cou
                 request = meta_pb2.LoadRequest(first=to not in taken, last=at_end)
                 taken[to] = taken.get(to, 0)
                 reply, _ = await asking.shard(to, wire_pb2.META_LOAD, request, meta_pb2.LoadReply, (records,))
-                taken[to] = reply.records  # of the whole load so far
+                taken[to] = reply.records  # counts the whole load so far
 
             for at, (shard, records) in enumerate(frames(file)):
                 await asyncio.gather(*(give(to, records, at == (last[shard] if alike else end))
@@ -242,19 +254,19 @@ async def load(client, path: str, on_records: Callable[[int], None] = lambda cou
 
 
 def _divided_alike(header: dict[str, Any], pool_map: PoolMap) -> bool:
-    """Whether each shard of the pool has the partitions of the one with its number in the pool that was dumped."""
+    """Whether the pool is divided like the dumped pool: equal shard numbers with equal partitions."""
     if len(pool_map.shards) == 1:
-        return header["shards"] == [pool_map.shards[0].id]
-    return (header["shards"] == [shard.id for shard in pool_map.shards]
-            and header.get("partitions") == _division(pool_map.shard_of_partition))
+        return bool(header["shards"] == [pool_map.shards[0].id])
+    return bool(header["shards"] == [shard.id for shard in pool_map.shards]
+                and header.get("partitions") == _division(pool_map.shard_of_partition))
 
 
 def _division(holders: Sequence[int]) -> list[list[int]]:
     return [[part.first, part.count, part.shard] for part in ranges_of(holders)]
 
 
-async def _settle(client, loaded: Loaded) -> None:
-    """Mend what the records say against one another, until nothing is found."""
+async def _settle(client: Client, loaded: Loaded) -> None:
+    """Repair inconsistencies between the records, until a check finds none."""
     for _ in range(CHECKS_MAX):
         checkup = Checkup()
         await check_metadata(client, checkup, repair=True)
@@ -265,7 +277,7 @@ async def _settle(client, loaded: Loaded) -> None:
 
 
 async def _look_for(asking: Asking, file: _File, loaded: Loaded) -> None:
-    """Whether any target has anything of the file."""
+    """Look for data of the file on any target, and count the result in `loaded`."""
     table = asking.pool_map.table_by_id.get(file.table)
     likely = table.chains[chain_of(file.inode, 0)].targets if table else ()
     others = {target for chain in table.chains for target in chain.targets} - set(likely) if table else ()

@@ -1,7 +1,8 @@
-"""Who reads and writes what in a pool, as its stores tell: rates between two looks, by client, volume or target.
+"""I/O statistics of a pool: rates by client, volume or target.
 
-Each look asks every target at once and has it go on counting for a while, so that nothing is counted where nobody looks.
-Names of clients come from the metadata shards, volumes of inodes too; what is known is not asked again. Called by `nvpool top`.
+The stores report the counters. Each poll queries every target in parallel and asks the store to keep counting
+for a while. So a target that nobody polls counts nothing. The metadata shards supply the names of clients and
+the volumes of inodes; known answers are cached. `nvpool top` uses this module.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from nvpool.rpc.messages.data_codec import decoded
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 
 ROW = struct.Struct("<QQQQdQQdQQ")
-"""See UseReply."""
+"""Format of one row of `UseReply.rows`."""
 ANSWER_S = 2.0
 COUNT_MORE_S = 5.0
-"""Beyond the time until the next look: a look may be late."""
+"""Time that a target keeps counting after the next poll is due. A poll may be late."""
 VOLUMES_ASKED_MAX = 256
-"""Inodes, the busiest first, whose volume is asked for in one look."""
+"""Inodes, the busiest first, whose volume is looked up in one poll."""
 KNOWN_MAX = 100_000
 OTHERS = "(others)"
 
@@ -31,8 +32,9 @@ By = Literal["client", "volume", "target"]
 
 
 class Rates(NamedTuple):
-    """Of one client, volume or target; each a second. Latencies are means, in seconds, as the stores see them: from the arrival
-    of a message to its answer. Of reads past the stores (the short cut) only the number is known, some seconds late."""
+    """Rates per second of one client, volume or target. Latencies are means in seconds as the stores
+    measure them, from the arrival of a request to its reply. Short-circuit reads bypass the stores: only
+    their number and bytes are known, some seconds late."""
 
     name: str
     reads: float
@@ -55,16 +57,16 @@ class Rates(NamedTuple):
 
 class Seen(NamedTuple):
     rates: list[Rates]
-    """The busiest first."""
+    """Rates of each client, volume or target, the busiest first."""
     interval_s: float
     silent: list[int]
-    """Targets that did not answer: what goes on there is missing."""
+    """Targets that did not answer: their traffic is missing from `rates`."""
 
 
 class _Told(NamedTuple):
     counting: int
     now_s: float
-    rows: dict[tuple[int, int], tuple]
+    rows: dict[tuple[int, int], tuple[float, ...]]
 
 
 class UseWatch:
@@ -77,13 +79,13 @@ class UseWatch:
         self._volumes: dict[int, str] = {}
 
     async def look(self, next_s: float) -> Seen:
-        """What went on since the last look; nothing the first time. `next_s`: until the next one. AccessDenied: nodes are told
-        alone what everybody does."""
+        """Poll all targets; return the rates since the last poll, none the first time. `next_s`: seconds
+        until the next poll. AccessDenied: only nodes may see the traffic of all clients."""
         client = self._client
         await client.refresh_map()
         targets = [target for target in client.pool_map.targets if not target.is_over]
         answers = await asyncio.gather(*(self._ask(target.id, target.endpoints, next_s) for target in targets))
-        grown: dict[tuple[int, int, int], list[float]] = {}  # target, session, inode -> a second
+        grown: dict[tuple[int, int, int], list[float]] = {}  # (target, session, inode) -> rates per second
         silent, intervals = [], []
         for target, told in zip(targets, answers, strict=True):
             if told is None:
@@ -141,7 +143,8 @@ class UseWatch:
         return f"target {number} ({node.name if node else target.node}: {drive.path if drive else '?'})"
 
     async def _ask_clients(self, sessions: set[int]) -> None:
-        """A session belongs to the shard that its number names, or has come to another with partitions."""
+        """Learn the client names of these sessions. Partition moves bring sessions to other shards, so all
+        shards are asked."""
         if not sessions:
             return
         if len(self._clients) > KNOWN_MAX:
@@ -155,7 +158,7 @@ class UseWatch:
                     endpoints, wire_pb2.META_SESSIONS, request,
                     deadline_s=self._client.clock.boottime_s() + ANSWER_S)).message)
             except NvpoolError:
-                return  # shown by its number, and asked for again the next time
+                return  # the session's number is shown, and the next poll asks again
             for owner in reply.owners:
                 self._clients[owner.session] = owner.client
 
@@ -172,7 +175,7 @@ class UseWatch:
                                                         meta_pb2.Entry)
                 self._volume_of[inode] = entry.attr.volume
             except NvpoolError:
-                pass  # gone: it is nobody's
+                pass  # the inode is deleted, so it belongs to no volume
 
         await asyncio.gather(*map(ask, wanted))
         if any(volume and volume not in self._volumes for volume in self._volume_of.values()):
@@ -180,7 +183,7 @@ class UseWatch:
                 replies = await self._client.vfs.ask_all(wire_pb2.META_VOLUMES, meta_pb2.VolumesReply, meta_pb2.VolumesRequest)
                 self._volumes = {volume.inode: volume.name for reply in replies for volume in reply.volumes}
             except NvpoolError:
-                pass  # shown by their numbers, and asked for again the next time
+                pass  # the volumes' numbers are shown, and the next poll asks again
 
     def _volume(self, inode: int) -> str:
         volume = self._volume_of.get(inode)

@@ -1,6 +1,7 @@
-"""Begin a check or a dump at all shards of a pool, of one moment of the whole pool (meta/snapshot_barrier), while it serves.
+"""Start of a check or a dump on all shards at one snapshot barrier.
 
-Called by `checkup_names` and `dumpfile`.
+The barrier is one point in time for the whole pool (meta/snapshot_barrier). The pool serves meanwhile.
+sdk/fsck/metadata and sdk/admin/dump use this module.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Busy, NotFound, NvpoolError, Stale, Unavailable
@@ -18,26 +19,35 @@ from nvpool.rpc.v1 import wire_pb2
 from nvpool.rpc.v1.meta_pb2 import MomentReply, MomentRequest
 from nvpool.sdk.admin.calls import AWAY_S, Asking
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
+_Answer = TypeVar("_Answer")
+
 TRY_S = 60.0
-"""For others who begin one, hand-overs of partitions just then, a shard that is busy. Each try takes milliseconds."""
+"""Time limit for reaching a barrier. Obstacles are other checks and dumps that start, moving partitions,
+and busy shards. One attempt takes milliseconds."""
 PAUSE_S = 0.05
 FORGET_S = 2.0
 ANEW_MAX = 10
-"""Of one walk: a pool in which shards change more often while it lasts is to be looked at first."""
+"""Restarts of one walk. A pool whose shards change more often during a walk needs an operator first."""
 
 
 class Begun(NamedTuple):
     cursors: dict[int, bytes]
-    """By shard, of what was begun there."""
+    """Cursor of the check or dump on each shard."""
     holders: tuple[int, ...]
-    """By partition, the shard that has it at that moment: what was begun there shows it."""
+    """Shard of each partition at the barrier: the walk of that shard covers the partition."""
 
 
-async def walk_at_all(client, walk: Callable[[Begun], Awaitable[None]], anew: Callable[[str], None], *, dump: bool = False,
-                      repair: bool = False) -> None:
-    """Begin it, and `walk` it. Where a shard is another process meanwhile, or has left the pool, what was begun there is gone,
-    and no other moment fits to what the others have: then all of it is begun anew, up to ANEW_MAX times, and `anew` is told why
-    before. Errors as `begin_at_all`'s; what ends the last walk."""
+async def walk_at_all(client: Client, walk: Callable[[Begun], Awaitable[None]], anew: Callable[[str], None], *,
+                      dump: bool = False, repair: bool = False) -> None:
+    """Start a check or a dump on all shards, and run `walk` on it.
+
+    If a shard gets another process meanwhile, or leaves the pool, its part is lost, and another barrier does
+    not fit to the parts of the other shards. Then everything starts again, up to ANEW_MAX times; `anew` is
+    called before with the reason. Errors: those of `begin_at_all`, and the error that ended the last walk.
+    """
     for times in range(ANEW_MAX + 1):
         begun = await begin_at_all(client, dump=dump, repair=repair)
         try:
@@ -50,7 +60,8 @@ async def walk_at_all(client, walk: Callable[[Begun], Awaitable[None]], anew: Ca
 
 
 async def _forget(asking: Asking, begun: Begun) -> None:
-    """So that it takes no place. A shard that does not hear of it makes place for others by itself, after a while."""
+    """End the walks on the shards, to free their slots. A shard that does not get the message frees its
+    slot itself after a while."""
     async def forget(shard: int) -> None:
         with suppress(NvpoolError, TimeoutError):
             async with asyncio.timeout(FORGET_S):
@@ -60,13 +71,14 @@ async def _forget(asking: Asking, begun: Begun) -> None:
     await _all(forget, list(begun.cursors))
 
 
-async def begin_at_all(client, *, dump: bool = False, repair: bool = False) -> Begun:
-    """What was begun at each shard, of one moment for all. Changes waited for some round trips, two seconds at most; nothing of
-    that is refused.
+async def begin_at_all(client: Client, *, dump: bool = False, repair: bool = False) -> Begun:
+    """Start a check or a dump on each shard, at one barrier for all shards.
 
-    Busy         it could not be for a minute: begin again when less goes on
-    InUse        too many checks and dumps are under way at a shard
-    Unreachable, DeadlineExceeded, Disconnected: a shard did not answer for AWAY_S
+    Changes of clients wait for some round trips meanwhile, two seconds at most; none is refused.
+
+    Busy  no barrier could be reached within a minute: try again when the pool is less busy
+    InUse  too many checks and dumps are running on a shard
+    Unreachable, DeadlineExceeded, Disconnected  a shard did not answer for AWAY_S
     """
     since_s = client.clock.boottime_s()
     while True:
@@ -84,8 +96,9 @@ async def _try(asking: Asking, clock: Clock, dump: bool, repair: bool) -> Begun:
     shards = [shard.id for shard in asking.pool_map.shards]
     begun: dict[int, bytes] = {}
 
-    async def ask(shard: int, stage: int, **more) -> MomentReply:
-        request = MomentRequest(id=number, stage=stage, **more)
+    async def ask(shard: int, stage: MomentRequest.Stage, *, dump: bool = False, repair: bool = False,
+                  drop: bytes = b"") -> MomentReply:
+        request = MomentRequest(id=number, stage=stage, dump=dump, repair=repair, drop=drop)
         return (await asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply))[0]
 
     async def take(shard: int) -> list[int]:
@@ -94,7 +107,7 @@ async def _try(asking: Asking, clock: Clock, dump: bool, repair: bool) -> Begun:
         return unpack_bits(reply.partitions)
 
     async def drop(shard: int) -> None:
-        with suppress(NvpoolError):  # it goes on by itself, and forgets what nobody asks for
+        with suppress(NvpoolError):  # the shard resumes by itself, and drops a walk that nobody continues
             await ask(shard, MomentRequest.END, drop=begun.get(shard, b""))
 
     try:
@@ -112,10 +125,10 @@ async def _try(asking: Asking, clock: Clock, dump: bool, repair: bool) -> Begun:
         raise
 
 
-async def _all(ask: Callable, shards: list[int]) -> list:
-    """Every one to its end; then the first error."""
+async def _all(ask: Callable[[int], Awaitable[_Answer]], shards: list[int]) -> list[_Answer]:
+    """Call `ask` for all shards and await all calls. Then raise the first error, if any."""
     answers = await asyncio.gather(*map(ask, shards), return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
-    return answers
+    return answers  # type: ignore[return-value]  # no error is among them

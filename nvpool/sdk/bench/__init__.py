@@ -1,1 +1,1 @@
-"""Loads of `nvpool bench`."""
+"""Benchmark loads of `nvpool bench`."""

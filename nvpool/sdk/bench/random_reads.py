@@ -1,8 +1,9 @@
-"""Random reads in a closed loop, of local files (a mount's too) and of a pool's: how many, and how long each took.
+"""Closed-loop random reads of local files and of a pool: rate and latencies.
 
-Called by `nvpool bench` and the quickstart, which put the two beside one another. A loop asks for the next piece when it has
-the one before, so a latency is what a program would have waited. Threads of one Python process: up to some 100,000 reads a
-second what is measured is the storage, above that Python (bench/ uses fio).
+`nvpool bench` and the quickstart use this module to compare the two; the local files may be on a mount. A
+loop requests the next piece when it has received the one before, so a latency is the time that a program
+would have waited. The loops are threads of one Python process: up to some 100,000 reads a second the storage
+is measured, above that Python (bench/ uses fio).
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import InvalidRequest, from_os_error
 from nvpool.core.units import BLOCK_BYTES
 
+if TYPE_CHECKING:
+    from nvpool.client.state.types import FileHandle
+    from nvpool.client.vfs.filesystem import Vfs
+
 _STEP_S = 1e-7
 _STEPS = 2_000_000
-"""Latencies are counted in steps of 0.1 µs up to 0.2 s; what is longer counts as that."""
+"""Latencies are counted in steps of 0.1 µs, up to 0.2 s. Longer ones count as 0.2 s."""
 
 
 class Measured(NamedTuple):
@@ -42,7 +47,7 @@ class Measured(NamedTuple):
 
 
 class Latencies:
-    """Counts of latencies; adding one costs the same however many there are."""
+    """Latency histogram. Adding a latency always costs the same."""
 
     def __init__(self) -> None:
         self.counts = array.array("L", bytes(array.array("L").itemsize * (_STEPS + 1)))
@@ -59,7 +64,7 @@ class Latencies:
         self.count += other.count
 
     def percentile(self, share: float) -> float:
-        """Microseconds."""
+        """The percentile in microseconds."""
         wanted, seen = share * self.count, 0
         for step, count in enumerate(self.counts):
             seen += count
@@ -73,7 +78,7 @@ class Latencies:
 
 
 class Places:
-    """Where to read next: all whole pieces of all files are equally likely."""
+    """Random source of read positions: all whole pieces of all files are equally likely."""
 
     def __init__(self, sizes: Sequence[int], piece_bytes: int):
         self._piece_bytes = piece_bytes
@@ -88,7 +93,7 @@ class Places:
         self._random = SYSTEM_CLOCK.random()
 
     def next(self) -> tuple[int, int]:
-        """(which file, offset)."""
+        """The next position: (index of the file, offset)."""
         piece = int(self._random.random() * self.total)
         file = bisect_right(self._ends, piece)
         return file, (piece - (self._ends[file - 1] if file else 0)) * self._piece_bytes
@@ -96,9 +101,11 @@ class Places:
 
 def read_local(paths: Sequence[str], *, seconds: float, threads: int = 1, piece_bytes: int = BLOCK_BYTES, direct: bool = False,
                stop: Callable[[], bool] = lambda: False) -> Measured:
-    """Read pieces of the files at random places with `threads` threads. With `direct` by O_DIRECT, past the page cache.
+    """Read pieces of the files at random positions with `threads` threads. `direct` uses O_DIRECT, so the
+    reads bypass the page cache.
 
-    InvalidRequest when no file holds a piece or the file system knows no O_DIRECT; NotFound, AccessDenied, DriveFailed.
+    InvalidRequest: no file is as long as a piece, or the file system has no O_DIRECT. Other errors: NotFound,
+    AccessDenied, DriveFailed.
     """
     descriptors: list[int] = []
     try:
@@ -114,7 +121,7 @@ def read_local(paths: Sequence[str], *, seconds: float, threads: int = 1, piece_
 
         def loop(latencies: Latencies) -> None:
             places = Places(sizes, piece_bytes)
-            buffer = mmap.mmap(-1, piece_bytes)  # aligned to a page, as O_DIRECT wants it
+            buffer = mmap.mmap(-1, piece_bytes)  # aligned to a page, as O_DIRECT requires
             now_s, into = SYSTEM_CLOCK.boottime_s(), [buffer]
             try:
                 while now_s - began_s < seconds and not stop():
@@ -143,11 +150,12 @@ def read_local(paths: Sequence[str], *, seconds: float, threads: int = 1, piece_
     return results[0].measured(piece_bytes, taken_s)
 
 
-async def read_pool(vfs: Any, handles: Sequence[Any], *, seconds: float, piece_bytes: int = BLOCK_BYTES, batch: int = 64,
+async def read_pool(vfs: Vfs, handles: Sequence[FileHandle], *, seconds: float, piece_bytes: int = BLOCK_BYTES, batch: int = 64,
                     in_flight: int = 2) -> Measured:
-    """Read pieces of open files of a pool at random places by read_many, `in_flight` batches of `batch` at a time.
+    """Read pieces of open files of a pool at random positions with read_many.
 
-    A latency is that of a whole batch: nobody gets the first piece of one before its last.
+    `in_flight` batches of `batch` pieces run in parallel. A latency is that of a whole batch, because the
+    first piece of a batch is returned together with its last.
     """
     sizes = [handle.size for handle in handles]
     latencies = Latencies()
@@ -172,7 +180,7 @@ async def read_pool(vfs: Any, handles: Sequence[Any], *, seconds: float, piece_b
     return latencies.measured(piece_bytes, SYSTEM_CLOCK.boottime_s() - began_s, batch)
 
 
-def time_each(step: Callable[[int], Any], piece_bytes: int, *, seconds: float = 1e9, count: int = 1 << 60) -> Measured:
+def time_each(step: Callable[[int], object], piece_bytes: int, *, seconds: float = 1e9, count: int = 1 << 60) -> Measured:
     """Call step(0), step(1), … until `seconds` have passed or it was called `count` times."""
     latencies, number = Latencies(), 0
     began_s = now_s = SYSTEM_CLOCK.boottime_s()
@@ -184,9 +192,9 @@ def time_each(step: Callable[[int], Any], piece_bytes: int, *, seconds: float = 
     return latencies.measured(piece_bytes, now_s - began_s)
 
 
-async def time_each_async(step: Callable[[int], Any], piece_bytes: int, *, seconds: float = 1e9,
+async def time_each_async(step: Callable[[int], Awaitable[object]], piece_bytes: int, *, seconds: float = 1e9,
                           count: int = 1 << 60) -> Measured:
-    """As time_each, of a coroutine function."""
+    """`time_each` for a coroutine function."""
     latencies, number = Latencies(), 0
     began_s = now_s = SYSTEM_CLOCK.boottime_s()
     while number < count and now_s - began_s < seconds:

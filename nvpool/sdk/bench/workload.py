@@ -1,8 +1,10 @@
-"""The same short loads on a pool through the SDK, on a mount of it, and on a local directory, so that they can be compared.
+"""Short benchmark loads for a pool through the SDK, a mount, and a local directory.
 
-Called by `nvpool bench`. Works in one new directory of its own in each place and removes it again, also after an error. Loads,
-in order: write 1 MiB pieces and sync, read them, read 4 KiB and 128 KiB at random places one at a time, 4 KiB by many at once,
-create small files. What is read was just written, so it comes from memory unless a load says direct or cold.
+The loads are the same in each place, so that the results can be compared. `nvpool bench` uses this module. It
+works in one new directory in each place and removes that directory again, also after an error. The loads, in
+order: write 1 MiB pieces and sync; read them; random reads of 4 KiB and of 128 KiB, one at a time; many
+parallel 4 KiB reads; create small files. The data was just written, so it comes from memory unless the name
+of a load says direct or cold.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nvpool.client.state.types import Caller
 from nvpool.core.clock import SYSTEM_CLOCK
@@ -19,6 +21,9 @@ from nvpool.core.errors import InvalidRequest, NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import BLOCK_BYTES, KIB, MIB
 from nvpool.sdk.bench.random_reads import Measured, Places, read_local, read_pool, time_each, time_each_async
+
+if TYPE_CHECKING:
+    from nvpool.client.vfs.filesystem import Vfs
 
 WRITE, READ = "sequential 1 MiB write and fsync", "sequential 1 MiB read"
 SMALL, LARGE = "4 KiB random read, one at a time", "128 KiB random read, one at a time"
@@ -34,7 +39,7 @@ def _name() -> str:
 
 
 def local(parent: str, file_bytes: int, seconds: float) -> Iterator[tuple[str, Measured]]:
-    """(load, result) of a directory of the local file system, which may be a mount."""
+    """Run the loads in a local directory; iterate over (load, result). The directory may be on a mount."""
     place = os.path.join(parent, _name())
     os.mkdir(place)
     try:
@@ -69,8 +74,9 @@ def local(parent: str, file_bytes: int, seconds: float) -> Iterator[tuple[str, M
         shutil.rmtree(place)
 
 
-async def pool(vfs: Any, file_bytes: int, seconds: float) -> AsyncIterator[tuple[str, Measured]]:
-    """(load, result) of a pool through the SDK, in a directory below its root."""
+async def pool(vfs: Vfs, file_bytes: int, seconds: float) -> AsyncIterator[tuple[str, Measured]]:
+    """Run the loads on a pool through the SDK; iterate over (load, result). They work in a directory below
+    the root."""
     caller, name = Caller(os.geteuid(), os.getegid()), _name().encode()
     place = (await vfs.mkdir(ROOT_INODE, name, 0o700, caller)).inode
     made: list[bytes] = []
@@ -90,7 +96,7 @@ async def pool(vfs: Any, file_bytes: int, seconds: float) -> AsyncIterator[tuple
         for load, piece_bytes in ((SMALL, BLOCK_BYTES), (LARGE, 128 * KIB)):
             places = Places([file_bytes], piece_bytes)
 
-            async def read(number: int, places=places, piece_bytes=piece_bytes) -> None:
+            async def read(number: int, places: Places = places, piece_bytes: int = piece_bytes) -> None:
                 await vfs.read(handle, places.next()[1], piece_bytes)
 
             yield load, await time_each_async(read, piece_bytes, seconds=seconds)
@@ -112,7 +118,7 @@ async def pool(vfs: Any, file_bytes: int, seconds: float) -> AsyncIterator[tuple
 
 
 def check_room(parent: str, file_bytes: int) -> None:
-    """InvalidRequest when `parent` has no room for the files of a workout three times over."""
+    """Check the free space. InvalidRequest: `parent` cannot hold the files of a benchmark three times."""
     free = os.statvfs(parent)
     if free.f_bavail * free.f_frsize < 3 * file_bytes:
         raise InvalidRequest(f"{parent} has too little room; choose a smaller --size")

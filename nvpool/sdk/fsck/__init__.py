@@ -1,1 +1,1 @@
-"""Check of a whole pool: metadata, replicas and lost files."""
+"""Consistency check of a whole pool: metadata, replicas and lost files."""

@@ -1,23 +1,32 @@
-"""fsck of a whole pool, while it serves: the metadata, the metadata against the stores, and every block of the stores.
+"""fsck of a whole pool in service: metadata, metadata against stores, stored blocks.
 
-Three passes. *Metadata* (`checkup_names`): each shard checks its own records in steps; what they say of one another's inodes
-is laid together. *Chunks*: each target names the inodes that it has chunks of; they must exist, lie in a chain of this
-target, not know a later cut than their inode, and be as at the other members of their chain (`checkup_copies`). What belongs
-to no inode may be waiting for the collector, so that is run before anything is called a problem; what a target removes by
-itself, since its chain has moved, is none. *Blocks*: each target reads everything and compares checksums, and its index with
-its free map.
+The check has three passes:
 
-Called by `nvpool fsck`. Without `repair` nothing is changed (the collector only does what it would do anyway). With it shards
-mend what they can, chunks of files that are gone for certain are removed, and those that a member of a chain lacks fetched
-from another. A bad block can not be mended from one replica: the file has to be restored. Memory is bounded by the problems
-found, of which the first are kept, and in a pool of several shards by the inodes with names on another one (directories, and
-files that were moved) and by wide directories: a hundred bytes each.
+* Metadata (sdk/fsck/metadata): each shard checks its own records in steps. The facts that the shards report
+  about inodes of other shards are compared here.
+* Chunks: each target lists the inodes of its chunks. An inode must exist, and the chunk must lie in a chain
+  of this target. The chunk must not have a later truncate epoch than its inode, and must be equal on all
+  members of its chain (sdk/fsck/replicas). A chunk without an inode may be waiting for the garbage collector,
+  so the collector runs before anything is reported. A chunk that its target will remove by itself, because
+  its chain has moved, is no problem.
+* Blocks: each target reads all blocks and compares them with their checksums, and its index with its free
+  map.
+
+`nvpool fsck` uses this module. Without `repair` nothing is changed; the collector does only its usual work.
+With `repair` the shards repair what they can, chunks of files that are certainly deleted are removed, and a
+chain member that lacks a chunk fetches it from another member. A bad block cannot be repaired from a single
+replica: the file has to be restored.
+
+Memory use is bounded by the problems found, of which only the first ones are kept. A pool of several shards
+also needs a hundred bytes for each inode with a name on another shard (directories, and files that were
+moved), and for each striped directory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
+from typing import TYPE_CHECKING
 
 from nvpool.client.reverse_paths import PathFinder, printable
 from nvpool.core.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
@@ -31,31 +40,37 @@ from nvpool.sdk.fsck.metadata import check_names
 from nvpool.sdk.fsck.replicas import Copies, service_right
 from nvpool.sdk.fsck.report import Checkup, Problem
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
 INODES_A_STEP = 1000
 BLOCKS_A_STEP = 4096
-"""16 MiB: a step that a store can answer between two requests of others."""
+"""Blocks per step: 16 MiB. A store can answer that between two requests of other clients."""
 ASKED_AT_ONCE = 32
 COLLECTIONS_MAX = 100
 
 
-async def check(client, checkup: Checkup, *, repair: bool = False, scrub: bool = True,
+async def check(client: Client, checkup: Checkup, *, repair: bool = False, scrub: bool = True,
                 grant_secret: bytes | None = None) -> None:
-    """Run all passes and note every problem in `checkup`. `grant_secret` (secret/grant.key of a node) is what repairs of the
-    stores need; without it they are left and said to be.
+    """Run all passes and record every problem in `checkup`.
 
-    A shard that gets another primary meanwhile, or leaves, ends nothing: the metadata is begun anew (`checkup.begun_anew`).
-    Unreachable, DeadlineExceeded, Disconnected: a daemon did not answer; what was noted before holds. May be repeated.
+    `grant_secret` (secret/grant.key of a node) is needed to repair the stores. Without it these problems are
+    reported and not repaired.
+
+    A shard that changes its primary or leaves the pool does not stop the check: the metadata pass starts
+    again (`checkup.begun_anew`). Unreachable, DeadlineExceeded, Disconnected: a daemon did not answer; the
+    problems recorded so far are valid. The check may be repeated.
     """
     await _Check(client, checkup, repair, grant_secret).run(scrub)
 
 
-async def check_metadata(client, checkup: Checkup, *, repair: bool = False) -> None:
-    """The first pass alone, as `check` runs it."""
+async def check_metadata(client: Client, checkup: Checkup, *, repair: bool = False) -> None:
+    """Run only the first pass, the metadata check, as `check` does."""
     await check_names(client, checkup, repair)
 
 
 class _Check:
-    def __init__(self, client, checkup: Checkup, repair: bool, grant_secret: bytes | None):
+    def __init__(self, client: Client, checkup: Checkup, repair: bool, grant_secret: bytes | None) -> None:
         self._client, self._vfs = client, client.vfs
         self._asking = Asking(client)
         self._paths = PathFinder(lambda: client.pool_map, client.dialer, client.clock)
@@ -86,7 +101,8 @@ class _Check:
     # -- metadata against stores -------------------------------------------------------------------------------------------
 
     async def _chunks(self, target: int) -> None:
-        after, more, gone = 0, True, []
+        after, more = 0, True
+        gone: list[int] = []
         while more:
             reply = await self._asking.target(target, wire_pb2.DATA_LIST, data_pb2.ListRequest(
                 target=target, after=after, limit=INODES_A_STEP), data_pb2.ListReply)
@@ -102,20 +118,21 @@ class _Check:
         await self._copies.settle()
 
     async def _inode(self, target: int, inode: int) -> int | None:
-        """Compare what `target` holds of `inode` with its record; the inode when it has none."""
+        """Compare the chunks of `inode` on `target` with its record. Return the inode number if there is
+        no record."""
         try:
             attr = await self._vfs.getattr(inode)
         except NotFound:
             return inode
         except CorruptRecord:
-            return None  # the shard's own check has told of it
+            return None  # the shard's own check reports it
         try:
             await self._chunks_of(target, inode, attr)
         except CorruptRecord as error:
             self._checkup.note(Problem("index", f"target {target}, inode {inode}", str(error), inode=inode))
         return None
 
-    async def _chunks_of(self, target: int, inode: int, attr) -> None:
+    async def _chunks_of(self, target: int, inode: int, attr: meta_pb2.Attr) -> None:
         table = self._map.table_by_id.get(attr.table)
         held: list[data_pb2.ChunkDescription] = []
         async for chunk in chunks_on(self._asking, target, inode):
@@ -127,22 +144,24 @@ class _Check:
             chain = table.chains[chain_of(inode, chunk.index)] if table is not None else None
             if chain is not None and target in chain.targets:
                 held.append(chunk)
-            elif not chunk.leaving and (chain is None or not _is_looked_for(target, chain, table.id)):
+            elif not chunk.leaving and (chain is None or not _is_looked_for(target, chain, attr.table)):
                 self._checkup.note(Problem("misplaced", where, "is not in a chain of this target: nobody looks for it here"))
             if chunk.cut > attr.cut:
-                # A truncate may be under way: the shard's record is newer by now.
+                # A truncate may be in progress: then the shard's record is newer by now.
                 if chunk.cut > (await self._fresh(inode)).cut:
                     self._checkup.note(Problem("cut", where, f"knows cut {chunk.cut}, its inode only {attr.cut}: metadata went "
                                                              f"back in time"))
         await self._copies.look(target, inode, attr.table, held)
 
-    async def _fresh(self, inode: int):
-        """The inode's attributes as the shard has them now, past the client's cache."""
+    async def _fresh(self, inode: int) -> meta_pb2.Attr:
+        """Current attributes of the inode, read from the shard and not from the client's cache."""
         request = meta_pb2.GetAttrRequest(inode=inode)
-        return (await self._vfs.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)).attr
+        entry: meta_pb2.Entry = await self._vfs.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        return entry.attr
 
     async def _gone(self, target: int, inodes: list[int]) -> None:
-        """Chunks without an inode: the collector's, or nobody's. An inode number is never given twice, so gone is for ever."""
+        """Report orphan chunks: chunks without an inode that the garbage collector does not remove. An
+        inode number is never used again, so a deleted inode cannot come back."""
         for shard in self._map.shards:
             for _ in range(COLLECTIONS_MAX):
                 await self._asking.any_primary(shard.id, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
@@ -154,14 +173,14 @@ class _Check:
             left = [chunk async for chunk in chunks_on(self._asking, target, inode)]
             if not left:
                 continue
-            repaired = await self._remove(target, inode) if self._repair and self._secret else False
+            repaired = await self._remove(target, inode, self._secret) if self._repair and self._secret else False
             text = f"{len(left)} chunks ({sum(chunk.blocks for chunk in left) * 4} KiB) of a file that does not exist"
             if self._repair and not self._secret:
                 text += "; run this on a node of the pool, with its directory as POOL, to remove them"
             self._checkup.note(Problem("leaked", f"target {target}, inode {inode}", text, repaired))
 
-    async def _remove(self, target: int, inode: int) -> bool:
-        request = data_pb2.RemoveRequest(map_epoch=self._map.epoch, target=target, authority=service_right(self._secret),
+    async def _remove(self, target: int, inode: int, secret: bytes) -> bool:
+        request = data_pb2.RemoveRequest(map_epoch=self._map.epoch, target=target, authority=service_right(secret),
                                          inodes=struct.pack("<Q", inode))
         try:
             await self._asking.target(target, wire_pb2.DATA_REMOVE, request, data_pb2.RemoveReply)
@@ -172,7 +191,7 @@ class _Check:
         return not [chunk async for chunk in chunks_on(self._asking, target, inode)]
 
     async def _lost(self) -> None:
-        """Files of which the last copy is gone with its drives."""
+        """Report files whose last copy was on drives that are lost."""
         async for path, inode, chunks in lost_files(self._client):
             self._checkup.note(Problem("lost", f"inode {inode}", f"{chunks} of its chunks were on lost drives only (file "
                                                                  f"{printable(path)})"))
@@ -195,7 +214,7 @@ class _Check:
             cursor, done = reply.cursor, reply.done
 
     async def _name_files(self) -> None:
-        """Say which files the bad blocks are of: a person restores files, not inodes."""
+        """Add the paths of the files with bad blocks: a person restores files, not inodes."""
         bad = {problem.inode for problem in self._checkup.problems if problem.inode}
         paths = await self._paths.find(bad) if bad else {}
         for at, problem in enumerate(self._checkup.problems):
@@ -206,5 +225,6 @@ class _Check:
 
 
 def _is_looked_for(target: int, chain: Chain, replicas: int) -> bool:
-    """Whether the target has part in the chain, or may soon: where targets are missing the one that was away comes back."""
+    """Whether clients look for the chain on this target, now or soon. A chain that lacks targets takes an
+    absent one back."""
     return target in (*chain.targets, *chain.joining, *chain.goal) or len(chain.targets) + len(chain.joining) < replicas

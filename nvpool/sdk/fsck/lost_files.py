@@ -1,8 +1,9 @@
-"""Files of which the last copy is gone: those with bytes in chains that were given up with the drives that held them.
+"""Search for lost files: files with chunks in chains whose drives were all given up.
 
-No index leads from a chain to its files, so the tree is walked, and of each file that is old enough the chunks of such chains
-are read: a file is named when one of them, up to its size, can not be. Whether that was a hole nobody can say any more. Called
-by `nvpool fsck`, which takes the time it needs, and by node/supervisor for `status`, which does not.
+There is no index from a chain to its files, so the whole tree is walked. Of each file that is old enough, the
+chunks in such chains are read. A file is reported if one of these chunks, up to the file size, cannot be
+read. A hole and a lost chunk look the same by now. `nvpool fsck` runs the search to its end.
+node/admin/lost_files stops it after a time limit, for `nvpool status`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 from nvpool.client.state.types import Caller
 from nvpool.core.errors import BytesLost, NotFound, NvpoolError
@@ -18,17 +20,22 @@ from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.poolmap.chains.data_loss import losing, may_have_lost, ownerless
 from nvpool.poolmap.layout import chain_of
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+    from nvpool.rpc.v1.meta_pb2 import Attr
+
 _LIST_STEP = 1000
 _CHUNKS_MAX = 4 * CHAINS_PER_TABLE
-"""Looked at of one file: a file with more meets each of 1,024 chains, but for one in 50."""
+"""Chunks examined per file. So many chunks lie in each of the 1,024 chains, except for about one chain in
+50."""
 
 
-async def lost_files(client) -> AsyncIterator[tuple[bytes, int, int]]:
-    """(path, inode, how many of its chunks have lost something) of each such file that the tree has, in no order. What comes
-    and goes meanwhile may be missed."""
+async def lost_files(client: Client) -> AsyncIterator[tuple[bytes, int, int]]:
+    """Iterate over the lost files: (path, inode, number of chunks with lost bytes). They come in no order.
+    A file that is created or removed during the walk may be missed."""
     pool_map = client.pool_map
     chains, nobody = losing(pool_map), ownerless(pool_map)
-    waiting = [(ROOT_INODE, b"")] if chains else []
+    waiting: list[tuple[int, bytes]] = [(ROOT_INODE, b"")] if chains else []
     while waiting:
         inode, path = waiting.pop()
         try:
@@ -53,8 +60,8 @@ async def lost_files(client) -> AsyncIterator[tuple[bytes, int, int]]:
                         yield name, attr.inode, lost
 
 
-async def _unreadable(client, attr, indexes: list[int]) -> int:
-    """Of these chunks those with bytes that are lost; those that nobody holds are left out."""
+async def _unreadable(client: Client, attr: Attr, indexes: list[int]) -> int:
+    """Number of these chunks with lost bytes. Chunks of chains without any owner are not counted here."""
     nobody = ownerless(client.pool_map)
     lost = 0
     try:
@@ -71,7 +78,7 @@ async def _unreadable(client, attr, indexes: list[int]) -> int:
             except BytesLost:
                 lost += 1
             except NvpoolError:
-                continue  # that is another matter, and fsck tells of it
+                continue  # a different problem, which fsck reports
     finally:
         await client.vfs.release(handle)
     return lost

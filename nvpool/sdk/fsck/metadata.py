@@ -1,18 +1,23 @@
-"""The first pass of a check: the metadata of all shards of a pool, of one moment (`moment`), while it serves and partitions
-move.
+"""Metadata pass of fsck: all shards at one snapshot barrier, with the pool in service.
 
-Each shard walks its own records and says what is wrong with them, and what it alone can not tell: sums, which are laid
-together here and settled by the shards of the inodes; directories of others that it has climbed to, from which climbs go on
-here (`checkup_tree`); attributes of wide directories and of their parts, which are compared here. What a shard has not
-looked at, since its partition went elsewhere meanwhile, is looked at by its new holder, as often as it takes.
+Each shard walks its own records and reports their problems. A shard also reports facts that it cannot judge
+alone:
 
-Called by `checkup`. Memory: a hundred bytes for each inode with a name on another shard, and for each wide directory.
+* sums: they are added up here, and the shards of the inodes judge the totals;
+* directories of other shards that its walk upwards has reached: the walk continues from here (sdk/fsck/tree);
+* attributes of striped directories and of their stripes: they are compared here.
+
+If a partition moves before its shard has checked it, its new shard checks it, as often as needed.
+
+sdk/fsck/check uses this module. Memory use: a hundred bytes for each inode with a name on another shard, and
+for each striped directory.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 from nvpool.core.errors import NotFound, Stale
 from nvpool.core.ids import partition_of
@@ -33,40 +38,46 @@ from nvpool.sdk.admin.snapshot_barrier import Begun, walk_at_all
 from nvpool.sdk.fsck.report import PROBLEMS_KEPT_MAX, Checkup, Problem
 from nvpool.sdk.fsck.tree import Climbs
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
+_Item = TypeVar("_Item")
+
 RECORDS_A_STEP = 5000
 INODES_A_STEP = 1000
 CLIMBS_AT_ONCE = 10_000
 TURNS_MAX = 1000
-"""Of asking about partitions in vain: minutes."""
+"""Queries in a row without progress before a moving partition is given up: some minutes."""
 AGAIN_S, AGAIN_S_MAX = 0.02, 0.5
-"""Before who is closed, or not known to us yet, is asked again."""
+"""Delays before a partition is queried again, while its shard is closed or unknown."""
 
 
-async def check_names(client, checkup: Checkup, repair: bool) -> None:
-    """Note every problem of the metadata in `checkup`. As `checkup.check`; Busy as `walk_at_all`."""
+async def check_names(client: Client, checkup: Checkup, repair: bool) -> None:
+    """Record every metadata problem in `checkup`. Errors: those of `check`; Busy as in `walk_at_all`."""
     await _Names(client, checkup, repair).run()
 
 
 class _Names:
-    def __init__(self, client, checkup: Checkup, repair: bool) -> None:
+    def __init__(self, client: Client, checkup: Checkup, repair: bool) -> None:
         self._client = client
         self._asking = Asking(client)
         self._checkup = checkup
         self._repair = repair
         self._sums: dict[int, Sum] = {}
         self._copies: dict[int, dict[int, Copy]] = {}
-        """Of wide directories, by shard."""
+        """Attributes of striped directories, by shard."""
         self._noted: set[tuple[str, str]] = set()
         self._is_whole = True
         self._climbs = Climbs(client, self._asking)
 
     async def run(self) -> None:
         await walk_at_all(self._client, self._walk_all, self._anew, repair=self._repair)
-        if self._is_whole:  # else no sum is right
+        if self._is_whole:  # otherwise the sums are incomplete
             await self._settle([one for one in self._sums.values() if not one.is_even], self._uneven())
 
     def _anew(self, reason: str) -> None:
-        """What was wrong at one moment is told, and once; sums of two moments do not belong together."""
+        """Start the walk again. Problems stay reported, each one once. Sums are dropped, because sums of
+        two snapshot barriers do not add up."""
         self._checkup.begun_anew.append(reason)
         self._checkup.records, self._is_whole = 0, True
         self._sums, self._copies, self._climbs = {}, {}, Climbs(self._client, self._asking)
@@ -81,19 +92,20 @@ class _Names:
 
     def _note(self, problem: Problem) -> None:
         if (problem.kind, problem.text) in self._noted:
-            return  # seen before its partition moved, and after
+            return  # reported by both shards, before and after its partition moved
         if len(self._noted) < PROBLEMS_KEPT_MAX:
             self._noted.add((problem.kind, problem.text))
         self._checkup.note(problem)
 
     async def _walk(self, shard: int, request: meta_pb2.FsckRequest, before: int | None = None) -> set[int]:
-        """Ask for all steps; partitions that were passed. `before`: records that were counted; None: these are none more."""
+        """Run all steps of one shard's walk; return the partitions it skipped. `before` is the number of
+        records counted earlier; with None the records of this walk are not counted."""
         passed: set[int] = set()
         done = False
         while not done:
             reply, _ = await self._asking.shard(shard, wire_pb2.META_FSCK, request, meta_pb2.FsckReply)
             if before is not None:
-                self._checkup.records = before + reply.checked  # since the beginning of its walk
+                self._checkup.records = before + reply.checked  # counted from the start of its walk
             for one in unpack_sums(reply.sums):
                 self._sums[one.inode] = one.plus(self._sums[one.inode]) if one.inode in self._sums else one
             for copy in unpack_copies(reply.copies):
@@ -120,7 +132,7 @@ class _Names:
                 request = meta_pb2.FsckRequest(limit=RECORDS_A_STEP, repair=self._repair, partitions=pack_partitions(some))
                 try:
                     left |= await self._walk(shard, request)
-                except (NotFound, Stale):  # a shard that has left, or another process of it
+                except (NotFound, Stale):  # the shard has left the pool, or is a new process
                     left.update(some)
             turns = turns + 1 if left == passed else 0
             passed = left
@@ -129,8 +141,8 @@ class _Names:
         await asyncio.sleep(min(AGAIN_S_MAX, AGAIN_S * 2 ** min(turns, 8)))
         await self._client.refresh_map()
 
-    def _by_shard(self, these: Iterable, partition: callable) -> dict[int, list]:
-        found: dict[int, list] = {}
+    def _by_shard(self, these: Iterable[_Item], partition: Callable[[_Item], int]) -> dict[int, list[_Item]]:
+        found: dict[int, list[_Item]] = {}
         owners = self._client.pool_map.shard_of_partition
         only = self._client.pool_map.shards[0].id
         for one in these:
@@ -143,12 +155,13 @@ class _Names:
             self._note(problem)
 
     def _uneven(self) -> list[int]:
-        """Wide directories with parts that differ from their record."""
+        """Striped directories with stripes that differ from their record."""
         return [inode for inode, copies in self._copies.items()
                 if 0 in copies and any(copy._replace(shard=0) != copies[0] for copy in copies.values())]
 
     async def _settle(self, sums: Collection[Sum], uneven: Collection[int]) -> None:
-        """What is wrong by the sums of all shards together, as those say who have the inodes."""
+        """Let the shards of these inodes judge the sums of all shards. The problems that they find are
+        reported."""
         turns = 0
         while (sums or uneven) and turns < TURNS_MAX:
             if turns:
@@ -161,13 +174,13 @@ class _Names:
             by_sum = self._by_shard(sums, lambda one: partition_of(one.inode))
             by_uneven = self._by_shard(uneven, partition_of)
             for shard in sorted(by_sum.keys() | by_uneven.keys()):
-                works = [(some, []) for some in _parted(by_sum.get(shard, []))]
+                works: list[tuple[list[Sum], list[int]]] = [(some, []) for some in _parted(by_sum.get(shard, []))]
                 works += [([], some) for some in _parted(by_uneven.get(shard, []))]
                 for some, wide in works:
                     request = meta_pb2.FsckSumsRequest(sums=pack_sums(some), repair=self._repair, uneven=pack_numbers(wide))
                     try:
                         reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_SUMS, request, meta_pb2.FsckReply)
-                    except NotFound:  # it has left
+                    except NotFound:  # the shard has left the pool
                         left_sums += some
                         left_uneven += wide
                         continue
@@ -179,5 +192,5 @@ class _Names:
             sums, uneven = left_sums, left_uneven
 
 
-def _parted(these: list) -> list[list]:
+def _parted(these: list[_Item]) -> list[list[_Item]]:
     return [these[first:first + INODES_A_STEP] for first in range(0, len(these), INODES_A_STEP)]

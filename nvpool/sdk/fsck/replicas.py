@@ -1,18 +1,21 @@
-"""The copies of chunks, compared over the members of their chains: a check finds one that a member lacks, or has otherwise than
-the others. Its reader would get zeros, or what was before, and nothing else tells of it.
+"""Replica comparison of fsck: finds chunks that differ between the members of their chain.
 
-Who is written to differs for moments. So what differs is looked at again, several times and for longer than a lease; it is told
-when all of it stood still meanwhile, the chain too. Each target's chunks are compared with those of the others, so that a chunk
-is found wherever it is missing but at all of them. With the secret the others fetch the newest copy (DATA_PULL).
+If one member lacks a chunk or has an older version, a reader of that member gets zeros or old bytes, and no
+other check reports that.
 
-Called by `checkup`. Memory: some hundred bytes for each of SUSPECTS_MAX chunks.
+A write reaches the members at slightly different times. So a difference is examined again, several times and
+for longer than a lease. Only a difference that stays is reported, and only if the chain did not change
+meanwhile. The chunks of each target are compared with those of the other members, so a missing chunk is found
+unless all members lack it. With the secret, the other members fetch the newest copy (DATA_PULL).
+
+sdk/fsck/check uses this module. Memory use: some hundred bytes for each of SUSPECTS_MAX chunks.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nvpool.core import grants
 from nvpool.core.clock import SYSTEM_CLOCK
@@ -24,9 +27,13 @@ from nvpool.sdk.admin.calls import Asking
 from nvpool.sdk.file_layout import chunks_on
 from nvpool.sdk.fsck.report import Checkup, Problem
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
 SUSPECTS_MAX = 1000
 LOOKS_S = (0.2, 0.8, 3.0)
-"""Before each look at what has differed: together longer than a lease, after which the map would have changed."""
+"""Pauses before each repeated comparison. Together they last longer than a lease, after which the map
+would have changed."""
 GRANT_MS = 60_000
 
 Name = tuple[int, int, int]
@@ -34,7 +41,7 @@ Name = tuple[int, int, int]
 
 
 class Copy(NamedTuple):
-    """What a target has of a chunk; nothing at all where there is none."""
+    """One target's copy of a chunk; all zero if there is none."""
 
     version: int = 0
     blocks: int = 0
@@ -47,7 +54,7 @@ class Copy(NamedTuple):
 class Seen(NamedTuple):
     chain_epoch: int
     copies: dict[int, Copy]
-    """By target, of those that can read theirs."""
+    """Copies by target, for the targets that can read their record."""
 
     @property
     def even(self) -> bool:
@@ -55,24 +62,25 @@ class Seen(NamedTuple):
 
 
 def service_right(secret: bytes) -> bytes:
-    """What a store does for the pool itself only."""
+    """Service token: a store then does what it does only for the pool itself."""
     ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + GRANT_MS
     return grants.sign(grants.Grant(grants.SERVICE, 0, 0, 0, 0, ends_ms), secret)
 
 
 class Copies:
-    def __init__(self, client, asking: Asking, checkup: Checkup, secret: bytes | None):
-        """`secret`: what differs is mended."""
+    def __init__(self, client: Client, asking: Asking, checkup: Checkup, secret: bytes | None) -> None:
+        """With `secret`, differences are repaired."""
         self._client = client
         self._asking = asking
         self._checkup = checkup
         self._secret = secret
         self._suspects: dict[Name, Seen] = {}
         self._settled: set[Name] = set()
-        """Of those that were told the first ones: they are met again at the next member."""
+        """The first chunks that were reported: the scan of the next member meets them again."""
 
     async def look(self, target: int, inode: int, table: int, held: Sequence[data_pb2.ChunkDescription]) -> None:
-        """Compare these chunks of the target, in order, with what the other members of their chains have."""
+        """Compare these chunks with the copies of the other members of their chains. `held` is in order of
+        the chunk indexes."""
         if table < 2 or not held:
             return
         here = {chunk.index: chunk for chunk in held}
@@ -91,7 +99,7 @@ class Copies:
             await self.settle()
 
     async def settle(self) -> None:
-        """Look again at what differed, and note what still does."""
+        """Compare the suspect chunks again, and report those that still differ."""
         suspects, self._suspects = self._suspects, {}
         for pause_s in LOOKS_S:
             if not suspects:
@@ -136,7 +144,8 @@ class Copies:
         return Seen(chain.epoch, copies)
 
     async def _held(self, target: int, inode: int, first: int, last: int) -> dict[int, Copy] | None:
-        """Chunks of the target by their indexes; None where it can not read its record, which is told elsewhere."""
+        """Chunks of the target by index. None: the target cannot read its record, which another check
+        reports."""
         found = {}
         try:
             async for chunk in chunks_on(self._asking, target, inode, first):

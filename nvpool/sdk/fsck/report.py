@@ -1,9 +1,9 @@
-"""What a check of a pool has looked at and found. Written by `checkup` and `checkup_names`, read by whoever shows it."""
+"""Progress and problems of an fsck. sdk/fsck/check and sdk/fsck/metadata write it; the CLI shows it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROBLEMS_KEPT_MAX = 10_000
 
@@ -14,12 +14,12 @@ class Problem(NamedTuple):
     text: str
     repaired: bool = False
     inode: int = 0
-    """Of the file that is damaged, where one is."""
+    """Inode number of the damaged file, if there is one."""
 
 
 @dataclass
 class Checkup:
-    """What was looked at and found; written by `check`, read by whoever shows progress."""
+    """Progress and problems of one run of `check`; may be read while the check runs."""
 
     stage: str = "metadata"
     records: int = 0
@@ -27,9 +27,9 @@ class Checkup:
     chunks: int = 0
     blocks: int = 0
     blocks_total: int = 0
-    """Of all targets, as they were at the start."""
+    """Blocks of all targets at the start of the check."""
     begun_anew: list[str] = field(default_factory=list)
-    """Why, each time that the metadata was begun from the beginning again: a shard has another primary, or has left."""
+    """Reasons of the restarts of the metadata pass: a new primary, or a removed shard."""
     problems: list[Problem] = field(default_factory=list)
     found: int = 0
     unrepaired: int = 0
@@ -40,7 +40,7 @@ class Checkup:
         if len(self.problems) < PROBLEMS_KEPT_MAX:
             self.problems.append(problem)
 
-    def summary(self) -> dict:
+    def summary(self) -> dict[str, Any]:
         found = asdict(self)
         del found["stage"], found["blocks_total"]
         found["problems"] = [problem._asdict() for problem in self.problems]

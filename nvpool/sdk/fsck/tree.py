@@ -1,17 +1,21 @@
-"""Loops of directories that cross shards: climbs that go on from shard to shard.
+"""Search for directory loops that cross shards.
 
-What a shard's own climbs come to (meta/fsck/tree) is climbed from here, many at once, each directory once; what is known to
-be below the root is remembered, up to a million. A climb over several shards is not of one moment, and a directory that is
-renamed meanwhile may make it meet itself. So what looks like a loop is traced twice: where both times every directory on it
-is as it was (it has a counter of changes), all of it was there at the moment in between.
+A shard walks from its directories up towards the root (meta/fsck/tree). If such a walk leaves the shard, it
+continues from here, many at a time, each directory once. Directories that are known to be below the root are
+remembered, up to a million.
 
-Called by `checkup_names`.
+A walk over several shards does not see one point in time: a rename during the walk can make a path meet
+itself. So a suspected loop is traced twice. If every directory of the loop has the same change counter both
+times, the whole loop existed at the point in time between the two traces.
+
+sdk/fsck/metadata uses this module.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING
 
 from nvpool.core.errors import NotFound, NvpoolError
 from nvpool.core.ids import partition_of
@@ -21,10 +25,13 @@ from nvpool.rpc.v1.meta_pb2 import FsckClimbReply, FsckClimbRequest
 from nvpool.sdk.admin.calls import Asking
 from nvpool.sdk.fsck.report import Problem
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
 CLIMBS_A_STEP = 1000
 ROOTED_MAX = 1_000_000
 ROUNDS_MAX = 100_000
-"""Of asking: a path is not deeper."""
+"""Rounds of queries; no path is deeper than this."""
 TRACES_MAX = 10
 PAUSE_S = 0.05
 
@@ -32,14 +39,14 @@ Step = tuple[int, int, int]  # directory, parent, counter of changes
 
 
 class Climbs:
-    def __init__(self, client, asking: Asking) -> None:
+    def __init__(self, client: Client, asking: Asking) -> None:
         self._client = client
         self._asking = asking
         self._waiting: set[int] = set()
         self._rooted: set[int] = set()
 
     def add(self, directories: Iterable[int]) -> None:
-        """Climb from these too."""
+        """Add directories from which the next `loops` walks upwards."""
         self._waiting.update(one for one in directories if one not in self._rooted)
 
     @property
@@ -47,7 +54,7 @@ class Climbs:
         return len(self._waiting)
 
     async def loops(self, repair: bool) -> AsyncIterator[Problem]:
-        """Climb from all that were added; each loop that is found."""
+        """Walk upwards from all added directories, and iterate over the loops found."""
         above = await self._climb()
         for start in _met_again(above):
             way = await self._confirmed(start)
@@ -58,7 +65,8 @@ class Climbs:
         self._rooted.update(above)
 
     async def _climb(self) -> dict[int, int]:
-        """Directory -> that of the next shard above it; 0: it is below the root, or below nothing."""
+        """Map each directory to the next directory above it on another shard. 0: it is below the root, or
+        below nothing."""
         above: dict[int, int] = {}
         now, self._waiting = self._waiting, set()
         for _ in range(ROUNDS_MAX):
@@ -91,7 +99,7 @@ class Climbs:
         try:
             reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_CLIMB, FsckClimbRequest(inodes=pack_numbers(some)),
                                                     FsckClimbReply)
-        except NotFound:  # the shard has left
+        except NotFound:  # the shard has left the pool
             return some
         return unpack_numbers(reply.above)
 
@@ -101,7 +109,7 @@ class Climbs:
         return now.shard_of_partition[place] if now.partitions and place < len(now.shard_of_partition) else now.shards[0].id
 
     async def _confirmed(self, start: int) -> list[Step]:
-        """The directories of the loop in which this one is; none where it is in none."""
+        """Directories of the loop that contains `start`; empty if there is none."""
         for _ in range(TRACES_MAX):
             way = await self._traced(start)
             if not way or way == await self._traced(start):
@@ -109,7 +117,7 @@ class Climbs:
         return []
 
     async def _traced(self, start: int) -> list[Step]:
-        """From the directory up until it comes back to it; nothing where it does not."""
+        """Directories from `start` upwards until the path returns to it; empty if it does not."""
         way: list[Step] = []
         at, seen = start, set()
         for _ in range(ROUNDS_MAX):
@@ -119,7 +127,7 @@ class Climbs:
                 found, numbers = unpack_numbers(reply.above)[0], unpack_numbers(reply.way)
             except NotFound:
                 found, numbers = at, ()
-            if found == at and not numbers:  # it has moved
+            if found == at and not numbers:  # its partition has moved
                 await asyncio.sleep(PAUSE_S)
                 await self._client.refresh_map()
                 continue
@@ -143,7 +151,8 @@ class Climbs:
         return Problem("loop", f"{len(way)} directories", text, repaired)
 
     async def _loosened(self, directory: int, parent: int) -> bool:
-        """Move it to /lost+found: the shard that has its name does. That of a wide directory may be any."""
+        """Move the directory to /lost+found; the shard with its name does that. The name of an entry of a
+        striped directory may be on any shard, so the other shards are asked next."""
         first = self._holder(parent)
         for shard in (first, *(other.id for other in self._client.pool_map.shards if other.id != first)):
             request = FsckClimbRequest(loose=directory, parent=parent)
@@ -154,7 +163,7 @@ class Climbs:
 
 
 def _met_again(above: dict[int, int]) -> list[int]:
-    """One directory of each loop."""
+    """One directory of each loop in `above`."""
     done: set[int] = set()
     found = []
     for start in above:

@@ -1,12 +1,13 @@
-"""Export: a tree or file of a pool onto a local file system."""
+"""Export of a tree or a file of a pool to a local file system."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import TYPE_CHECKING, TypedDict
 
 from nvpool.client.state.types import Caller
 from nvpool.core.checksum import crc32c
@@ -24,34 +25,48 @@ from nvpool.core.units import KIB
 from nvpool.sdk.transfer.progress import PIECE_BYTES, Tally, TransferOptions
 from nvpool.sdk.transfer.workers import Crew, Folder
 
+if TYPE_CHECKING:
+    from nvpool.client.vfs.filesystem import Vfs
+    from nvpool.rpc.api import Buffer
+    from nvpool.rpc.messages.direntries import Listed
+    from nvpool.rpc.v1.meta_pb2 import Attr
+
 LISTED_AT_ONCE = 1000
 _ZEROS = bytes(64 * KIB)
-"""Runs of zeros of this size and place become holes."""
+"""Aligned runs of zeros of this size become holes."""
 
 
-async def export_tree(vfs, source: bytes, destination: str | bytes | os.PathLike[str], *, tally: Tally,
+async def export_tree(vfs: Vfs, source: bytes, destination: str | bytes | os.PathLike[str], *, tally: Tally,
                       options: TransferOptions | None = None) -> None:
-    """Make the local `destination` what `source`, a path in the pool, is; missing parents are made.
+    """Copy `source`, a path in the pool, to the local `destination`; missing parents are created.
 
-    As import_tree, the other way. Each block that arrives is checked against the checksum of its writer, and what was written
-    here is synced, read back from the drive and compared. A file that was cut short is begun anew, whole ones are left out.
+    This is `import_tree` in the other direction. Each block that arrives is checked against its writer's
+    checksum. The local file is then synced, read back from the drive and compared. A file that an earlier
+    export left incomplete is written again; complete files are skipped.
 
-    NotFound    there is no source
-    NotADirectory, AlreadyExists   source and destination are not of one kind
-    Unavailable the pool did not answer in time; NoSpace: the local drive is full. Repeat when it is mended
+    NotFound  the source does not exist
+    NotADirectory, AlreadyExists  source and destination are of different kinds
+    Unavailable  the pool did not answer in time
+    NoSpace  the local drive is full
+
+    After Unavailable or NoSpace, repeat the export when the cause is removed.
     """
     await _Export(vfs, tally, options or TransferOptions()).run(source, os.fsencode(destination))
 
 
+class _Follow(TypedDict, total=False):
+    follow_symlinks: bool
+
+
 class _Export:
-    def __init__(self, vfs, tally: Tally, options: TransferOptions):
+    def __init__(self, vfs: Vfs, tally: Tally, options: TransferOptions) -> None:
         self._vfs = vfs
         self._tally = tally
         self._options = options
         self._caller = Caller(os.geteuid(), os.getegid())
-        self._crew = Crew(tally, options.parallel, self._finish_folder)
+        self._crew: Crew[bytes, Attr] = Crew(tally, options.parallel, self._finish_folder)
         self._linked: dict[int, tuple[asyncio.Future[bytes | None], list[int]]] = {}
-        self._folders: list[Folder] = []
+        self._folders: list[Folder[bytes, Attr]] = []
 
     async def run(self, source: bytes, destination: bytes) -> None:
         attr = await self._vfs.getattr(ROOT_INODE)
@@ -81,7 +96,7 @@ class _Export:
         self._tally.counted = True
 
     async def _count(self, inode: int) -> None:
-        """Grow the totals ahead of the export."""
+        """Add up the totals while the export runs."""
         waiting = [inode]
         while waiting:
             async for entries in self._entries(waiting.pop()):
@@ -95,8 +110,8 @@ class _Export:
                         self._tally.bytes_total += entry.attr.size
         self._tally.counted = True
 
-    async def _entries(self, inode: int):
-        """Lists of entries with attributes."""
+    async def _entries(self, inode: int) -> AsyncIterator[Listed]:
+        """Iterate over batches of the directory's entries with their attributes."""
         handle = await self._vfs.opendir(inode)
         try:
             cursor, more = 0, True
@@ -117,7 +132,7 @@ class _Export:
             await self._crew.guarded(folder.path, self._list_folder(folder))
             await self._crew.leave(folder)
 
-    async def _list_folder(self, folder: Folder) -> None:
+    async def _list_folder(self, folder: Folder[bytes, Attr]) -> None:
         async for entries in self._entries(folder.found.inode):
             for entry in entries:
                 if self._options.leaves_out(entry.name):
@@ -128,13 +143,13 @@ class _Export:
                 elif await self._crew.guarded(path, self._crew.blocking(_make_folder, place)):
                     self._folders.append(Folder(folder, path, place, attr, False))
 
-    async def _finish_folder(self, folder: Folder) -> None:
+    async def _finish_folder(self, folder: Folder[bytes, Attr]) -> None:
         xattrs = await self._xattrs(folder.found)
         await self._crew.blocking(self._finish, folder.place, folder.found, xattrs)
 
-    # -- what is no folder -------------------------------------------------------------------------------------------
+    # -- files, links and special files ----------------------------------------------------------------------------
 
-    async def _entry(self, place: bytes, attr) -> None:
+    async def _entry(self, place: bytes, attr: Attr) -> None:
         if attr.links <= 1:
             await self._one(place, attr)
             return
@@ -146,7 +161,7 @@ class _Export:
                 await self._one(place, attr)
                 made = place
             finally:
-                if not first.done():  # cancelled with those who wait for it
+                if not first.done():  # cancelled, together with the tasks that wait for it
                     first.set_result(made)
             return
         first, left = self._linked[attr.inode]
@@ -164,7 +179,7 @@ class _Export:
             self._tally.skipped_files += there
             self._tally.skipped_bytes += there * attr.size
 
-    async def _one(self, place: bytes, attr) -> None:
+    async def _one(self, place: bytes, attr: Attr) -> None:
         if stat.S_ISREG(attr.mode):
             return await self._file(place, attr)
         target = await self._vfs.readlink(attr.inode) if stat.S_ISLNK(attr.mode) else None
@@ -175,7 +190,7 @@ class _Export:
         else:
             self._tally.symlinks += 1
 
-    async def _file(self, place: bytes, attr) -> None:
+    async def _file(self, place: bytes, attr: Attr) -> None:
         if await self._crew.blocking(_is_there, place, attr):
             self._tally.files += 1
             self._tally.bytes += attr.size
@@ -187,7 +202,7 @@ class _Export:
         try:
             now = await self._vfs.getattr(attr.inode)
             xattrs = await self._xattrs(now)
-            # What is in the pool can be read, as far as is known, before what is here is emptied.
+            # Read a first piece before the local file is truncated: the pool's data may be unreadable.
             buffer = await self._vfs.read(handle, 0, min(PIECE_BYTES, now.size)) if now.size else b""
             opened = await self._crew.blocking(_open_destination, place)
             checksums, at = [], 0
@@ -208,12 +223,13 @@ class _Export:
         finally:
             await self._vfs.release(handle)
             if writing is not None:
-                await asyncio.gather(writing, return_exceptions=True)  # a thread may still be writing by the descriptor
+                await asyncio.gather(writing, return_exceptions=True)  # a thread may still use the descriptor
             if opened >= 0:
                 os.close(opened)
         self._tally.files += 1
 
-    def _finish_file(self, descriptor: int, attr, checksums: list[tuple[int, int, int]], xattrs) -> None:
+    def _finish_file(self, descriptor: int, attr: Attr, checksums: list[tuple[int, int, int]],
+                     xattrs: list[tuple[bytes, bytes]]) -> None:
         os.ftruncate(descriptor, attr.size)
         os.fsync(descriptor)
         if self._options.verify:
@@ -223,17 +239,18 @@ class _Export:
                     raise ChecksumMismatch(f"the {length} bytes at {at} are not on the drive as they were written")
         self._finish(descriptor, attr, xattrs)
 
-    # -- what a thing has beside its contents --------------------------------------------------------------------------
+    # -- attributes of an entry ------------------------------------------------------------------------------------
 
-    async def _xattrs(self, attr) -> list[tuple[bytes, bytes]]:
+    async def _xattrs(self, attr: Attr) -> list[tuple[bytes, bytes]]:
         if not attr.flags & 1:
             return []
         return [(name, await self._vfs.getxattr(attr.inode, name)) for name in await self._vfs.listxattr(attr.inode)]
 
-    def _finish(self, place: bytes | int, attr, xattrs: list[tuple[bytes, bytes]]) -> None:
-        """Attributes, owner, mode and times, in this order: a change of owner takes set-id bits away, all change times."""
+    def _finish(self, place: bytes | int, attr: Attr, xattrs: list[tuple[bytes, bytes]]) -> None:
+        """Set extended attributes, owner, mode and times, in this order. A change of owner clears the
+        set-id bits, and each change changes times."""
         link = stat.S_ISLNK(attr.mode)
-        follow = {} if isinstance(place, int) else {"follow_symlinks": False}
+        follow: _Follow = {} if isinstance(place, int) else {"follow_symlinks": False}
         for name, value in xattrs:
             try:
                 os.setxattr(place, name, value, **follow)
@@ -258,8 +275,9 @@ def _make_folder(place: bytes) -> bool:
     return True
 
 
-def _is_there(place: bytes, attr) -> bool:
-    """Whether it is there whole. AlreadyExists: something else has the name."""
+def _is_there(place: bytes, attr: Attr) -> bool:
+    """Whether the local file is already complete. AlreadyExists: the name belongs to an entry of another
+    kind."""
     try:
         found = os.lstat(place)
     except FileNotFoundError:
@@ -270,7 +288,7 @@ def _is_there(place: bytes, attr) -> bool:
 
 
 def _open_destination(place: bytes) -> int:
-    """A descriptor of the emptied file."""
+    """Open the local file and truncate it; return its descriptor."""
     try:
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         os.ftruncate(descriptor, 0)
@@ -279,8 +297,8 @@ def _open_destination(place: bytes) -> int:
         raise from_os_error(error, f"open {os.fsdecode(place)}") from None
 
 
-def _write_sparse(descriptor: int, at: int, buffer) -> None:
-    """Write what is not zero; the file is empty there, so that the rest are holes."""
+def _write_sparse(descriptor: int, at: int, buffer: Buffer) -> None:
+    """Write the parts that are not zero. The file is empty there, so the other parts are holes."""
     view = memoryview(buffer)
     try:
         for begin in range(0, len(view), len(_ZEROS)):
@@ -293,7 +311,7 @@ def _write_sparse(descriptor: int, at: int, buffer) -> None:
         raise from_os_error(error, "write") from None
 
 
-def _make_special(place: bytes, attr, target: bytes | None) -> None:
+def _make_special(place: bytes, attr: Attr, target: bytes | None) -> None:
     try:
         found = os.lstat(place)
     except FileNotFoundError:
@@ -310,7 +328,7 @@ def _make_special(place: bytes, attr, target: bytes | None) -> None:
 
 
 def _link(made: bytes, place: bytes) -> bool:
-    """Whether `place` was a name of `made` already; it is one on return."""
+    """Make `place` a hard link to `made`; return whether it was one already."""
     try:
         if os.path.samestat(os.lstat(made), os.lstat(place)):
             return True
@@ -321,7 +339,8 @@ def _link(made: bytes, place: bytes) -> bool:
 
 
 def _replace(place: bytes, make: Callable[[bytes], None]) -> None:
-    """Make the new entry before the old one loses its name: a file system may refuse links."""
+    """Create a new entry beside the old one and rename it over that. If creation fails, the old entry
+    keeps its name: a file system may refuse links."""
     beside = place[:place.rfind(b"/") + 1] + b".nvpool-export-%x" % SYSTEM_CLOCK.random().getrandbits(64)
     make(beside)
     try:

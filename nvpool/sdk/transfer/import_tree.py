@@ -1,4 +1,4 @@
-"""Import: a local tree or file into a pool."""
+"""Import of a local tree or file into a pool."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import stat
 import threading
 from functools import partial
+from typing import TYPE_CHECKING, TypedDict
 
 from nvpool.client.state.attr_cache import ACL_FLAG
 from nvpool.client.state.types import Caller
@@ -30,33 +31,45 @@ from nvpool.sdk.paths import write_all
 from nvpool.sdk.transfer.progress import PIECE_BYTES, Tally, TransferOptions, count_local, xattrs_of
 from nvpool.sdk.transfer.workers import Crew, Folder
 
+if TYPE_CHECKING:
+    from nvpool.client.state.types import FileHandle
+    from nvpool.client.vfs.filesystem import Vfs
+    from nvpool.rpc.v1.meta_pb2 import Attr
+
 LISTED_AT_ONCE = 1000
 
 
-async def import_tree(vfs, source: str | bytes | os.PathLike[str], destination: bytes, *, tally: Tally,
+async def import_tree(vfs: Vfs, source: str | bytes | os.PathLike[str], destination: bytes, *, tally: Tally,
                       options: TransferOptions | None = None) -> None:
-    """Make `destination`, a path in the pool, what the local `source` is; missing parents are made.
+    """Copy the local `source` to `destination`, a path in the pool; missing parents are created.
 
-    A folder's contents become the contents of `destination`; a file becomes the file `destination`, or one of its own name in
-    it when that is a folder. On return all of it is synced, except what tally.failures names. When this raises, what tally
-    counts is there and a repetition goes on behind it.
+    The contents of a folder become the contents of `destination`. A file becomes the file `destination`, or
+    if that is a folder a file of the same name in it. On return everything is synced, except the failures
+    that `tally` lists. If this raises, the entries that `tally` counts are in the pool, and a repeated import
+    continues after them.
 
-    NotFound           there is no source
-    NotADirectory, IsADirectory   source and destination are not of one kind
-    Unavailable, NoSpace, QuotaExceeded   the pool did not answer in time, or is full: repeat when it is mended
+    NotFound  the source does not exist
+    NotADirectory, IsADirectory  source and destination are of different kinds
+    Unavailable, NoSpace, QuotaExceeded  the pool did not answer in time, or is full: repeat the import when
+        the cause is removed
     """
     await _Import(vfs, tally, options or TransferOptions()).run(os.fsencode(source), destination)
 
 
+class _Owner(TypedDict, total=False):
+    uid: int
+    gid: int
+
+
 class _Import:
-    def __init__(self, vfs, tally: Tally, options: TransferOptions):
+    def __init__(self, vfs: Vfs, tally: Tally, options: TransferOptions) -> None:
         self._vfs = vfs
         self._tally = tally
         self._options = options
         self._caller = Caller(os.geteuid(), os.getegid())
-        self._crew = Crew(tally, options.parallel, self._finish_folder)
+        self._crew: Crew[int, os.stat_result] = Crew(tally, options.parallel, self._finish_folder)
         self._linked: dict[tuple[int, int], tuple[asyncio.Future[int | None], list[int]]] = {}
-        self._folders: list[Folder] = []
+        self._folders: list[Folder[int, os.stat_result]] = []
 
     async def run(self, source: bytes, destination: bytes) -> None:
         try:
@@ -70,7 +83,8 @@ class _Import:
             await self._crew.run(self._crew.add(None, source, partial(self._file, source, name, parent, found, False)))
             await self._vfs.fsyncdir(parent)
             return
-        inode, fresh = ROOT_INODE, False
+        inode: int = ROOT_INODE
+        fresh = False
         for name in names:
             inode, fresh = await self._folder(inode, name)
         root = Folder(None, source, inode, found, fresh)
@@ -81,7 +95,7 @@ class _Import:
         await self._vfs.fsyncdir(inode)
 
     async def _place_of_file(self, names: list[bytes], own_name: bytes) -> tuple[int, bytes]:
-        inode = ROOT_INODE
+        inode: int = ROOT_INODE
         for name in names[:-1]:
             inode, _ = await self._folder(inode, name)
         if not names:
@@ -94,7 +108,7 @@ class _Import:
     # -- folders -----------------------------------------------------------------------------------------------------
 
     async def _folder(self, parent: int, name: bytes) -> tuple[int, bool]:
-        """The folder's inode, and whether it was made now."""
+        """Create the folder if needed; return its inode and whether this call created it."""
         try:
             return (await self._vfs.mkdir(parent, name, 0o700, self._caller)).inode, True
         except AlreadyExists:
@@ -109,7 +123,7 @@ class _Import:
             await self._crew.guarded(folder.path, self._list_folder(folder))
             await self._crew.leave(folder)
 
-    async def _list_folder(self, folder: Folder) -> None:
+    async def _list_folder(self, folder: Folder[int, os.stat_result]) -> None:
         entries = await self._crew.blocking(_Entries, folder.path)
         try:
             while batch := await self._crew.blocking(entries.read):
@@ -126,21 +140,21 @@ class _Import:
                     else:
                         await self._crew.add(folder, path, partial(self._entry, path, name, folder, found))
         finally:
-            self._crew.later(entries.close)  # a thread may read them still, where we are cancelled
+            self._crew.later(entries.close)  # after a cancellation a thread may still be reading them
 
-    async def _finish_folder(self, folder: Folder) -> None:
+    async def _finish_folder(self, folder: Folder[int, os.stat_result]) -> None:
         inherits = folder.fresh and bool((await self._vfs.getattr(folder.place)).flags & ACL_FLAG)
         await self._attributes(folder.place, await self._crew.blocking(xattrs_of, folder.path), inherits)
         await self._finish(folder.place, folder.found)
 
-    # -- what is no folder -------------------------------------------------------------------------------------------
+    # -- files, links and special files ----------------------------------------------------------------------------
 
-    async def _entry(self, path: bytes, name: bytes, folder: Folder, found: os.stat_result) -> None:
+    async def _entry(self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result) -> None:
         if found.st_nlink > 1:
             return await self._hard_linked(path, name, folder, found)
         await self._one(path, name, folder, found)
 
-    async def _one(self, path: bytes, name: bytes, folder: Folder, found: os.stat_result) -> int | None:
+    async def _one(self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result) -> int | None:
         if stat.S_ISREG(found.st_mode):
             return await self._file(path, name, folder.place, found, folder.fresh)
         if stat.S_ISLNK(found.st_mode):
@@ -154,8 +168,9 @@ class _Import:
         self._tally.special += 1
         return there.inode
 
-    async def _hard_linked(self, path: bytes, name: bytes, folder: Folder, found: os.stat_result) -> None:
-        """The first name brings the contents; the others wait for it. It is under way in another worker, so the wait ends."""
+    async def _hard_linked(self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result) -> None:
+        """Import one name of a file with several hard links. The worker with the first name copies the
+        contents; the others wait for it. That worker is already running, so the wait ends."""
         key = (found.st_dev, found.st_ino)
         if key not in self._linked:
             first = asyncio.get_running_loop().create_future()
@@ -164,7 +179,7 @@ class _Import:
             try:
                 inode = await self._one(path, name, folder, found)
             finally:
-                if not first.done():  # cancelled with those who wait for it
+                if not first.done():  # cancelled, together with the tasks that wait for it
                     first.set_result(inode)
             return
         first, left = self._linked[key]
@@ -231,14 +246,15 @@ class _Import:
         self._tally.files += 1
         return there.inode
 
-    async def _contents(self, descriptor: int, now: os.stat_result, piece, handle, attr) -> None:
-        """Bring the bytes, sync them, and compare them as they are in the pool with what was read here."""
+    async def _contents(self, descriptor: int, now: os.stat_result, piece: tuple[int, bytes] | None, handle: FileHandle,
+                        attr: Attr) -> None:
+        """Copy and sync the bytes, then compare the pool's data with the source's."""
         vfs, size, end = self._vfs, attr.size, 0
         offsets, lengths, checksums = array.array("Q"), array.array("L"), array.array("L")
         while piece is not None:
             at, buffer = piece
             behind = at + len(buffer)
-            if at > end and size > end:  # a hole here, bytes there
+            if at > end and size > end:  # a hole in the source, data in the pool: remove that data
                 await vfs.setattr(attr.inode, size=end, caller=self._caller, handle=handle)
                 size = end
             ahead = None
@@ -266,10 +282,11 @@ class _Import:
                 if crc32c(await vfs.read(handle, at, length)) != checksum:
                     raise ChecksumMismatch(f"the {length} bytes at {at} are not in the pool as they were written")
 
-    # -- what a thing has beside its contents --------------------------------------------------------------------------
+    # -- attributes of an entry ------------------------------------------------------------------------------------
 
     async def _attributes(self, inode: int, xattrs: list[tuple[bytes, bytes]], inherits: bool) -> None:
-        """Those of the source. What was made here may have inherited access control lists, which the source does not have."""
+        """Set the extended attributes of the source. An entry that this import created may have inherited
+        access control lists that the source does not have; they are removed."""
         if inherits:
             inherited = acl.NAMES.difference(name for name, _ in xattrs).intersection(await self._vfs.listxattr(inode))
             for name in inherited:
@@ -283,12 +300,12 @@ class _Import:
                 self._tally.attributes_not_kept += 1
 
     async def _finish(self, inode: int, found: os.stat_result, *, mode: bool = True) -> None:
-        """Owner, mode and times in one change, last of all."""
-        owner = {"uid": found.st_uid, "gid": found.st_gid} if self._options.owners else {}
+        """Set owner, mode and times in one change, as the last step."""
+        owner: _Owner = {"uid": found.st_uid, "gid": found.st_gid} if self._options.owners else {}
         await self._vfs.setattr(inode, mode=stat.S_IMODE(found.st_mode) if mode else None, atime_ns=found.st_atime_ns,
                                 mtime_ns=found.st_mtime_ns, caller=self._caller, **owner)
 
-    async def _look_up(self, parent: int, name: bytes):
+    async def _look_up(self, parent: int, name: bytes) -> Attr | None:
         try:
             return await self._vfs.lookup(parent, name)
         except NotFound:
@@ -296,14 +313,15 @@ class _Import:
 
 
 class _Entries:
-    """Of a folder. Read and closed in any threads, one after the other: os.scandir does not bear both at once."""
+    """Entries of a local folder. `read` and `close` may run in different threads and are serialised here,
+    because os.scandir does not support both at the same time."""
 
     def __init__(self, path: bytes) -> None:
         self._lock = threading.Lock()
         self._entries = os.scandir(path)
 
     def read(self) -> list[tuple[bytes, os.stat_result | OSError]]:
-        """The next ones; none at the end, and after `close`."""
+        """The next entries; an empty list at the end, and after `close`."""
         found: list[tuple[bytes, os.stat_result | OSError]] = []
         with self._lock:
             for entry in self._entries:
@@ -320,8 +338,9 @@ class _Entries:
             self._entries.close()
 
 
-def _open_source(path: bytes):
-    """(descriptor, its stat, its first piece, its extended attributes): all that a small file needs, in one go."""
+def _open_source(path: bytes) -> tuple[int, os.stat_result, tuple[int, bytes] | None, list[tuple[bytes, bytes]]]:
+    """Open a source file; return its descriptor, stat, first piece and extended attributes. For a small
+    file that is all, in one call of a thread."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
@@ -334,7 +353,8 @@ def _open_source(path: bytes):
 
 
 def _read_piece(descriptor: int, at: int) -> tuple[int, bytes] | None:
-    """The next bytes that are no hole: (offset, up to PIECE_BYTES that do not cross a multiple of it); None at the end."""
+    """Read the next data at or after `at`, without holes. The result is (offset, up to PIECE_BYTES bytes
+    that do not cross a multiple of PIECE_BYTES), or None at the end of the file."""
     try:
         begin = os.lseek(descriptor, at, os.SEEK_DATA)
         hole = os.lseek(descriptor, begin, os.SEEK_HOLE)
@@ -343,7 +363,7 @@ def _read_piece(descriptor: int, at: int) -> tuple[int, bytes] | None:
             return None
         if error.errno != errno.EINVAL:
             raise
-        begin, hole = at, at + PIECE_BYTES  # a file system that does not tell
+        begin, hole = at, at + PIECE_BYTES  # the file system does not report holes
     length = min(hole, (begin // PIECE_BYTES + 1) * PIECE_BYTES) - begin
     buffer = os.pread(descriptor, length, begin)
     return (begin, buffer) if buffer else None

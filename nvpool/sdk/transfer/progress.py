@@ -1,35 +1,40 @@
-"""What a transfer has done so far, for whoever shows progress, and how it is to be done.
+"""Progress and options of a transfer.
 
-A Tally is written by the transfer on its event loop and read by anybody at any time; its numbers only grow.
+The transfer writes a Tally on its event loop. Any thread may read it at any time to show progress; its
+numbers only grow.
 """
 
 from __future__ import annotations
 
+import builtins
 import os
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvpool.core.posix import acl
 from nvpool.core.units import MIB
 
 PIECE_BYTES = MIB
-"""A chunk of the default size: one message to one target, and small enough that 32 of them in flight are no burden."""
+"""Bytes of a file that are copied in one step. This is a chunk of the default size: one message to one
+target, and 32 of them in flight are no burden."""
 
 FAILURES_KEPT_MAX = 1000
 
 
 class TransferOptions(NamedTuple):
     parallel: int = 32
-    """Files at once. Small files wait for round trips and syncs, which are shared: below 16 a drive idles."""
+    """Parallel files. Small files wait for round trips and syncs, which they share: below 16 a drive
+    idles."""
     verify: bool = True
-    """Read back what was written and compare its CRC32C with that of the source."""
+    """Read the written data back and compare its CRC32C with that of the source."""
     compare: bool = False
-    """Of an import: read also what is there with the size and time of its source, and write what differs."""
+    """Import only: compare also files with the size and time of their source. The parts that differ are
+    written."""
     owners: bool = os.geteuid() == 0
-    """Give files their owners; only root can."""
+    """Keep the owners of files; only root can."""
     exclude: tuple[str, ...] = ()
-    """Names, as shell patterns, of files and folders below the source that are left out, with all that is in them."""
+    """Shell patterns of names to skip below the source. A folder is skipped with everything in it."""
 
     def leaves_out(self, name: bytes) -> bool:
         return any(fnmatchcase(os.fsdecode(name), pattern) for pattern in self.exclude)
@@ -43,34 +48,34 @@ class Failure(NamedTuple):
 @dataclass
 class Tally:
     files: int = 0
-    """Done, those left out because they were there already included."""
+    """Completed files, including those that were skipped."""
     bytes: int = 0
-    """Of their contents, holes included; grows while a file is under way."""
+    """Bytes of completed files, holes included; grows while a file is copied."""
     directories: int = 0
     symlinks: int = 0
     hard_links: int = 0
     special: int = 0
     skipped_files: int = 0
-    """Were there already, with size and times."""
+    """Files that were already in the destination, with the same size and times."""
     skipped_bytes: int = 0
     failed: int = 0
     failures: list[Failure] = field(default_factory=list)
-    """The first of them."""
+    """The first failures; FAILURES_KEPT_MAX at most."""
     attributes_not_kept: int = 0
-    """Extended attributes that the destination does not take."""
+    """Extended attributes that the destination refused."""
     files_total: int = 0
     bytes_total: int = 0
     counted: bool = False
-    """The totals are final."""
+    """Whether the totals are final."""
     current: str = ""
 
-    def fail(self, path: bytes, error: BaseException) -> None:
+    def fail(self, path: builtins.bytes, error: BaseException) -> None:
         self.failed += 1
         if len(self.failures) < FAILURES_KEPT_MAX:
             self.failures.append(Failure(os.fsdecode(path), str(error)))
 
-    def summary(self) -> dict:
-        """For --json."""
+    def summary(self) -> dict[str, Any]:
+        """The result as a JSON object, for --json."""
         found = asdict(self)
         del found["current"], found["counted"]
         found["failures"] = [failure._asdict() for failure in self.failures]
@@ -78,7 +83,8 @@ class Tally:
 
 
 def count_local(path: bytes, tally: Tally, options: TransferOptions) -> None:
-    """Grow the totals by all regular files at and below `path`. Runs in a thread; what can not be read is not counted."""
+    """Add all regular files at and below `path` to the totals. Runs in a thread. Unreadable entries are
+    not counted."""
     waiting = [path]
     while waiting:
         try:
@@ -100,8 +106,9 @@ def count_local(path: bytes, tally: Tally, options: TransferOptions) -> None:
 
 
 def xattrs_of(place: bytes | int) -> list[tuple[bytes, bytes]]:
-    """Extended attributes of a local file; of the system's own only access control lists, which a pool keeps too."""
-    found = []
+    """Extended attributes of a local file. Of the "system." attributes only access control lists are
+    returned, because a pool stores those too."""
+    found: list[tuple[bytes, bytes]] = []
     try:
         names = os.listxattr(place)
     except OSError:

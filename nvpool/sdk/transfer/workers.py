@@ -1,8 +1,9 @@
-"""The workers of a transfer and the folders that they have under way.
+"""Worker tasks of a transfer, and the folders in progress.
 
-Files are done by many workers at once, in no order. A folder gets its mode and times when the last thing in it is done, since
-everything made in it would change them. What one file refuses is noted and the rest goes on; a pool that does not answer, or is
-full, ends the whole, since each further file would only fail the same way. Bounded: a queue of a few jobs for each worker.
+Many workers copy files in parallel, in no order. A folder gets its mode and times when its last entry is
+done, because each new entry would change them. An error of one file is recorded, and the transfer continues.
+An unreachable or full pool ends the whole transfer, because every further file would fail the same way. The
+job queue is bounded to a few jobs for each worker.
 """
 
 from __future__ import annotations
@@ -12,53 +13,64 @@ import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Generic, ParamSpec, TypeVar
 
 from nvpool.core.errors import Bug, NoSpace, NvpoolError, QuotaExceeded, Unavailable
 from nvpool.sdk.transfer.progress import Tally
 
+_Place = TypeVar("_Place")
+_Found = TypeVar("_Found")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Job = Callable[[], Awaitable[object]]
+
 THREADS = 8
-"""For local files, whose calls may block: enough to keep a drive busy, few enough for two cores."""
+"""Threads for blocking calls on local files. They are enough to keep a drive busy, and few enough for two
+cores."""
 
 
-class Folder:
-    """A folder under way. `left` counts what is not done in it, the listing of itself included."""
+class Folder(Generic[_Place, _Found]):
+    """A folder in progress. `left` counts the entries that are not done, plus one for the listing of the
+    folder itself."""
 
     __slots__ = ("parent", "path", "place", "found", "left", "fresh")
 
-    def __init__(self, parent: Folder | None, path: bytes, place: Any, found: Any, fresh: bool):
+    def __init__(self, parent: Folder[_Place, _Found] | None, path: bytes, place: _Place, found: _Found,
+                 fresh: bool) -> None:
         self.parent = parent
         self.path = path
-        """In the source."""
+        """Path in the source."""
         self.place = place
-        """In the destination: an inode number of the pool, or a local path."""
+        """Place in the destination: an inode number of the pool, or a local path."""
         self.found = found
-        """What the source says of it: os.stat_result or Attr."""
+        """Attributes in the source: os.stat_result or Attr."""
         self.left = 1
         self.fresh = fresh
-        """Made by this transfer, so nothing has to be looked up in it."""
+        """Whether this transfer created the folder; then nothing has to be looked up in it."""
         if parent is not None:
             parent.left += 1
 
 
-class Crew:
-    def __init__(self, tally: Tally, parallel: int, finish_folder: Callable[[Folder], Awaitable[None]]):
+class Crew(Generic[_Place, _Found]):
+    def __init__(self, tally: Tally, parallel: int,
+                 finish_folder: Callable[[Folder[_Place, _Found]], Awaitable[None]]) -> None:
         self.tally = tally
         self._parallel = parallel
         self._finish_folder = finish_folder
-        self._jobs: asyncio.Queue = asyncio.Queue(4 * parallel)
+        self._jobs: asyncio.Queue[tuple[Folder[_Place, _Found] | None, bytes, _Job]] = asyncio.Queue(4 * parallel)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="transfer")
 
-    async def blocking(self, function: Callable, *arguments, **named):
-        """Run what may block on a local file in a thread."""
+    async def blocking(self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args,
+                       **named: _Arguments.kwargs) -> _Result:
+        """Run a call that may block on a local file in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments, **named))
 
-    def later(self, function: Callable) -> None:
-        """Run it in a thread, when one is free; nobody waits for it."""
+    def later(self, function: Callable[[], object]) -> None:
+        """Run a call in a thread when one is free; its result is not awaited."""
         self._threads.submit(function)
 
     async def run(self, listing: Awaitable[None]) -> None:
-        """Await `listing`, which adds jobs, and all jobs. Raises the error that ended it."""
+        """Await `listing`, which adds jobs, and then all jobs. Raises the error that ended the transfer."""
         try:
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(self._work()) for _ in range(self._parallel)]
@@ -71,8 +83,8 @@ class Crew:
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def add(self, folder: Folder | None, path: bytes, job: Callable[[], Awaitable[None]]) -> None:
-        """Have `job` done by a worker; waits while all have enough to do."""
+    async def add(self, folder: Folder[_Place, _Found] | None, path: bytes, job: _Job) -> None:
+        """Queue `job` for a worker; waits while the queue is full."""
         if folder is not None:
             folder.left += 1
         await self._jobs.put((folder, path, job))
@@ -85,8 +97,9 @@ class Crew:
             await self.leave(folder)
             self._jobs.task_done()
 
-    async def guarded(self, path: bytes, work: Awaitable[Any]) -> Any:
-        """The result of `work`, or None where it failed for a reason of `path` alone, which is noted."""
+    async def guarded(self, path: bytes, work: Awaitable[_Result]) -> _Result | None:
+        """Await `work` and return its result. If it fails for a reason that concerns only `path`, record
+        the failure and return None."""
         try:
             return await work
         except (Unavailable, NoSpace, QuotaExceeded, Bug):
@@ -95,8 +108,9 @@ class Crew:
             self.tally.fail(path, error)
             return None
 
-    async def leave(self, folder: Folder | None) -> None:
-        """One thing in `folder` is done; finishes it, and the ones above, where it was the last."""
+    async def leave(self, folder: Folder[_Place, _Found] | None) -> None:
+        """Mark one entry of `folder` as done. If it was the last one, finish the folder, and its parents
+        in the same way."""
         while folder is not None:
             folder.left -= 1
             if folder.left:
