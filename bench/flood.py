@@ -122,7 +122,8 @@ async def flood(kind: str, places: list[tuple[str, int]]) -> None:
     await asyncio.gather(*[again(work, *place) for place in places for _ in range(count)])
 
 
-WORKS = {"requests": (requests, 4), "connections": (connections, 4), "slow": (slow, 100), "unread": (unread, 25), "busy": (busy, 1)}
+WORKS = {"requests": (requests, 4), "connections": (connections, 4), "slow": (slow, 100), "unread": (unread, 25),
+         "busy": (busy, 1)}
 """With the number of tasks for each of the two daemons."""
 
 
