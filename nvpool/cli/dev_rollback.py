@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 from nvpool.cli.output import say
 from nvpool.core.errors import NvpoolError
@@ -28,7 +30,7 @@ class Undoing:
         self._is_ours = not os.path.lexists(path) or being_made(directory) or (self._was_there and not any(path.iterdir()))
         self._ran = directory.supervisor() is not None
         self._place_was_there = mountpoint is None or os.path.lexists(mountpoint)
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | signal.Handlers | None] = {}
 
     def __enter__(self) -> Undoing:
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -10,8 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "pool": ("nvpool.cli.commands.pool:pool", "Make and destroy pools, and have their chunks moved."),
@@ -82,9 +86,11 @@ class Nouns(click.Group):
         if name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[name][0].partition(":")
-        return getattr(import_module(module), attribute)
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
 
-    def resolve_command(self, context: click.Context, arguments: list[str]):
+    def resolve_command(self, context: click.Context, arguments: list[str]
+                        ) -> tuple[str | None, click.Command | None, list[str]]:
         if arguments and arguments[0] not in COMMANDS and not arguments[0].startswith("-") and not context.resilient_parsing:
             from difflib import get_close_matches
             near = get_close_matches(arguments[0], COMMANDS, 1)
@@ -96,7 +102,7 @@ class Nouns(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
-    def shell_complete(self, context: click.Context, incomplete: str):
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
         return [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
 

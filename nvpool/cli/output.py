@@ -10,8 +10,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import click
 
@@ -19,6 +19,9 @@ from nvpool.core.errors import BadConfiguration, Bug, Damaged, NvpoolError, Refu
 from nvpool.core.remedies import with_pool
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 70, 130
+
+CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
+"""A function on its way to become a click command: a decorator of options returns what it was given."""
 
 _REMEDY = re.compile(r"; ([^;]*\bnvpool [a-z].*)", re.DOTALL)
 
@@ -28,14 +31,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 class Number(click.FloatRange):
     """A number within bounds; click takes nan for one within any."""
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
         number = super().convert(value, parameter, context)
         if number != number:
             self.fail(f"{value!r} is not a number", parameter, context)
         return number
 
 
-def log_options(function):
+def log_options(function: CommandFunction) -> CommandFunction:
     """How a daemon that a command starts writes its log."""
     function = click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
                             help="The least that is logged. [level under [log] in node.toml, else info]")(function)
@@ -43,7 +46,7 @@ def log_options(function):
                         help="json: an object a line. [format under [log] in node.toml, else text]")(function)
 
 
-def pool_argument(function):
+def pool_argument(function: CommandFunction) -> CommandFunction:
     """The argument POOL, which NVPOOL_POOL stands in for."""
     return click.argument("pool", envvar="NVPOOL_POOL", metavar="POOL", callback=remember_pool)(function)
 

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvpool.cli.known_pools import pool_behind, remedy_for
 from nvpool.cli.output import say
@@ -28,6 +28,9 @@ from nvpool.core.errors import (
 )
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.poolmap.model import decode_map
+
+if TYPE_CHECKING:
+    from nvpool.security.tls import Identity
 
 REACH_S = 10.0
 """For a first answer: a supervisor that died is back in a second or two."""
@@ -84,10 +87,11 @@ def own_host(address: str) -> str:
             probe.connect((host, int(port)))  # sends nothing
         except OSError as error:
             raise NotFound(f"{host} can not be reached from here: {error.strerror or error}") from None
-        return probe.getsockname()[0]
+        own: str = probe.getsockname()[0]
+        return own
 
 
-def identity_for(pool: str):
+def identity_for(pool: str) -> Identity | None:
     """What this command shows to the pool: that of its directory; None where `pool` is an address."""
     from nvpool.core.config import load
     from nvpool.security.tls import identity_in
@@ -147,7 +151,8 @@ def _remedy(pool: str) -> str:
 async def status_of(pool: str, wait_s: float = 5.0) -> dict[str, Any]:
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
     reply = await ask(pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(), pool_pb2.PoolStatusReply, wait_s=wait_s)
-    return json.loads(reply.status)
+    seen: dict[str, Any] = json.loads(reply.status)
+    return seen
 
 
 async def statuses(pool: str, instead: Callable[[], dict[str, Any] | None] = lambda: None) -> AsyncIterator[dict[str, Any]]:
@@ -184,4 +189,5 @@ async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float 
     request = pool_pb2.PoolChangeRequest(verb=verb, arguments=json.dumps(arguments).encode())
     reply = await ask(pool, wire_pb2.POOL_CHANGE, request, pool_pb2.PoolChangeReply, wait_s=wait_s, repeat=False,
                       endpoints=endpoints)
-    return json.loads(reply.result)
+    result: dict[str, Any] = json.loads(reply.result)
+    return result

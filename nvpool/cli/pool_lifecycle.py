@@ -57,7 +57,7 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(command(Program.POOL_MAKER), input=json.dumps(request).encode(),
                               stdout=subprocess.PIPE, timeout=_MAKE_S, check=False, start_new_session=True)
-        answer = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"the pool was not made within {_MAKE_S:.0f} s; the same command goes on with it") from None
     except ValueError:
@@ -104,7 +104,7 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _ended_with(supervisor: Callable[[], subprocess.Popen | None], directory: PoolDirectory) -> Iterator[None]:
+def _ended_with(supervisor: Callable[[], subprocess.Popen[bytes] | None], directory: PoolDirectory) -> Iterator[None]:
     """An interruption also ends a supervisor that was started and does not hold its lock yet: nobody else would find it."""
     try:
         yield
@@ -128,13 +128,13 @@ def _interrupted_later() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for restored, handler in before.items():
+            signal.signal(restored, handler)
     if came:
         signal.raise_signal(came[0])
 
 
-def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen:
+def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen[bytes]:
     configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
     directory.log.mkdir(exist_ok=True)
     with open_log(directory.log / "nvpoold.log") as log:
@@ -292,4 +292,5 @@ def forget(directory: PoolDirectory, pool_map: PoolMap | None) -> list[str]:
     done, as sentences. May be repeated."""
     if pool_map is None:
         return [f"{directory.path} has no pool map: keys of the pool in an etcd of your own, if it had one, were not removed"]
-    return make({"verb": "forget", "directory": str(directory.path), "pool_id": pool_map.pool_id})["done"]
+    done: list[str] = make({"verb": "forget", "directory": str(directory.path), "pool_id": pool_map.pool_id})["done"]
+    return done

@@ -10,13 +10,18 @@ import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from nvpool.cli.known_pools import pool_behind
 from nvpool.cli.output import remember_pool
 from nvpool.cli.pool_connection import REACH_S, ask
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+    from nvpool.client.vfs.filesystem import Vfs
+    from nvpool.rpc.v1.meta_pb2 import Attr
 
 
 class Place(NamedTuple):
@@ -38,12 +43,12 @@ def divided(text: str) -> tuple[str, str]:
     return (text[:at], text[at + 1:]) if at > 0 and not os.path.isdir(text) else (text, "/")
 
 
-class PlaceType(click.ParamType):
+class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
     """POOL:/path. POOL may hold colons of its own (HOST:PORT, a URL), so the first ':/' behind a URL's '://' divides."""
 
     name = "POOL:/path"
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: str | Place, parameter: click.Parameter | None, context: click.Context | None) -> Place:
         if isinstance(value, Place):
             return value
         at = _divider(value)
@@ -56,7 +61,7 @@ class PlaceType(click.ParamType):
 
 
 @asynccontextmanager
-async def session(pool: str, doing: str) -> AsyncIterator:
+async def session(pool: str, doing: str) -> AsyncIterator[Client]:
     """A client of the pool; `doing` names it in the pool's logs. Errors as Client.open."""
     from nvpool.client.session import Client
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
@@ -69,7 +74,7 @@ async def session(pool: str, doing: str) -> AsyncIterator:
         await client.close()
 
 
-async def find(vfs, path: bytes):
+async def find(vfs: Vfs, path: bytes) -> Attr:
     """The Attr of what lies at `path`, symbolic links not followed. NotFound names the first part that is missing."""
     from nvpool.core.errors import NotFound
     from nvpool.core.ids import ROOT_INODE

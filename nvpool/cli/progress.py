@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from nvpool.cli.output import say
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import format_bytes
+
+Result = TypeVar("Result")
 
 LOOK_S = 0.1
 FIRST_S = 0.5
@@ -31,7 +33,7 @@ class Look(NamedTuple):
     in_bytes: bool = True
 
 
-async def shown(title: str, work: Awaitable[Any], look: Callable[[], Look], *, quiet: bool = False) -> Any:
+async def shown(title: str, work: Awaitable[Result], look: Callable[[], Look], *, quiet: bool = False) -> Result:
     """Await `work` and show what `look` says meanwhile. Cancelled with its caller."""
     task = asyncio.ensure_future(work)
     if quiet:
@@ -42,7 +44,7 @@ async def shown(title: str, work: Awaitable[Any], look: Callable[[], Look], *, q
         task.cancel()
 
 
-async def _lines(title: str, task: asyncio.Future, look: Callable[[], Look]) -> Any:
+async def _lines(title: str, task: asyncio.Future[Result], look: Callable[[], Look]) -> Result:
     began_s = SYSTEM_CLOCK.boottime_s()
     while not task.done():
         await asyncio.wait([task], timeout=LINE_S)
@@ -56,7 +58,7 @@ async def _lines(title: str, task: asyncio.Future, look: Callable[[], Look]) -> 
     return await task
 
 
-async def _bar(title: str, task: asyncio.Future, look: Callable[[], Look]) -> Any:
+async def _bar(title: str, task: asyncio.Future[Result], look: Callable[[], Look]) -> Result:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     await asyncio.wait([task], timeout=FIRST_S)

@@ -10,12 +10,12 @@ import click
 from nvpool.cli.output import json_option, pool_argument, print_json, print_table
 
 
-class Since(click.ParamType):
+class Since(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
     """A time, or how long ago: seconds since 1970."""
 
     name = "time"
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: str | float, parameter: click.Parameter | None, context: click.Context | None) -> float:
         if isinstance(value, float):
             return value
         from nvpool.cli.commands.volume import Span
@@ -81,7 +81,8 @@ def _time(record: dict[str, Any]) -> float:
 def who_of(record: dict[str, Any]) -> str:
     who = record.get("who") or {}
     if "member" in who:
-        return who["member"]
+        member: str = who["member"]
+        return member
     if "uid" not in who:
         return "unknown"
     login = f", logged in as {who['login_user']}" if "login_user" in who else ""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from nvpool.cli.commands.drive import Size
 from nvpool.cli.output import Number, json_option, pool_argument, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from nvpool.sdk.bench.random_reads import Measured
 
 
 @click.command(epilog="""
@@ -51,9 +54,9 @@ def bench(pool: str, local_directory: str | None, mountpoint: str | None, size: 
     directory = directory_of(pool)
     local_directory = local_directory or (str(directory.path) if directory is not None else ".")
     size = max(16 * MIB, size // MIB * MIB)
-    results: dict[str, dict[str, Any]] = {load: {} for load in bench_workload.LOADS}
+    results: dict[str, dict[str, Measured]] = {load: {} for load in bench_workload.LOADS}
 
-    def note(where: str, load: str, found) -> None:
+    def note(where: str, load: str, found: Measured) -> None:
         results[load][where] = found
         if not as_json:
             say(f"{where}: {load}: {_cell(load, found)}")
@@ -79,7 +82,7 @@ def bench(pool: str, local_directory: str | None, mountpoint: str | None, size: 
                                     for load, found in results.items()])
 
 
-def _cell(load: str, found: Any) -> str:
+def _cell(load: str, found: Measured | None) -> str:
     from nvpool.core.units import format_bytes
     if found is None:
         return ""

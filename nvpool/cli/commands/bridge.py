@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -82,7 +83,7 @@ def _check(docker_socket: str | None, as_json: bool) -> None:
         print_table(("volume", "mounted"), shown)
 
 
-def asked(place: str, verb: str) -> dict:
+def asked(place: str, verb: str) -> dict[str, Any]:
     """What the plugin at the socket `place` answers. OSError, ValueError."""
     import http.client
     import json
@@ -93,7 +94,8 @@ def asked(place: str, verb: str) -> dict:
         connection.sock.settimeout(60.0)
         connection.sock.connect(place)
         connection.request("POST", verb, body=b"{}")
-        return json.loads(connection.getresponse().read())
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        return answer
     except http.client.HTTPException as error:
         raise OSError(str(error)) from error
     finally:

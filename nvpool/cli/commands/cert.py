@@ -75,7 +75,8 @@ async def _statuses(pool: str) -> list[dict[str, Any]]:
     async def status(**how: Any) -> dict[str, Any]:
         reply = await ask(pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(issued=True), pool_pb2.PoolStatusReply,
                           wait_s=REACH_S, **how)
-        return json.loads(reply.status)
+        seen: dict[str, Any] = json.loads(reply.status)
+        return seen
 
     async def other(node: dict[str, Any]) -> dict[str, Any] | None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,10 @@ from nvpool.cli.commands.drive import Size
 from nvpool.cli.output import json_option, print_json, say
 from nvpool.cli.pool_path import Place, PlaceType
 from nvpool.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+    from nvpool.rpc.v1.meta_pb2 import Attr
 
 WHOLE_S = 60.0
 """For the chains of a new replica count to be whole; there is nothing to copy."""
@@ -49,7 +53,7 @@ async def _shown(place: Place) -> dict[str, Any]:
         return _told(place, await _directory_at(client, place))
 
 
-async def _directory_at(client, place: Place):
+async def _directory_at(client: Client, place: Place) -> Attr:
     import stat
 
     from nvpool.cli.pool_path import find
@@ -60,7 +64,7 @@ async def _directory_at(client, place: Place):
     return attr
 
 
-def _told(place: Place, attr) -> dict[str, Any]:
+def _told(place: Place, attr: Attr) -> dict[str, Any]:
     import os
 
     from nvpool.client.state.attr_cache import WIDE_FLAG
@@ -119,7 +123,7 @@ async def _set(place: Place, replicas: int, chunk_bytes: int, wide: bool) -> dic
         return _told(place, attr)
 
 
-async def have_chains(client, pool: str, replicas: int) -> None:
+async def have_chains(client: Client, pool: str, replicas: int) -> None:
     """On return the pool has chains of that many replicas, which takes a change of the pool where it had none."""
     from nvpool.cli.pool_connection import change
     if replicas not in client.pool_map.table_by_id:
@@ -127,7 +131,7 @@ async def have_chains(client, pool: str, replicas: int) -> None:
     await _chains_of(client, replicas)
 
 
-async def _chains_of(client, replicas: int) -> None:
+async def _chains_of(client: Client, replicas: int) -> None:
     """Wait until this client knows the chains, and they have all their targets; not for ever."""
     try:
         async with asyncio.timeout(WHOLE_S):

@@ -15,12 +15,12 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import format_bytes, parse_bytes
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
     """Bytes as people write them."""
 
     name = "size"
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: str | int, parameter: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         try:
@@ -82,7 +82,8 @@ def print_drives(drives: list[dict[str, Any]]) -> None:
 
 def state_of(one: dict[str, Any]) -> str:
     if one["wish"] in ("", "lost", "away"):
-        return one["wish"] or one["state"]
+        state: str = one["wish"] or one["state"]
+        return state
     return f"{one['state']}, {one['wish']}"
 
 
@@ -103,8 +104,8 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
     drained. As `wait_for_none`."""
     def left(seen: dict[str, Any]) -> int:
         here = [one for one in seen["drives"] if drive in (None, one["drive"])]
-        return sum(one["chains_to_come"] + one["chains_to_go"] + members_to_go(one) for one in here) + (
-            drive is not None and is_emptied(here))
+        moving: int = sum(one["chains_to_come"] + one["chains_to_go"] + members_to_go(one) for one in here)
+        return moving + (drive is not None and is_emptied(here))
 
     return await wait_for_none(pool, title, quiet, left, moving_on)
 
@@ -120,7 +121,7 @@ async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict
     most = 0
     stall = Stall(SYSTEM_CLOCK.boottime_s())
 
-    async def watch() -> dict[str, Any]:
+    async def watch() -> dict[str, Any]:  # type: ignore[return]  # statuses() ends only after one with nothing left
         nonlocal seen, most
         async for seen in statuses(pool, instead):
             most = max(most, left(seen))
@@ -144,10 +145,10 @@ class Stall:
     """Time for which nothing has changed of what a command waits for."""
 
     def __init__(self, now_s: float) -> None:
-        self._state: tuple = ()
+        self._state: tuple[int | None, ...] = ()
         self._since_s = self._said_s = now_s
 
-    def note(self, state: tuple, now_s: float) -> None:
+    def note(self, state: tuple[int | None, ...], now_s: float) -> None:
         if state != self._state:
             self._state, self._since_s, self._said_s = state, now_s, now_s
 
@@ -265,7 +266,8 @@ def told_to_go_on(what: str, look: str, cancel: str = "") -> Iterator[None]:
         raise
 
 
-def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, drive: int | None = None, cancel: str = "") -> None:
+def _end(pool: str, result: dict[str, Any], wait: bool, as_json: bool, title: str, drive: int | None = None,
+         cancel: str = "") -> None:
     if wait:
         with told_to_go_on(title, f"nvpool drive ls {pool}", cancel):
             seen = asyncio.run(wait_until_moved(pool, title, as_json, drive))

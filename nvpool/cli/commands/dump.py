@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from nvpool.cli.output import json_option, pool_argument, print_json
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+
+Moved = TypeVar("Moved")
 
 
 @click.command(epilog="""
@@ -28,13 +34,14 @@ def dump(pool: str, path: str, as_json: bool) -> None:
         click.echo(f"{records:,} records: {path}; contents of files are not in it")
 
 
-def move_records(pool: str, path: str, verb: str, move, as_json: bool) -> Any:
+def move_records(pool: str, path: str, verb: str, move: Callable[[Client, str, Callable[[int], None]], Awaitable[Moved]],
+                 as_json: bool) -> Moved:
     """Run `move` with a session and show how it goes; what it returned."""
     from nvpool.cli.pool_path import session
     from nvpool.cli.progress import Look, shown
     done = [0]
 
-    async def run() -> Any:
+    async def run() -> Moved:
         async with session(pool, verb) as client:
             return await shown(verb, move(client, path, lambda count: done.__setitem__(0, count)),
                                lambda: Look(done[0], None, "records", in_bytes=False), quiet=as_json)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from nvpool.cli.commands.import_tree import exclude_option, parallel_option, transfer, verify_option
@@ -26,7 +28,7 @@ examples:
 @verify_option
 @exclude_option
 @json_option
-def export_tree(place: Place, destination: str, as_json: bool, **wishes) -> int:
+def export_tree(place: Place, destination: str, as_json: bool, **wishes: Any) -> int:
     """Copy a tree or file of a pool to the local path DST.
 
     What is in the folder /path comes to lie in DST, which is made where it is missing. Kept is what `nvpool import` keeps.

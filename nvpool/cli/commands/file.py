@@ -64,8 +64,8 @@ def _show(place: Place, found: dict[str, Any]) -> None:
                f"{format_bytes(found['allocated_bytes'])} allocated")
     for lock in found["locks"]:
         last = "the end" if lock["last"] is None else lock["last"]
-        place = "" if lock["kind"] == "flock" else f", bytes {lock['first']} to {last}"
-        click.echo(f"{'waited for' if lock['waits'] else 'locked'}: {lock['mode']} ({lock['kind']}{place}), "
+        span = "" if lock["kind"] == "flock" else f", bytes {lock['first']} to {last}"
+        click.echo(f"{'waited for' if lock['waits'] else 'locked'}: {lock['mode']} ({lock['kind']}{span}), "
                    f"process {lock['pid']} of {lock['client'] or 'a client that has vanished'}")
     click.echo()
     rows = [(chunk["index"], chunk["offset"], chunk["chain"], copy["target"], copy["version"],

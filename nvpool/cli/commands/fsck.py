@@ -31,7 +31,8 @@ def fsck(pool: str, repair: bool, scrub: bool, as_json: bool) -> int:
     from nvpool.cli.pool_connection import directory_of
     from nvpool.cli.pool_path import session
     from nvpool.cli.progress import Look, shown
-    from nvpool.sdk.fsck.check import Checkup, check
+    from nvpool.sdk.fsck.check import check
+    from nvpool.sdk.fsck.report import Checkup
     directory = directory_of(pool)
     secret = directory.grant_key.read_bytes() if repair and directory is not None else None
     checkup = Checkup()

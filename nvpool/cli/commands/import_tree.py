@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import click
 
@@ -37,7 +39,7 @@ examples:
               help="Read also what is there with the size and time of its source, and write what differs.")
 @exclude_option
 @json_option
-def import_tree(source: str, place: Place, as_json: bool, **wishes) -> int:
+def import_tree(source: str, place: Place, as_json: bool, **wishes: Any) -> int:
     """Copy the tree or file SRC into a pool.
 
     What is in the folder SRC comes to lie in /path, which is made where it is missing. Kept are modes, owners (as root), times,
@@ -47,7 +49,7 @@ def import_tree(source: str, place: Place, as_json: bool, **wishes) -> int:
     return transfer("import", place, as_json, wishes, lambda vfs, **more: import_tree(vfs, source, place.path, **more))
 
 
-def transfer(verb: str, place: Place, as_json: bool, wishes: dict, move) -> int:
+def transfer(verb: str, place: Place, as_json: bool, wishes: dict[str, Any], move: Callable[..., Awaitable[None]]) -> int:
     """Run `move` with a session of the place's pool, show how it goes and what came of it; the exit code."""
     from nvpool.cli.output import print_json, say
     from nvpool.cli.pool_path import session

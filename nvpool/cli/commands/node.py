@@ -296,10 +296,11 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
         if one["wish"] == "removed":
             return 0
         here = [drive for drive in seen["drives"] if drive["node"] == number]
-        moving = sum(drive["chains_to_come"] + drive["chains_to_go"] for drive in here)
+        moving: int = sum(drive["chains_to_come"] + drive["chains_to_go"] for drive in here)
         if one["wish"] in ("", "drained"):
             return moving + is_emptied(here)
-        return moving + len([*one["primaries"], *one["standbys"]]) + one["etcd"] + one["leads"] + (one["wish"] == "lost")
+        also: int = len([*one["primaries"], *one["standbys"]]) + one["etcd"] + one["leads"] + (one["wish"] == "lost")
+        return moving + also
 
     def tell(seen: dict[str, Any]) -> str:
         one = found(seen)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import click
 from msgspec.structs import replace
 
 from nvpool.cli.commands.drive import Size, time_left, told_to_go_on, wait_option, wait_until_moved
-from nvpool.cli.output import Number, completed, json_option, pool_argument, print_json, say
+from nvpool.cli.output import CommandFunction, Number, completed, json_option, pool_argument, print_json, say
 from nvpool.core import config as configuration
 from nvpool.core.errors import InUse, InvalidRequest, Refused
 from nvpool.core.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
@@ -29,7 +30,7 @@ def pool() -> None:
     """Make and destroy pools, and have their chunks moved."""
 
 
-def etcd_options(command):
+def etcd_options(command: CommandFunction) -> CommandFunction:
     """Of commands that make a pool directory."""
     for name, metavar, text in (("key", "FILE", "Key of that certificate."),
                                 ("cert", "FILE", "Certificate (PEM) to show to it."),
@@ -41,7 +42,7 @@ def etcd_options(command):
     return command
 
 
-def etcd_given(options: dict) -> dict | None:
+def etcd_given(options: dict[str, str | None]) -> dict[str, str] | None:
     """What provision/external_etcd is told of the values of etcd_options."""
     given = {name.removeprefix("etcd_"): value for name, value in options.items() if value}
     if given and "urls" not in given:
@@ -49,7 +50,7 @@ def etcd_given(options: dict) -> dict | None:
     return {name: value if name == "urls" else os.path.abspath(value) for name, value in given.items()} or None
 
 
-def drive_of(text: str) -> dict:
+def drive_of(text: str) -> dict[str, Any]:
     """PATH or PATH:SIZE; a path that exists is taken whole, colons and all."""
     path, colon, size = text.rpartition(":")
     if not colon or os.path.exists(text):
@@ -205,7 +206,7 @@ def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, lim
         click.echo(line)
 
 
-def _moving_line(chains: dict, is_resumed: bool) -> str:
+def _moving_line(chains: dict[str, Any], is_resumed: bool) -> str:
     """Whether chains are moved, where that is not as ever."""
     limit = f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive" if chains["limit_bytes_s"] else ""
     if is_resumed and not chains["paused"]:
@@ -215,7 +216,7 @@ def _moving_line(chains: dict, is_resumed: bool) -> str:
     return f"moving is {' and '.join(words)}" if words else ""
 
 
-def chains_line(chains: dict) -> str:
+def chains_line(chains: dict[str, Any]) -> str:
     """How the chains of a pool are, in one line."""
     words = [f"{chains['full']:,} of {chains['total']:,} full"]
     words += [f"{chains[name]:,} {text}" for name, text in (("fewer", "with fewer copies"), ("without", "without any copy"),

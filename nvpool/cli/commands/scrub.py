@@ -67,7 +67,7 @@ def _show(found: list[dict[str, Any]]) -> None:
         (one["drive"], one["node"], one["target"], one["state"] or "does not answer", *_line(one, now_ms)) for one in found])
 
 
-def _line(one: dict[str, Any], now_ms: int) -> tuple:
+def _line(one: dict[str, Any], now_ms: int) -> tuple[str | int | None, ...]:
     if one["state"] is None:
         return (None,) * 8
     under_way = one["began_ms"] > 0
@@ -136,7 +136,7 @@ async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[st
     from nvpool.cli.progress import Look, shown
     found: list[dict[str, Any]] = []
 
-    async def watch() -> list[dict[str, Any]]:
+    async def watch() -> list[dict[str, Any]]:  # type: ignore[return]  # statuses() does not end by itself
         nonlocal found
         async for seen in statuses(pool):
             found = [one for one in _of(seen) if one["target"] in targets]
@@ -152,7 +152,7 @@ async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[st
     return await shown("scrubbing", watch(), look, quiet=quiet)
 
 
-def _simple(order: str, text: str, example: str):
+def _simple(order: str, text: str, example: str) -> None:
     @scrub.command(order, help=text, epilog=f"\b\nexample: {example}")
     @pool_argument
     @drive_option

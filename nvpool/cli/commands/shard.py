@@ -70,7 +70,7 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
     def left() -> int:
         return sum(one["partitions_to_go"] for one in shards or ())
 
-    async def watch() -> list[dict[str, Any]]:
+    async def watch() -> list[dict[str, Any]]:  # type: ignore[return]  # statuses() does not end by itself
         nonlocal shards, paused, most
         async for seen in statuses(pool):
             shards, paused = seen["shards"], seen["chains"]["paused"]
@@ -90,7 +90,7 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
     return await shown(title, watch(), look, quiet=quiet)
 
 
-def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, gone: int | None = None,
+def _end(pool: str, result: dict[str, Any], wait: bool, as_json: bool, title: str, gone: int | None = None,
          come: int | None = None) -> None:
     if wait:
         with told_to_go_on(title, f"nvpool shard ls {pool}"):

@@ -69,9 +69,10 @@ def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
         print_json(seen)
     else:
         _show(seen)
+    code: int = seen.get("health", {}).get("exit_code", 0)  # of a node with an earlier version: as it was
     if check and (seen["problems"] or any(process["state"] != "serving" for process in seen["processes"])):
-        return seen.get("health", {}).get("exit_code", 0) or 3
-    return seen.get("health", {}).get("exit_code", 0)  # of a node with an earlier version: as it was
+        return code or 3
+    return code
 
 
 def _show(seen: dict[str, Any]) -> None:
@@ -114,5 +115,7 @@ def _what(process: dict[str, Any]) -> str:
     if process["role"] == "supervisor":
         return next((endpoint for endpoint in process["endpoints"] if endpoint.startswith("stream://")), "")
     if process.get("mountpoint"):
-        return process["mountpoint"] + (f", engine {process['engine']}" if process.get("engine") else "")
-    return process.get("reason") or ""
+        mounted: str = process["mountpoint"] + (f", engine {process['engine']}" if process.get("engine") else "")
+        return mounted
+    reason: str = process.get("reason") or ""
+    return reason

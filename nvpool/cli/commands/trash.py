@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,6 +11,9 @@ from nvpool.cli.commands.volume import carry_out
 from nvpool.cli.output import ago, json_option, pool_argument, print_json, print_table
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from nvpool.sdk.volumes import TrashEntry
 
 
 @click.group(epilog="""\b
@@ -39,7 +43,8 @@ example: nvpool trash ls /srv/pool home
 @json_option
 def list_(pool: str, volume: str, as_json: bool) -> None:
     """List what is in the trash of a volume, the oldest first."""
-    found = carry_out(pool, "trash ls", lambda volumes: volumes.trash(volume))
+    # The annotation is needed: in the class AsyncVolumes the name "list" stands for its method.
+    found: list[TrashEntry] = carry_out(pool, "trash ls", lambda volumes: volumes.trash(volume))
     if as_json:
         print_json([dataclasses.asdict(entry) for entry in found])
         return

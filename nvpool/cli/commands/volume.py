@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -19,6 +19,8 @@ from nvpool.core.units import format_bytes
 
 if TYPE_CHECKING:
     from nvpool.sdk.volumes import AsyncVolumes, Volume
+
+Result = TypeVar("Result")
 
 _STEP_S = 0.25
 _FIELDS = ("name, inode, path, bytes_max, files_max (0: no limit), bytes_used, files_used, bytes_reserved, replicas, "
@@ -50,13 +52,13 @@ size_option = click.option("--size", type=Size(), help="Quota in bytes, as 10GiB
 files_option = click.option("--files", type=click.IntRange(0), help="Quota in files, directories and links; 0 is none.")
 
 
-class Span(click.ParamType):
+class Span(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
     """Seconds as people write them."""
 
     name = "time"
     _FACTORS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: str | int, parameter: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         text = str(value).strip().lower()
@@ -71,9 +73,9 @@ class Span(click.ParamType):
         return seconds
 
 
-def carry_out(pool: str, doing: str, work: Callable[[AsyncVolumes], Awaitable[Any]]) -> Any:
+def carry_out(pool: str, doing: str, work: Callable[[AsyncVolumes], Awaitable[Result]]) -> Result:
     """Do `work` with the volumes of the pool."""
-    async def run() -> Any:
+    async def run() -> Result:
         from nvpool.cli.pool_path import session
         from nvpool.client.state.types import Caller
         from nvpool.sdk.aio import AsyncFileSystem

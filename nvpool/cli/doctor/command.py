@@ -28,7 +28,8 @@ def show(checks: Iterable[Check], as_json: bool, quiet: bool = False) -> int:
 class _Checks(click.Group):
     """The group of `nvpool doctor`, which answers a pool in the place of a command with the option for it."""
 
-    def resolve_command(self, context: click.Context, arguments: list[str]):
+    def resolve_command(self, context: click.Context, arguments: list[str]
+                        ) -> tuple[str | None, click.Command | None, list[str]]:
         if arguments and arguments[0] not in self.commands and not context.resilient_parsing:
             raise click.UsageError(f"there is no command {arguments[0]!r}, only {', '.join(self.commands)}; to check a pool or "
                                    f"a drive: nvpool doctor --pool POOL, or --drive PATH", context)
@@ -88,5 +89,6 @@ examples:
 def rdma(context: click.Context, quiet: bool, as_json: bool) -> None:
     """Say what this machine has for RDMA: devices, links, limits, UCX, and what to change. A machine without is ok."""
     from nvpool.cli.doctor.rdma import checks
+    assert context.parent is not None  # the group, without which this is no command
     before = context.parent.params  # written before `rdma` they mean the same
     context.exit(show(checks(), as_json or before["as_json"], quiet or before["quiet"]))

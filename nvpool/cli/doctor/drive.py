@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from nvpool.cli.doctor.check import Check, all_of, bad, ok, warn
@@ -83,7 +83,7 @@ def device(path: Path, number: int, root: Path = Path("/")) -> Iterator[Check]:
         yield ok(f"blocks of {path}", f"{block} bytes")
 
 
-def direct(path: Path, opened=os.open) -> Check:
+def direct(path: Path, opened: Callable[[Path, int, int], int] = os.open) -> Check:
     """Whether O_DIRECT works, tried with one block."""
     name = f"direct reads of {path}"
     remedy = "reads go through the page cache, which costs processor time and memory: use ext4 or xfs on a drive"
@@ -151,9 +151,13 @@ def drives(paths: list[Path], root: Path = Path("/")) -> Iterator[Check]:
             yield bad(f"drive {path}", "it is neither a directory nor a block device", "name one of these")
             continue
         there.append(path)
-        if path.is_dir():
-            yield from all_of(f"file system of {path}", lambda path=path: file_system(path, mount_of(path)))
-            yield from all_of(f"space of {path}", lambda path=path: space(path, str(path)))
-        yield from all_of(f"device of {path}", lambda path=path: list(device(path, device_of(path), root)))
-        yield from all_of(f"direct reads of {path}", lambda path=path: direct(path))
+        yield from _drive(path, root)
     yield from all_of("drives apart", lambda: apart(there))
+
+
+def _drive(path: Path, root: Path) -> Iterator[Check]:
+    if path.is_dir():
+        yield from all_of(f"file system of {path}", lambda: file_system(path, mount_of(path)))
+        yield from all_of(f"space of {path}", lambda: space(path, str(path)))
+    yield from all_of(f"device of {path}", lambda: list(device(path, device_of(path), root)))
+    yield from all_of(f"direct reads of {path}", lambda: direct(path))

@@ -258,7 +258,7 @@ def rdma_devices(root: Path) -> Check:
 def own_name(name: str | None = None) -> Check:
     name = name or socket.gethostname()
     try:
-        found = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None)})
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
         return warn("host name", f"{name}: {error.strerror or error}", f"let {name} stand in DNS or in /etc/hosts, or name "
                                                                       "addresses in the pool (--host)")

@@ -96,7 +96,9 @@ def _ucx(wanted: bool) -> Iterator[Check]:
         said, _, remedy = reason.partition("; ")
         yield Check("UCX", BAD if wanted else OK, said, remedy)
         return
-    place, verbs = ucx.library()
+    library = ucx.library()
+    assert library is not None  # else `missing` names a reason
+    place, verbs = library
     try:
         version = ucx.version()
     except NvpoolError as error:

@@ -17,8 +17,9 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvpool.cli.pool_path import divided
 from nvpool.core import config as configuration
@@ -32,7 +33,7 @@ DEFAULT_PORT = 17512
 WAIT_S = 60.0
 
 
-def _one_of(*known: str):
+def _one_of(*known: str) -> Callable[[str], str]:
     def checked(value: str) -> str:
         if value not in known:
             raise ValueError(f"it is one of {', '.join(known)}")
@@ -40,7 +41,7 @@ def _one_of(*known: str):
     return checked
 
 
-def _between(kind, least: int, most: int):
+def _between(kind: Callable[[str], float], least: int, most: int) -> Callable[[str], float]:
     def checked(value: str) -> float:
         try:
             number = kind(value)
@@ -58,13 +59,14 @@ def _address(value: str) -> str:
 
 
 WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut", "no-acl")
-VALUES = {"engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes, "read-ahead": parse_bytes,
+VALUES: dict[str, Callable[[str], str | float]] = {
+          "engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes, "read-ahead": parse_bytes,
           "max-background": _between(int, 1, 65535), "congestion-threshold": _between(int, 1, 65535),
           "attr-timeout-s": _between(float, 0, 3600), "entry-timeout-s": _between(float, 0, 3600),
           "negative-timeout-s": _between(float, 0, 3600), "deadline-s": _between(float, 1, 86400),
           "workers": _between(int, 1, configuration.WORKERS_MAX), "metrics": _address,
           "log-level": _one_of("debug", "info", "warning", "error"), "log-format": _one_of("text", "json")}
-HERE = {"pool": str, "log": str, "wait": _between(float, 1, 3600)}
+HERE: dict[str, Callable[[str], str | float]] = {"pool": str, "log": str, "wait": _between(float, 1, 3600)}
 """These are for us; the others are passed on to the daemon."""
 FLAGS = {"ro": (1, True), "rw": (1, False), "nosuid": (2, True), "suid": (2, False), "nodev": (4, True), "dev": (4, False),
          "noexec": (8, True), "exec": (8, False), "sync": (16, True), "async": (16, False), "dirsync": (128, True),
@@ -119,7 +121,9 @@ def parse(arguments: list[str]) -> Wanted:
     source, place = rest
     options = [word for letter, value in given if letter == "-o" for word in options_in(value)]
     remount = "remount" in options
-    words, here, flags = [], {}, _NOSUID | _NODEV
+    words: list[str] = []
+    here: dict[str, Any] = {}
+    flags = _NOSUID | _NODEV
     for option in options:
         name, is_valued, value = option.partition("=")
         name = name if option.startswith(PASSED_VALUES) or name in PASSED else name.replace("_", "-")
@@ -147,7 +151,7 @@ def parse(arguments: list[str]) -> Wanted:
                   here.get("wait", WAIT_S), remount, "-f" in letters, "-v" in letters)
 
 
-def _checked(name: str, value: str, kind):
+def _checked(name: str, value: str, kind: Callable[[str], str | float]) -> str | float:
     try:
         return kind(value)
     except (ValueError, NvpoolError) as error:
