@@ -1,8 +1,9 @@
-"""The command `nvpool`: nouns, then verbs. Loads a noun's file only when that noun is used, so that it starts at once.
+"""Entry point of the command `nvpool`, whose commands are nouns with verbs: `nvpool drive add`.
 
-Called by people and scripts. Guarantees: exit codes as in EXIT_CODES for every command, one line of error on stderr with the
-remedy where there is one, no traceback for anything but a bug, an end at once on Ctrl-C. To add a command, write
-nvpool/cli/NOUN.py with a click command or group in it and name it in COMMANDS.
+`main` imports the module of a noun only when the command line names that noun, so `nvpool` starts fast.
+People and scripts call it. Every command has the exit codes of EXIT_CODES. An error is one line on stderr,
+with the remedy if there is one; only a bug prints a traceback. Ctrl-C ends a command immediately. To add a
+command, write nvpool/cli/commands/NOUN.py with a click command or group, and name it in COMMANDS.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "version": ("nvpool.cli.commands.version:version", "Print the version."),
     "help": ("nvpool.cli.commands.help:help_", "Show the help of a command."),
 }
-"""Name of the command -> where it is, and its line in `nvpool --help`."""
+"""Name of each command -> the module and object that define it, and its line in `nvpool --help`."""
 
 EXIT_CODES = """\b
 exit codes:
@@ -77,7 +78,7 @@ code is "usage" for a wrong command line, "interrupted" for Ctrl-C, else the kin
 
 
 class Nouns(click.Group):
-    """A group whose commands are imported when they are asked for."""
+    """Click group that imports a command only when the command line names it."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -132,11 +133,11 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return its exit code. `arguments` defaults to those of the process."""
     words = sys.argv[1:] if arguments is None else arguments
     if any(word.startswith("--token") for word in words):
         from nvpool.cli.token_input import hide_tokens
-        hide_tokens(words)  # before anything is loaded: others look at arguments now
+        hide_tokens(words)  # before any other import: other users can read the arguments until then
     as_json = "--json" in words[:words.index("--")] if "--" in words else "--json" in words
     called: dict[str, str] = {}
     try:
@@ -156,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python flushes at its end has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush of stdout at exit would fail once more
         return 1
     except Exception as error:
         from nvpool.cli.output import show_error

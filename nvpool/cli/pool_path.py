@@ -1,7 +1,7 @@
-"""POOL:/path on the command line, and a client session for as long as a command needs one.
+"""Parser of POOL:/path arguments, and a client session for the duration of a command.
 
-Called by the commands that work inside a pool's tree. Decides nothing about the pool itself: whether it is there shows when
-the session opens.
+The commands that work on files and directories of a pool use this module. Parsing does not check the pool:
+whether the pool exists shows when the session opens.
 """
 
 from __future__ import annotations
@@ -38,13 +38,20 @@ def _divider(text: str) -> int:
 
 
 def divided(text: str) -> tuple[str, str]:
-    """POOL, and the path in it where one is named, else "/". What is a directory here is a pool, whatever its name."""
+    """Split `text` into the pool and the path in it, which is "/" if `text` names no path.
+
+    A text that is the path of a local directory is a pool, even if it contains ":/".
+    """
     at = _divider(text)
     return (text[:at], text[at + 1:]) if at > 0 and not os.path.isdir(text) else (text, "/")
 
 
 class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
-    """POOL:/path. POOL may hold colons of its own (HOST:PORT, a URL), so the first ':/' behind a URL's '://' divides."""
+    """Click type of POOL:/path.
+
+    POOL may contain colons (HOST:PORT, a URL), so the text is split at the first ':/' after the '://' of a
+    URL.
+    """
 
     name = "POOL:/path"
 
@@ -62,10 +69,10 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in n
 
 @asynccontextmanager
 async def session(pool: str, doing: str) -> AsyncIterator[Client]:
-    """A client of the pool; `doing` names it in the pool's logs. Errors as Client.open."""
+    """Open a client of the pool; `doing` names the client in the pool's logs. Errors as `Client.open`."""
     from nvpool.client.session import Client
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
-    # Says what is wrong with a directory, and what to do about a pool that does not run, long before the deadline of its work.
+    # Reports a wrong directory, or a pool that does not run, long before the deadline of `Client.open`.
     await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
     client = await Client.open(pool_behind(pool), name=f"nvpool {doing} pid {os.getpid()}")
     try:
@@ -75,7 +82,7 @@ async def session(pool: str, doing: str) -> AsyncIterator[Client]:
 
 
 async def find(vfs: Vfs, path: bytes) -> Attr:
-    """The Attr of what lies at `path`, symbolic links not followed. NotFound names the first part that is missing."""
+    """Return the attributes of `path`, not following links. NotFound names the first missing part."""
     from nvpool.core.errors import NotFound
     from nvpool.core.ids import ROOT_INODE
     attr, walked = await vfs.getattr(ROOT_INODE), b""

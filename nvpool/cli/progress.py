@@ -1,7 +1,7 @@
-"""What a long command has done so far: a bar on a terminal, a plain line now and then in a pipe, both on stderr.
+"""Progress display of long commands, on stderr: a bar on a terminal, a line every few seconds in a pipe.
 
-Called by the commands that move or check much. The work knows nothing of it: it is looked at from outside, ten times a
-second. With --json nothing is shown.
+The commands that move or check much data use this module. The work does not know about the display, which
+samples the work from outside: ten times a second for the bar. With --json nothing is shown.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Result = TypeVar("Result")
 
 LOOK_S = 0.1
 FIRST_S = 0.5
-"""Before a bar is shown: what is refused is refused by then."""
+"""Delay before the bar appears: a request that is refused is refused within this time."""
 LINE_S = 5.0
-"""In a pipe: often enough to see that it lives, seldom enough for a log."""
+"""Interval of lines in a pipe: short enough to see that the command lives, long enough for a log."""
 
 
 class Look(NamedTuple):
-    """One look at the work. `total` is None, or still growing, until it is known."""
+    """One sample of the work. `total` is None, or still grows, until the total is known."""
 
     done: int
     total: int | None
@@ -34,7 +34,7 @@ class Look(NamedTuple):
 
 
 async def shown(title: str, work: Awaitable[Result], look: Callable[[], Look], *, quiet: bool = False) -> Result:
-    """Await `work` and show what `look` says meanwhile. Cancelled with its caller."""
+    """Await `work`, show samples of `look` meanwhile, return the result. Cancelled with its caller."""
     task = asyncio.ensure_future(work)
     if quiet:
         return await task
@@ -63,7 +63,7 @@ async def _bar(title: str, task: asyncio.Future[Result], look: Callable[[], Look
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     await asyncio.wait([task], timeout=FIRST_S)
     if task.done():
-        return await task  # refused, most often: there is no progress to show
+        return await task  # most often an error: there is no progress to show
     in_bytes = look().in_bytes
     amounts = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if in_bytes else (TextColumn("{task.completed:,}"),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn(),
