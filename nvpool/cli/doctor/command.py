@@ -1,4 +1,4 @@
-"""`nvpool doctor`: what would make a pool slow or unsafe on this machine, and the remedy."""
+"""The command `nvpool doctor`: what makes a pool slow or unsafe on this machine, and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvpool.core.remedies import with_pool
 
 
 def show(checks: Iterable[Check], as_json: bool, quiet: bool = False) -> int:
-    """Print them; 1 where something is bad."""
+    """Print the results and return the exit code: 1 if a result is bad, else 0."""
     found = [one for one in checks if not quiet or one.state != OK]
     if as_json:
         print_json([one._asdict() for one in found])
@@ -26,7 +26,7 @@ def show(checks: Iterable[Check], as_json: bool, quiet: bool = False) -> int:
 
 
 class _Checks(click.Group):
-    """The group of `nvpool doctor`, which answers a pool in the place of a command with the option for it."""
+    """Group of `nvpool doctor`; if a pool stands in place of a command, the error names the option --pool."""
 
     def resolve_command(self, context: click.Context, arguments: list[str]
                         ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -57,7 +57,7 @@ def doctor(context: click.Context, pool: str | None, drives: tuple[str, ...], qu
     """Say what on this machine makes a pool slow or unsafe, and what to do."""
     if "" in drives:
         raise click.BadParameter("'' is no directory and no device", param_hint="--drive")
-    if context.invoked_subcommand is not None:  # of these --quiet and --json are taken by it
+    if context.invoked_subcommand is not None:  # the subcommand takes --quiet and --json, and no other option
         for name, option in (("pool", "--pool"), ("drives", "--drive")):
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"nvpool doctor {context.invoked_subcommand} does not look at {option}; leave it out")
@@ -89,6 +89,6 @@ examples:
 def rdma(context: click.Context, quiet: bool, as_json: bool) -> None:
     """Say what this machine has for RDMA: devices, links, limits, UCX, and what to change. A machine without is ok."""
     from nvpool.cli.doctor.rdma import checks
-    assert context.parent is not None  # the group, without which this is no command
-    before = context.parent.params  # written before `rdma` they mean the same
+    assert context.parent is not None  # a subcommand always has its group as parent
+    before = context.parent.params  # options before `rdma` have the same effect
     context.exit(show(checks(), as_json or before["as_json"], quiet or before["quiet"]))

@@ -1,4 +1,4 @@
-"""`nvpool mount` and `nvpool umount`."""
+"""The commands `nvpool mount` and `nvpool umount`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_lev
     directory = directory_of(pool)
     if directory is not None:
         pool = str(directory.path)
-        configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
+        configuration.load(directory.node_toml)  # its errors are reported here and not in a log
     place = str(place_of(mountpoint))
     words = tuple(word for wanted, word in (
         (read_only, "--read-only"), (force, "--force"), (writeback, "--writeback"),
@@ -142,7 +142,7 @@ def _upgrade(mountpoint: str, wait_s: float, as_json: bool) -> None:
 
 
 def log_of(pool: str, place: str) -> Path:
-    """The file for the words of the mount daemon at `place`; its directory is made."""
+    """Return the log file of the mount daemon at `place`, and create its directory."""
     from nvpool.cli.pool_connection import directory_of
     directory = directory_of(pool)
     if directory is not None and os.access(directory.log, os.W_OK):
