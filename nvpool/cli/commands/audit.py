@@ -1,4 +1,4 @@
-"""`nvpool audit POOL`: who changed the pool through this node, and who was refused."""
+"""The command `nvpool audit`: show who changed a pool through this node, and who was refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nvpool.cli.output import json_option, pool_argument, print_json, print_tabl
 
 
 class Since(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
-    """A time, or how long ago: seconds since 1970."""
+    """Click type of a point in time, given as a time or as an age. The value is in seconds since 1970."""
 
     name = "time"
 

@@ -1,4 +1,4 @@
-"""`nvpool bench POOL`."""
+"""The command `nvpool bench`: measure a pool beside a mount of it and a local drive."""
 
 from __future__ import annotations
 

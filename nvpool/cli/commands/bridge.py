@@ -1,4 +1,4 @@
-"""`nvpool bridge POOL`: becomes the bridge, through which containers get volumes."""
+"""The command `nvpool bridge`: start the bridge daemon, which provides volumes to containers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def _check(docker_socket: str | None, as_json: bool) -> None:
 
 
 def asked(place: str, verb: str) -> dict[str, Any]:
-    """What the plugin at the socket `place` answers. OSError, ValueError."""
+    """Send `verb` to the plugin at the socket `place` and return its reply.
+
+    OSError: the plugin does not answer. ValueError: the reply is not JSON.
+    """
     import http.client
     import json
     import socket

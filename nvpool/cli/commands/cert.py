@@ -1,4 +1,4 @@
-"""`nvpool cert ls|rotate|revoke`."""
+"""The commands `nvpool cert`: list, renew and revoke the certificates of a pool."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _day(time: str | None) -> str | None:
 
 
 async def _statuses(pool: str) -> list[dict[str, Any]]:
-    """What each node of the pool that answers says of its certificates; the named one first."""
+    """Return the status of each node that replies, with its certificates; the named node comes first."""
     import json
 
     from nvpool.cli.pool_connection import REACH_S, ask
@@ -93,7 +93,7 @@ async def _statuses(pool: str) -> list[dict[str, Any]]:
 
 
 def certificates(statuses: list[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
-    """Those that the nodes tell of, each once: authorities, nodes, then the others by name."""
+    """Return each certificate in `statuses` once: authorities, nodes, then the others by name."""
     first = statuses[0]
     members, node_of = set(first["members"]), {node["member"]: node["node"] for node in first["nodes"] if node["member"]}
     found: dict[tuple[str | None, str], dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""`nvpool client token|join|ls|remove`: machines that use a pool and give it nothing."""
+"""The commands `nvpool client`: admit, list and remove machines that use a pool but provide no drives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvpool.core.member_names import users_of
 
 
 def _user(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[int, int] | None:
-    """UID or UID:GID; the group has the user's number where there is none."""
+    """Parse UID or UID:GID; the default of GID is the number of UID."""
     if text is None:
         return None
     uid, colon, gid = text.partition(":")

@@ -1,4 +1,4 @@
-"""`nvpool config show|sample|check`."""
+"""The commands `nvpool config`: show, print and check the configuration of a node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def config() -> None:
 
 
 def _file(path: str) -> Path:
-    """The configuration that `path`, a file, pool directory or mount point, names. BadConfiguration, NotFound."""
+    """Return the configuration file that `path` names: a file, a pool directory or a mount point.
+
+    BadConfiguration: `path` does not exist. NotFound: the directory is no pool directory.
+    """
     from nvpool.cli.known_pools import pool_behind, remedy_for
     from nvpool.cli.pool_connection import checked
     if not os.path.lexists(path):

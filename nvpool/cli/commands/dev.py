@@ -1,4 +1,4 @@
-"""`nvpool dev up|down`: a throw-away pool on this machine, all of it under one directory."""
+"""The commands `nvpool dev`: a throw-away pool on this machine, under one directory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,20 @@ def dev() -> None:
 
 
 def default_sizes(count: int, free_bytes: int) -> list[int]:
-    """8 and 16 GiB in turn, the files are sparse; less where that is more than four fifths of what is free."""
+    """Return the sizes of new drives: 8 and 16 GiB in turn, in sparse files.
+
+    The sizes are smaller if their sum exceeds four fifths of the free space.
+    """
     sizes = [8 * GIB if number % 2 == 0 else 16 * GIB for number in range(count)]
     share = min(1.0, 0.8 * free_bytes / sum(sizes))
     return [max(128 * MIB, int(size * share) // MIB * MIB) for size in sizes]
 
 
 async def _give_to_us(pool: str) -> None:
-    """A pool's first directory is root's; who is not could make nothing in a pool of his own, and let nobody in."""
+    """Give the root directory of the new pool to the current user.
+
+    Otherwise the directory belongs to root, and another user could create nothing in his own pool.
+    """
     from nvpool.cli.pool_path import session
     from nvpool.client.state.types import Caller
     from nvpool.core.ids import ROOT_INODE
@@ -72,7 +78,7 @@ def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tu
     from nvpool.cli.dev_rollback import Undoing
     with Undoing(PoolDirectory(directory), mountpoint) as undoing:
         seen = _up(undoing, directory, drives, standbys, shards, sizes, replicas, mountpoint, engine, config_file)
-        # within: who is not told that it serves is told that it was removed
+        # inside the block: a user who does not see this message sees that the pool was removed
         if as_json:
             print_json(seen)
         else:
@@ -128,9 +134,10 @@ def _up(undoing: Undoing, directory: str, drives: int | None, standbys: int, sha
 
 
 def check_place(where: PoolDirectory, mountpoint: str) -> None:
-    """Refuse, with the remedy, a place at which the pool in `where` can not be mounted, before anything is made.
+    """Check, before anything is created, that the pool in `where` can be mounted at `mountpoint`.
 
-    An empty directory will do, one that can be made, and a mount of this pool, dead or alive.
+    Allowed are an empty directory, a directory that can be created, and a mount of this pool, dead or alive.
+    InvalidRequest, NotADirectory, AccessDenied, with the remedy: any other place.
     """
     from nvpool.fuse.mount_point import check_fuse, check_mount_point
     from nvpool.host.mountinfo import look_at, mount_at, place_of, pool_of
@@ -140,7 +147,7 @@ def check_place(where: PoolDirectory, mountpoint: str) -> None:
             behind = pool_of(found)
             if not where.exists() or (behind is not None and behind[0] != str(where.path) and behind[0].startswith("/")):
                 raise _other_pool(mountpoint)
-        return  # a dead one is taken away when the pool runs
+        return  # a dead mount is removed once the pool runs
     place = place_of(mountpoint)
     if where.path.resolve().is_relative_to(place):
         raise InvalidRequest(f"{mountpoint} holds the directory of the pool, which the mount would hide; name another "

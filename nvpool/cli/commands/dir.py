@@ -1,4 +1,4 @@
-"""`nvpool dir show|set`."""
+"""The commands `nvpool dir`: show and set the layout of new files in a directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nvpool.rpc.v1.meta_pb2 import Attr
 
 WHOLE_S = 60.0
-"""For the chains of a new replica count to be whole; there is nothing to copy."""
+"""Time limit for the chains of a new replica count to be complete; there is nothing to copy."""
 
 
 @click.group(name="dir", epilog="""\b
@@ -124,7 +124,7 @@ async def _set(place: Place, replicas: int, chunk_bytes: int, wide: bool) -> dic
 
 
 async def have_chains(client: Client, pool: str, replicas: int) -> None:
-    """On return the pool has chains of that many replicas, which takes a change of the pool where it had none."""
+    """Ensure that the pool has chains of `replicas` replicas; if it has none, request that change."""
     from nvpool.cli.pool_connection import change
     if replicas not in client.pool_map.table_by_id:
         await change(pool, "replicas", {"replicas": replicas})
@@ -132,7 +132,7 @@ async def have_chains(client: Client, pool: str, replicas: int) -> None:
 
 
 async def _chains_of(client: Client, replicas: int) -> None:
-    """Wait until this client knows the chains, and they have all their targets; not for ever."""
+    """Wait until this client knows the chains and all have their targets; after WHOLE_S only print a note."""
     try:
         async with asyncio.timeout(WHOLE_S):
             while replicas not in (known := client.pool_map.table_by_id) or any(

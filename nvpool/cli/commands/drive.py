@@ -1,4 +1,7 @@
-"""`nvpool drive ls|add|drain|remove|replace`."""
+"""The commands `nvpool drive`: list, add, drain, replace and remove drives of a running pool.
+
+The commands `node`, `pool`, `scrub` and `shard` share the waiting and progress functions of this module.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from nvpool.core.units import format_bytes, parse_bytes
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
-    """Bytes as people write them."""
+    """Click type of a size in bytes, as in 500G."""
 
     name = "size"
 
@@ -34,7 +37,7 @@ wait_option = click.option("--wait", is_flag=True, help="Return when it is done,
 drive_argument = click.argument("drive", metavar="DRIVE")
 
 STALL_S = 30.0
-"""Without a change before a command that waits reports a stall: longer than drained chunks are kept for clients."""
+"""A waiting command reports a stall after this time: longer than drained chunks are kept for clients."""
 PAUSED = "paused; go on with: nvpool pool rebalance POOL --resume"
 
 
@@ -88,20 +91,22 @@ def state_of(one: dict[str, Any]) -> str:
 
 
 def moving_of(one: dict[str, Any]) -> str:
-    """What is on its way, in chains."""
+    """Return the chains and metadata that move to and from a drive, as text."""
     return ", ".join(text for count, text in (
         (one["chains_to_come"], f"{one['chains_to_come']} to come"), (one["chains_to_go"], f"{one['chains_to_go']} to go"),
         (members_to_go(one), f"metadata (shard {', '.join(map(str, one['metadata']))}) to go")) if count)
 
 
 def members_to_go(one: dict[str, Any]) -> int:
-    """Of shards, that lie on the drive and shall not."""
+    """Count the shard members on the drive that have to leave it."""
     return len(one["metadata"]) if one["wish"] in ("draining", "removing") else 0
 
 
 async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None = None) -> dict[str, Any]:
-    """Return the status when nothing of the drive, or of the pool, is to be moved any more, and the drive is empty if it is
-    drained. As `wait_for_none`."""
+    """Wait until no chain of the drive, or of the pool, has to move, and return the status.
+
+    A drained drive must also be empty. Progress and errors are as of `wait_for_none`.
+    """
     def left(seen: dict[str, Any]) -> int:
         here = [one for one in seen["drives"] if drive in (None, one["drive"])]
         moving: int = sum(one["chains_to_come"] + one["chains_to_go"] + members_to_go(one) for one in here)
@@ -113,8 +118,11 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
 async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict[str, Any]], int],
                         tell: Callable[[dict[str, Any]], str],
                         instead: Callable[[], dict[str, Any] | None] = lambda: None) -> dict[str, Any]:
-    """The status in which nothing is `left` any more; until then how much was, and what `tell` says of it, is shown. The pool
-    may be away for a while (`instead`: as of `statuses`); any error that is not of that kind ends it."""
+    """Wait until `left` returns 0 for the status, and return that status.
+
+    Meanwhile the progress and the text of `tell` are shown. The pool may be unavailable for a while
+    (`instead` is as for `statuses`); any other error ends the wait.
+    """
     from nvpool.cli.pool_connection import statuses
     from nvpool.cli.progress import Look, shown
     seen: dict[str, Any] = {}
@@ -142,7 +150,7 @@ async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict
 
 
 class Stall:
-    """Time for which nothing has changed of what a command waits for."""
+    """Detector of stalls: measures how long the state that a command waits for has not changed."""
 
     def __init__(self, now_s: float) -> None:
         self._state: tuple[int | None, ...] = ()
@@ -157,7 +165,7 @@ class Stall:
         return f"no progress for {stalled_s:.0f} s" if stalled_s >= STALL_S else ""
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a stall is to be reported now by a command that shows no progress."""
+        """Return whether a command without a progress display must report a stall now."""
         if now_s - self._said_s < STALL_S:
             return False
         self._said_s = now_s
@@ -165,27 +173,27 @@ class Stall:
 
 
 def say_what_waits(done: dict[str, Any]) -> None:
-    """What a drain waits for from the start."""
+    """Print the drives that a drain has to wait for, because they do not serve."""
     if done["waits_for"]:
         say(f"note: drive {', '.join(map(str, done['waits_for']))} does not serve; what is to move there waits until it is "
             f"back, or given up")
 
 
 def is_emptied(drives: list[dict[str, Any]]) -> bool:
-    """Whether one of the drives has given away all its chains, and still removes what it had of them."""
+    """Return whether one of the drives has no chains any more, but still removes their chunks."""
     return any(one["wish"] == "drained" and one["state"] == "serving" and one.get("used_bytes") for one in drives)
 
 
 def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
-    """What is known of when all is moved, or of what keeps it. `shards`: of which members are to be moved."""
-    full = [str(one["drive"]) for one in seen["drives"] if one.get("lacks_room")]  # an older node does not say it
+    """Return the time left, or what delays the move, as text. `shards`: those with members that move."""
+    full = [str(one["drive"]) for one in seen["drives"] if one.get("lacks_room")]  # an older node omits it
     room = f"drive {', '.join(full)} has no room; make some: nvpool drive add POOL PATH" if full else ""
     words = (_kept_by(seen, shards), room, *_of_drives(seen), time_left(seen["chains"]))
     return completed(", ".join(word for word in words if word))
 
 
 def _of_drives(seen: dict[str, Any]) -> list[str]:
-    """Progress of the drives that chains come to or go from: how much is left there, and why it does not go on."""
+    """Return for each drive with moving chains how much remains, and why it waits."""
     words = []
     for one in seen["drives"]:
         name, wait = f"drive {one['drive']} (target {one.get('target')})", one.get("moving_wait")
@@ -197,12 +205,14 @@ def _of_drives(seen: dict[str, Any]) -> list[str]:
 
 
 def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
-    """Who is to take or to give something and does not serve. As long as nodes that do not answer are away nothing else takes
-    their part: most are back soon, and copies on another rack than they shall be on would have to be moved once more. So it is
-    said what else can be done."""
+    """Return the drives and nodes that the move waits for because they do not serve, with the remedy.
+
+    While such a node is away, no other node replaces it: most nodes are back soon, and copies on the wrong
+    rack would have to move once more. So the text names what the operator can do instead.
+    """
     away = {one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["wish"] == ""}
     silent = [one for one in seen["drives"] if one["state"] != "serving" and
-              # nobody waits for those
+              # a move does not wait for lost drives or drives that are away
               (one["chains_to_come"] or (one["chains_to_go"] and one["wish"] not in ("lost", "away")))]
     nodes = sorted({one["node"] for one in silent} & away.keys()
                    | {number for number, one in away.items() if {*one["primaries"], *one["standbys"]} & {*shards}})
@@ -216,7 +226,7 @@ def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
 
 
 def time_left(chains: dict[str, Any]) -> str:
-    """What is known of when it is done, as words."""
+    """Return the data and time left, or that moving is paused, as text."""
     if chains["paused"] and not chains["filling"]:
         return PAUSED
     words = [f"about {format_bytes(chains['bytes_left'])} left"] if chains["to_copy"] else []
@@ -258,7 +268,10 @@ def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool)
 
 @contextlib.contextmanager
 def told_to_go_on(what: str, look: str, cancel: str = "") -> Iterator[None]:
-    """Say at an interruption that only the waiting ends, and how to look and to end `what` (`cancel`: the command)."""
+    """On Ctrl-C, print that `what` continues in the pool, and how to look at it and cancel it.
+
+    `look` and `cancel` are commands; an empty `cancel` means that there is none.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -280,7 +293,7 @@ def _end(pool: str, result: dict[str, Any], wait: bool, as_json: bool, title: st
 
 
 def _name(drive: str) -> str:
-    """The number or path of a drive. A word that is no file here stays as it is: the pool says that it has no such drive."""
+    """Return the number or absolute path of a drive. The pool itself refuses a word that is no path here."""
     return drive if drive.isdigit() or ("/" not in drive and not os.path.exists(drive)) else os.path.abspath(drive)
 
 

@@ -1,4 +1,4 @@
-"""`nvpool dump POOL FILE`."""
+"""The command `nvpool dump`: write a snapshot of all metadata to a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dump(pool: str, path: str, as_json: bool) -> None:
 
 def move_records(pool: str, path: str, verb: str, move: Callable[[Client, str, Callable[[int], None]], Awaitable[Moved]],
                  as_json: bool) -> Moved:
-    """Run `move` with a session and show how it goes; what it returned."""
+    """Run `move` in a client session, show its progress, and return its result."""
     from nvpool.cli.pool_path import session
     from nvpool.cli.progress import Look, shown
     done = [0]

@@ -1,4 +1,4 @@
-"""`nvpool encryption key|show|rewrap`."""
+"""The commands `nvpool encryption`: create and replace the pool key of encrypted volumes."""
 
 from __future__ import annotations
 

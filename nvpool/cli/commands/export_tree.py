@@ -1,4 +1,4 @@
-"""`nvpool export POOL:/path DST`."""
+"""The command `nvpool export`: copy a tree from a pool to a local directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nvpool file info`."""
+"""The command `nvpool file info`: show the inode, layout, locks and chunks of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nvpool.cli.output import json_option, print_json, print_table, say
 from nvpool.cli.pool_path import Place, PlaceType
 
 ROWS_MAX = 64
-"""What a person looks at; --json has all."""
+"""Rows that the table shows; --json has all."""
 
 
 @click.group(epilog="example: nvpool file info /srv/pool:/models/m.safetensors")

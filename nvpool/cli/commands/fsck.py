@@ -1,4 +1,4 @@
-"""`nvpool fsck POOL`."""
+"""The command `nvpool fsck`: check and repair a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nvpool import SRC POOL:/path`."""
+"""The command `nvpool import`: copy a local tree into a pool. `nvpool export` shares its options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def import_tree(source: str, place: Place, as_json: bool, **wishes: Any) -> int:
 
 
 def transfer(verb: str, place: Place, as_json: bool, wishes: dict[str, Any], move: Callable[..., Awaitable[None]]) -> int:
-    """Run `move` with a session of the place's pool, show how it goes and what came of it; the exit code."""
+    """Run `move` in a session of the pool, show its progress and result, and return the exit code."""
     from nvpool.cli.output import print_json, say
     from nvpool.cli.pool_path import session
     from nvpool.cli.progress import Look, shown

@@ -1,4 +1,4 @@
-"""`nvpool load POOL FILE`."""
+"""The command `nvpool load`: load dumped metadata into an empty pool."""
 
 from __future__ import annotations
 

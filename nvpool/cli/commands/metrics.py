@@ -1,4 +1,4 @@
-"""`nvpool metrics`: what Prometheus would be told."""
+"""The command `nvpool metrics`: print the metrics of a node in the Prometheus format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nvpool node ls|token|join|drain|remove|rack|recover-etcd`."""
+"""The commands `nvpool node`: list, admit, drain and remove nodes, set racks, recover etcd."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def node() -> None:
 
 
 def join_command(join: dict[str, Any], config: configuration.Config, kind: str = "node") -> str:
-    """A line for a shell. The token is in a variable, which other users of the machine can not read."""
+    """Return the shell command to join. The token is in a variable, which other users can not read."""
     where = "--drive PATH" if kind == "node" else "DIR"
     plain = " --plain-text" if config.network.plain_text else ""
     return f"{VARIABLE}={join['token']} nvpool {kind} join {join['address'].removeprefix('stream://')} {where}{plain}"
@@ -68,7 +68,7 @@ def _leaves_host(address: str) -> bool:
 
 def entered(kind: str, address: str, directory: str, token: str, config: configuration.Config, name: str,
             etcd: dict[str, str] | None = None) -> dict[str, Any]:
-    """Make the directory of a member; what provision/join answers."""
+    """Create the pool directory of a new member, and return the reply of provision/join."""
     from nvpool.cli.pool_lifecycle import make
     return make({"verb": "join", "kind": kind, "address": address, "directory": os.path.abspath(directory), "token": token,
                  "name": name, "config": configuration.sample(config), "etcd": etcd})
@@ -116,7 +116,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
                       plain_text=plain_text or config.network.plain_text)
     where = PoolDirectory(directory)
     wanted_drives = [drive_of(drive) for drive in drives]
-    for wanted in wanted_drives:  # what is wrong is said before the token is used
+    for wanted in wanted_drives:  # report errors before the token is used
         if not os.path.exists(wanted["path"]):
             raise NotFound(f"drive {wanted['path']} does not exist; is it mounted? Make the directory first")
         if not os.path.isdir(wanted["path"]) and not Path(wanted["path"]).is_block_device():
@@ -148,7 +148,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
 
 
 def _check_pool(directory: PoolDirectory, token_text: str) -> None:
-    """AlreadyExists where `directory` is one of another pool than the token is for."""
+    """Raise AlreadyExists if `directory` belongs to another pool than the token."""
     from nvpool.core.errors import AlreadyExists
     from nvpool.security.ca import fingerprint_of
     from nvpool.security.join_tokens import read_token
@@ -158,8 +158,11 @@ def _check_pool(directory: PoolDirectory, token_text: str) -> None:
 
 
 def _check_member(directory: PoolDirectory, address: str) -> None:
-    """InvalidRequest, with the remedy, where the node of `directory` was removed from the pool. Where nobody answers at
-    `address` that is not known: then the node is started as it is, which serves nothing once it hears of it."""
+    """Raise InvalidRequest, with the remedy, if the node of `directory` was removed from the pool.
+
+    If the node at `address` does not answer, the function returns without a check. Then the node starts as
+    it is, and stops serving once it learns of its removal.
+    """
     from nvpool.cli.pool_connection import REACH_S, ask
     from nvpool.core.errors import StaleIdentity, Unavailable
     from nvpool.poolmap.model import decode_map
@@ -171,7 +174,7 @@ def _check_member(directory: PoolDirectory, address: str) -> None:
         reply = asyncio.run(ask(str(directory.path), wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply,
                                 wait_s=REACH_S, endpoints=(where,)))
         found = decode_map(reply.map).node_by_id.get(directory.node)
-        is_in = found is not None and directory.member in ("", found.member)  # its number may be another's by now
+        is_in = found is not None and directory.member in ("", found.member)  # else another node has its number
     except StaleIdentity:
         is_in = False
     except Unavailable:
@@ -285,7 +288,7 @@ def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str,
 
 
 async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> dict[str, Any]:
-    """Return what is told of the node when nothing of it is on its way any more, or when it is out of the pool."""
+    """Wait until nothing of the node moves, or the node is removed; return its entry in the status."""
     from nvpool.cli.commands.drive import is_emptied, moving_on, wait_for_none
 
     def found(seen: dict[str, Any]) -> dict[str, Any]:
@@ -313,8 +316,11 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
 
 
 def ended_drained(pool: str, number: int) -> dict[str, Any] | None:
-    """As a status, where `pool` is the directory of node `number`, whose processes have ended, as they were to, since nothing
-    was left on it. None: that is not so, or not known here."""
+    """Return a status of the drained node, if its processes have stopped as requested.
+
+    That is known only here, in the directory of that node: `pool` must be this directory. None: the node is
+    not drained and stopped, or this machine does not know.
+    """
     from nvpool.cli.pool_connection import directory_of
     from nvpool.poolmap.model import decode_map
     from nvpool.poolmap.nodes.lifecycle import left_on

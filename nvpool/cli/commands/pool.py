@@ -1,4 +1,4 @@
-"""`nvpool pool create|destroy|rebalance`."""
+"""The commands `nvpool pool`: create and destroy a pool, and control its rebalancing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nvpool.core.errors import InUse, InvalidRequest, Refused
 from nvpool.core.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
 
 _LIMIT_MIB_MAX = MIB
-"""1 TiB/s, which no drive takes."""
+"""1 TiB/s, more than any drive can write."""
 
 
 @click.group(epilog="""\b
@@ -31,7 +31,7 @@ def pool() -> None:
 
 
 def etcd_options(command: CommandFunction) -> CommandFunction:
-    """Of commands that make a pool directory."""
+    """Add the options --etcd… of commands that create a pool directory."""
     for name, metavar, text in (("key", "FILE", "Key of that certificate."),
                                 ("cert", "FILE", "Certificate (PEM) to show to it."),
                                 ("ca", "FILE", "Authority (PEM) that has signed its certificates."),
@@ -43,7 +43,7 @@ def etcd_options(command: CommandFunction) -> CommandFunction:
 
 
 def etcd_given(options: dict[str, str | None]) -> dict[str, str] | None:
-    """What provision/external_etcd is told of the values of etcd_options."""
+    """Return the values of `etcd_options` as provision/external_etcd takes them; None without --etcd."""
     given = {name.removeprefix("etcd_"): value for name, value in options.items() if value}
     if given and "urls" not in given:
         raise InvalidRequest("--etcd-ca, --etcd-cert and --etcd-key go with --etcd")
@@ -51,7 +51,7 @@ def etcd_given(options: dict[str, str | None]) -> dict[str, str] | None:
 
 
 def drive_of(text: str) -> dict[str, Any]:
-    """PATH or PATH:SIZE; a path that exists is taken whole, colons and all."""
+    """Parse PATH or PATH:SIZE. A text that is an existing path is a path, even with a colon."""
     path, colon, size = text.rpartition(":")
     if not colon or os.path.exists(text):
         return {"path": os.path.abspath(text), "capacity_bytes": 0}
@@ -113,7 +113,7 @@ def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size
 
 
 def name_of(directory: str) -> str:
-    """A name for a pool in `directory`: the last part of its path, without what no name may have."""
+    """Return a name for the pool: the last part of its path, without characters that names may not have."""
     last = "".join(c for c in os.path.basename(os.path.abspath(directory)) if c.isascii() and (c.isalnum() or c in "-_"))
     return last.strip("-_")[:63] or "pool"
 
@@ -207,7 +207,7 @@ def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, lim
 
 
 def _moving_line(chains: dict[str, Any], is_resumed: bool) -> str:
-    """Whether chains are moved, where that is not as ever."""
+    """Return a line about moving, if moving is paused, limited or just resumed; else an empty one."""
     limit = f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive" if chains["limit_bytes_s"] else ""
     if is_resumed and not chains["paused"]:
         words = ["moving goes on", limit, "" if chains["to_copy"] else "nothing is to be moved now"]
@@ -217,7 +217,7 @@ def _moving_line(chains: dict[str, Any], is_resumed: bool) -> str:
 
 
 def chains_line(chains: dict[str, Any]) -> str:
-    """How the chains of a pool are, in one line."""
+    """Return the state of the chains of a pool in one line."""
     words = [f"{chains['full']:,} of {chains['total']:,} full"]
     words += [f"{chains[name]:,} {text}" for name, text in (("fewer", "with fewer copies"), ("without", "without any copy"),
                                                             ("filling", "being filled")) if chains[name]]

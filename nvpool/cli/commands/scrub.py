@@ -1,4 +1,4 @@
-"""`nvpool scrub start|status|pause|resume|stop`."""
+"""The commands `nvpool scrub`: start, pause and stop the scrub of drives, and show its progress."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _TOLD = {"start": "scrubbing started on", "pause": "scrubbing is paused on", "re
 
 
 def _order(pool: str, order: str, drive: str | None, target: int | None, as_json: bool, quiet: bool = False) -> dict[str, Any]:
-    """Have the targets told; the answer, which is printed unless `quiet`."""
+    """Send the order to the targets, and return the reply, which is printed unless `quiet`."""
     from nvpool.cli.commands.drive import _name
     from nvpool.cli.pool_connection import change
     arguments = {"order": order, "drive": _name(drive) if drive else "", "target": target or 0}
@@ -131,7 +131,7 @@ def _order(pool: str, order: str, drive: str | None, target: int | None, as_json
 
 
 async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[str, Any]]:
-    """What those targets say when none of them is under way any more. The pool may be away for a while."""
+    """Wait until none of the targets scrubs any more; return their states. The pool may be away meanwhile."""
     from nvpool.cli.pool_connection import statuses
     from nvpool.cli.progress import Look, shown
     found: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""`nvpool serve DIR`: becomes nvpoold."""
+"""The command `nvpool serve`: replace this process by the supervisor `nvpoold` of a pool directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nvpool shard ls|add|remove|standbys`."""
+"""The commands `nvpool shard`: list, add and remove metadata shards, and set their standbys."""
 
 from __future__ import annotations
 
@@ -52,15 +52,17 @@ def ls(pool: str, as_json: bool) -> None:
 
 
 def moving_of(one: dict[str, Any]) -> str:
-    """What is on its way, in partitions."""
+    """Return the partitions that move to and from a shard, as text."""
     return ", ".join(text for count, text in ((one["partitions_to_come"], f"{one['partitions_to_come']} to come"),
                                               (one["partitions_to_go"], f"{one['partitions_to_go']} to go")) if count)
 
 
 async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
                            come: int | None = None) -> list[dict[str, Any]]:
-    """Return the shards when no partition is to move any more, shard `gone` is not there and shard `come` serves. The pool may
-    be away for a while; any error that is not of that kind ends it."""
+    """Wait until no partition moves, shard `gone` is removed and shard `come` serves; return the shards.
+
+    The pool may be unavailable for a while; any other error ends the wait.
+    """
     from nvpool.cli.pool_connection import statuses
     from nvpool.cli.progress import Look, shown
     shards: list[dict[str, Any]] | None = None

@@ -1,4 +1,4 @@
-"""`nvpool status [POOL]`."""
+"""The command `nvpool status`: show the processes, nodes, drives and problems of a pool."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
         print_json(seen)
     else:
         _show(seen)
-    code: int = seen.get("health", {}).get("exit_code", 0)  # of a node with an earlier version: as it was
+    code: int = seen.get("health", {}).get("exit_code", 0)  # an earlier version has no health
     if check and (seen["problems"] or any(process["state"] != "serving" for process in seen["processes"])):
         return code or 3
     return code

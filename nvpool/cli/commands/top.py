@@ -1,4 +1,4 @@
-"""`nvpool top`: live, who reads and writes what at which latency."""
+"""The command `nvpool top`: show live I/O rates and latencies by client, volume or target."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def top(pool: str | None, by: str, sort: str, interval_s: float, limit: int, onc
         asyncio.run(_watch(pool or ".", by, sort, interval_s, limit, once, as_json))
     except KeyboardInterrupt:
         if once:
-            raise  # else it is how one ends it
+            raise  # without --once, Ctrl-C is the normal end
 
 
 async def _watch(pool: str, by: Any, sort: str, interval_s: float, limit: int, once: bool, as_json: bool) -> None:
@@ -113,7 +113,7 @@ def _latency(seconds: float) -> str | None:
 
 
 class _Screen:
-    """A table that changes in its place, on a terminal."""
+    """Table on a terminal that updates in place."""
 
     def __init__(self, by: str) -> None:
         from rich.live import Live

@@ -1,4 +1,4 @@
-"""`nvpool trash ls|restore|purge`."""
+"""The commands `nvpool trash`: list, restore and purge removed files of a volume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`nvpool volume create|ls|show|resize|set|seal|grant|revoke|rm`."""
+"""The commands `nvpool volume`: create, list, change, seal and remove volumes, and grant rights to them.
+
+The commands `encryption` and `trash` use `carry_out` of this module.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ files_option = click.option("--files", type=click.IntRange(0), help="Quota in fi
 
 
 class Span(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
-    """Seconds as people write them."""
+    """Click type of a duration, as in 7d. The value is in seconds."""
 
     name = "time"
     _FACTORS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -68,13 +71,13 @@ class Span(click.ParamType):  # type: ignore[type-arg]  # generic only in newer 
             seconds = int(exact)
         except (ValueError, OverflowError):
             self.fail(f"{value!r} is no time; write it like 3600, 90s, 30m, 12h or 7d", parameter, context)
-        if exact and not seconds:  # 0 means another thing: not at all
+        if exact and not seconds:  # 0 would mean: not at all
             self.fail(f"{value!r} is less than a second", parameter, context)
         return seconds
 
 
 def carry_out(pool: str, doing: str, work: Callable[[AsyncVolumes], Awaitable[Result]]) -> Result:
-    """Do `work` with the volumes of the pool."""
+    """Run `work` with the volumes of the pool, and return its result. `doing` names the command in logs."""
     async def run() -> Result:
         from nvpool.cli.pool_path import session
         from nvpool.client.state.types import Caller
@@ -276,7 +279,7 @@ def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
     async def run(volumes: AsyncVolumes) -> Volume:
         member, before = member_named(client), await volumes.show(name)
         after = await volumes.revoke(name, client)
-        if member not in before.grants:  # a slip in the name would leave another his right
+        if member not in before.grants:  # a typing error would leave the right of the client that was meant
             say(f"{member} has no right of its own to volume {name}; those with one: "
                 f"{', '.join(sorted(after.grants)) or 'none'}"
                 f"{'' if after.access == 'listed' else ' (every client of the pool gets in)'}")
@@ -286,7 +289,7 @@ def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
 
 
 def _check_client(pool: str, client: str) -> None:
-    """NotFound: it is no member of the pool. A grant to a name with a slip in it would shut out whom it is meant for."""
+    """Raise NotFound if `client` is no member: a grant to a wrong name would shut out the right client."""
     from nvpool.cli.pool_connection import status_of
     member = member_named(client)
     if member not in asyncio.run(status_of(pool))["members"]:
@@ -319,7 +322,7 @@ def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None
         try:
             going = [await volumes.remove(name, force=force)]
         except FileNotFoundError:
-            # the same command again, after an interruption
+            # the command was interrupted and is repeated
             going = [one for one in await volumes.list(removing=True) if one.name == name and one.state == "removing"]
             if not wait or not going:
                 raise
