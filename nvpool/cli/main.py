@@ -19,41 +19,41 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "pool": ("nvpool.cli.commands.pool:pool", "Make and destroy pools, and have their chunks moved."),
+    "pool": ("nvpool.cli.commands.pool:pool", "Create, rebalance and destroy pools."),
     "status": ("nvpool.cli.commands.status:status", "Show a pool: its processes, drives and problems."),
-    "top": ("nvpool.cli.commands.top:top", "Show, live, who reads and writes what at which latency."),
-    "metrics": ("nvpool.cli.commands.metrics:metrics", "Print what Prometheus is told of a node."),
-    "serve": ("nvpool.cli.commands.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
+    "top": ("nvpool.cli.commands.top:top", "Show live I/O rates and latencies by client, volume or target."),
+    "metrics": ("nvpool.cli.commands.metrics:metrics", "Print the metrics of a node in the Prometheus format."),
+    "serve": ("nvpool.cli.commands.serve:serve", "Run the daemons of this node in the foreground."),
     "mount": ("nvpool.cli.mount.command:mount", "Mount a pool."),
     "umount": ("nvpool.cli.mount.command:umount", "Unmount a pool."),
-    "bridge": ("nvpool.cli.commands.bridge:bridge", "Give containers volumes of a pool: Docker's plugin."),
-    "node": ("nvpool.cli.commands.node:node", "List the nodes of a pool, let them in, drain and remove them."),
-    "client": ("nvpool.cli.commands.client:client", "Let clients that are no nodes into a pool."),
+    "bridge": ("nvpool.cli.commands.bridge:bridge", "Provide volumes to containers: Docker plugin and Kubernetes CSI."),
+    "node": ("nvpool.cli.commands.node:node", "List, admit, drain and remove the nodes of a pool."),
+    "client": ("nvpool.cli.commands.client:client", "Admit, list and remove clients, which are no nodes."),
     "cert": ("nvpool.cli.commands.cert:cert", "List, renew and revoke the certificates of a pool."),
     "drive": ("nvpool.cli.commands.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
-    "shard": ("nvpool.cli.commands.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
+    "shard": ("nvpool.cli.commands.shard:shard", "List, add and remove metadata shards, and set their number of standbys."),
     "dir": (
         "nvpool.cli.commands.dir:directory",
-        "Say how many replicas new files of a directory have, and how large their chunks are.",
+        "Show and set replicas and chunk size of new files in a directory.",
     ),
-    "volume": ("nvpool.cli.commands.volume:volume", "Make volumes: directories with quotas, rights and other policies."),
+    "volume": ("nvpool.cli.commands.volume:volume", "Manage volumes: directories with quotas, rights and other policies."),
     "encryption": (
         "nvpool.cli.commands.encryption:encryption",
-        "Make the pool key, which protects encrypted volumes, and replace it.",
+        "Create and replace the pool key, which protects encrypted volumes.",
     ),
-    "trash": ("nvpool.cli.commands.trash:trash", "See what was removed in a volume, put it back, or remove it for good."),
-    "file": ("nvpool.cli.commands.file:file", "Show where the bytes of a file lie."),
+    "trash": ("nvpool.cli.commands.trash:trash", "List, restore or purge removed files of a volume."),
+    "file": ("nvpool.cli.commands.file:file", "Show where the data of a file is stored."),
     "import": ("nvpool.cli.commands.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
     "export": ("nvpool.cli.commands.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),
-    "fsck": ("nvpool.cli.commands.fsck:fsck", "Check a pool, and repair it."),
-    "scrub": ("nvpool.cli.commands.scrub:scrub", "Have everything that is stored read and compared."),
-    "dump": ("nvpool.cli.commands.dump:dump", "Write all metadata of one moment to a file."),
+    "fsck": ("nvpool.cli.commands.fsck:fsck", "Check and repair a pool."),
+    "scrub": ("nvpool.cli.commands.scrub:scrub", "Read all stored data and verify its checksums."),
+    "dump": ("nvpool.cli.commands.dump:dump", "Write a snapshot of all metadata to a file."),
     "load": ("nvpool.cli.commands.load:load", "Load dumped metadata into an empty pool."),
-    "doctor": ("nvpool.cli.doctor.command:doctor", "Say what makes a pool slow or unsafe here, and the remedy."),
-    "audit": ("nvpool.cli.commands.audit:audit", "Show who changed a pool, and who was refused."),
-    "bench": ("nvpool.cli.commands.bench:bench", "Measure a pool."),
+    "doctor": ("nvpool.cli.doctor.command:doctor", "Find what makes a pool slow or unsafe on this machine, with the remedy."),
+    "audit": ("nvpool.cli.commands.audit:audit", "Show who changed a pool, and which requests were refused."),
+    "bench": ("nvpool.cli.commands.bench:bench", "Measure the speed of a pool."),
     "config": ("nvpool.cli.commands.config:config", "Show, check and explain the configuration of a node."),
-    "dev": ("nvpool.cli.commands.dev:dev", "A throw-away pool on this machine, all of it under one directory."),
+    "dev": ("nvpool.cli.commands.dev:dev", "Create and remove a throw-away pool on this machine, under one directory."),
     "completion": ("nvpool.cli.commands.completion:completion", "Print the completion script of a shell."),
     "version": ("nvpool.cli.commands.version:version", "Print the version."),
     "help": ("nvpool.cli.commands.help:help_", "Show the help of a command."),
@@ -121,14 +121,14 @@ def _print_version(context: click.Context, _: click.Parameter, asked_for: bool) 
 def cli() -> None:
     """One fast, shared file system from the NVMe drives of ordinary servers.
 
-    POOL is the pool's directory on this node, or the address HOST:PORT of any of its nodes; where it may be left out, the
-    environment variable NVPOOL_POOL names it. All that prints has --json.
+    POOL is the directory of the pool on this node, or the address HOST:PORT of any of its nodes. If you leave POOL out, the
+    environment variable NVPOOL_POOL names the pool. Every command that prints a result has --json.
 
     \b
     examples:
       nvpool dev up /tmp/pool --drives 2 --mount /mnt/pool    try it on this machine
       nvpool status /tmp/pool                                 what runs, and what is wrong
-      nvpool dev down /tmp/pool                               and nothing is left
+      nvpool dev down /tmp/pool                               remove all of it
     """
 
 

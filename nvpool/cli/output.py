@@ -42,9 +42,9 @@ class Number(click.FloatRange):
 def log_options(function: CommandFunction) -> CommandFunction:
     """Add --log-level and --log-format: how the daemon that the command starts writes its log."""
     function = click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
-                            help="The least that is logged. [level under [log] in node.toml, else info]")(function)
+                            help="Lowest level that is logged. [level under [log] in node.toml, else info]")(function)
     return click.option("--log-format", type=click.Choice(["text", "json"]),
-                        help="json: an object a line. [format under [log] in node.toml, else text]")(function)
+                        help="json: one object per line. [format under [log] in node.toml, else text]")(function)
 
 
 def pool_argument(function: CommandFunction) -> CommandFunction:

@@ -24,11 +24,11 @@ from nvpool.core.errors import from_os_error
 VARIABLE = "NVPOOL_TOKEN"
 _TOKEN_BYTES_MAX = 4096
 WAYS = """\b
-The token, which works once, comes from one of these, the first that there is:
+The token works once. It comes from the first of these sources that is given:
   --token -            standard input, its first line
   --token-file PATH    the first line of a file
   NVPOOL_TOKEN         an environment variable
-  a terminal           where it is asked for, and not shown
+  a terminal           a prompt without echo
 --token TOKEN works too, but other users of this machine can read it in the list of processes.
 """
 """Text for the epilog of a command with `token_options`."""

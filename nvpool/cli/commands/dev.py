@@ -25,7 +25,7 @@ examples:
   nvpool dev down /tmp/pool
 """)
 def dev() -> None:
-    """A throw-away pool on this machine, all of it under one directory."""
+    """Create and remove a throw-away pool on this machine, under one directory."""
 
 
 def default_sizes(count: int, free_bytes: int) -> list[int]:
@@ -58,22 +58,25 @@ examples:
   nvpool dev up /tmp/pool --mount /mnt/pool --engine pyfuse3
 """)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
-@click.option("--drives", type=click.IntRange(1, 64), help="How many targets; default 2, or as many as there are --size.")
-@click.option("--standbys", type=click.IntRange(0, 4), default=0, help="Further copies of the metadata, one a drive at most.")
-@click.option("--shards", type=click.IntRange(1, 64), default=1, help="Processes that keep the metadata, each a part of it.")
-@click.option("--size", "sizes", type=Size(), multiple=True, help="Size of a drive; repeat it. Default: 8 and 16 GiB in turn.")
+@click.option("--drives", type=click.IntRange(1, 64), help="Number of targets; default: 2, or the number of --size options.")
+@click.option("--standbys", type=click.IntRange(0, 4), default=0, help="Further copies of the metadata, at most one per drive.")
+@click.option("--shards", type=click.IntRange(1, 64), default=1,
+              help="Number of metadata processes; each serves a part of the metadata.")
+@click.option("--size", "sizes", type=Size(), multiple=True,
+              help="Size of a drive; may be repeated. Default: 8 and 16 GiB in turn.")
 @click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk of a new pool.")
-@click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Mount it there as well; a missing directory is made.")
-@click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]), help="Of the mount; see nvpool mount --help.")
+@click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Also mount the pool there; a missing directory is created.")
+@click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]),
+              help="Engine of the mount; see nvpool mount --help.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of the node.")
 @json_option
 def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tuple[int, ...], replicas: int,
        mountpoint: str | None, engine: str | None, config_file: str | None, as_json: bool) -> None:
-    """Make a pool under DIR where there is none, start it where it does not run, mount it where that is asked for. What is
-    made belongs to who asks for it.
+    """Create a pool under DIR if there is none, start it, and mount it with --mount. You own the pool and its files.
 
-    Returns when it serves. May be repeated: what is there stays as it is. Interrupted, a pool that this call made is removed
-    again; one that was there stays, and what was started is named. So it is too when a pool that was made can not be mounted.
+    Returns when the pool serves. May be repeated: an existing pool stays as it is. If you interrupt the command, a new pool is
+    removed again. A pool that existed before stays, and so does a new pool after an error, for example if it can not be
+    mounted; a message says what runs.
     """
     from nvpool.cli.dev_rollback import Undoing
     with Undoing(PoolDirectory(directory), mountpoint) as undoing:
@@ -179,9 +182,10 @@ def free_bytes(directory: PoolDirectory) -> int:
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
 @json_option
 def down(directory: str, as_json: bool) -> None:
-    """Unmount and stop the pool under DIR and remove DIR with all that is in it.
+    """Unmount and stop the pool under DIR, and remove DIR with all its contents.
 
-    Refused for anything that `dev up` did not make, and while something else is mounted below. Nothing there is nothing to do.
+    Refused if `dev up` did not create the pool, or while another file system is mounted below DIR. If DIR does not exist, the
+    command does nothing.
     """
     from nvpool.cli import pool_lifecycle
     from nvpool.cli.known_pools import remedy_for

@@ -28,7 +28,7 @@ examples:
   nvpool dir set /srv/pool:/samples --wide
 """)
 def directory() -> None:
-    """Say how many replicas new files of a directory have, how large their chunks are, and how its names are spread."""
+    """Show and set the number of replicas and the chunk size of new files in a directory, and how its names are spread."""
 
 
 place_argument = click.argument("place", metavar="POOL:/path", type=PlaceType())
@@ -43,7 +43,7 @@ example: nvpool dir show /srv/pool:/models
 @place_argument
 @json_option
 def show(place: Place, as_json: bool) -> None:
-    """Show what new files and directories in a directory get."""
+    """Show the replicas and chunk size of new files and directories in a directory."""
     _show(place, asyncio.run(_shown(place)), as_json)
 
 
@@ -92,14 +92,14 @@ examples:
 @click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk, on as many nodes (drives, in a pool of one "
                                                             "node).")
 @click.option("--chunk-size", type=Size(), default=0, help="A power of two from 64K to 16M.")
-@click.option("--wide", is_flag=True, help="Spread the names in it over all metadata shards, where there will be very many. It "
-                                            "has to be empty, and stays wide; directories in it are not.")
+@click.option("--wide", is_flag=True, help="Spread the names in it over all metadata shards, for very many names. The "
+                                            "directory must be empty, and stays wide; its subdirectories are not.")
 @json_option
 def set_(place: Place, replicas: int | None, chunk_size: int, wide: bool, as_json: bool) -> None:
-    """Set what files and directories that are made in a directory from now on get. Directories hand it down.
+    """Set the replicas and chunk size of new files in a directory; new subdirectories inherit them.
 
-    What is there already stays as it is: copy it to give it new chunks. The first directory with a replica count that the
-    pool does not have yet is set on a node of the pool, since that changes the pool.
+    Existing files keep their layout: copy a file to give it the new one. If the pool has no chains with this number of
+    replicas yet, run the command on a node of the pool, because it changes the pool.
     """
     if not replicas and not chunk_size and not wide:
         raise click.UsageError("say --replicas, --chunk-size or --wide")

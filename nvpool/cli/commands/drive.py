@@ -32,8 +32,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer 
             self.fail(str(error), parameter, context)
 
 
-wait_option = click.option("--wait", is_flag=True, help="Return when it is done, and show how far it is. Interrupted, it goes "
-                                                        "on in the pool; the same command waits again.")
+wait_option = click.option("--wait", is_flag=True, help="Wait until it is done, and show the progress. Ctrl-C stops only the "
+                                                        "waiting; run the command again to resume waiting.")
 drive_argument = click.argument("drive", metavar="DRIVE")
 
 STALL_S = 30.0
@@ -42,8 +42,7 @@ PAUSED = "paused; go on with: nvpool pool rebalance POOL --resume"
 
 
 @click.group(epilog="""\b
-DRIVE is the number or the path that `nvpool drive ls` shows; a path is one of the node whose pool directory POOL is, where
-that node has a drive there.
+DRIVE is a number or path that `nvpool drive ls` shows. A path names a drive of the node whose pool directory is POOL.
 
 \b
 examples:
@@ -58,8 +57,8 @@ def drive() -> None:
 @drive.command(epilog="""\b
 --json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process), wish
 (empty, draining, drained, removing, lost, away), chains (that it holds), share (of all chains), chains_to_come, chains_to_go,
-lacks_room (for those to come), moving_wait (why moving chains, or removing what was moved, waits at this drive), metadata
-(shards of which a member lies there)
+lacks_room (for those to come), moving_wait (why this drive waits with moving chains or removing moved data), metadata
+(shards with a member on the drive)
 
 \b
 example: nvpool drive ls /srv/pool
@@ -67,7 +66,7 @@ example: nvpool drive ls /srv/pool
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
-    """List the drives of a pool: state, share of the chains, and what is on its way to them and from them."""
+    """List the drives of a pool: state, share of the chains, and chains that move to and from them."""
     from nvpool.cli.pool_connection import status_of
     drives = asyncio.run(status_of(pool))["drives"]
     if as_json:
@@ -243,17 +242,16 @@ examples:
 """)
 @pool_argument
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--size", type=Size(), default=0, help="How much of it may be used, like 500G; default: all of a block device, "
-                                                     "nine tenths of what is free in a directory.")
-@click.option("--force", is_flag=True, help="Take a block device although something is on it, which is lost.")
+@click.option("--size", type=Size(), default=0, help="How much of it to use, like 500G; default: all of a block device, or "
+                                                     "nine tenths of the free space of a directory.")
+@click.option("--force", is_flag=True, help="Use a block device that is not empty; its data is lost.")
 @wait_option
 @json_option
 def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool) -> None:
     """Add the drive at PATH, a directory or a block device, to a running pool.
 
-    Its target is made and its process started at once; then it gets its share of the chunks, by capacity, from the other
-    drives, while the pool is in use. `drive ls` shows how far that is, `pool rebalance` pauses and slows it down. May be
-    repeated.
+    The new target serves immediately. Then its share of the chunks, by capacity, moves to it from the other drives, while the
+    pool is in use. `drive ls` shows the progress; `pool rebalance` pauses or limits the moving. May be repeated.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "drive-add", {"path": os.path.abspath(path), "capacity_bytes": size, "force": force}))
@@ -304,13 +302,13 @@ examples:
 """)
 @pool_argument
 @drive_argument
-@click.option("--cancel", is_flag=True, help="It shall hold its share again.")
+@click.option("--cancel", is_flag=True, help="End the drain: the drive gets its share of the chunks again.")
 @wait_option
 @json_option
 def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> None:
-    """Move everything that is on a drive to the others, while the pool is in use. Then it is empty and can be removed.
+    """Move all data from a drive to the others, while the pool is in use. Then the drive is empty and can be removed.
 
-    Refused where the others are too few for the pool's copies, or have too little room. May be repeated.
+    Refused if the other drives are too few for the pool's replicas, or have too little space. May be repeated.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "drive-drain", {"drive": _name(drive), "cancel": cancel}))
@@ -329,19 +327,19 @@ def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> Non
 @drive.command(epilog="""\b
 examples:
   nvpool drive remove /srv/pool 2
-  nvpool drive remove /srv/pool 3 --lost --wait    it is broken, and its chunks are made again from their other copies
+  nvpool drive remove /srv/pool 3 --lost --wait    broken: its chunks are copied from other replicas
 """)
 @pool_argument
 @drive_argument
-@click.option("--lost", is_flag=True, help="It is broken, or gone for good: what it held is copied from others that have it.")
-@click.option("--give-up", is_flag=True, help="With --lost: also where something is on no other drive. What is in those files "
-                                              "is gone: reading it gives errors until it is written anew.")
+@click.option("--lost", is_flag=True, help="The drive is broken or gone for good: copy its chunks from other replicas.")
+@click.option("--give-up", is_flag=True, help="With --lost: give up chunks that are on no other drive. Reading these parts of "
+                                              "files fails until they are written again.")
 @wait_option
 @json_option
 def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:
     """Take a drive out of the pool for ever.
 
-    Refused while anything is on it, and with --lost where something is on no other drive. Its files stay as they are.
+    Refused while data is on it; with --lost, refused if chunks are on no other drive. The files on the drive stay there.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "drive-remove", {"drive": _name(drive), "lost": lost, "give_up": give_up}))
@@ -363,13 +361,13 @@ examples:
 @pool_argument
 @drive_argument
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--size", type=Size(), default=0, help="How much of the new one may be used; see nvpool drive add --help.")
-@click.option("--force", is_flag=True, help="Take a block device although something is on it, which is lost.")
-@click.option("--lost", is_flag=True, help="The old one is broken: what it held is copied from the drives that have it too.")
+@click.option("--size", type=Size(), default=0, help="How much of the new drive to use; see nvpool drive add --help.")
+@click.option("--force", is_flag=True, help="Use a block device that is not empty; its data is lost.")
+@click.option("--lost", is_flag=True, help="The old drive is broken: copy its chunks from other replicas.")
 @wait_option
 @json_option
 def replace(pool: str, drive: str, path: str, size: int, force: bool, lost: bool, wait: bool, as_json: bool) -> None:
-    """Put the drive at PATH in the place of another one, which leaves the pool when it is empty. May be repeated."""
+    """Replace a drive by the one at PATH. The old drive leaves the pool when it is empty. May be repeated."""
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "drive-replace", {"drive": _name(drive), "path": os.path.abspath(path),
                                                         "capacity_bytes": size, "force": force, "lost": lost}))

@@ -17,7 +17,7 @@ Moved = TypeVar("Moved")
 
 
 @click.command(epilog="""
-The format is in docs/internals/formats/dump.md. A dump holds names, attributes and layouts, no contents.
+The format is in docs/internals/formats/dump.md. A dump contains names, attributes and layouts, but no file contents.
 
 example: nvpool dump /srv/pool /backup/pool-metadata.dump
 """)
@@ -25,7 +25,7 @@ example: nvpool dump /srv/pool /backup/pool-metadata.dump
 @click.argument("path", metavar="FILE", type=click.Path(dir_okay=False))
 @json_option
 def dump(pool: str, path: str, as_json: bool) -> None:
-    """Write all metadata of one moment to FILE, while the pool serves."""
+    """Write a consistent snapshot of all metadata to FILE, while the pool serves."""
     from nvpool.sdk.admin.dump import dump
     records = move_records(pool, path, "dump", dump, as_json)
     if as_json:

@@ -16,7 +16,7 @@ ROWS_MAX = 64
 
 @click.group(epilog="example: nvpool file info /srv/pool:/models/m.safetensors")
 def file() -> None:
-    """Show where the bytes of a file lie."""
+    """Show where the data of a file is stored."""
 
 
 @file.command(epilog="""
@@ -33,7 +33,7 @@ examples:
 @click.argument("place", metavar="POOL:/path", type=PlaceType())
 @json_option
 def info(place: Place, as_json: bool) -> None:
-    """Show a file's inode, layout, locks and chunks, and which targets have them."""
+    """Show inode, layout, locks and chunks of a file, and the targets that store the chunks."""
     found = asyncio.run(_describe(place))
     if as_json:
         print_json(found)

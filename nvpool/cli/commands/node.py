@@ -29,7 +29,7 @@ examples:
   nvpool node ls /srv/nvpool
 """)
 def node() -> None:
-    """List the nodes of a pool, let them in, drain and remove them."""
+    """List, admit, drain and remove the nodes of a pool."""
 
 
 def join_command(join: dict[str, Any], config: configuration.Config, kind: str = "node") -> str:
@@ -76,10 +76,10 @@ def entered(kind: str, address: str, directory: str, token: str, config: configu
 
 @node.command(epilog="example: nvpool node token /srv/nvpool")
 @pool_argument
-@click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long it is good.")
+@click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long the token is valid.")
 @json_option
 def token(pool: str, hours: float, as_json: bool) -> None:
-    """Print a command with which another machine joins the pool. The token in it works once."""
+    """Print the command with which another machine joins the pool as a node. Its token works once."""
     make_token(pool, "node", hours, as_json)
 
 
@@ -91,23 +91,23 @@ examples:
 """)
 @click.argument("address", metavar="HOST:PORT")
 @token_options
-@click.option("--drive", "drives", multiple=True, metavar="PATH[:SIZE]", help="A drive for the pool. Repeat it.")
+@click.option("--drive", "drives", multiple=True, metavar="PATH[:SIZE]", help="A drive for the pool; may be repeated.")
 @click.option("--dir", "directory", type=click.Path(file_okay=False), default=_DIRECTORY, show_default=True,
               help="Pool directory of this node.")
-@click.option("--host", help="Address under which the others reach this machine; default: the one it reaches HOST from.")
-@click.option("--name", default="", help="Name of this node, for people; default: the host's.")
+@click.option("--host", help="Address at which other nodes reach this machine; default: its own on the route to HOST.")
+@click.option("--name", default="", help="Name of this node in lists; default: the host name.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of this node.")
-@click.option("--plain-text", is_flag=True, help="Without certificates and TLS: as on the first node, for networks that are "
-                                                 "nobody else's. The token and the pool's keys are sent in plain text too.")
-@click.option("--no-start", is_flag=True, help="Only make the directory; drives are added later.")
+@click.option("--plain-text", is_flag=True, help="Without certificates and TLS, as on the first node; only for private "
+                                                 "networks. The token and the pool's keys are sent in plain text too.")
+@click.option("--no-start", is_flag=True, help="Only create the directory; add the drives later.")
 @etcd_options
 @json_option
 def join(address: str, token_text: str, drives: tuple[str, ...], directory: str, host: str | None, name: str,
          config_file: str | None, plain_text: bool, no_start: bool, as_json: bool, **etcd: str | None) -> None:
     """Make this machine a node of the pool that answers at HOST:PORT.
 
-    Makes the pool directory, whose key never leaves it, and gets it a certificate in exchange for the token; starts the daemons
-    of this node in the background, and adds the drives. Interrupted, the same command goes on.
+    Creates the pool directory with a private key that never leaves it, and exchanges the token for a certificate. Then starts
+    the daemons of this node in the background and adds the drives. After an interruption, run the same command again.
     """
     from nvpool.cli import pool_lifecycle
     from nvpool.cli.pool_connection import change
@@ -231,21 +231,20 @@ node_argument = click.argument("number", type=int, metavar="NODE")
 @node.command(epilog="""\b
 examples:
   nvpool node drain /srv/nvpool 2 --wait && nvpool node remove /srv/nvpool 2
-  nvpool node drain /srv/nvpool 2 --stop      end its processes when it is empty
+  nvpool node drain /srv/nvpool 2 --stop      stop its processes when it is empty
   nvpool node drain /srv/nvpool 2 --cancel
 """)
 @pool_argument
 @node_argument
-@click.option("--cancel", is_flag=True, help="It, and its drives, shall hold their share again.")
-@click.option("--stop", is_flag=True, help="End the processes of the node when nothing is left on it.")
+@click.option("--cancel", is_flag=True, help="End the drain: the node and its drives get their share again.")
+@click.option("--stop", is_flag=True, help="Stop the processes of the node once it is empty.")
 @wait_option
 @json_option
 def drain(pool: str, number: int, cancel: bool, stop: bool, wait: bool, as_json: bool) -> None:
-    """Move everything that a node has and does to the others, while the pool is in use: chunks, metadata, its part in keeping
-    the map. Then it can be removed.
+    """Move chunks, metadata and etcd membership of a node to other nodes, while the pool is in use. Then it can be removed.
 
-    Refused where the others have no room for it. Where one that is to take something is down it begins nevertheless, and waits
-    for that one, which --wait tells. May be repeated; whatever is interrupted goes on.
+    Refused if the other nodes have too little space. If a node that must take something is down, the drain starts and waits
+    for that node; --wait shows this. May be repeated. An interrupted drain continues.
     """
     from nvpool.cli.pool_connection import change
     ended = None if cancel else ended_drained(pool, number)
@@ -339,20 +338,20 @@ def ended_drained(pool: str, number: int) -> dict[str, Any] | None:
 @node.command(epilog="""\b
 examples:
   nvpool node remove /srv/nvpool 3
-  nvpool node remove /srv/nvpool 3 --lost --wait    it will not come back: what it had is made again from other copies
+  nvpool node remove /srv/nvpool 3 --lost --wait    gone for good: its data is copied from other replicas
 """)
 @pool_argument
 @node_argument
-@click.option("--lost", is_flag=True, help="It is broken, or gone for good.")
-@click.option("--give-up", is_flag=True, help="With --lost: also where it has the only copy of chunks, which can not be "
-                                                  "read any more then, until they are written anew.")
+@click.option("--lost", is_flag=True, help="The node is broken or gone for good.")
+@click.option("--give-up", is_flag=True, help="With --lost: give up chunks whose only copy is on it. Reading these parts of "
+                                                  "files fails until they are written again.")
 @wait_option
 @json_option
 def remove(pool: str, number: int, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:
-    """Take a node out of the pool: its certificate is worth nothing from then on.
+    """Remove a node from the pool and revoke its certificate.
 
-    Refused while anything of the pool is on it (drain it first), and with --lost while it answers, or has the only copy of
-    anything. A lost node is listed until what it held has been made again. May be repeated.
+    Refused while data of the pool is on the node: drain it first. With --lost, refused while the node answers, or if it has
+    the only copy of data. A lost node is listed until its data has been copied again. May be repeated.
     """
     from nvpool.cli.pool_connection import change
     if give_up and not lost:
@@ -369,7 +368,7 @@ def remove(pool: str, number: int, lost: bool, give_up: bool, wait: bool, as_jso
 @node.command(epilog="""\b
 examples:
   nvpool node rack /srv/nvpool 2 row-3
-  nvpool node rack /srv/nvpool 2 ""       none: it fails alone
+  nvpool node rack /srv/nvpool 2 ""       no rack: the node fails alone
 """)
 @pool_argument
 @node_argument
@@ -377,7 +376,7 @@ examples:
 @wait_option
 @json_option
 def rack(pool: str, number: int, rack: str, wait: bool, as_json: bool) -> None:
-    """Say which nodes fail together: copies of chunks and of metadata are spread over racks first. They move accordingly."""
+    """Set the rack of a node. Nodes of one rack may fail together, so copies are spread over racks first and move if needed."""
     from nvpool.cli.pool_connection import change
     done = asyncio.run(change(pool, "node-rack", {"node": number, "rack": rack}))
     if not as_json:
@@ -392,21 +391,21 @@ def rack(pool: str, number: int, rack: str, wait: bool, as_json: bool) -> None:
 
 @node.command("recover-etcd", epilog="example: nvpool node recover-etcd /srv/nvpool --yes")
 @pool_argument
-@click.option("--yes", is_flag=True, help="The other members are lost for good.")
+@click.option("--yes", is_flag=True, help="Confirm that the other members are lost for good.")
 @click.option("--lost", type=click.IntRange(1), multiple=True, metavar="NODE",
-              help="Where this node has no member: each node that had one. It is switched off for ever.")
+              help="If this node has no member: each node that had one, which must be switched off for ever.")
 @json_option
 def recover_etcd(pool: str, yes: bool, lost: tuple[int, ...], as_json: bool) -> None:
-    """Go on with the member of etcd on this node alone, after most of them were lost for good.
+    """Continue with the etcd member of this node alone, after most members were lost for good.
 
-    In a pool of two nodes the first keeps the pool map alone. Where it is lost for good the second one keeps it from then on:
-    it has a copy of the map and the keys of the pool's authorities. A first node that is merely cut off would go on deciding
-    the map by itself: switch it off before.
+    In a pool of two nodes only the first stores the pool map in etcd. If it is lost for good, this command makes the second
+    node take over: it has a copy of the map and the keys of the pool's certificate authorities. A first node that is only
+    disconnected would continue to decide on the map by itself: switch it off before.
 
-    The pool map becomes the newest that this node knows: a change that only the lost members had seen is lost. Other nodes then
-    become members as when the pool was made. Never start two lost nodes again, with their pool directories as they were, while
-    no other node is up: they could begin a second history of the pool. Refused while most members answer: those that are away
-    are replaced by themselves.
+    The newest map that this node knows becomes the pool map; a change that only the lost members have seen is lost. Other
+    nodes then become members as when the pool was created. Never start two lost nodes again with their old pool directories
+    while no other node is up: they could start a second history of the pool. Refused while most members answer: then members
+    that are away are replaced automatically.
     """
     from nvpool.cli.pool_connection import change
     if not yes:

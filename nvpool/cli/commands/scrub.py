@@ -19,15 +19,15 @@ examples:
   nvpool scrub pause /srv/pool
 """)
 def scrub() -> None:
-    """Have everything that is stored read and compared with its checksums.
+    """Read all stored data and verify its checksums.
 
-    Each drive does so by itself once a week, slowly, while the pool is in use ([store] scrub_interval_s and scrub_bytes_s in
-    node.toml). What is bad is written anew from another replica; what has none is told by `nvpool status`.
+    Each drive does this automatically once a week, slowly, while the pool is in use ([store] scrub_interval_s and
+    scrub_bytes_s in node.toml). Bad blocks are repaired from another replica; `nvpool status` lists those without one.
     """
 
 
-drive_option = click.option("--drive", metavar="DRIVE", help="Only this one, by number or path; default: all.")
-target_option = click.option("--target", type=click.IntRange(1), help="Only this one.")
+drive_option = click.option("--drive", metavar="DRIVE", help="Only this drive, by number or path; default: all.")
+target_option = click.option("--target", type=click.IntRange(1), help="Only this target.")
 
 
 @scrub.command(epilog="""\b
@@ -41,7 +41,7 @@ example: nvpool scrub status /srv/pool
 @pool_argument
 @json_option
 def status(pool: str, as_json: bool) -> None:
-    """Show for each drive how far its round is, and how the last one ended."""
+    """Show for each drive the progress of the current scrub, and the result of the last one."""
     found = _seen(pool)
     if as_json:
         print_json(found)
@@ -81,7 +81,7 @@ def _line(one: dict[str, Any], now_ms: int) -> tuple[str | int | None, ...]:
 
 
 @scrub.command(epilog="""\b
-exit codes: with --wait 4 when something bad was found that is not mended
+exit codes: with --wait 4 if bad blocks were found that are not repaired
 --json prints targets (that were told) and silent (number: reason); with --wait also scrub, as nvpool scrub status --json
 
 \b
@@ -92,10 +92,10 @@ examples:
 @pool_argument
 @drive_option
 @target_option
-@click.option("--wait", is_flag=True, help="Return when the rounds have ended, and show how far they are.")
+@click.option("--wait", is_flag=True, help="Wait until the scrub has ended, and show the progress.")
 @json_option
 def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json: bool) -> int:
-    """Begin a round now, unless one is under way; or go on with one that was paused."""
+    """Start a scrub now, unless one is running; resume a paused one."""
     result = _order(pool, "start", drive, target, as_json, quiet=wait)
     if not wait:
         return 0
@@ -162,7 +162,7 @@ def _simple(order: str, text: str, example: str) -> None:
         _order(pool, order, drive, target, as_json)
 
 
-_simple("pause", "Read nothing more until resume or start, nor begin a round; also after restarts.",
+_simple("pause", "Pause scrubbing until resume or start. The pause survives restarts.",
         "nvpool scrub pause /srv/pool")
-_simple("resume", "Go on after a pause.", "nvpool scrub resume /srv/pool --drive 2")
-_simple("stop", "Give up the rounds that are under way. The next ones begin when they are due.", "nvpool scrub stop /srv/pool")
+_simple("resume", "Resume scrubbing after a pause.", "nvpool scrub resume /srv/pool --drive 2")
+_simple("stop", "Abort running scrubs. The next scrub starts when it is due.", "nvpool scrub stop /srv/pool")

@@ -14,7 +14,7 @@ shard_argument = click.argument("shard", metavar="SHARD", type=click.IntRange(1)
 
 
 @click.group(epilog="""\b
-A shard is a process that keeps the names and attributes of a part of the directories; more of them use more cores.
+A shard is a process that serves the names and attributes of a part of the directories; more shards use more cores.
 
 \b
 examples:
@@ -24,7 +24,7 @@ examples:
   nvpool shard standbys /srv/pool 1 2
 """)
 def shard() -> None:
-    """List, add and remove the metadata shards of a running pool, and say how many standbys each shall have."""
+    """List, add and remove the metadata shards of a running pool, and set their number of standbys."""
 
 
 @shard.command(epilog="""\b
@@ -38,7 +38,7 @@ example: nvpool shard ls /srv/pool
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
-    """List the metadata shards of a pool: state, share of the name space, and what is on its way to them and from them."""
+    """List the metadata shards of a pool: state, share of the name space, and partitions that move to and from them."""
     from nvpool.cli.pool_connection import status_of
     shards = asyncio.run(status_of(pool))["shards"]
     if as_json:
@@ -110,18 +110,18 @@ examples:
   nvpool shard add /srv/pool --number 3 --wait     may be repeated: shard 3 is added once
 """)
 @pool_argument
-@click.option("--number", type=click.IntRange(1), help="Of the new shard, the next that is free. Where it is there already "
-                                                       "nothing is added.")
-@click.option("--node", type=click.IntRange(1), help="Where it shall be. Default: the node with the fewest shards.")
-@click.option("--standbys", type=click.IntRange(0, 4), help="Further copies of its records, each beside another drive's data. "
+@click.option("--number", type=click.IntRange(1), help="Number of the new shard; default: the next free one. If that shard "
+                                                       "exists, nothing is added.")
+@click.option("--node", type=click.IntRange(1), help="Node of the shard; default: the node with the fewest shards.")
+@click.option("--standbys", type=click.IntRange(0, 4), help="Further copies of its records, each on another drive. "
                                                             "Default: as many as the other shards have.")
 @wait_option
 @json_option
 def add(pool: str, number: int | None, node: int | None, standbys: int | None, wait: bool, as_json: bool) -> None:
     """Add a metadata shard.
 
-    Its process is started at once; then it gets its share of the partitions from the other shards, while the pool is in use.
-    `shard ls` shows how far that is, `pool rebalance` pauses and slows it down.
+    Its process starts immediately. Then its share of the partitions moves to it from the other shards, while the pool is in
+    use. `shard ls` shows the progress; `pool rebalance` pauses or limits the moving.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "shard-add", {"shard": number, "standbys": standbys, "node": node}))
@@ -140,13 +140,13 @@ examples:
 """)
 @pool_argument
 @shard_argument
-@click.option("--cancel", is_flag=True, help="It stays, and gets its share again.")
+@click.option("--cancel", is_flag=True, help="Keep the shard, and give it its share again.")
 @wait_option
 @json_option
 def remove(pool: str, shard: int, cancel: bool, wait: bool, as_json: bool) -> None:
-    """Move all that a shard holds to the others, while the pool is in use; then its process ends and its files are removed.
+    """Move all partitions of a shard to the others, while the pool is in use; then stop it and remove its files.
 
-    Also of the shard that holds the root. Refused for the last one. May be repeated.
+    Works also for the shard with the root directory. Refused for the last shard. May be repeated.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "shard-remove", {"shard": shard, "cancel": cancel}))
@@ -167,11 +167,11 @@ examples:
 @click.argument("count", type=click.IntRange(0, 4), metavar="N")
 @json_option
 def standbys(pool: str, number: int, count: int, as_json: bool) -> None:
-    """Have N standbys of a metadata shard: on other nodes first, on other racks first, each on a drive of its own.
+    """Set the number of standbys of a metadata shard to N. They are placed on other racks, nodes and drives if possible.
 
-    A new one is filled while the shard serves; one that is not wanted any more goes when all that stay have everything.
-    Standbys move by themselves to where they are better placed: when a second node has a drive, when a node or a drive is
-    drained or lost.
+    A new standby copies the records while the shard serves. A surplus standby is removed once the remaining ones have all
+    records. Standbys move automatically to better places: when a second node has a drive, or when a node or drive is drained
+    or lost.
     """
     from nvpool.cli.pool_connection import change
     done = asyncio.run(change(pool, "shard-standbys", {"shard": number, "count": count}))

@@ -44,7 +44,7 @@ examples:
   nvpool volume rm /srv/pool scratch --wait
 """)
 def volume() -> None:
-    """Make volumes: directories below /volumes with a quota, replicas, rights and other policies, and remove them.
+    """Create, change and remove volumes: directories below /volumes with a quota, replicas, rights and other policies.
 
     NAME has 1 to 63 letters, digits, _ . and -, and begins with a letter or digit.
     """
@@ -134,15 +134,15 @@ examples:
 @name_argument
 @size_option
 @files_option
-@click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk; otherwise as /volumes says.")
+@click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk; default: as set for /volumes.")
 @click.option("--chunk-size", type=Size(), help="A power of two from 64K to 16M.")
-@click.option("--trash", type=Span(), default=0, help="Keep what is removed in it for so long, as 7d.")
-@click.option("--mode", help="Permissions of its directory, octal (777).")
-@click.option("--encrypt", is_flag=True, help="Store what is in its files encrypted; see nvpool encryption --help.")
+@click.option("--trash", type=Span(), default=0, help="Keep removed files for this time, as 7d.")
+@click.option("--mode", help="Permissions of its directory, in octal (777).")
+@click.option("--encrypt", is_flag=True, help="Encrypt the contents of its files; see nvpool encryption --help.")
 @json_option
 def create(pool: str, name: str, size: int | None, files: int | None, replicas: int | None, chunk_size: int | None, trash: int,
            mode: str | None, encrypt: bool, as_json: bool) -> None:
-    """Make a volume. One that is there already, and is like this, is left as it is."""
+    """Create a volume. An existing volume with the same settings is left as it is; with others, that is an error."""
     try:
         bits = int(mode, 8) if mode is not None else None
     except ValueError:
@@ -171,7 +171,7 @@ def create(pool: str, name: str, size: int | None, files: int | None, replicas: 
 example: nvpool volume ls /srv/pool --all
 """)
 @pool_argument
-@click.option("--all", "all_", is_flag=True, help="Show those too that are being removed.")
+@click.option("--all", "all_", is_flag=True, help="Also show volumes that are being removed.")
 @json_option
 def list_(pool: str, all_: bool, as_json: bool) -> None:
     """List the volumes, with their quotas and use."""
@@ -204,7 +204,7 @@ example: nvpool volume resize /srv/pool scratch --size 200GiB
 @files_option
 @json_option
 def resize(pool: str, name: str, size: int | None, files: int | None, as_json: bool) -> None:
-    """Give a volume another quota, while it is in use. It is not made smaller than what is used."""
+    """Change the quota of a volume, while it is in use. The quota can not be smaller than the use."""
     if size is None and files is None:
         raise click.UsageError("say --size or --files")
     _told(carry_out(pool, "volume resize", lambda volumes: volumes.resize(name, bytes_max=size, files_max=files)), as_json)
@@ -217,12 +217,12 @@ examples:
 """)
 @pool_argument
 @name_argument
-@click.option("--trash", type=Span(), help="Keep what is removed in it for so long, as 7d; 0 removes at once.")
-@click.option("--access", type=click.Choice(["open", "listed"]), help="Let every client of the pool in, or only those "
-                                                                        "that have a grant.")
+@click.option("--trash", type=Span(), help="Keep removed files for this time, as 7d; 0 removes them immediately.")
+@click.option("--access", type=click.Choice(["open", "listed"]), help="Admit every client of the pool, or only "
+                                                                        "clients with a grant.")
 @json_option
 def set_(pool: str, name: str, trash: int | None, access: str | None, as_json: bool) -> None:
-    """Change what a volume does with removed files, and whom it lets in."""
+    """Change how long a volume keeps removed files, and which clients it admits."""
     if trash is None and access is None:
         raise click.UsageError("say --trash or --access")
     _told(carry_out(pool, "volume set", lambda volumes: volumes.set(name, trash_s=trash, access=access)), as_json)
@@ -235,13 +235,13 @@ example: nvpool volume seal /srv/pool imagenet
 @name_argument
 @json_option
 def seal(pool: str, name: str, as_json: bool) -> None:
-    """Make what is in a volume immutable, for ever. No file of it may be open."""
+    """Make the contents of a volume immutable, for ever. No file of the volume may be open."""
     _told(carry_out(pool, "volume seal", lambda volumes: volumes.seal(name)), as_json)
 
 
 @volume.command(epilog="""\b
-CLIENT is a member of the pool, as `nvpool client ls` shows it. From the first grant on only clients with one get in; nodes
-of the pool, which hold the bytes, always do. `nvpool volume set --access open` lets every client in again.
+CLIENT is a member of the pool, as `nvpool client ls` shows it. After the first grant only clients with a grant have access;
+nodes of the pool, which store the data, always have. `nvpool volume set --access open` admits every client again.
 
 \b
 examples:
@@ -253,10 +253,10 @@ examples:
 @name_argument
 @click.argument("client")
 @click.argument("rights", type=click.Choice(["ro", "rw"]))
-@click.option("--force", is_flag=True, help="Although the pool has no such client, or does not say whether it has.")
+@click.option("--force", is_flag=True, help="Even if the pool has no such client, or its members are not known.")
 @json_option
 def grant(pool: str, name: str, client: str, rights: str, force: bool, as_json: bool) -> None:
-    """Let a client read a volume, or write it too."""
+    """Grant a client the right to read a volume (ro), or to read and write it (rw)."""
     if not force:
         _check_client(pool, client)
     _told(carry_out(pool, "volume grant", lambda volumes: volumes.grant(name, client, rights)), as_json)
@@ -270,11 +270,11 @@ example: nvpool volume revoke /srv/pool models trainer.9f31c2aa
 @click.argument("client")
 @json_option
 def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
-    """Take a client's right to a volume away, also to what it has open.
+    """Revoke a client's right to a volume, also for files that it has open.
 
-    Returns when all targets refuse the client; where one does not answer within some seconds, that is told of.
+    Returns when all targets refuse the client. If a target does not answer within some seconds, a message says so.
 
-    A client that has none is left so, and told of.
+    If the client has no right, nothing changes, and a message says so.
     """
     async def run(volumes: AsyncVolumes) -> Volume:
         member, before = member_named(client), await volumes.show(name)
@@ -306,14 +306,14 @@ examples:
 """)
 @pool_argument
 @name_argument
-@click.option("--force", is_flag=True, help="Although somebody says that he is attached.")
-@click.option("--wait", is_flag=True, help="Return when all of it is gone. Interrupted, the removal goes on; the same command "
-                                            "waits again (or finds no such volume, when it is over).")
+@click.option("--force", is_flag=True, help="Even if the volume is attached somewhere.")
+@click.option("--wait", is_flag=True, help="Wait until the volume is deleted. Ctrl-C stops only the waiting; run the command "
+                                            "again to resume waiting (or it finds no such volume, when all is done).")
 @json_option
 def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None:
-    """Remove a volume and all that is in it. It has no name any more at once; the rest goes in the background.
+    """Remove a volume and all its files. Its name is gone immediately; the files are deleted in the background.
 
-    A volume that is attached, or of which files are open, is not removed.
+    Refused while the volume is attached or has open files.
     """
     begun = False
 

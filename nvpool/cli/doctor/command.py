@@ -38,23 +38,24 @@ class _Checks(click.Group):
 
 @click.group(cls=_Checks, invoke_without_command=True, epilog="""\b
 examples:
-  nvpool doctor                                      this machine, before it is a node
+  nvpool doctor                                      this machine, before it becomes a node
   nvpool doctor --pool /srv/pool                     a node: its drives, ports, clock, and what the pool says
   nvpool doctor --pool 10.0.0.1:17512 --json         from anywhere
-  nvpool doctor --drive /mnt/nvme0 --drive /dev/nvme1n1    what are to be drives
+  nvpool doctor --drive /mnt/nvme0 --drive /dev/nvme1n1    future drives
 
 \b
-Nothing is changed. Each check is ok, warn (slower or less safe than it could be) or bad (does not work, or is not safe); the
-exit code is 1 where one is bad.
+The command changes nothing. Each check is ok, warn (slower or less safe than possible) or bad (does not work, or is not
+safe). The exit code is 1 if a check is bad.
 """)
 @click.option("--pool", envvar="NVPOOL_POOL", metavar="POOL", callback=remember_pool,
               help="A pool directory, or HOST:PORT of a node.")
-@click.option("--drive", "drives", multiple=True, metavar="PATH", type=click.Path(), help="A directory or device; repeat it.")
+@click.option("--drive", "drives", multiple=True, metavar="PATH", type=click.Path(),
+              help="A directory or device; may be repeated.")
 @click.option("--quiet", "-q", is_flag=True, help="Only what is not ok.")
 @json_option
 @click.pass_context
 def doctor(context: click.Context, pool: str | None, drives: tuple[str, ...], quiet: bool, as_json: bool) -> None:
-    """Say what on this machine makes a pool slow or unsafe, and what to do."""
+    """Find what makes a pool slow or unsafe on this machine, and say what to do."""
     if "" in drives:
         raise click.BadParameter("'' is no directory and no device", param_hint="--drive")
     if context.invoked_subcommand is not None:  # the subcommand takes --quiet and --json, and no other option
@@ -87,7 +88,7 @@ examples:
 @json_option
 @click.pass_context
 def rdma(context: click.Context, quiet: bool, as_json: bool) -> None:
-    """Say what this machine has for RDMA: devices, links, limits, UCX, and what to change. A machine without is ok."""
+    """Check the RDMA set-up of this machine: devices, links, limits, UCX. A machine without RDMA is ok."""
     from nvpool.cli.doctor.rdma import checks
     assert context.parent is not None  # a subcommand always has its group as parent
     before = context.parent.params  # options before `rdma` have the same effect
