@@ -82,7 +82,7 @@ class Node:
     # -- publishing ------------------------------------------------------------------------------------------------------
 
     async def NodePublishVolume(self, request: pb.NodePublishVolumeRequest) -> pb.NodePublishVolumeResponse:
-        """Publish a staged volume. The access mode decides whether a second place is allowed (second table)."""
+        """Publish a staged volume. The access mode decides on a second place (second table, spec.md)."""
         csi_requests.required(request, "volume_id", "target_path")
         name, target = request.volume_id, csi_requests.place_of(request, "target_path")
         if request.volume_context.get(csi_requests.EPHEMERAL) == "true":
