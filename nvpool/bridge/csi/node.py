@@ -1,7 +1,7 @@
 """Node service of CSI: stage and publish volumes for the containers of this host.
 
 bridge/csi/server calls it. The service has no state of its own: uses are in the state file of bridge/volumes,
-and the kernel keeps the binds, so a restarted node plugin finds both. The id of a holder tells how the volume
+and the kernel keeps the binds, so a restarted node plugin finds both. The id of a holder records how the volume
 is used: csi/MODE/ro or rw/hash of the staging path. Nothing is mounted at the staging path, because the
 kubelet counts the mounts of a volume before it releases the staging path, and would count such a mount.
 """

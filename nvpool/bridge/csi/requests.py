@@ -51,7 +51,7 @@ class Use(NamedTuple):
 
 
 def read_use(capability: pb.VolumeCapability, what: str = "volume_capability") -> Use:
-    """Parse a capability. INVALID_ARGUMENT: it is incomplete. `objection` tells whether it is supported."""
+    """Parse a capability. INVALID_ARGUMENT: it is incomplete. `objection` checks whether it is supported."""
     if capability.WhichOneof("access_type") is None:
         raise invalid(f"{what} has no access type; set mount")
     if not capability.HasField("access_mode") or capability.access_mode.mode == Mode.UNKNOWN:

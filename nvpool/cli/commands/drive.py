@@ -248,7 +248,7 @@ examples:
 @wait_option
 @json_option
 def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool) -> None:
-    """Add the drive at PATH, a directory or a block device, to a running pool.
+    """Add a drive to a running pool. PATH is a directory or a block device.
 
     The new target serves immediately. Then its share of the chunks, by capacity, moves to it from the other drives, while the
     pool is in use. `drive ls` shows the progress; `pool rebalance` pauses or limits the moving. May be repeated.
@@ -306,7 +306,7 @@ examples:
 @wait_option
 @json_option
 def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> None:
-    """Move all data from a drive to the others, while the pool is in use. Then the drive is empty and can be removed.
+    """Move all data off a drive. The pool stays in use; the empty drive can then be removed.
 
     Refused if the other drives are too few for the pool's replicas, or have too little space. May be repeated.
     """
