@@ -1,1 +1,1 @@
-"""Volumes for containers: Docker plugin and CSI."""
+"""Volumes for containers: Docker volume plugin and CSI driver."""

@@ -1,11 +1,16 @@
-"""A program for one bind mount: `python -P -m nvpool.bridge.bind_helper` reads a request from stdin and answers on stdout, in
-JSON.
+"""Program that makes or removes one bind mount, in a process of its own.
 
-Started by bridge/volumes for each bind, in a process of its own: who touches a mount may hang with it, and this one can be
-killed at a deadline. Guarantees that a directory below the volume's is bound, or nothing: the path is resolved by openat2(2)
-beneath the volume's directory and without symbolic links, and what was opened is what is bound (open_tree(2), move_mount(2)),
-so that nobody who writes in the volume meanwhile can lead it astray. A read-only bind is read-only from its first moment.
-Every request may be repeated. Kernel 5.12 or later.
+`python -P -m nvpool.bridge.bind_helper` reads a JSON request from stdin and writes a JSON reply to stdout.
+bridge/bind_mounts starts it for each bind: a process that accesses a hung mount hangs too, and this process
+can be killed at a deadline. Guarantees:
+
+- Only a directory of the volume is bound. openat2(2) resolves the path beneath the volume's directory and
+  without symbolic links, and exactly the opened directory is bound (open_tree(2), move_mount(2)), so a
+  container that changes the volume meanwhile can not redirect the bind.
+- A read-only bind is read-only from its creation.
+- Every request may be repeated.
+
+Needs Linux 5.12 or later.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from nvpool.core.errors import (
 from nvpool.host.mountinfo import Mount, mounts
 
 _OPEN_TREE, _MOVE_MOUNT, _OPENAT2, _MOUNT_SETATTR = 428, 429, 437, 442
-"""The same on every architecture since Linux 5.0."""
+"""System call numbers, the same on every architecture since Linux 5.0."""
 _OPEN_TREE_CLONE, _AT_EMPTY_PATH = 1, 0x1000
 _MOVE_F_EMPTY_PATH, _MOVE_T_EMPTY_PATH = 4, 0x40
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
@@ -45,15 +50,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def bind(root: str, volume: str, subpath: str, target: str, read_only: bool, make: bool = False) -> bool:
-    """The directory `subpath` of the volume at `volume` (below the pool's mount `root`) is seen at `target` from now on.
+    """Bind the directory `subpath` of a volume at `target`; return False if that bind existed already.
 
-    False where it was already. `target` is made where it is not there; another mount of ours on it, of a pool's mount that is
-    gone or of something else, is taken away first. Who has that open keeps it. `make`: directories of `subpath` that are not
-    there are made.
+    `volume` is the path of the volume below the pool's mount `root`. `target` is created if it is missing.
+    Another bind of a volume at `target`, for example of a mount that is gone, is unmounted first; processes
+    with open files there keep these. `make`: missing directories of `subpath` are created.
 
     Unavailable         the pool is not mounted at `root`
-    NotFound, NotADirectory, TooManySymlinks   of the path, which must be a directory and reached without symbolic links
-    InUse               something is mounted at `target`, or over it, that is no bind of a volume
+    NotFound, NotADirectory, TooManySymlinks   the path must be a directory, without symbolic links on the way
+    InUse               a mount at `target`, or over it, is no bind of a volume
     """
     whole = _uppermost(root)
     if whole is None or not whole.ours:
@@ -91,24 +96,24 @@ def bind(root: str, volume: str, subpath: str, target: str, read_only: bool, mak
 
 
 def unbind(target: str, volumes: str, remove: bool = False) -> bool:
-    """No volume is mounted at `target` any more; `remove`: nor is there a directory. False where nothing was. `volumes`: in
-    the root of the pool, where they all are.
+    """Unmount the binds of volumes at `target`; return False if there was none.
 
-    Lazily: nothing hangs, and who has something open there keeps it. InUse where it is no bind of a volume, or lies under
-    another mount.
+    `volumes` is the directory in the root of the pool that contains all volumes. `remove`: remove the
+    directory `target` too, if it is empty. The unmount is lazy, so it does not hang, and processes with open
+    files there keep these. InUse: the mount is no bind of a volume, or lies under another mount.
     """
     done = False
     while (there := _uppermost(target)) is not None:
         if not there.ours:
             raise InUse(f"{target} has {there.source} ({there.type}) mounted on it, which is not of nvpool; unmount that first")
-        if there.root == Path("/"):  # a bind shows a directory: this is somebody's mount of the pool
+        if there.root == Path("/"):  # a bind shows a directory of the pool; this is a mount of the whole pool
             raise InUse(f"{target} is a mount of the pool {there.source} itself, and no volume's; end it with: nvpool umount "
                         f"{target}")
         if there.root.parts[1] != volumes:
             raise InUse(f"{target} shows {there.root} of the pool {there.source}, which is no volume; unmount that first")
         if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW):
             number = ctypes.get_errno()
-            if number not in (errno.EINVAL, errno.ENOENT):  # somebody was quicker
+            if number not in (errno.EINVAL, errno.ENOENT):  # another process unmounted it first
                 raise _error(number, f"unmount {target}")
             if _uppermost(target) == there:
                 raise InUse(f"what is mounted at {target} can not be reached: another mount lies over the path; unmount that "
@@ -120,7 +125,7 @@ def unbind(target: str, volumes: str, remove: bool = False) -> bool:
         except FileNotFoundError:
             pass
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOTDIR):  # what somebody has put there is his
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOTDIR):  # files that others put there stay
                 raise _error(error.errno or 0, f"remove {target}") from error
     return done
 
@@ -131,7 +136,7 @@ def _uppermost(target: str) -> Mount | None:
 
 
 def _open(parent: int, path: str, what: str) -> int:
-    """A descriptor of the directory at `path` beneath `parent`, which is closed."""
+    """Open the directory `path` beneath the descriptor `parent`, and close `parent`."""
     how = struct.pack("=QQQ", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS | _NO_XDEV)
     try:
         return _call(_OPENAT2, parent, os.fsencode(path), how, len(how), doing=f"open {what}")
@@ -146,7 +151,7 @@ def _make(outer: int, subpath: str) -> None:
             try:
                 os.mkdir(name, 0o755, dir_fd=here)
             except FileExistsError:
-                pass  # a link too: it is not followed
+                pass  # may be a symbolic link; `_open` does not follow it
             closed, here = here, -1
             here = _open(closed, name, f"subpath {subpath!r}")
     finally:
@@ -184,7 +189,7 @@ def _error(number: int, doing: str) -> NvpoolError:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"done": …}, or {"error": wire code, "text": …}."""
+    """Run a request and return the reply: {"done": …}, or {"error": wire code, "text": …}."""
     verbs = {"bind": bind, "unbind": unbind}
     try:
         return {"done": verbs[request.pop("verb")](**request)}
@@ -196,11 +201,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(reply: dict[str, Any]) -> NvpoolError:
-    """What the other side raised."""
+    """Return the error that `answer` put into a reply."""
     found = next((cls for cls in every_error() if cls.wire_code == reply.get("error")), Unavailable)
     return found(str(reply.get("text", "")))
 
 
 if __name__ == "__main__":
-    os.umask(0o022)  # of directories in a volume; that of the bridge is for its own files
+    os.umask(0o022)  # for directories in a volume; the umask of the bridge is for its own files
     json.dump(answer(json.load(sys.stdin)), sys.stdout)

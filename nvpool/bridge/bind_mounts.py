@@ -1,7 +1,7 @@
-"""The bind mounts of this host's volumes below the bridge's own directory, and the processes that make them.
+"""Bind mounts of volumes on this host, and the helper processes that make them.
 
-Called by bridge/volumes. Each is made by a process of its own (bridge/bind_helper) that is killed at a deadline, so that a
-mount that hangs holds up one request and never the bridge. Knows nothing of references.
+bridge/volumes uses it. A process of its own (bridge/bind_helper) makes each bind and is killed at a deadline,
+so a hung mount delays one request and never the bridge. The module knows nothing of references.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from nvpool.core.programs import Program, command
 from nvpool.host.mountinfo import mounts_below
 
 BIND_S = 20.0
-"""Less than the deadline of a request: a store or shard that restarts is back by then."""
+"""Below the deadline of a request, and enough for the restart of a store or shard."""
 AT_ONCE = 8
-"""Processes at a time; the others wait, each for its own deadline."""
+"""Helper processes at a time; further requests wait until their own deadlines."""
 
 
 class Binds:
-    """`root`: where the whole pool is mounted. `places`: a directory that is nobody else's."""
+    """Binds of volumes. `root`: mount point of the whole pool. `places`: a directory for these binds only."""
 
     def __init__(self, root: Path, places: Path) -> None:
         self.root, self.places = root, places
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     def place(self, name: str, read_only: bool, subpath: str) -> Path:
-        """Where those see the volume who want it so. The same for all of them."""
+        """Return the bind's place. All holders with the same mode and subpath share one place."""
         kind = "ro" if read_only else "rw"
         return self.places / name / (f"{kind}-{hashlib.sha256(subpath.encode()).hexdigest()[:16]}" if subpath else kind)
 
     async def bind(self, name: str, read_only: bool, subpath: str, target: Path) -> bool:
-        """As bridge/bind_helper says it; missing directories of `subpath` are made unless read-only. DeadlineExceeded."""
+        """Bind the volume at `target`; results and errors as `bind` in bridge/bind_helper.
+
+        Missing directories of `subpath` are created unless read-only. DeadlineExceeded: the mount hangs.
+        """
         return await self._ask(verb="bind", root=str(self.root), volume=path_of(name).lstrip("/"), subpath=subpath,
                                target=str(target), read_only=read_only, make=bool(subpath) and not read_only)
 
@@ -47,11 +50,11 @@ class Binds:
         return await self._ask(verb="unbind", target=str(target), volumes=VOLUMES.decode(), remove=remove)
 
     async def keep_only(self, name: str, wanted: set[Path]) -> None:
-        """Of the volume's binds here these stay; others go, however they came."""
+        """Remove all binds of the volume below `places` except those in `wanted`, whatever their origin."""
         own = self.places / name
         there = {mount.point for mount in mounts_below(own)}
         with contextlib.suppress(OSError):
-            there |= {own / entry for entry in os.listdir(own)}  # names of ours, not what is mounted on them
+            there |= {own / entry for entry in os.listdir(own)}  # lists names without access to the mounts
         for target in sorted(there - wanted):
             await self.unbind(target)
         if not wanted:
@@ -60,7 +63,7 @@ class Binds:
 
     async def _ask(self, **request: Any) -> Any:
         async with self._turns:
-            # In a file and not in a pipe: a child that dies at once is seen by its code, and not as a pipe that is closed.
+            # A file and not a pipe: if the child exits early, its exit code is seen, and not a broken pipe.
             given = os.memfd_create("request")
             try:
                 os.write(given, json.dumps(request).encode())
@@ -75,7 +78,7 @@ class Binds:
                     said, complaint = await process.communicate()
             except BaseException as error:
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()  # not waited for: it can not die before the mount answers
+                    process.kill()  # no wait: the process can not exit before the mount answers
                 if isinstance(error, TimeoutError):
                     raise DeadlineExceeded(f"the pool's mount at {self.root} has not answered within {BIND_S:.0f} s; see: "
                                            "nvpool status") from None

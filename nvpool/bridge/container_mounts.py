@@ -1,7 +1,7 @@
-"""Which volumes are seen in mount name spaces other than our own: in those of containers.
+"""Detection of volumes that containers use: mounts in mount name spaces other than our own.
 
-Called by bridge/volumes when it finds out which references are still somebody's. Reads /proc only, touches no mount. Sees the
-processes of this PID name space, so that the bridge runs in that of the host.
+bridge/volumes uses it to find references without a container. Reads only /proc and accesses no mount. Only
+processes of this PID name space are visible, so the bridge must run in that of the host.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from nvpool.host.mountinfo import mount_of
 
 
 def volumes_in_containers(below: str, own: PurePath, proc: Path = Path("/proc")) -> set[str]:
-    """Names of the volumes of which any other mount name space has a mount; volumes are in the directory `below` of a pool.
+    """Return the names of volumes that are mounted in any other mount name space.
 
-    Binds below `own` are the bridge's: a service with a name space of its own has copies of them, and uses no volume. Of two
-    pools on one machine either counts, and a mount that is dead too: a name too many is a reference kept too long, one too few
-    a volume that is removed under a container."""
+    `below` is the directory of a pool with the volumes. Binds below `own` belong to the bridge and do not
+    count: a system service with its own name space has copies of them, but uses no volume. Mounts of any
+    pool of this machine count, and dead mounts too: a name too many keeps a reference too long, but a missing
+    name lets a volume be removed while a container uses it.
+    """
     found: set[str] = set()
     spaces = {_space(proc / "self")}
     for entry in os.listdir(proc):
@@ -27,7 +29,7 @@ def volumes_in_containers(below: str, own: PurePath, proc: Path = Path("/proc"))
             with open(proc / entry / "mountinfo", "rb") as file:
                 seen = [mount_of(line) for line in file if b"nvpool" in line]
         except OSError:
-            continue  # it has ended; another one of its name space will do
+            continue  # the process has ended; another process of its name space will do
         spaces.add(space)
         for mount in seen:
             if mount.ours and str(own) not in str(mount.point) and mount.root.is_relative_to(below):

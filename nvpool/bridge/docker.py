@@ -1,12 +1,16 @@
-"""Docker's volume plugin protocol, version 1, on a unix socket: unpack, call bridge/volumes, map the error, pack.
+"""Server of Docker's volume plugin protocol, version 1, on a unix socket.
 
-The protocol is that of docs.docker.com/engine/extend/plugins_volume (and legacy_plugins, plugin_api): POST with a JSON object,
-answered with one in which "Err" says what went wrong. Docker shows that text to whoever asked, so it says what to do. Podman
-speaks the same. Every request ends within DEADLINE_S, which is less than what Docker waits, and its body is bounded; what more
-than REQUESTS_MAX ask at a time is refused. A request that was cut off may be repeated, as all of bridge/volumes. Docker asks
-again by itself while nobody answers at the socket, so that a bridge that starts anew is a pause.
+Decodes each request, calls bridge/volumes, and encodes the result or error. The protocol is that of
+docs.docker.com/engine/extend/plugins_volume (and legacy_plugins, plugin_api): POST with a JSON object; in the
+JSON reply "Err" is the error. Docker shows that text to its user, so the text says what to do. Podman has the
+same protocol.
 
-aiohttp has its door here. Started by daemons/bridge.
+Every request ends within DEADLINE_S, which is less than Docker waits. The size of the body is bounded, and
+more than REQUESTS_MAX concurrent requests are refused. An interrupted request may be repeated, as all
+operations of bridge/volumes. Docker retries while nothing answers at the socket, so a restart of the bridge
+is only a pause.
+
+This module is the only importer of aiohttp. daemons/bridge starts it.
 """
 
 from __future__ import annotations
@@ -49,9 +53,9 @@ from nvpool.core.errors import (
 from nvpool.core.units import format_bytes
 
 FACE = "docker/"
-"""Before Docker's id of a mount in what bridge/volumes knows as a holder."""
+"""Prefix of the holder ids of this service in bridge/volumes; Docker's id of the mount follows."""
 DEADLINE_S = 50.0
-"""Docker waits for 60 s, and for a mount for 120 s."""
+"""Below Docker's own limits: 60 s, and 120 s for a mount."""
 BODY_BYTES_MAX = 64 << 10
 REQUESTS_MAX = 256
 CONTENT_TYPE = "application/vnd.docker.plugins.v1.2+json"
@@ -60,7 +64,7 @@ log = logging.getLogger("nvpool.bridge.docker")
 
 
 class Request(msgspec.Struct, rename="pascal"):
-    """All that any of the requests has."""
+    """Union of the fields of all requests."""
 
     name: str = ""
     id: str = msgspec.field(default="", name="ID")
@@ -68,14 +72,14 @@ class Request(msgspec.Struct, rename="pascal"):
 
 
 def _given(asked: Request) -> str:
-    """By what the engine tells its containers apart."""
+    """Return the ID by which the engine distinguishes uses of a volume. InvalidRequest: there is none."""
     if not asked.id:
         raise InvalidRequest("there is no ID in the request; the engine gives each use of a volume one")
     return asked.id
 
 
 def status_of(error: NvpoolError) -> int:
-    """The status of HTTP for an error, by family and, where Docker makes a difference, by class."""
+    """Return the HTTP status of an error, by class where Docker distinguishes classes, else by family."""
     for classes, status in ((NotFound, 404), ((AlreadyExists, InUse), 409), ((AccessDenied, NotPermitted), 403), (TooBig, 413),
                             (Refused, 400), ((Stale, Unavailable), 503)):
         if isinstance(error, classes):
@@ -84,7 +88,10 @@ def status_of(error: NvpoolError) -> int:
 
 
 class DockerFace:
-    """`activated` is set whenever an engine has said hello: who keeps `volumes` looks then at what is still in use."""
+    """Service for Docker and Podman engines.
+
+    `activated` is set whenever an engine connects: then the daemon reconciles the references in `volumes`.
+    """
 
     def __init__(self, volumes: BridgeVolumes, *, deadline_s: float = DEADLINE_S, counts: Counts | None = None,
                  clock: Clock = SYSTEM_CLOCK) -> None:
@@ -112,9 +119,10 @@ class DockerFace:
     # -- life ------------------------------------------------------------------------------------------------------------
 
     async def start(self, path: Path) -> None:
-        """Answer at the socket `path`, which only root may open; a dead one in its place is replaced in one step.
+        """Listen at the socket `path`, which only root may open; a dead socket there is replaced atomically.
 
-        InUse: somebody answers there. AccessDenied and what else the file system says.
+        InUse: another process answers there. AccessDenied and other errors of the file system: the socket can
+        not be created.
         """
         application = web.Application(client_max_size=BODY_BYTES_MAX)
         application.router.add_route("*", "/{path:.*}", self._serve)
@@ -125,7 +133,7 @@ class DockerFace:
         await web.SockSite(self._runner, listening).start()
 
     async def close(self, drain_s: float = 10.0) -> None:
-        """Take no more requests, finish those in work for `drain_s`, and take the socket away."""
+        """Remove the socket, accept no more requests, and wait up to `drain_s` for those in progress."""
         if self._socket is not None and self._made is not None:
             _take_away(self._socket, self._made)
         if self._runner is not None:
@@ -148,7 +156,7 @@ class DockerFace:
         return response
 
     async def _response(self, request: web.Request) -> tuple[web.Response, str]:
-        """And the name of the error, or nothing."""
+        """Return the response, and the name of the error or an empty string."""
         try:
             if self._running >= REQUESTS_MAX:
                 raise Busy(f"{REQUESTS_MAX} requests are in work already; repeat it later")
@@ -201,7 +209,7 @@ class DockerFace:
         try:
             await self._volumes.remove(asked.name)
         except InUse:
-            if not await self._volumes.reconcile(FACE):  # an engine that was killed has not said what has ended
+            if not await self._volumes.reconcile(FACE):  # a killed engine did not report what ended
                 raise
             await self._volumes.remove(asked.name)
         return {"Err": ""}
@@ -239,15 +247,15 @@ def _packed(status: int, reply: dict[str, Any]) -> web.Response:
 
 
 def check_path(path: Path) -> Path:
-    """Where the socket is made before it takes its name. BadConfiguration: it is too long."""
-    beside = path.parent / f".{path.name}.{os.getpid()}"  # Docker takes what ends in .sock for a plugin
+    """Return the path at which the socket is bound before its rename. BadConfiguration: it is too long."""
+    beside = path.parent / f".{path.name}.{os.getpid()}"  # Docker takes names in .sock for plugins
     if len(os.fsencode(beside)) > SOCKET_BYTES_MAX:
         raise BadConfiguration(f"the path of the socket {shown(str(path))} is too long; choose a shorter --docker-socket")
     return beside
 
 
 def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
-    """A socket that is at `path` from one moment to the next, open to root alone."""
+    """Bind a socket that only root may open, and move it to `path` atomically."""
     if _answers(path):
         raise InUse(f"somebody answers at {path} already; end that bridge, or choose another --docker-socket")
     beside = check_path(path)
@@ -267,7 +275,7 @@ def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
 
 
 def _take_away(path: Path, made: os.stat_result) -> None:
-    """Not where a successor has put another one in its place."""
+    """Remove the socket, unless a successor has already replaced it."""
     with contextlib.suppress(OSError):
         if os.path.samestat(path.stat(), made):
             path.unlink()
@@ -283,7 +291,7 @@ def _answers(path: Path) -> bool:
     except (FileNotFoundError, ConnectionRefusedError):
         return False
     except TimeoutError:
-        return True  # its queue is full
+        return True  # a listener whose queue is full
     except OSError as error:
         raise from_os_error(error, f"look who answers at {path}") from error
     return True

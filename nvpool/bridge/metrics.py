@@ -1,5 +1,7 @@
-"""What the bridge has been asked for, by face and call, and how it ended: for Prometheus. Both faces add, daemons/bridge
-asks."""
+"""Request statistics of the bridge for Prometheus: durations and errors, by service and call.
+
+The Docker service and the CSI service add to them; daemons/bridge reads them.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from nvpool.metrics.registry import Times
 
 
 class Counts:
-    """Of calls that the faces know: a stranger can not make new names."""
+    """Durations and errors of known calls. Unknown calls do not count, so clients can not add names."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[str, str], Times] = {}
         self._errors: dict[tuple[str, str, str], int] = {}
 
     def done(self, transport: str, op: str, seconds: float, error: str = "") -> None:
-        """A call has been answered; `error`: the name of the class or code that it was refused by."""
+        """Record a finished call. `error` is the name of the error class or code; empty after a success."""
         self._times.setdefault((transport, op), Times()).add(seconds)
         if error:
             key = transport, op, error

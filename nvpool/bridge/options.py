@@ -1,8 +1,9 @@
-"""What may be asked of the bridge: names of volumes and holders, options, paths inside a volume. Looked at here, once.
+"""Validation of requests to the bridge: names of volumes and holders, options, paths inside a volume.
 
-Called by bridge/volumes and its faces. Plain functions without I/O. What passes here names nothing outside of a volume's
-directory: a name is one component of a path, of ASCII, so that no two differ in their Unicode form only; a path inside a
-volume is relative and without `..`, and is resolved without symbolic links (bridge/bind_helper).
+bridge/volumes and the two services use it. Pure functions without I/O. A value that passes names nothing
+outside of a volume's directory. A name is one path component in ASCII, so no two names differ only in their
+Unicode form. A path inside a volume is relative and without `..`, and bridge/bind_helper resolves it without
+symbolic links.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from nvpool.core.units import FILE_BYTES_MAX, parse_bytes
 
 HOLDER_CHARACTERS_MAX = 180
 SUBPATH_BYTES_MAX = 1024
-"""With the place of the mount in front it stays below the 4,096 bytes of PATH_MAX."""
+"""With the mount point in front, a path stays below PATH_MAX (4,096 bytes)."""
 _COMPONENT_BYTES_MAX = 255
 SOCKET_BYTES_MAX = 107
-"""Of a path in sockaddr_un (unix(7)), without its NUL."""
+"""Limit of a path in sockaddr_un (unix(7)), without the NUL."""
 _SHOWN = 60
 
 _HOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@=+-]*")
@@ -28,7 +29,7 @@ _YES, _NO = ("", "1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class Options(NamedTuple):
-    """What a new volume shall have. 0 and None: as the pool does it; an existing one is taken as it is."""
+    """Options of a volume. 0 and None: not given; a new volume gets the default, an existing one stays."""
 
     bytes_max: int = 0
     files_max: int = 0
@@ -41,20 +42,20 @@ OPTION_NAMES = ("size", "files", "replicas", "sealed", "subpath")
 
 
 def shown(text: object) -> str:
-    """For a message: what cannot be printed is escaped, what is long is cut."""
+    """Return `text` for a message: unprintable characters are escaped, a long text is shortened."""
     whole = ascii(text)
     return whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}… ({len(str(text))} characters)"
 
 
 def checked_name(name: object) -> str:
-    """`name` where it can be a volume's (core/names). InvalidRequest."""
+    """Return `name` if it is a valid volume name (core/names). InvalidRequest: it is not."""
     if not isinstance(name, str) or not name:
         raise InvalidRequest("a volume has a name; give one")
     return check_volume_name(name)
 
 
 def checked_holder(holder: object) -> str:
-    """`holder` where it can stand for who uses a volume. InvalidRequest."""
+    """Return `holder` if it is a valid id of a user of a volume. InvalidRequest: it is not."""
     if not isinstance(holder, str) or len(holder) > HOLDER_CHARACTERS_MAX or not _HOLDER.fullmatch(holder):
         raise InvalidRequest(f"{shown(holder)} can not be the id of who uses a volume: it takes 1 to {HOLDER_CHARACTERS_MAX} "
                              "letters, digits and _ . / : @ = + -")
@@ -62,7 +63,10 @@ def checked_holder(holder: object) -> str:
 
 
 def checked_subpath(subpath: object) -> str:
-    """`subpath` without empty and `.` components; empty for the volume itself. InvalidRequest, NameTooLong."""
+    """Return `subpath` without empty and `.` components; empty for the volume itself.
+
+    InvalidRequest: the path is absolute, contains `..` or invalid characters. NameTooLong: it is too long.
+    """
     if not isinstance(subpath, str):
         raise InvalidRequest(f"subpath is {shown(subpath)}, and shall be a path inside of the volume")
     if "\0" in subpath or any(0xd800 <= ord(character) < 0xe000 for character in subpath):
@@ -80,7 +84,10 @@ def checked_subpath(subpath: object) -> str:
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Options as people write them: {"size": "10G", "files": "1000000"}. InvalidRequest names what is wrong."""
+    """Parse options as people write them: {"size": "10G", "files": "1000000"}.
+
+    InvalidRequest, NameTooLong: the text names the wrong option and the possible values.
+    """
     given: dict[str, str] = {}
     for key, value in (options or {}).items():
         if key not in OPTION_NAMES:

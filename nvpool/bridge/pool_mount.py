@@ -1,8 +1,8 @@
-"""The mount of the whole pool on this host, which the bridge needs and does not serve.
+"""Mount of the whole pool on this host, which the bridge needs but does not serve.
 
-Called by bridge/volumes before each bind, by way of daemons/bridge. One that is there is used, whoever made it; where there
-is none, `nvpool mount` makes it: its process and holder are none of the bridge's, so that they live on when the bridge ends.
-Never unmounts what answers.
+bridge/volumes calls `ensure` before each bind, through daemons/bridge. An existing mount is used, no matter
+who made it. If there is none, `nvpool mount` makes it; the process and the holder of that mount do not belong
+to the bridge, so they survive its end. A mount that answers is never unmounted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from nvpool.core.programs import Program, command
 from nvpool.host.mountinfo import Mount, look_at, mount_at
 
 MOUNT_S = 40.0
-"""For the pool to be there; the request that waits has a deadline beyond it."""
+"""Time limit of mounting; the deadline of a request that waits for the mount is longer."""
 
 log = logging.getLogger("nvpool.bridge.mount")
 
 
 class PoolMount:
-    """`pool` as `nvpool mount` takes it, `name` as its map has it; `words` are further options of that command. `make` false:
-    somebody else mounts it, where a mount of ours would not outlive us, as in a container."""
+    """Mount of `pool` at `place`.
+
+    `pool` is as for `nvpool mount`, `name` the name in the pool map, and `words` are further options of that
+    command. `make` is false if another program makes the mount, for example because the bridge runs in a
+    container, where its own mount would not survive it.
+    """
 
     def __init__(self, pool: str, name: str, place: Path, words: tuple[str, ...] = (), *, make: bool = True) -> None:
         self.place, self._make = place, make
@@ -32,10 +36,10 @@ class PoolMount:
         self._turn = asyncio.Lock()
 
     async def ensure(self) -> Mount:
-        """The pool is mounted at `place`, and answers.
+        """Ensure that the pool is mounted at `place` and answers; return the mount.
 
         InUse        something else is mounted there
-        Unavailable  the pool does not answer, or a mount of it is there that hangs: it may go on by itself
+        Unavailable  the pool does not answer, or its mount there hangs, which may end by itself; retry later
         """
         async with self._turn:
             there = mount_at(self.place)
@@ -65,7 +69,7 @@ class PoolMount:
         try:
             self.place.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            pass  # a dead mount, which can not be looked at
+            pass  # a dead mount, which stat(2) can not access
         except OSError as error:
             raise AccessDenied(f"{self.place} can not be made: {error.strerror}") from error
         options = ["--force", "--wait", f"{MOUNT_S - 5:.0f}", *self._words]

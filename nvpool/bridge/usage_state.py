@@ -1,9 +1,9 @@
-"""What this host has given to whom: the state file of the bridge.
+"""State file of the bridge: which holders use which volumes on this host.
 
-Called by bridge/volumes. Each change is in the file, synced, before the method returns, so that it outlives the bridge, the
-engine and the loss of power; the file is replaced as a whole. Knows no pool and no mount. References end with the boot of the
-machine in which they were made, as the mounts that they stand for: those of another boot have ended, and the pool is still to
-be told.
+bridge/volumes uses it. Each method that changes the state returns after the file is replaced and synced, so
+the state survives the end of the bridge, of the engine, and a loss of power. The module knows no pool and no
+mount. References end with the boot of the machine, as the mounts that they stand for: on open, references of
+another boot are marked as ended, and the pool has yet to be notified.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _MODE = 0o600
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
-    """A holder's wish: what it sees of a volume, since when (boot time)."""
+    """Use of a volume by a holder: how the holder sees the volume, and since when (boot time)."""
 
     read_only: bool = False
     subpath: str = ""
     since_s: float = 0.0
     ended: bool = False
-    """The holder has gone, and the pool may not know it yet."""
+    """The holder does not use the volume any more, and the pool may not know yet."""
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
-    """A bind at a place that somebody else named."""
+    """Bind of a volume at a place that the orchestrator chose."""
 
     name: str
     holder: str
@@ -47,7 +47,7 @@ class _State(msgspec.Struct):
 
 class References:
     def __init__(self, path: Path, boot: str) -> None:
-        """CorruptRecord, WrongFormat, and what the drive says."""
+        """Read the file. CorruptRecord, WrongFormat: the file can not be used. Other errors: of the drive."""
         self._path = path
         self._state = _read(path)
         if self._state.boot != boot:
@@ -57,7 +57,7 @@ class References:
             self._save()
 
     def of(self, name: str) -> dict[str, Reference]:
-        """holder -> reference of a volume, those that have ended excepted."""
+        """Return the references of a volume that have not ended: holder -> reference."""
         return {holder: reference for holder, reference in self._state.references.get(name, {}).items() if not reference.ended}
 
     def volumes(self) -> list[str]:
@@ -72,7 +72,7 @@ class References:
         self._save()
 
     def end(self, name: str, holder: str) -> None:
-        """It counts no more; the pool is still to be told."""
+        """Mark a reference as ended; the pool has yet to be notified."""
         held = self._state.references.get(name, {})
         if holder in held and not held[holder].ended:
             held[holder] = msgspec.structs.replace(held[holder], ended=True)
@@ -89,7 +89,7 @@ class References:
         return self._state.publications.get(target)
 
     def published(self) -> list[str]:
-        """Places at which any volume is."""
+        """Return the places at which volumes are published."""
         return list(self._state.publications)
 
     def publications_of(self, name: str) -> dict[str, Publication]:

@@ -1,13 +1,15 @@
-"""Volumes for containers: what Docker, Podman and Kubernetes ask for, each operation repeatable.
+"""Volume operations for containers: create, remove, stage, publish and expand; each may be repeated.
 
-Two faces call this, in one process and on one event loop: bridge/docker and bridge/csi. It keeps the pool's record of who
-uses a volume (attach, detach), this host's references (bridge/usage_state) and the bind mounts that containers see
-(bridge/bind_mounts) in step, in an order in which a death between any two steps leaves a reference too many, never one too few:
-`settle` and `reconcile` take those away. A volume is seen through a bind of its own directory, so that nothing outside of it
-can be reached. Names, holders and paths are looked at here (bridge/options) and nowhere else. Errors are nvpool's.
+Two services call this module in one process and on one event loop: bridge/docker (Docker, Podman) and
+bridge/csi (Kubernetes). The module keeps three things consistent: the pool's record of attachments, the
+references of this host (bridge/usage_state), and the bind mounts that containers see (bridge/bind_mounts).
+The order of the steps guarantees that a crash between two steps leaves one reference too many, never one too
+few; `settle` and `reconcile` remove the surplus. Containers see a volume through a bind mount of its own
+directory, so they can reach nothing outside it. Names, holders and paths are validated here (bridge/options)
+and nowhere else. Errors are those of nvpool.
 
-The pool is mounted once on this host, by a process that is not the bridge: binds live on when the bridge ends, and when that
-process is killed its holder goes on.
+The pool is mounted once on this host, by a process other than the bridge. So bind mounts survive the end of
+the bridge, and if the mount process is killed, its holder keeps the mount.
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ if TYPE_CHECKING:
     from nvpool.sdk.volumes import Volume
 
 SUBPATH_ATTRIBUTE = "trusted.nvpool.subpath"
-"""Of a volume's directory: what of it containers see. Those can neither read nor set it."""
+"""Extended attribute of a volume's directory: the subpath that containers see, but can not read or set."""
 SETTLED_S = 60.0
-"""An engine has started the container by then for which it asked: a reference without one is nobody's."""
+"""Age at which a reference must have a container; a reference of this age without a container is stale."""
 CLOSED_S = 10.0
-"""The service has heard by then of files that containers had open when they ended."""
+"""Time within which the metadata service learns that files of ended containers are closed."""
 _AGAIN_S = 0.25
 
 log = logging.getLogger("nvpool.bridge.volumes")
@@ -62,7 +64,7 @@ class Stats(NamedTuple):
     bytes_used: int
     bytes_available: int
     files_total: int
-    """0: without a bound."""
+    """0: no limit."""
     files_used: int
     files_available: int
 
@@ -70,12 +72,12 @@ class Stats(NamedTuple):
 class Condition(NamedTuple):
     abnormal: bool
     text: str
-    """What is wrong and what to do, or that all is well."""
+    """The problem and its remedy, or a message that there is none."""
 
 
 @contextlib.contextmanager
 def our_errors() -> Iterator[None]:
-    """The SDK's errors are OSError; the cause says more."""
+    """Translate errors of the SDK, which are OSError, into nvpool's errors: the cause, if it is one."""
     try:
         yield
     except OSError as error:
@@ -85,11 +87,13 @@ def our_errors() -> Iterator[None]:
 
 
 class BridgeVolumes:
-    """`pool` stays the caller's. `mountpoint`: where the whole pool is mounted on this host; `mounted` is awaited before it is
-    used, and sees to it that it is. `state`: a directory for the state file and for binds, which is nobody else's. `node`:
-    under which name this host uses volumes; the same after a reboot.
+    """Volumes of one pool on this host.
 
-    Requests for one volume wait for one another. Any may be cancelled and repeated.
+    The caller owns `pool` and closes it. `mountpoint`: mount of the whole pool on this host; `mounted` is
+    awaited before each use and ensures the mount. `state`: a directory for the state file and the bind
+    mounts, for this object only. `node`: the name of this host in attachments, the same after a reboot.
+
+    Requests for one volume run one after another. Any request may be cancelled and repeated.
     """
 
     def __init__(self, pool: AsyncFileSystem, mountpoint: Path, state: Path, *, node: str = "",
@@ -106,8 +110,10 @@ class BridgeVolumes:
     # -- life ------------------------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Take up what an earlier bridge has left; await it once, before all else. Refused, Damaged: the state file can not be
-        used, and the text says why."""
+        """Load the state of an earlier bridge. Call this once, before any other method.
+
+        Refused, Damaged: the state file can not be used, and the text says why.
+        """
         with our_errors():
             self._binds.places.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._references = References(self._state / "references.json", boot_id())
@@ -121,7 +127,7 @@ class BridgeVolumes:
         await self.settle()
 
     async def settle(self) -> int:
-        """Tell the pool what has ended here and it does not know; how much is left to tell. The daemon calls it at times."""
+        """Report ended references to the pool; return how many remain. The daemon calls this periodically."""
         for name, holder in self._references.ended():
             try:
                 async with self._turn(name):
@@ -132,11 +138,11 @@ class BridgeVolumes:
         return len(self._references.ended())
 
     async def reconcile(self, face: str) -> list[tuple[str, str]]:
-        """Find out which references of the face (the beginning of its holders' ids, as "docker/") are still somebody's, when
-        its engine has started anew; those that were ended are returned.
+        """End references of one service that have no container; return them as (name, holder).
 
-        A reference stays when a container sees the volume or when it is younger than `settled_s`. One that the pool knows and
-        this host has lost is taken up again, or ended.
+        Call this after the engine of the service has restarted. `face` is the prefix of the service's holder
+        ids, as "docker/". A reference stays if a container sees the volume, or if the reference is younger than
+        `settled_s`. An attachment that the pool knows but this host has lost becomes a reference again, or ends.
         """
         in_use = await asyncio.to_thread(volumes_in_containers, f"/{VOLUMES.decode()}", self._binds.places)
         own, now_s, ended = self._attachment(face), self._clock.boottime_s(), []
@@ -160,7 +166,10 @@ class BridgeVolumes:
         return ended
 
     async def _lost(self, name: str, attached: Iterable[str], own: str, known: Mapping[str, Reference]) -> list[str]:
-        """Holders that the pool knows and we do not. What we were told before our turn came is asked again."""
+        """Return the holders that the pool knows and this host does not.
+
+        `attached` may be old, because it was read before this request held the lock; so it is read again.
+        """
         begin = len(self._attachment(""))
         if all(held[begin:] in known for held in attached if held.startswith(own)):
             return []
@@ -171,17 +180,17 @@ class BridgeVolumes:
         return [held[begin:] for held in attached if held.startswith(own) and held[begin:] not in known]
 
     def uses(self) -> tuple[int, int]:
-        """(how many holders use volumes on this host, how many have ended and the pool does not know yet)"""
+        """Return (holders that use volumes on this host, ended holders not yet reported to the pool)."""
         return (sum(len(self._references.of(name)) for name in self._references.volumes()), len(self._references.ended()))
 
     # -- volumes ---------------------------------------------------------------------------------------------------------
 
     async def create(self, name: str, options: Options | Mapping[str, Any] | None = None) -> Volume:
-        """The volume is there and is as `options` say; made where it was not.
+        """Ensure that the volume exists as `options` say, and return it.
 
-        One that is there is taken as it is where nothing else was given, and what differs is AlreadyExists, with what to do.
-        An empty one still gets the seal and the subpath: whoever made it may have been interrupted before. InvalidRequest,
-        NameTooLong: of names and options.
+        An existing volume is accepted if it agrees with the options that were given. An existing empty volume
+        still gets the seal and the subpath, because an earlier call may have been interrupted before these.
+        AlreadyExists, with the remedy: the volume differs. InvalidRequest, NameTooLong: of name or options.
         """
         name = checked_name(name)
         wanted = options if isinstance(options, Options) else parse_options(options)
@@ -212,7 +221,7 @@ class BridgeVolumes:
         return volume
 
     async def remove(self, name: str) -> None:
-        """There is no such volume any more, and there need not have been one. InUse: somebody uses it, here or elsewhere."""
+        """Remove the volume if it exists. InUse: the volume is in use on this or another host."""
         name = checked_name(name)
         async with self._turn(name):
             if held := self._references.of(name):
@@ -232,15 +241,15 @@ class BridgeVolumes:
                 except InUse as error:
                     if self._clock.boottime_s() >= closed_s or await self._is_attached(name):
                         raise InUse(f"{error}; stop the containers that use it first") from None
-                await asyncio.sleep(_AGAIN_S)  # whoever had files open has just ended
+                await asyncio.sleep(_AGAIN_S)  # a container that has just ended may still have had files open
             await self._binds.keep_only(name, set())
 
     async def get(self, name: str) -> Volume:
-        """NotFound."""
+        """Return the volume. NotFound: there is none."""
         return await self._show(checked_name(name))
 
     async def list(self) -> list[Volume]:
-        """All volumes of the pool whose names containers may use, by name."""
+        """Return the volumes of the pool whose names containers may use, sorted by name."""
         with our_errors():
             found = await self._pool.volumes.list()
         kept = []
@@ -251,7 +260,7 @@ class BridgeVolumes:
         return sorted(kept, key=lambda volume: volume.name)
 
     async def expand(self, name: str, bytes_max: int) -> Volume:
-        """The volume takes at least `bytes_max` bytes. One that takes more, or any number, stays as it is."""
+        """Raise the quota of the volume to at least `bytes_max`; a larger or unlimited quota stays."""
         name = checked_name(name)
         async with self._turn(name):
             volume = await self._show(name)
@@ -262,13 +271,13 @@ class BridgeVolumes:
             return volume
 
     async def capacity(self) -> int:
-        """Bytes that can still be written to the pool."""
+        """Return the bytes that can still be written to the pool."""
         with our_errors():
             found = await self._pool.statfs()
         return found.blocks_available * found.block_bytes
 
     async def stats(self, name: str) -> Stats:
-        """NotFound."""
+        """Return size and use of the volume. NotFound: there is none."""
         volume, left = await self.get(name), await self.capacity()
         total = volume.bytes_max or volume.bytes_used + left
         files_left = max(0, volume.files_max - volume.files_used)
@@ -276,8 +285,10 @@ class BridgeVolumes:
                      volume.files_used, files_left)
 
     async def condition(self, name: str) -> Condition:
-        """Whether containers of this host can use the volume at the moment. NotFound; takes LOOK_S at most where the mount
-        hangs."""
+        """Return whether containers of this host can use the volume now. NotFound: there is none.
+
+        A hung mount delays the result by LOOK_S at most.
+        """
         volume = await self.get(name)
         there = mount_at(self._mountpoint)
         if there is None or not there.ours:
@@ -294,13 +305,14 @@ class BridgeVolumes:
     # -- use of them -----------------------------------------------------------------------------------------------------
 
     async def stage(self, name: str, holder: str, *, read_only: bool = False, subpath: str = "") -> Path:
-        """A directory of this host in which the volume (or its directory `subpath`, which is made) is seen, until `unstage`.
+        """Bind the volume (or its directory `subpath`, which is created) on this host, and return where.
 
-        `holder` is who wants it, in letters of its face; again with the same one changes nothing. The pool knows from now on
-        that this host uses the volume: nobody can remove it. A sealed one is read-only. Where this raises, nothing is held.
+        The bind stays until `unstage`. `holder` is the id of the user of the volume; a repeated call with the
+        same holder changes nothing. From now on the pool records that this host uses the volume, so the volume
+        can not be removed. A sealed volume is bound read-only. After an error the holder has no reference.
 
-        NotFound, InvalidRequest, NameTooLong, NotADirectory, TooManySymlinks   the wish can not be fulfilled
-        AlreadyExists    the holder has it already, in another way
+        NotFound, InvalidRequest, NameTooLong, NotADirectory, TooManySymlinks   the request is not possible
+        AlreadyExists    the holder uses the volume already, in another way
         Unavailable      the pool or its mount does not answer: repeat
         """
         name, holder, subpath = checked_name(name), checked_holder(holder), checked_subpath(subpath)
@@ -328,9 +340,10 @@ class BridgeVolumes:
             return place
 
     async def unstage(self, name: str, holder: str) -> None:
-        """The holder does not use the volume any more, and may never have. InUse: it is still published for it.
+        """End the holder's use of the volume; without effect if there was none.
 
-        Unavailable: the pool does not know yet; it will be told, also when this is not repeated.
+        InUse: the volume is still published for the holder. Unavailable: the pool does not know of the end
+        yet; `settle` reports it later, even if this call is not repeated.
         """
         name, holder = checked_name(name), checked_holder(holder)
         async with self._turn(name):
@@ -340,30 +353,31 @@ class BridgeVolumes:
             await self._end(name, holder)
 
     async def path(self, name: str) -> Path | None:
-        """Where the volume is seen on this host; None where nobody uses it here."""
+        """Return where the volume is bound on this host; None if it has no user here."""
         name = checked_name(name)
         for reference in self._references.of(name).values():
             return self._binds.place(name, reference.read_only, reference.subpath)
         return None
 
     async def holders(self, name: str) -> list[str]:
-        """Who uses the volume on this host."""
+        """Return the holders of the volume on this host."""
         return sorted(self._references.of(checked_name(name)))
 
     async def publications(self, name: str) -> dict[str, tuple[str, bool]]:
-        """Where the volume is published on this host: place -> (holder, read-only)."""
+        """Return where the volume is published on this host: place -> (holder, read-only)."""
         return {target: (found.holder, found.read_only)
                 for target, found in self._references.publications_of(checked_name(name)).items()}
 
     async def publication(self, target: Path) -> str | None:
-        """The volume that is published at `target`."""
+        """Return the name of the volume that is published at `target`; None if there is none."""
         there = self._references.publication(str(self._checked_target(target)))
         return there.name if there is not None else None
 
     async def publish(self, name: str, holder: str, target: Path, read_only: bool = False) -> None:
-        """What the holder has staged is also seen at `target`, which is made where it is not there (its parent is).
+        """Bind the volume that the holder has staged at `target` too.
 
-        NotFound: the holder has not staged it. AlreadyExists: something else is published there, or in another way.
+        `target` is created if it is missing; its parent must exist. NotFound: the holder has not staged the
+        volume. AlreadyExists: another volume is published there, or the same one in another way.
         """
         name, holder, target = checked_name(name), checked_holder(holder), self._checked_target(target)
         async with self._turn(name):
@@ -389,8 +403,10 @@ class BridgeVolumes:
                 raise
 
     async def unpublish(self, target: Path) -> None:
-        """Nothing of the pool is seen at `target`, and no empty directory is left there. InUse: what is mounted there is not
-        ours."""
+        """Remove the bind at `target`, and the directory if it is empty; without effect if there is none.
+
+        InUse: the mount at `target` is not a bind of a volume.
+        """
         target = self._checked_target(target)
         there = self._references.publication(str(target))
         async with self._turn(there.name if there is not None else ""):
@@ -444,8 +460,10 @@ class BridgeVolumes:
         await self._binds.bind(name, wanted.read_only, wanted.subpath, target)
 
     async def _end(self, name: str, holder: str) -> None:
-        """Who calls has the turn. First it counts no more here, then the bind goes, then the pool is told: until then nobody
-        can remove the volume."""
+        """End a reference, in three steps: mark it as ended, remove the bind, report to the pool.
+
+        The caller holds the volume's lock. The pool comes last, so the volume can not be removed earlier.
+        """
         self._references.end(name, holder)
         wanted = {self._binds.place(name, held.read_only, held.subpath) for held in self._references.of(name).values()}
         await self._binds.keep_only(name, wanted)
@@ -455,7 +473,7 @@ class BridgeVolumes:
 
 
 def _check_agrees(volume: Volume, wanted: Options) -> None:
-    """AlreadyExists where something was asked for that the volume has not."""
+    """Raise AlreadyExists if the volume differs from the options that were given."""
     for word, asked, has in (("size", wanted.bytes_max, volume.bytes_max), ("files", wanted.files_max, volume.files_max)):
         if asked and asked != has:
             told = (format_bytes(has) if word == "size" else str(has)) if has else "no bound"

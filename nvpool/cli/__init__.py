@@ -1,1 +1,1 @@
-"""The nvpool command."""
+"""The command-line interface `nvpool`."""

@@ -1,8 +1,9 @@
-"""The end of a `dev up` that was interrupted or failed: what it made is removed, or named with the command that does it.
+"""Rollback of a `dev up` that was interrupted or failed.
 
-An interruption is Ctrl-C, and SIGTERM or SIGHUP (a terminal that is closed). A pool that was there before is never removed: it
-may hold files of users. After an error the pool that was made stays, with the logs that explain it. A second Ctrl-C ends the
-removal and prints what is left.
+After an interruption the new pool is removed; if the removal fails, a message names the command that removes
+the pool. An interruption is Ctrl-C, SIGTERM or SIGHUP (the terminal was closed). A pool that existed before
+is never removed, because it may hold files of users. After an error the new pool stays, with the logs that
+explain the error. A second Ctrl-C stops the removal and prints what remains.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 from nvpool.cli.output import say
 from nvpool.core.errors import NvpoolError
@@ -18,7 +21,7 @@ from nvpool.host.pool_directory import PoolDirectory, being_made
 
 
 class Undoing:
-    """Around what `dev up` does. `directory` is the pool's, `mountpoint` where it is to be mounted."""
+    """Context manager around the work of `dev up`. `mountpoint` is where the pool will be mounted."""
 
     def __init__(self, directory: PoolDirectory, mountpoint: str | None) -> None:
         self.directory = directory
@@ -28,7 +31,7 @@ class Undoing:
         self._is_ours = not os.path.lexists(path) or being_made(directory) or (self._was_there and not any(path.iterdir()))
         self._ran = directory.supervisor() is not None
         self._place_was_there = mountpoint is None or os.path.lexists(mountpoint)
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | signal.Handlers | None] = {}
 
     def __enter__(self) -> Undoing:
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,7 +1,7 @@
-"""The pools of this machine, to suggest in place of a POOL that is none.
+"""Pools of this machine, to suggest when a command could not find its pool.
 
-Found are those that run here, those that are mounted here, and pool directories beside the one that was named. Called when a
-command could not find its pool; looks at /proc and at one directory, and never raises.
+Finds the pools that run here, those that are mounted here, and pool directories beside the path that the
+user named. Reads /proc and one directory, and never raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BESIDE_MAX = 1000
 
 
 def remedy_for(named: str) -> str:
-    """Remedy for a POOL that is none: pools that the caller may have meant, or how a pool is named."""
+    """Return the remedy for a wrong POOL: pools that the user may have meant, or how to name a pool."""
     path = os.path.abspath(named)
     here = running()
     beside = [pool for pool in _beside(path) if pool not in here]
@@ -35,7 +35,7 @@ def remedy_for(named: str) -> str:
 
 
 def running() -> list[str]:
-    """Directories and addresses of the pools that this machine serves or has mounted, as far as their processes are seen."""
+    """Return the directories and addresses of pools that visible processes of this machine serve or mount."""
     found: dict[str, None] = {}
     for _, words in processes(Program.SUPERVISOR, Program.MOUNT, Program.MOUNT_HOLDER):
         if program_of(words) is not Program.SUPERVISOR:
@@ -56,7 +56,7 @@ def _beside(path: str) -> list[str]:
 
 
 def pool_behind(named: str) -> str:
-    """The pool whose mount point was named in the place of the pool; otherwise what was named."""
+    """Return the pool that is mounted at `named`; `named` itself if it is not the mount point of a pool."""
     if "://" in named or not os.path.isdir(named) or PoolDirectory(named).exists():
         return named
     mount = mount_over(named)

@@ -1,8 +1,9 @@
-"""The command `nvpool`: nouns, then verbs. Loads a noun's file only when that noun is used, so that it starts at once.
+"""Entry point of the command `nvpool`, whose commands are nouns with verbs: `nvpool drive add`.
 
-Called by people and scripts. Guarantees: exit codes as in EXIT_CODES for every command, one line of error on stderr with the
-remedy where there is one, no traceback for anything but a bug, an end at once on Ctrl-C. To add a command, write
-nvpool/cli/NOUN.py with a click command or group in it and name it in COMMANDS.
+`main` imports the module of a noun only when the command line names that noun, so `nvpool` starts fast.
+People and scripts call it. Every command has the exit codes of EXIT_CODES. An error is one line on stderr,
+with the remedy if there is one; only a bug prints a traceback. Ctrl-C ends a command immediately. To add a
+command, write nvpool/cli/commands/NOUN.py with a click command or group, and name it in COMMANDS.
 """
 
 from __future__ import annotations
@@ -10,50 +11,54 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 COMMANDS: dict[str, tuple[str, str]] = {
-    "pool": ("nvpool.cli.commands.pool:pool", "Make and destroy pools, and have their chunks moved."),
+    "pool": ("nvpool.cli.commands.pool:pool", "Create, rebalance and destroy pools."),
     "status": ("nvpool.cli.commands.status:status", "Show a pool: its processes, drives and problems."),
-    "top": ("nvpool.cli.commands.top:top", "Show, live, who reads and writes what at which latency."),
-    "metrics": ("nvpool.cli.commands.metrics:metrics", "Print what Prometheus is told of a node."),
-    "serve": ("nvpool.cli.commands.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
+    "top": ("nvpool.cli.commands.top:top", "Show live I/O rates and latencies by client, volume or target."),
+    "metrics": ("nvpool.cli.commands.metrics:metrics", "Print the metrics of a node in the Prometheus format."),
+    "serve": ("nvpool.cli.commands.serve:serve", "Run the daemons of this node in the foreground."),
     "mount": ("nvpool.cli.mount.command:mount", "Mount a pool."),
     "umount": ("nvpool.cli.mount.command:umount", "Unmount a pool."),
-    "bridge": ("nvpool.cli.commands.bridge:bridge", "Give containers volumes of a pool: Docker's plugin."),
-    "node": ("nvpool.cli.commands.node:node", "List the nodes of a pool, let them in, drain and remove them."),
-    "client": ("nvpool.cli.commands.client:client", "Let clients that are no nodes into a pool."),
+    "bridge": ("nvpool.cli.commands.bridge:bridge", "Provide volumes to containers: Docker plugin and Kubernetes CSI."),
+    "node": ("nvpool.cli.commands.node:node", "List, admit, drain and remove the nodes of a pool."),
+    "client": ("nvpool.cli.commands.client:client", "Admit, list and remove clients, which are no nodes."),
     "cert": ("nvpool.cli.commands.cert:cert", "List, renew and revoke the certificates of a pool."),
     "drive": ("nvpool.cli.commands.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
-    "shard": ("nvpool.cli.commands.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
+    "shard": ("nvpool.cli.commands.shard:shard", "List, add and remove metadata shards, and set their number of standbys."),
     "dir": (
         "nvpool.cli.commands.dir:directory",
-        "Say how many replicas new files of a directory have, and how large their chunks are.",
+        "Show and set replicas and chunk size of new files in a directory.",
     ),
-    "volume": ("nvpool.cli.commands.volume:volume", "Make volumes: directories with quotas, rights and other policies."),
+    "volume": ("nvpool.cli.commands.volume:volume", "Manage volumes: directories with quotas, rights and other policies."),
     "encryption": (
         "nvpool.cli.commands.encryption:encryption",
-        "Make the pool key, which protects encrypted volumes, and replace it.",
+        "Create and replace the pool key, which protects encrypted volumes.",
     ),
-    "trash": ("nvpool.cli.commands.trash:trash", "See what was removed in a volume, put it back, or remove it for good."),
-    "file": ("nvpool.cli.commands.file:file", "Show where the bytes of a file lie."),
+    "trash": ("nvpool.cli.commands.trash:trash", "List, restore or purge removed files of a volume."),
+    "file": ("nvpool.cli.commands.file:file", "Show where the data of a file is stored."),
     "import": ("nvpool.cli.commands.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
     "export": ("nvpool.cli.commands.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),
-    "fsck": ("nvpool.cli.commands.fsck:fsck", "Check a pool, and repair it."),
-    "scrub": ("nvpool.cli.commands.scrub:scrub", "Have everything that is stored read and compared."),
-    "dump": ("nvpool.cli.commands.dump:dump", "Write all metadata of one moment to a file."),
+    "fsck": ("nvpool.cli.commands.fsck:fsck", "Check and repair a pool."),
+    "scrub": ("nvpool.cli.commands.scrub:scrub", "Read all stored data and verify its checksums."),
+    "dump": ("nvpool.cli.commands.dump:dump", "Write a snapshot of all metadata to a file."),
     "load": ("nvpool.cli.commands.load:load", "Load dumped metadata into an empty pool."),
-    "doctor": ("nvpool.cli.doctor.command:doctor", "Say what makes a pool slow or unsafe here, and the remedy."),
-    "audit": ("nvpool.cli.commands.audit:audit", "Show who changed a pool, and who was refused."),
-    "bench": ("nvpool.cli.commands.bench:bench", "Measure a pool."),
+    "doctor": ("nvpool.cli.doctor.command:doctor", "Find what makes a pool slow or unsafe on this machine, with the remedy."),
+    "audit": ("nvpool.cli.commands.audit:audit", "Show who changed a pool, and which requests were refused."),
+    "bench": ("nvpool.cli.commands.bench:bench", "Measure the speed of a pool."),
     "config": ("nvpool.cli.commands.config:config", "Show, check and explain the configuration of a node."),
-    "dev": ("nvpool.cli.commands.dev:dev", "A throw-away pool on this machine, all of it under one directory."),
+    "dev": ("nvpool.cli.commands.dev:dev", "Create and remove a throw-away pool on this machine, under one directory."),
     "completion": ("nvpool.cli.commands.completion:completion", "Print the completion script of a shell."),
     "version": ("nvpool.cli.commands.version:version", "Print the version."),
     "help": ("nvpool.cli.commands.help:help_", "Show the help of a command."),
 }
-"""Name of the command -> where it is, and its line in `nvpool --help`."""
+"""Name of each command -> the module and object that define it, and its line in `nvpool --help`."""
 
 EXIT_CODES = """\b
 exit codes:
@@ -73,7 +78,7 @@ code is "usage" for a wrong command line, "interrupted" for Ctrl-C, else the kin
 
 
 class Nouns(click.Group):
-    """A group whose commands are imported when they are asked for."""
+    """Click group that imports a command only when the command line names it."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -82,9 +87,11 @@ class Nouns(click.Group):
         if name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[name][0].partition(":")
-        return getattr(import_module(module), attribute)
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
 
-    def resolve_command(self, context: click.Context, arguments: list[str]):
+    def resolve_command(self, context: click.Context, arguments: list[str]
+                        ) -> tuple[str | None, click.Command | None, list[str]]:
         if arguments and arguments[0] not in COMMANDS and not arguments[0].startswith("-") and not context.resilient_parsing:
             from difflib import get_close_matches
             near = get_close_matches(arguments[0], COMMANDS, 1)
@@ -96,7 +103,7 @@ class Nouns(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
-    def shell_complete(self, context: click.Context, incomplete: str):
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
         return [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
 
@@ -114,23 +121,23 @@ def _print_version(context: click.Context, _: click.Parameter, asked_for: bool) 
 def cli() -> None:
     """One fast, shared file system from the NVMe drives of ordinary servers.
 
-    POOL is the pool's directory on this node, or the address HOST:PORT of any of its nodes; where it may be left out, the
-    environment variable NVPOOL_POOL names it. All that prints has --json.
+    POOL is the directory of the pool on this node, or the address HOST:PORT of any of its nodes. If you leave POOL out, the
+    environment variable NVPOOL_POOL names the pool. Every command that prints a result has --json.
 
     \b
     examples:
       nvpool dev up /tmp/pool --drives 2 --mount /mnt/pool    try it on this machine
       nvpool status /tmp/pool                                 what runs, and what is wrong
-      nvpool dev down /tmp/pool                               and nothing is left
+      nvpool dev down /tmp/pool                               remove all of it
     """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return its exit code. `arguments` defaults to those of the process."""
     words = sys.argv[1:] if arguments is None else arguments
     if any(word.startswith("--token") for word in words):
         from nvpool.cli.token_input import hide_tokens
-        hide_tokens(words)  # before anything is loaded: others look at arguments now
+        hide_tokens(words)  # before any other import: other users can read the arguments until then
     as_json = "--json" in words[:words.index("--")] if "--" in words else "--json" in words
     called: dict[str, str] = {}
     try:
@@ -150,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python flushes at its end has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush of stdout at exit would fail once more
         return 1
     except Exception as error:
         from nvpool.cli.output import show_error

@@ -1,7 +1,8 @@
-"""How the CLI shows things: rich tables on a terminal, plain lines in a pipe, JSON on request; errors and exit codes.
+"""Output of the command line: tables, JSON, messages, errors and exit codes.
 
-Called by every file of nvpool/cli. Guarantees that stdout holds the result and nothing else, and stderr everything that is
-said on the way; rich is imported for a terminal only. The one place where our errors become exit codes.
+Every module of nvpool/cli uses this one. Results go to stdout and nothing else does; messages go to stderr.
+A result is a rich table on a terminal, plain lines in a pipe, and JSON with --json. The library rich is
+imported only for a terminal. This is the only place that translates nvpool's errors into exit codes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import click
 
@@ -20,37 +21,43 @@ from nvpool.core.remedies import with_pool
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 70, 130
 
+CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
+"""Type of a function that becomes a click command; a decorator of options returns the type it receives."""
+
 _REMEDY = re.compile(r"; ([^;]*\bnvpool [a-z].*)", re.DOTALL)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class Number(click.FloatRange):
-    """A number within bounds; click takes nan for one within any."""
+    """Number within bounds. Refuses nan, which click accepts as within any bounds."""
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
         number = super().convert(value, parameter, context)
         if number != number:
             self.fail(f"{value!r} is not a number", parameter, context)
         return number
 
 
-def log_options(function):
-    """How a daemon that a command starts writes its log."""
+def log_options(function: CommandFunction) -> CommandFunction:
+    """Add --log-level and --log-format: how the daemon that the command starts writes its log."""
     function = click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
-                            help="The least that is logged. [level under [log] in node.toml, else info]")(function)
+                            help="Lowest level that is logged. [level under [log] in node.toml, else info]")(function)
     return click.option("--log-format", type=click.Choice(["text", "json"]),
-                        help="json: an object a line. [format under [log] in node.toml, else text]")(function)
+                        help="json: one object per line. [format under [log] in node.toml, else text]")(function)
 
 
-def pool_argument(function):
-    """The argument POOL, which NVPOOL_POOL stands in for."""
+def pool_argument(function: CommandFunction) -> CommandFunction:
+    """Add the argument POOL, whose default is the environment variable NVPOOL_POOL."""
     return click.argument("pool", envvar="NVPOOL_POOL", metavar="POOL", callback=remember_pool)(function)
 
 
 def remember_pool(context: click.Context, parameter: click.Parameter | None, pool: str | None) -> str | None:
-    """Callback of what names the pool of a call: messages name it in their commands from then on. An argument that may be left
-    out stands for the current directory then."""
+    """Remember the pool of this command line, so that commands in messages name that pool.
+
+    Callback of the arguments and options that name a pool. An optional argument that is missing means the
+    current directory.
+    """
     called = context.find_root().obj
     if isinstance(called, dict) and (pool or isinstance(parameter, click.Argument)):
         called["pool"] = pool or "."
@@ -58,14 +65,14 @@ def remember_pool(context: click.Context, parameter: click.Parameter | None, poo
 
 
 def completed(text: str) -> str:
-    """`text` with the pool of this call in its commands, in place of POOL."""
+    """Return `text` with the pool of this command line in place of POOL in the commands that `text` names."""
     context = click.get_current_context(silent=True)
     called = context.find_root().obj if context is not None else None
     return with_pool(text, called.get("pool", "")) if isinstance(called, dict) else text
 
 
 def exit_code(error: BaseException) -> int:
-    """By the family; the SDK's errors are OSError, and their cause says which that is."""
+    """Return the exit code of an error, by its family; that of an OSError of the SDK is in its cause."""
     if isinstance(error, OSError) and isinstance(error.__cause__, NvpoolError):
         error = error.__cause__
     if isinstance(error, BadConfiguration):
@@ -78,13 +85,16 @@ def exit_code(error: BaseException) -> int:
 
 
 def error_object(message: str, code: str, exit_code: int, remedy: str = "") -> dict[str, Any]:
-    """An error as --json prints it."""
+    """Return an error as the object that --json prints."""
     return {"error": {"message": message, "code": code, "exit_code": exit_code} | ({"remedy": remedy} if remedy else {})}
 
 
 def show_error(error: BaseException, as_json: bool = False, pool: str = "") -> int:
-    """Say on stderr what went wrong, and with --json on stdout too, as an object; the exit code for it. Only a bug shows a
-    traceback. `pool` is the call's, for the commands of the remedy."""
+    """Print an error to stderr and return its exit code.
+
+    With `as_json` the error also goes to stdout, as an object. Only a bug prints a traceback. `pool` is the
+    pool of this command line, for the commands in the remedy.
+    """
     code = exit_code(error)
     text = with_pool(_text_of(error), pool)
     if as_json:
@@ -101,7 +111,10 @@ def show_error(error: BaseException, as_json: bool = False, pool: str = "") -> i
 
 
 def _parted(text: str, remedy: str) -> tuple[str, str]:
-    """Reason and remedy of an error. One from another process has them in one text: there a remedy is what names a command."""
+    """Split the text of an error into reason and remedy.
+
+    An error of another process has both in one text; there the part that names a command is the remedy.
+    """
     if not remedy and (found := _REMEDY.search(text)) is not None:
         remedy = found[1]
     return text.removesuffix(f"; {remedy}") if remedy else text, remedy
@@ -118,7 +131,7 @@ def on_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """Tell the user what happens; on stderr, so that a pipe gets results only."""
+    """Print a message for the user to stderr, so that a pipe receives results only."""
     click.echo(completed(text), err=True)
 
 
@@ -127,7 +140,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-    """A table on a terminal; in a pipe one line a row, columns divided by tabs, headed by their names."""
+    """Print a table. In a pipe: a line of column names, then a line for each row, separated by tabs."""
     shown = [[_cell(value) for value in row] for row in rows]
     if not on_terminal():
         for row in ([column.upper() for column in columns], *shown):
@@ -157,7 +170,7 @@ def _cell(value: Any) -> str:
 
 
 def ago(milliseconds: int, now_ms: int) -> str:
-    """How long ago a wall-clock time was, in two units at most: '3d 4h'."""
+    """Return how long ago a wall-clock time was, in at most two units: '3d 4h'."""
     seconds = max(0, (now_ms - milliseconds) // 1000)
     for size, name, below, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if seconds >= size:

@@ -1,7 +1,7 @@
-"""How a command reaches a pool that was named by its directory or by the address of a node.
+"""Connections of commands to a pool, named by its directory or by the address of a node.
 
-Called by the files of nvpool/cli that ask a supervisor. Every question has a deadline; what may be repeated is, until then,
-because a supervisor that died is back in a second.
+The commands that send requests to a supervisor use this module. Every request has a deadline. A request
+that may be repeated is retried until the deadline, because a supervisor that died is back within a second.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvpool.cli.known_pools import pool_behind, remedy_for
 from nvpool.cli.output import say
@@ -29,12 +29,15 @@ from nvpool.core.errors import (
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.poolmap.model import decode_map
 
+if TYPE_CHECKING:
+    from nvpool.security.tls import Identity
+
 REACH_S = 10.0
-"""For a first answer: a supervisor that died is back in a second or two."""
+"""Time limit for a first reply: a supervisor that died is back within a second or two."""
 
 
 def directory_of(pool: str) -> PoolDirectory | None:
-    """The pool directory that `pool` names, checked; None when `pool` is an address."""
+    """Return the pool directory that `pool` names, after a check; None if `pool` is an address."""
     pool = pool_behind(pool)
     if "://" in pool or (":" in pool and not Path(pool).exists()):
         return None
@@ -42,7 +45,11 @@ def directory_of(pool: str) -> PoolDirectory | None:
 
 
 def checked(path: str | os.PathLike[str]) -> PoolDirectory:
-    """The pool directory at `path`. NotFound suggests pools that there are; WrongFormat as PoolDirectory.check."""
+    """Return the pool directory at `path`.
+
+    NotFound: `path` is no pool directory; the remedy suggests pools of this machine. WrongFormat: as
+    `PoolDirectory.check`.
+    """
     directory = PoolDirectory(path)
     try:
         directory.check()
@@ -52,7 +59,10 @@ def checked(path: str | os.PathLike[str]) -> PoolDirectory:
 
 
 def endpoints_of(pool: str) -> tuple[str, ...]:
-    """Where the supervisor of the named node listens."""
+    """Return the endpoints of the supervisor of the node that `pool` names.
+
+    InvalidRequest: `pool` is neither a directory nor an address. Other errors: the pool map can not be read.
+    """
     directory = directory_of(pool)
     pool = pool_behind(pool)
     if directory is not None:
@@ -72,7 +82,10 @@ def endpoints_of(pool: str) -> tuple[str, ...]:
 
 
 def own_host(address: str) -> str:
-    """The address of this host from which it reaches `address`. NotFound, InvalidRequest."""
+    """Return the address of this host on the route to `address`.
+
+    NotFound: there is no route to the host. InvalidRequest: `address` is not HOST:PORT.
+    """
     import socket
     host, _, port = address.removeprefix("stream://").rpartition(":")
     host = host.strip("[]")
@@ -84,11 +97,12 @@ def own_host(address: str) -> str:
             probe.connect((host, int(port)))  # sends nothing
         except OSError as error:
             raise NotFound(f"{host} can not be reached from here: {error.strerror or error}") from None
-        return probe.getsockname()[0]
+        own: str = probe.getsockname()[0]
+        return own
 
 
-def identity_for(pool: str):
-    """What this command shows to the pool: that of its directory; None where `pool` is an address."""
+def identity_for(pool: str) -> Identity | None:
+    """Return the TLS identity that this command presents, from the pool directory; None for an address."""
     from nvpool.core.config import load
     from nvpool.security.tls import identity_in
     directory = directory_of(pool)
@@ -103,8 +117,11 @@ def identity_for(pool: str):
 
 async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: float, repeat: bool = True,
               endpoints: tuple[str, ...] = ()) -> Any:
-    """The supervisor's answer, at `endpoints` where they are known better than from `pool`. Unavailable, with the remedy, when
-    it gives none within `wait_s`."""
+    """Send a request to a supervisor and return its decoded reply.
+
+    The request goes to `endpoints`, or to those of `pool` if there are none. With `repeat` it is retried
+    until `wait_s` has passed. Unavailable, with the remedy: the supervisor did not reply within `wait_s`.
+    """
     from nvpool.host.processes import host_id
     from nvpool.rpc.api import Greeting
     from nvpool.rpc.connection_pool import Dialer
@@ -147,12 +164,16 @@ def _remedy(pool: str) -> str:
 async def status_of(pool: str, wait_s: float = 5.0) -> dict[str, Any]:
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
     reply = await ask(pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(), pool_pb2.PoolStatusReply, wait_s=wait_s)
-    return json.loads(reply.status)
+    seen: dict[str, Any] = json.loads(reply.status)
+    return seen
 
 
 async def statuses(pool: str, instead: Callable[[], dict[str, Any] | None] = lambda: None) -> AsyncIterator[dict[str, Any]]:
-    """The status, again and again, until the caller breaks off. A pool that is away is told of and waited for, unless there is
-    something to be told `instead`; any error that is not of that kind ends it."""
+    """Yield the status of the pool repeatedly, until the caller stops the iteration.
+
+    While the pool is unavailable, the user gets a message and the iteration waits. If `instead` returns a
+    status meanwhile, that status is yielded and the iteration ends. Any other error ends it too.
+    """
     while True:
         asked = asyncio.ensure_future(status_of(pool, 30.0))
         while not asked.done():
@@ -172,8 +193,11 @@ async def statuses(pool: str, instead: Callable[[], dict[str, Any] | None] = lam
 
 
 async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float = 180.0) -> dict[str, Any]:
-    """Ask for a change of the pool. Not repeated: after Unavailable look whether it was made. AccessDenied on another node than
-    the pool's, or for who may not open its unix socket."""
+    """Request a change of the pool from its supervisor, and return the result.
+
+    The request is not retried. After Unavailable the caller must look whether the change was made.
+    AccessDenied: this machine is not a node of the pool, or the user may not open the node's unix socket.
+    """
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
     reply = await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
     directory = directory_of(pool)
@@ -184,4 +208,5 @@ async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float 
     request = pool_pb2.PoolChangeRequest(verb=verb, arguments=json.dumps(arguments).encode())
     reply = await ask(pool, wire_pb2.POOL_CHANGE, request, pool_pb2.PoolChangeReply, wait_s=wait_s, repeat=False,
                       endpoints=endpoints)
-    return json.loads(reply.result)
+    result: dict[str, Any] = json.loads(reply.result)
+    return result

@@ -1,8 +1,9 @@
-"""A pool's beginning and end on this node: making, starting, stopping, removing it.
+"""Life cycle of a pool on this node: create, start, stop and remove.
 
-Called by `pool create|destroy` and `dev up|down`. Guarantees for the end: nothing is removed while anything is mounted below,
-while a process of the pool runs, or across the border of a file system, and FORMAT goes last, so that an interrupted removal
-can be repeated. Never follows a symbolic link.
+`pool create|destroy` and `dev up|down` use this module. Guarantees of a removal: nothing is removed while
+something is mounted below the directory or a process of the pool runs, nor across the border of a file
+system. The file FORMAT is removed last, so an interrupted removal can be repeated. No symbolic link is
+followed.
 """
 
 from __future__ import annotations
@@ -44,20 +45,23 @@ from nvpool.poolmap.shards.members import members, node_and_path, process_name
 
 START_S = 60.0
 _STARTS_MAX = 3
-"""Times that a supervisor is started before its end is told."""
+"""How often a supervisor is started before its exit is reported as an error."""
 _MAKE_S = 300.0
 _DRAIN_S = 40.0
-"""Longer than the supervisor gives its children (supervisor.drain_s, and five seconds for the kill)."""
+"""Longer than the supervisor gives its children: supervisor.drain_s, and five seconds for the kill."""
 
 _FAMILY_OF_EXIT_CODE: dict[int, type[NvpoolError]] = {1: Refused, 2: BadConfiguration, 3: Unavailable, 4: Damaged, 70: Bug}
 
 
 def make(request: dict[str, Any]) -> dict[str, Any]:
-    """Have provision/create make what is asked; its answer. Its error is raised here."""
+    """Run the provisioning process with `request` and return its reply; its error is raised here.
+
+    Unavailable: the process did not finish in time; the same command continues. Bug: it gave no reply.
+    """
     try:
         done = subprocess.run(command(Program.POOL_MAKER), input=json.dumps(request).encode(),
                               stdout=subprocess.PIPE, timeout=_MAKE_S, check=False, start_new_session=True)
-        answer = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"the pool was not made within {_MAKE_S:.0f} s; the same command goes on with it") from None
     except ValueError:
@@ -69,19 +73,20 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
-    """Start the supervisor in the background where none runs, and wait until every process of this node serves; the status
-    then.
+    """Start the supervisor in the background, and return the status once every process of this node serves.
 
-    Unavailable, with the last errors of the logs, when that takes longer than wait_s.
+    A supervisor that runs already is not started again. Unavailable, with the last errors of the logs: the
+    processes did not serve within `wait_s`. If the supervisor exits repeatedly, the family of the error is
+    that of its exit code.
     """
     directory.check()
     supervisor = None
     started = 0
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     seen: dict[str, Any] = {}
-    with _ended_with(lambda: supervisor, directory), asyncio.Runner() as runner:  # one loop: gRPC tells the loop that asked
+    with _ended_with(lambda: supervisor, directory), asyncio.Runner() as runner:  # one loop, as gRPC needs
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
-            # Looked at each time: whoever held the lock a moment ago may have been a process that was just being killed.
+            # Checked each time: the last holder of the lock may have been a process that was being killed.
             if directory.supervisor() is None and (supervisor is None or supervisor.poll() is not None):
                 if started == _STARTS_MAX:
                     family = _FAMILY_OF_EXIT_CODE.get(supervisor.returncode, Unavailable) if supervisor else Unavailable
@@ -104,8 +109,11 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _ended_with(supervisor: Callable[[], subprocess.Popen | None], directory: PoolDirectory) -> Iterator[None]:
-    """An interruption also ends a supervisor that was started and does not hold its lock yet: nobody else would find it."""
+def _ended_with(supervisor: Callable[[], subprocess.Popen[bytes] | None], directory: PoolDirectory) -> Iterator[None]:
+    """On Ctrl-C, kill a supervisor that was started but does not hold its lock yet.
+
+    No other process could find that supervisor later.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -118,24 +126,24 @@ def _ended_with(supervisor: Callable[[], subprocess.Popen | None], directory: Po
 
 @contextlib.contextmanager
 def _interrupted_later() -> Iterator[None]:
-    """An interruption of the main thread within is raised at the end: a process that is being started is known then."""
+    """Delay SIGINT, SIGTERM and SIGHUP until the block ends, when the process started there is known."""
     came: list[int] = []
     before: dict[int, Any] = {}
-    with contextlib.suppress(ValueError):  # not in the main thread, where none is raised
+    with contextlib.suppress(ValueError):  # not the main thread: no signal arrives here
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if callable(signal.getsignal(number)):
                 before[number] = signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for restored, handler in before.items():
+            signal.signal(restored, handler)
     if came:
         signal.raise_signal(came[0])
 
 
-def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen:
-    configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
+def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen[bytes]:
+    configuration.load(directory.node_toml)  # its errors are reported here and not in a log
     directory.log.mkdir(exist_ok=True)
     with open_log(directory.log / "nvpoold.log") as log:
         return subprocess.Popen(command(Program.SUPERVISOR, str(directory.path), "--log", "file"),
@@ -153,13 +161,14 @@ def _last_errors(directory: PoolDirectory, logs: str = "*.log") -> str:
 
 
 def stop(directory: PoolDirectory) -> Flock:
-    """End every process of the pool on this node, in order; the lock of the directory, so that none comes back.
+    """Stop every process of the pool on this node, in order, and return the lock of the directory.
 
-    Handles what a crash leaves too: children without a supervisor, and a supervisor that one of them is just starting; and
-    mounts that this name space does not see any more. Unavailable when something does not end even when it is killed.
+    While the caller holds the lock, no process of the pool can start again. Also stops what a crash leaves:
+    children without a supervisor, a supervisor that a child is just starting, and mounts that this mount
+    name space does not see any more. Unavailable: a process does not end even after SIGKILL.
     """
-    # First: they want to store what was written. Where one does not end, who holds it and who serves it die together, or the
-    # one would start the other again.
+    # Mounts first: they still write dirty data to the stores. If a mount does not end, its holder and its
+    # daemon are killed together, because either would start the other again.
     mounting = [state.identity for kind in ("holder-", "mount-") for state in directory.states(kind).values()]
     for identity in mounting:
         _end(identity, _DRAIN_S, mounting)
@@ -182,7 +191,7 @@ def stop(directory: PoolDirectory) -> Flock:
 
 
 def _end(identity: Identity, drain_s: float, together: Sequence[Identity] = ()) -> None:
-    """Ask the process to end, and kill it when it has not after drain_s; before that those `together` with it stop."""
+    """Terminate the process, and kill it after `drain_s`; before a kill, suspend those in `together`."""
     try:
         pidfd = os.pidfd_open(identity.pid)
     except ProcessLookupError:
@@ -213,7 +222,7 @@ def read_map(directory: PoolDirectory) -> PoolMap | None:
 
 
 def check_removable(directory: PoolDirectory) -> None:
-    """InUse, and nothing done, when something that is not ours is mounted below, or another file system begins there."""
+    """Raise InUse, without a change, if a file system other than nvpool's is mounted below the directory."""
     foreign = [mount for mount in mounts_below(directory.path) if not mount.ours]
     if foreign:
         raise InUse(f"{foreign[0].point} is a mount of type {foreign[0].type} in the pool directory; unmount it first. "
@@ -221,8 +230,10 @@ def check_removable(directory: PoolDirectory) -> None:
 
 
 def remove_tree(path: Path, last: tuple[str, ...] = ()) -> None:
-    """Remove the directory `path` and what is in it, the entries `last` after all others. InUse, and nothing removed, when a
-    mount or another file system is below."""
+    """Remove the directory `path` with its contents; the entries in `last` go after all others.
+
+    InUse, and nothing is removed: a mount or another file system is below `path`.
+    """
     if mounts := mounts_below(path):
         raise InUse(f"{mounts[0].point} is mounted below {path}; unmount it first. Nothing was removed")
     device = os.lstat(path).st_dev
@@ -240,7 +251,7 @@ def remove_tree(path: Path, last: tuple[str, ...] = ()) -> None:
 
 
 def remove(directory: PoolDirectory, lock: Flock) -> None:
-    """Remove a stopped pool directory; `lock` is what `stop` gave."""
+    """Remove the directory of a stopped pool; `lock` is the lock that `stop` returned."""
     check_removable(directory)
     sockets = directory.socket_directory()
     if sockets != directory.run and sockets.is_dir():
@@ -250,8 +261,11 @@ def remove(directory: PoolDirectory, lock: Flock) -> None:
 
 
 def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
-    """Remove what this node has outside the pool directory: chunk stores, and records of shards beside them; what was done, as
-    sentences."""
+    """Remove what this node stores outside the pool directory, and return what was done, as sentences.
+
+    That is chunk stores, and records of metadata shards beside them. InvalidRequest, NotFound: a place does
+    not look like a store of this pool; what was removed before stays removed.
+    """
     done = []
     node, inside = directory.node, directory.path / "targets"
     in_use = {target.drive for target in pool_map.targets if target.state != "gone"}
@@ -270,7 +284,7 @@ def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
             except Refused:
                 if drive.id in in_use:
                     raise
-                continue  # it has left the pool, and is somebody else's by now
+                continue  # the drive has left the pool, and may have another owner by now
             done.append(f"erased the head of {place}")
         else:
             raise NotFound(f"{place} is neither a directory nor a block device; remove it by hand")
@@ -279,7 +293,7 @@ def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
             where, path = node_and_path(shard, member)
             kept = memory_file(pool_map.pool_id, process_name(shard.id, member)) if where == node else None
             if kept is not None:
-                with contextlib.suppress(OSError):  # of a process that was killed
+                with contextlib.suppress(OSError):  # the memory of a process that was killed
                     kept.unlink()
             if where == node and path and not Path(path).is_relative_to(directory.path) and Path(path).is_dir():
                 remove_tree(Path(path))
@@ -288,8 +302,11 @@ def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
 
 
 def forget(directory: PoolDirectory, pool_map: PoolMap | None) -> list[str]:
-    """Remove the keys of a stopped pool from an etcd of the operator's own, where it has one; what was done, or is left to be
-    done, as sentences. May be repeated."""
+    """Remove the keys of a stopped pool from the operator's own etcd, if the pool uses one.
+
+    Return what was done, or remains to be done, as sentences. May be repeated.
+    """
     if pool_map is None:
         return [f"{directory.path} has no pool map: keys of the pool in an etcd of your own, if it had one, were not removed"]
-    return make({"verb": "forget", "directory": str(directory.path), "pool_id": pool_map.pool_id})["done"]
+    done: list[str] = make({"verb": "forget", "directory": str(directory.path), "pool_id": pool_map.pool_id})["done"]
+    return done

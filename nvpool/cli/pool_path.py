@@ -1,7 +1,7 @@
-"""POOL:/path on the command line, and a client session for as long as a command needs one.
+"""Parser of POOL:/path arguments, and a client session for the duration of a command.
 
-Called by the commands that work inside a pool's tree. Decides nothing about the pool itself: whether it is there shows when
-the session opens.
+The commands that work on files and directories of a pool use this module. Parsing does not check the pool:
+whether the pool exists shows when the session opens.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from nvpool.cli.known_pools import pool_behind
 from nvpool.cli.output import remember_pool
 from nvpool.cli.pool_connection import REACH_S, ask
+
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+    from nvpool.client.vfs.filesystem import Vfs
+    from nvpool.rpc.v1.meta_pb2 import Attr
 
 
 class Place(NamedTuple):
@@ -33,17 +38,24 @@ def _divider(text: str) -> int:
 
 
 def divided(text: str) -> tuple[str, str]:
-    """POOL, and the path in it where one is named, else "/". What is a directory here is a pool, whatever its name."""
+    """Split `text` into the pool and the path in it, which is "/" if `text` names no path.
+
+    A text that is the path of a local directory is a pool, even if it contains ":/".
+    """
     at = _divider(text)
     return (text[:at], text[at + 1:]) if at > 0 and not os.path.isdir(text) else (text, "/")
 
 
-class PlaceType(click.ParamType):
-    """POOL:/path. POOL may hold colons of its own (HOST:PORT, a URL), so the first ':/' behind a URL's '://' divides."""
+class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
+    """Click type of POOL:/path.
+
+    POOL may contain colons (HOST:PORT, a URL), so the text is split at the first ':/' after the '://' of a
+    URL.
+    """
 
     name = "POOL:/path"
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: str | Place, parameter: click.Parameter | None, context: click.Context | None) -> Place:
         if isinstance(value, Place):
             return value
         at = _divider(value)
@@ -56,11 +68,11 @@ class PlaceType(click.ParamType):
 
 
 @asynccontextmanager
-async def session(pool: str, doing: str) -> AsyncIterator:
-    """A client of the pool; `doing` names it in the pool's logs. Errors as Client.open."""
+async def session(pool: str, doing: str) -> AsyncIterator[Client]:
+    """Open a client of the pool; `doing` names the client in the pool's logs. Errors as `Client.open`."""
     from nvpool.client.session import Client
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
-    # Says what is wrong with a directory, and what to do about a pool that does not run, long before the deadline of its work.
+    # Reports a wrong directory, or a pool that does not run, long before the deadline of `Client.open`.
     await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
     client = await Client.open(pool_behind(pool), name=f"nvpool {doing} pid {os.getpid()}")
     try:
@@ -69,8 +81,8 @@ async def session(pool: str, doing: str) -> AsyncIterator:
         await client.close()
 
 
-async def find(vfs, path: bytes):
-    """The Attr of what lies at `path`, symbolic links not followed. NotFound names the first part that is missing."""
+async def find(vfs: Vfs, path: bytes) -> Attr:
+    """Return the attributes of `path`, not following links. NotFound names the first missing part."""
     from nvpool.core.errors import NotFound
     from nvpool.core.ids import ROOT_INODE
     attr, walked = await vfs.getattr(ROOT_INODE), b""

@@ -1,7 +1,7 @@
-"""What a long command has done so far: a bar on a terminal, a plain line now and then in a pipe, both on stderr.
+"""Progress display of long commands, on stderr: a bar on a terminal, a line every few seconds in a pipe.
 
-Called by the commands that move or check much. The work knows nothing of it: it is looked at from outside, ten times a
-second. With --json nothing is shown.
+The commands that move or check much data use this module. The work does not know about the display, which
+samples the work from outside: ten times a second for the bar. With --json nothing is shown.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from nvpool.cli.output import say
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import format_bytes
 
+Result = TypeVar("Result")
+
 LOOK_S = 0.1
 FIRST_S = 0.5
-"""Before a bar is shown: what is refused is refused by then."""
+"""Delay before the bar appears: a request that is refused is refused within this time."""
 LINE_S = 5.0
-"""In a pipe: often enough to see that it lives, seldom enough for a log."""
+"""Interval of lines in a pipe: short enough to see that the command lives, long enough for a log."""
 
 
 class Look(NamedTuple):
-    """One look at the work. `total` is None, or still growing, until it is known."""
+    """One sample of the work. `total` is None, or still grows, until the total is known."""
 
     done: int
     total: int | None
@@ -31,8 +33,8 @@ class Look(NamedTuple):
     in_bytes: bool = True
 
 
-async def shown(title: str, work: Awaitable[Any], look: Callable[[], Look], *, quiet: bool = False) -> Any:
-    """Await `work` and show what `look` says meanwhile. Cancelled with its caller."""
+async def shown(title: str, work: Awaitable[Result], look: Callable[[], Look], *, quiet: bool = False) -> Result:
+    """Await `work`, show samples of `look` meanwhile, return the result. Cancelled with its caller."""
     task = asyncio.ensure_future(work)
     if quiet:
         return await task
@@ -42,7 +44,7 @@ async def shown(title: str, work: Awaitable[Any], look: Callable[[], Look], *, q
         task.cancel()
 
 
-async def _lines(title: str, task: asyncio.Future, look: Callable[[], Look]) -> Any:
+async def _lines(title: str, task: asyncio.Future[Result], look: Callable[[], Look]) -> Result:
     began_s = SYSTEM_CLOCK.boottime_s()
     while not task.done():
         await asyncio.wait([task], timeout=LINE_S)
@@ -56,12 +58,12 @@ async def _lines(title: str, task: asyncio.Future, look: Callable[[], Look]) -> 
     return await task
 
 
-async def _bar(title: str, task: asyncio.Future, look: Callable[[], Look]) -> Any:
+async def _bar(title: str, task: asyncio.Future[Result], look: Callable[[], Look]) -> Result:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     await asyncio.wait([task], timeout=FIRST_S)
     if task.done():
-        return await task  # refused, most often: there is no progress to show
+        return await task  # most often an error: there is no progress to show
     in_bytes = look().in_bytes
     amounts = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if in_bytes else (TextColumn("{task.completed:,}"),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn(),

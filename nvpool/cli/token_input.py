@@ -1,8 +1,9 @@
-"""The token of `nvpool node join` and `nvpool client join`: where it comes from without standing on a command line.
+"""Input of the join token for `nvpool node join` and `nvpool client join`.
 
-Every user of a machine reads the arguments of all processes (proc(5), cmdline), and whoever is first uses a token. So it comes
-from a file, from standard input, from the environment or from a terminal; one that was given as an argument all the same is
-taken, with a warning, and overwritten in this process's memory, where /proc shows it from.
+Every user of a machine can read the arguments of all processes (proc(5), cmdline), and the first user of a
+token consumes the token. So the token comes from a file, standard input, the environment or a terminal. A
+token on the command line is accepted with a warning, and overwritten in the memory of this process from
+which /proc shows it.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from nvpool.core.errors import from_os_error
 VARIABLE = "NVPOOL_TOKEN"
 _TOKEN_BYTES_MAX = 4096
 WAYS = """\b
-The token, which works once, comes from one of these, the first that there is:
+The token works once. It comes from the first of these sources that is given:
   --token -            standard input, its first line
   --token-file PATH    the first line of a file
   NVPOOL_TOKEN         an environment variable
-  a terminal           where it is asked for, and not shown
+  a terminal           a prompt without echo
 --token TOKEN works too, but other users of this machine can read it in the list of processes.
 """
-"""For the epilog of a command with `token_options`."""
+"""Text for the epilog of a command with `token_options`."""
 
 
 def token_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that give the command one argument, `token_text`: see `token_from`."""
+    """Add --token and --token-file, and pass the token to the command as `token_text`; see `token_from`."""
     def with_token(*arguments: Any, token_given: str | None, token_file: str | None, **named: Any) -> Any:
         return command(*arguments, token_text=token_from(token_given, token_file), **named)
 
@@ -45,7 +46,10 @@ def token_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def token_from(given: str | None, file: str | None) -> str:
-    """The token as `WAYS` says. UsageError where there is none; NotFound, AccessDenied of the file."""
+    """Return the token, from the first source of `WAYS` that has one.
+
+    UsageError: there is no token, or both options are given. NotFound, AccessDenied: of the file.
+    """
     if given is not None and file is not None:
         raise click.UsageError("--token and --token-file exclude each other")
     if given == "-":
@@ -60,7 +64,7 @@ def token_from(given: str | None, file: str | None) -> str:
                 return _first_line(opened.readline(_TOKEN_BYTES_MAX), file)
         except OSError as error:
             raise from_os_error(error, f"read the token from {file}") from None
-    if token := os.environ.pop(VARIABLE, "").strip():  # not for the daemons that are started from here
+    if token := os.environ.pop(VARIABLE, "").strip():  # daemons started from here do not inherit the token
         return token
     if sys.stdin.isatty():
         return click.prompt("token", hide_input=True, err=True).strip()
@@ -75,7 +79,7 @@ def _first_line(line: str, where: str) -> str:
 
 
 def hide_tokens(words: Sequence[str]) -> None:
-    """Hide what stands behind --token in the arguments of this process."""
+    """Overwrite the values of --token in the arguments of this process that /proc shows."""
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         given = following if word == "--token" else word.partition("=")[2] if word.startswith("--token=") else "-"
         if given != "-":
@@ -83,12 +87,12 @@ def hide_tokens(words: Sequence[str]) -> None:
 
 
 def hide_argument(text: str) -> None:
-    """Overwrite `text` in the arguments of this process that /proc/PID/cmdline shows, where they are to be found."""
+    """Overwrite `text` in the arguments that /proc/PID/cmdline shows, if they can be found."""
     wanted = os.fsencode(text)
     if not wanted:
         return
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # proc(5): the fields after the name, which may hold blanks, begin with the third; arg_start and arg_end are 48 and 49.
+        # proc(5): after the name, which may contain blanks, comes field 3; arg_start is 48, arg_end 49.
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         start, end = int(fields[45]), int(fields[46])
         if not 0 < start < end:
@@ -96,6 +100,6 @@ def hide_argument(text: str) -> None:
         there = ctypes.string_at(start, end - start)
         at = there.find(wanted)
         while at >= 0:
-            if there[at - 1:at] in (b"\0", b"=") and there[at + len(wanted):][:1] in (b"\0", b""):  # a whole one
+            if there[at - 1:at] in (b"\0", b"=") and there[at + len(wanted):][:1] in (b"\0", b""):  # a whole argument or value
                 ctypes.memset(start + at, ord("x"), len(wanted))
             at = there.find(wanted, at + 1)

@@ -1,1 +1,1 @@
-"""CSI plugin."""
+"""CSI driver for Kubernetes."""

@@ -1,7 +1,8 @@
-"""CSI's Controller service: volumes are made, grown, listed and removed. Needs the pool and no mount.
+"""Controller service of CSI: create, expand, list and delete volumes. Needs the pool but no mount.
 
-Stateless, so that any number of it may run. A volume's id is its name. Each call may be repeated; codes are those of the tables
-of the specification (spec.md, "Controller Service RPC").
+bridge/csi/server calls it. The service is stateless, so several may run at a time. The id of a volume is its
+name. Each call may be repeated. Status codes are those of the tables of the specification (spec.md,
+"Controller Service RPC").
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Rpc = pb.ControllerServiceCapability.RPC
 CAPABILITIES = (_Rpc.CREATE_DELETE_VOLUME, _Rpc.LIST_VOLUMES, _Rpc.GET_CAPACITY, _Rpc.EXPAND_VOLUME, _Rpc.VOLUME_CONDITION,
                 _Rpc.GET_VOLUME, _Rpc.SINGLE_NODE_MULTI_WRITER)
 PAGE_ENTRIES_MAX = 5000
-"""More would not fit into the 4 MiB that clients of gRPC take by default; who wants all follows next_token."""
+"""More would not fit into the 4 MiB that gRPC clients accept by default; next_token leads to the rest."""
 _TOKEN = "after:"
 
 
@@ -65,7 +66,7 @@ class Controller:
                              f"volumes are where {csi_requests.TOPOLOGY_KEY} is {self._pool}")
 
     async def _made(self, name: str, size: Size, options: Options) -> Volume:
-        """Sizes are compared here: a volume of another size is as asked for where it lies within the range."""
+        """Create the volume, or accept an existing one of another size within the range of the request."""
         try:
             return await self._volumes.create(name, options._replace(bytes_max=size.wanted))
         except AlreadyExists:
@@ -75,7 +76,7 @@ class Controller:
         return await self._volumes.create(name, options)
 
     async def DeleteVolume(self, request: pb.DeleteVolumeRequest) -> pb.DeleteVolumeResponse:
-        """A name that no volume can have is one that is not there."""
+        """Delete the volume. A name that no volume can have counts as a volume that does not exist: OK."""
         csi_requests.required(request, "volume_id")
         try:
             checked_name(request.volume_id)
@@ -107,7 +108,10 @@ class Controller:
         return pb.ValidateVolumeCapabilitiesResponse(confirmed=confirmed)
 
     async def ListVolumes(self, request: pb.ListVolumesRequest) -> pb.ListVolumesResponse:
-        """In the order of names; a token is the last name of its page, so that it stays good whatever is made or removed."""
+        """List the volumes, sorted by name.
+
+        A token is the last name of its page, so it stays valid when volumes are created or deleted.
+        """
         if request.max_entries < 0:
             raise invalid(f"max_entries is {request.max_entries}, and is never below 0")
         after = _after(request.starting_token)
@@ -121,8 +125,10 @@ class Controller:
         return pb.ListVolumesResponse(entries=entries, next_token=token)
 
     async def GetCapacity(self, request: pb.GetCapacityRequest) -> pb.GetCapacityResponse:
-        """0 where no volume can be as asked for. Sizes of volumes are limits and nothing is set aside for them: a claim may be
-        larger than what is left."""
+        """Return the free bytes of the pool; 0 if no volume can match the request.
+
+        The size of a volume is a limit and reserves nothing, so a claim may be larger than the free space.
+        """
         for capability in request.volume_capabilities:
             csi_requests.read_use(capability, "one of volume_capabilities")
         options = csi_requests.read_parameters(request.parameters)
@@ -140,7 +146,10 @@ class Controller:
             capabilities=[pb.ControllerServiceCapability(rpc=_Rpc(type=kind)) for kind in CAPABILITIES])
 
     async def ControllerExpandVolume(self, request: pb.ControllerExpandVolumeRequest) -> pb.ControllerExpandVolumeResponse:
-        """At once for all who use the volume; nothing is to be done on their nodes. A volume without a bound stays so."""
+        """Raise the size of a volume; effective immediately on all nodes, which have nothing to do.
+
+        A volume without a limit stays without one.
+        """
         csi_requests.required(request, "volume_id")
         if not request.HasField("capacity_range") or request.capacity_range == pb.CapacityRange():
             raise invalid("capacity_range is missing; set required_bytes")
@@ -171,7 +180,7 @@ class Controller:
 
 
 def _after(token: str) -> str:
-    """The name that a token stands for. StaleCursor (ABORTED) where it is none of ours."""
+    """Return the name in a token. StaleCursor (ABORTED): the token is not ours."""
     if not token:
         return ""
     try:
@@ -183,7 +192,7 @@ def _after(token: str) -> str:
 
 
 def _condition(volume: Volume, left: int) -> pb.VolumeCondition:
-    """As the pool sees it; whether a node can use the volume, NodeGetVolumeStats says."""
+    """Return the condition of the volume in the pool. NodeGetVolumeStats reports the condition on a node."""
     purging = f" and purge its trash (nvpool trash purge POOL {volume.name})" if volume.trash_s else ""
     if volume.bytes_max and volume.bytes_used >= volume.bytes_max:
         return pb.VolumeCondition(abnormal=True, message=f"all of its {format_bytes(volume.bytes_max)} are used; remove files"

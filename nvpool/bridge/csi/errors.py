@@ -1,8 +1,9 @@
-"""Errors at the border to CSI: which status of gRPC an orchestrator sees.
+"""Translation of nvpool's errors into gRPC status codes of CSI.
 
-The one place where nvpool's errors become codes of the CSI specification ("Error Scheme" and the tables of its calls). Called
-by bridge/csi/server for each call that fails; where a table of the specification wants another code than the class of the error
-has, the call raises CsiRefusal with it. What is no error of ours is a bug: it is logged here with its traceback.
+This is the only place that maps errors to the codes of the CSI specification ("Error Scheme" and the tables
+of its calls). bridge/csi/server calls `status_of` for each failed call. If the specification requires another
+code than that of the error's class, the call raises `CsiRefusal` with that code. Any other exception is a bug
+and is logged here with its traceback.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from nvpool.core.errors import NvpoolError
 log = logging.getLogger("nvpool.bridge.csi")
 
 TEXT_CHARACTERS_MAX = 1000
-"""gRPC carries it in a header of 8 KiB, percent-encoded."""
+"""gRPC sends the text percent-encoded in a header of 8 KiB."""
 
 
 class CsiRefusal(Exception):
-    """A call is answered with `code`; the text is for a person, with the remedy."""
+    """Failure of a call with status `code`. The text is for a person, and includes the remedy."""
 
     def __init__(self, code: StatusCode, text: str) -> None:
         super().__init__(text)
@@ -63,12 +64,15 @@ CODES: dict[type[NvpoolError], StatusCode] = {
     errors.CorruptFrame: StatusCode.UNAVAILABLE,
     errors.Bug: StatusCode.INTERNAL,
 }
-"""By the nearest class. Unavailable and its like are repeated by every orchestrator; the rest is shown to people. What another
-operation holds up is ABORTED, as the specification has it."""
+"""Status code of an error class; the nearest base class counts.
+
+Every orchestrator retries UNAVAILABLE and similar codes, and shows the others to people. A conflict with a
+running operation is ABORTED, as the specification requires.
+"""
 
 
 def status_of(error: BaseException) -> tuple[StatusCode, str]:
-    """(code, sentence for a person), never OK and never an empty sentence."""
+    """Return (code, sentence for a person); never OK."""
     if isinstance(error, CsiRefusal):
         return error.code, _cut(str(error))
     if isinstance(error, NvpoolError):

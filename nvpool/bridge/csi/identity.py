@@ -1,4 +1,7 @@
-"""CSI's Identity service: who we are and what we can do as a whole. The same on every node."""
+"""Identity service of CSI: name, version and capabilities of the driver, the same on every node.
+
+bridge/csi/server calls it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ SERVICES = (_Service.CONTROLLER_SERVICE, _Service.VOLUME_ACCESSIBILITY_CONSTRAIN
 
 
 def may_mount(status: str = "/proc/self/status") -> bool:
-    """Whether this process has CAP_SYS_ADMIN, without which it can not bind anything (capabilities(7))."""
+    """Return whether this process has CAP_SYS_ADMIN, which bind mounts need (capabilities(7))."""
     with open(status) as file:
         effective = next((line.split()[1] for line in file if line.startswith("CapEff:")), "0")
     return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
@@ -35,8 +38,11 @@ class Identity:
         return pb.GetPluginCapabilitiesResponse(capabilities=can)
 
     async def Probe(self, _request: pb.ProbeRequest) -> pb.ProbeResponse:
-        """FAILED_PRECONDITION where a restart by somebody who changes something would help. A pool that does not answer is none
-        of that: the plugin would be restarted in vain, with longer and longer pauses, and miss the pool's return."""
+        """Report whether the plugin can work. FAILED_PRECONDITION: only a change by an operator can help.
+
+        A pool that does not answer is no failure here: the orchestrator would restart the plugin in vain,
+        with ever longer pauses, and the plugin would miss the return of the pool.
+        """
         if self._node and not may_mount():
             raise precondition("the node plugin may not mount anything: it needs CAP_SYS_ADMIN (securityContext: privileged)")
         return pb.ProbeResponse(ready=BoolValue(value=True))

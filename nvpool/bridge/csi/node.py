@@ -1,8 +1,9 @@
-"""CSI's Node service: volumes are seen by the containers of this host.
+"""Node service of CSI: stage and publish volumes for the containers of this host.
 
-Keeps nothing itself: who uses what is in the state file of bridge/volumes, and the binds are the kernel's, so that a restarted
-node plugin finds both. How a volume is used stands in the holder's id (csi/MODE/ro or rw/hash of the staging path). Nothing is
-mounted at the staging path: the kubelet counts mounts of one volume before it gives a staging path back, and would count ours.
+bridge/csi/server calls it. The service has no state of its own: uses are in the state file of bridge/volumes,
+and the kernel keeps the binds, so a restarted node plugin finds both. The id of a holder records how the volume
+is used: csi/MODE/ro or rw/hash of the staging path. Nothing is mounted at the staging path, because the
+kubelet counts the mounts of a volume before it releases the staging path, and would count such a mount.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _Rpc = pb.NodeServiceCapability.RPC
 CAPABILITIES = (_Rpc.STAGE_UNSTAGE_VOLUME, _Rpc.GET_VOLUME_STATS, _Rpc.VOLUME_CONDITION, _Rpc.SINGLE_NODE_MULTI_WRITER)
 FACE = "csi/"
-"""How the ids of our holders begin."""
+"""Prefix of the holder ids of this service."""
 
 
 def holder_of(use: Use, staging_path: str) -> str:
@@ -49,7 +50,7 @@ class Node:
     # -- staging ---------------------------------------------------------------------------------------------------------
 
     async def NodeStageVolume(self, request: pb.NodeStageVolumeRequest) -> pb.NodeStageVolumeResponse:
-        """The pool knows from now on that this node uses the volume: nobody can remove it."""
+        """Stage the volume. The pool then records the use by this node, so the volume can not be removed."""
         csi_requests.required(request, "volume_id", "staging_target_path")
         staging = csi_requests.place_of(request, "staging_target_path")
         use = self._use(request)
@@ -63,8 +64,11 @@ class Node:
         return pb.NodeStageVolumeResponse()
 
     async def NodeUnstageVolume(self, request: pb.NodeUnstageVolumeRequest) -> pb.NodeUnstageVolumeResponse:
-        """A volume that is not there is not staged, and the specification wants OK for that: who asks again after the volume
-        was removed would never be done otherwise."""
+        """End the staging of a volume.
+
+        A volume that does not exist is not staged, and the specification requires OK for it. Otherwise a
+        retry after the removal of the volume would never succeed.
+        """
         csi_requests.required(request, "volume_id", "staging_target_path")
         staging = csi_requests.place_of(request, "staging_target_path")
         async with self._turn(request.volume_id):
@@ -78,7 +82,7 @@ class Node:
     # -- publishing ------------------------------------------------------------------------------------------------------
 
     async def NodePublishVolume(self, request: pb.NodePublishVolumeRequest) -> pb.NodePublishVolumeResponse:
-        """By the second table of the specification: what may be published twice depends on the access mode."""
+        """Publish a staged volume. The access mode decides on a second place (second table, spec.md)."""
         csi_requests.required(request, "volume_id", "target_path")
         name, target = request.volume_id, csi_requests.place_of(request, "target_path")
         if request.volume_context.get(csi_requests.EPHEMERAL) == "true":
@@ -113,14 +117,16 @@ class Node:
         return pb.NodePublishVolumeResponse()
 
     async def NodeUnpublishVolume(self, request: pb.NodeUnpublishVolumeRequest) -> pb.NodeUnpublishVolumeResponse:
-        """NOT_FOUND only where there is no such volume and nothing was there to be taken away. A pool that does not answer
-        holds up no pod that ends."""
+        """Remove the published bind. NOT_FOUND: the volume does not exist and nothing was there to remove.
+
+        A pool that does not answer is no error, so it does not delay the end of a pod.
+        """
         csi_requests.required(request, "volume_id", "target_path")
         target = csi_requests.place_of(request, "target_path")
         async with self._turn(request.volume_id):
             there = await self._volumes.publication(Path(target))
             if there is not None and there != request.volume_id:
-                return await self._nothing_there(request.volume_id)  # another volume's place by now
+                return await self._nothing_there(request.volume_id)  # by now another volume's place
             was_there = there is not None or await asyncio.to_thread(_is_named, target)
             await self._volumes.unpublish(Path(target))
             return pb.NodeUnpublishVolumeResponse() if was_there else await self._nothing_there(request.volume_id)
@@ -132,10 +138,13 @@ class Node:
             pass
         return pb.NodeUnpublishVolumeResponse()
 
-    # -- what is to be known ---------------------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------------------------
 
     async def NodeGetVolumeStats(self, request: pb.NodeGetVolumeStatsRequest) -> pb.NodeGetVolumeStatsResponse:
-        """A pool that does not answer is a condition and no error: that is when somebody wants to know."""
+        """Return use and condition of the volume.
+
+        A pool that does not answer is an abnormal condition and no error: the operator wants to see it then.
+        """
         csi_requests.required(request, "volume_id", "volume_path")
         path = csi_requests.place_of(request, "volume_path")
         try:
@@ -168,7 +177,7 @@ class Node:
         return use
 
     async def _staged(self, name: str, staging_path: str) -> list[str]:
-        """Our holders of the volume that were staged there; there is one at most."""
+        """Return the holders that staged the volume at this path: one at most."""
         digest = holder_of(Use(Mode.UNKNOWN, False), staging_path).rpartition("/")[2]
         return [holder for holder in await self._volumes.holders(name)
                 if holder.startswith(FACE) and holder.endswith(f"/{digest}")]
@@ -181,7 +190,7 @@ class Node:
 
 
 def _is_named(target: str) -> bool:
-    """Whether there is anything at `target`, asked of its parent: what is mounted there may hang."""
+    """Return whether `target` exists, by listing its parent: access to a mount at `target` may hang."""
     try:
         return os.path.basename(target) in os.listdir(os.path.dirname(target))
     except OSError:

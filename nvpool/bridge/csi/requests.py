@@ -1,6 +1,7 @@
-"""What a CSI request asks for, in our words: capabilities, sizes, parameters, places. Plain functions without I/O.
+"""Parsing of CSI requests: capabilities, sizes, parameters, places.
 
-Called by the services of bridge/csi. Names and paths inside a volume are not looked at here but in bridge/volumes.
+The services of bridge/csi use these pure functions without I/O. Names and paths inside a volume are not
+validated here but in bridge/volumes.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from nvpool.bridge.v1 import csi_pb2 as pb
 from nvpool.core.units import format_bytes
 
 TOPOLOGY_KEY = "nvpool.io/pool"
-"""Nodes that mount the pool have it as a label, with the pool's name for a value."""
+"""Label of nodes that mount the pool; the value is the name of the pool."""
 VOLUME_BYTES_MAX = (1 << 63) - 1
 _FOREIGN = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
-"""Prefixes of keys that Kubernetes and its sidecars add to maps that are ours."""
+"""Prefixes of keys that Kubernetes and its sidecars add to the maps of a request."""
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 _FS_TYPES = ("", "nvpool")
 _MOUNT_FLAGS = ("ro", "rw", "nosuid", "nodev")
-"""The last two hold for every volume, asked for or not."""
+"""nosuid and nodev hold for every volume, with or without the option."""
 
 Mode = pb.VolumeCapability.AccessMode.Mode
 READERS = (Mode.SINGLE_NODE_READER_ONLY, Mode.MULTI_NODE_READER_ONLY)
 ONCE = (Mode.SINGLE_NODE_WRITER, Mode.SINGLE_NODE_READER_ONLY, Mode.SINGLE_NODE_SINGLE_WRITER)
-"""Published at one place of a node and no other."""
+"""Modes in which a volume is published at one place of a node only."""
 SUPPORTED = (*READERS, Mode.SINGLE_NODE_WRITER, Mode.MULTI_NODE_MULTI_WRITER, Mode.SINGLE_NODE_SINGLE_WRITER,
              Mode.SINGLE_NODE_MULTI_WRITER)
-"""Without MULTI_NODE_SINGLE_WRITER: nobody of us sees to it that one node writes and the others do not."""
+"""Not MULTI_NODE_SINGLE_WRITER: the bridge does not enforce that only one node writes."""
 
 
 class Use(NamedTuple):
-    """How somebody wants to use a volume."""
+    """Requested use of a volume."""
 
     mode: int
     read_only: bool
@@ -50,7 +51,7 @@ class Use(NamedTuple):
 
 
 def read_use(capability: pb.VolumeCapability, what: str = "volume_capability") -> Use:
-    """INVALID_ARGUMENT where it is none; whether we can do it says `objection`."""
+    """Parse a capability. INVALID_ARGUMENT: it is incomplete. `objection` checks whether it is supported."""
     if capability.WhichOneof("access_type") is None:
         raise invalid(f"{what} has no access type; set mount")
     if not capability.HasField("access_mode") or capability.access_mode.mode == Mode.UNKNOWN:
@@ -60,7 +61,7 @@ def read_use(capability: pb.VolumeCapability, what: str = "volume_capability") -
 
 
 def objection(capability: pb.VolumeCapability) -> str:
-    """Why no volume of ours can be used so; empty where it can."""
+    """Return why no nvpool volume supports the capability; empty if volumes do."""
     if capability.HasField("block"):
         return "volumes of nvpool are file systems and no block devices; use volumeMode: Filesystem"
     if capability.access_mode.mode not in SUPPORTED:
@@ -79,7 +80,7 @@ def objection(capability: pb.VolumeCapability) -> str:
 
 
 def read_uses(capabilities: Iterable[pb.VolumeCapability]) -> list[Use]:
-    """INVALID_ARGUMENT where there is none, or one is none."""
+    """Parse capabilities. INVALID_ARGUMENT: the list is empty, or one of them is incomplete."""
     uses = [read_use(capability, "one of volume_capabilities") for capability in capabilities]
     if not uses:
         raise invalid("volume_capabilities is empty; say how the volume is to be used")
@@ -87,7 +88,7 @@ def read_uses(capabilities: Iterable[pb.VolumeCapability]) -> list[Use]:
 
 
 def first_objection(capabilities: Iterable[pb.VolumeCapability], *, sealed: bool = False) -> str:
-    """Of a volume which is sealed, or is not."""
+    """Return the first objection to use a (sealed) volume with these capabilities; empty if there is none."""
     for capability in capabilities:
         if found := objection(capability):
             return found
@@ -97,25 +98,25 @@ def first_objection(capabilities: Iterable[pb.VolumeCapability], *, sealed: bool
 
 
 class Size(NamedTuple):
-    """0: not given."""
+    """Range of sizes in bytes; 0 means that the bound is not given."""
 
     least: int
     most: int
 
     @property
     def wanted(self) -> int:
-        """For a new volume."""
+        """Size of a new volume."""
         return self.least or self.most
 
     def admits(self, bytes_max: int) -> bool:
-        """Whether a volume of so many bytes is as asked for; 0 is one without a bound."""
+        """Return whether a volume with quota `bytes_max` matches the range; 0 is a volume without a limit."""
         if not bytes_max:
             return not self.least and not self.most
         return self.least <= bytes_max and (not self.most or bytes_max <= self.most)
 
 
 def read_size(capacity: pb.CapacityRange) -> Size:
-    """INVALID_ARGUMENT of numbers below 0, OUT_OF_RANGE where none lies between them."""
+    """Parse a range. INVALID_ARGUMENT: a bound is negative. OUT_OF_RANGE: the range is empty."""
     least, most = capacity.required_bytes, capacity.limit_bytes
     if least < 0 or most < 0:
         raise invalid(f"a size is never below 0: required_bytes is {least}, limit_bytes {most}")
@@ -125,7 +126,10 @@ def read_size(capacity: pb.CapacityRange) -> Size:
 
 
 def read_parameters(parameters: Mapping[str, str]) -> Options:
-    """What a storage class says of its volumes: files, replicas, sealed, subpath. The size is the claim's. InvalidRequest."""
+    """Parse the parameters of a storage class: files, replicas, sealed, subpath.
+
+    The size comes from the claim, so the parameter size is INVALID_ARGUMENT. InvalidRequest: of the others.
+    """
     ours = {key: value for key, value in parameters.items() if not key.startswith(_FOREIGN)}
     if "size" in ours:
         raise invalid("the parameter size is not taken: a volume is as large as its claim says; leave it out")
@@ -133,7 +137,7 @@ def read_parameters(parameters: Mapping[str, str]) -> Options:
 
 
 def read_context(context: Mapping[str, str]) -> str:
-    """The subpath that a volume made by hand names in its volume_context."""
+    """Return the subpath in the volume_context of a volume that an operator defined by hand."""
     ours = {key: value for key, value in context.items() if not key.startswith(_FOREIGN)}
     if unknown := sorted(set(ours) - {"subpath"}):
         raise invalid(f"volume_context has {shown(unknown[0])}, which is not ours; it takes: subpath")
@@ -145,19 +149,19 @@ def topology_of(pool: str) -> pb.Topology:
 
 
 def reachable(places: Iterable[pb.Topology], pool: str) -> bool:
-    """Whether one of the places is one where the pool is mounted. A place says all of its segments."""
+    """Return whether the pool is mounted at one of the places; a place must have exactly its one segment."""
     return any(dict(place.segments) == {TOPOLOGY_KEY: pool} for place in places)
 
 
 def required(request: object, *names: str) -> None:
-    """INVALID_ARGUMENT naming the first that is empty."""
+    """Raise INVALID_ARGUMENT for the first of these fields that is empty."""
     for name in names:
         if not getattr(request, name):
             raise invalid(f"{name} is missing; set it")
 
 
 def place_of(request: object, what: str) -> str:
-    """The path in the field `what`, without what does not matter in it. INVALID_ARGUMENT."""
+    """Return the normalized path in the field `what`. INVALID_ARGUMENT: it is not an absolute path."""
     path = getattr(request, what)
     if not path.startswith("/") or "\0" in path:
         raise invalid(f"{what} is {shown(path)}, and shall be an absolute path")

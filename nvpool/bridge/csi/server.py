@@ -1,8 +1,9 @@
-"""The Container Storage Interface on a unix socket: gRPC in, calls of our services out, errors as its codes.
+"""gRPC server of the Container Storage Interface (CSI) on a unix socket.
 
-Called by the program of the bridge, beside the Docker plugin and on its event loop. Each call gets its answer or a status with
-a sentence for a person; nothing of a request is logged, as it may hold secrets. A call that we do not serve is UNIMPLEMENTED.
-Who reaches the socket may do all that is here: it is root's alone.
+daemons/bridge runs `serve_csi` beside the Docker plugin, on the same event loop. Each call gets a reply, or a
+status with a sentence for a person. Contents of requests are not logged, because they may contain secrets. A
+call that is not served is UNIMPLEMENTED. A process that can open the socket may make every call; so only root
+can open it.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ if TYPE_CHECKING:
     from nvpool.bridge.volumes import BridgeVolumes
 
 CALLS_MAX = 256
-"""At a time; a node has a few dozen pods, and a controller's sidecars ask for ten to a hundred things at a time."""
+"""Concurrent calls; a node has a few dozen pods, a controller's sidecars make 10 to 100 calls at a time."""
 GRACE_S = 5.0
 _SEGMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
-"""A value of a topology, and a value of a label of Kubernetes."""
+"""Valid values of a CSI topology segment that are also valid Kubernetes label values."""
 _OPTIONS = (("grpc.max_concurrent_streams", CALLS_MAX), ("grpc.so_reuseport", 0))
 
 
 def socket_path(address: str) -> Path:
-    """Of unix:///run/csi.sock, unix:/run/csi.sock or /run/csi.sock. BadConfiguration."""
+    """Return the path in unix:///run/csi.sock, unix:/run/csi.sock or /run/csi.sock.
+
+    BadConfiguration: the address is no unix socket, or its path is too long.
+    """
     text = address.removeprefix("unix:")
     text = "/" + text.lstrip("/") if text.startswith("/") else text
     if not text.startswith("/") or "\0" in text or text.endswith("/"):
@@ -57,14 +61,14 @@ def socket_path(address: str) -> Path:
 
 
 def check_label(pool: str) -> None:
-    """BadConfiguration: nodes can not be labeled with it."""
+    """Raise BadConfiguration if the name of the pool is not valid as a label of nodes."""
     if not _SEGMENT.fullmatch(pool):
         raise BadConfiguration(f"{shown(pool)} can not be a label of nodes: at most 63 letters, digits and - _ . of ASCII, "
                                "with a letter or digit at both ends; give another one with --csi-pool")
 
 
 class _Calls(grpc.GenericRpcHandler):
-    """Calls of the specification's services to the methods that have their names."""
+    """Dispatcher of gRPC calls to the methods of the services with the same names."""
 
     def __init__(self, services: dict[str, object], counts: Counts) -> None:
         self._counts = counts
@@ -91,8 +95,11 @@ class _Calls(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(answer)
 
     async def _answered(self, path: str, raw: bytes) -> tuple[bytes, StatusCode, str]:
-        """Errors end here, where no frame of their tracebacks holds an object of gRPC's: freed later than its last server, as a
-        log record may do with it, such an object ends the process."""
+        """Return (reply, status, text). All exceptions are caught here, outside of gRPC's frames.
+
+        Otherwise a traceback, kept for example by a log record, could hold an object of gRPC; if that object
+        is freed after gRPC's last server, the process crashes.
+        """
         try:
             return (await self._done(path, raw)).SerializeToString(), StatusCode.OK, ""
         except Exception as error:
@@ -112,13 +119,14 @@ class _Calls(grpc.GenericRpcHandler):
 
 async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controller: bool = True, node: bool = True,
                     started: Callable[[], object] | None = None, counts: Counts | None = None) -> None:
-    """Serve until cancelled; what is under way has GRACE_S to end then.
+    """Serve CSI until cancelled; then calls in progress have GRACE_S to finish.
 
-    `volumes` has begun, and stays the caller's. `pool` is what nodes that have the pool mounted are labeled with. `started` is
-    called when calls are answered; `counts` is added to. What an earlier bridge has left at the address is replaced.
+    `volumes` has begun, and the caller owns it. `pool` is the label value of nodes that mount the pool.
+    `started` is called once the server answers calls; calls are recorded in `counts`. A socket that an
+    earlier bridge left at the address is replaced.
 
     BadConfiguration   the address or the pool's name can not be used
-    InUse              somebody answers there already
+    InUse              another process answers there already
     """
     path = socket_path(address)
     check_label(pool)
@@ -146,18 +154,24 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
         await server.wait_for_termination()
     finally:
         await server.stop(GRACE_S)
-        gc.collect()  # calls that lie in cycles: freed after gRPC's last server they end the process with a signal
+        gc.collect()  # calls in reference cycles: freed after gRPC's last server, they crash the process
 
 
 @cache
 def _keep_grpc() -> None:
-    """gRPC's core stays until the process ends. Without this it ends with the last server, and a call that is freed later, as
-    one that the traceback in a log record holds, ends the process with SIGSEGV (gRPC 1.85)."""
+    """Keep the core of gRPC alive until the process ends.
+
+    Otherwise the core ends with the last server, and a call that is freed later, for example one held by the
+    traceback in a log record, crashes the process with SIGSEGV (gRPC 1.85).
+    """
     grpc.aio.init_grpc_aio()
 
 
 def _make_room(path: Path) -> None:
-    """The directory is there; a socket at which nobody listens is not."""
+    """Create the directory of the socket, and remove a socket at which no process listens.
+
+    InUse: another bridge listens there. BadConfiguration: the path is not a socket.
+    """
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not path.is_socket():

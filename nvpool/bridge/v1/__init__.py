@@ -1,1 +1,1 @@
-"""Messages of CSI, generated from proto/csi."""
+"""Protobuf messages of CSI, generated from proto/csi."""

@@ -1,1 +1,1 @@
-"""Commands of nvpool, one module each."""
+"""The commands of `nvpool`, one module for each noun."""

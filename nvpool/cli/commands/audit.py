@@ -1,4 +1,4 @@
-"""`nvpool audit POOL`: who changed the pool through this node, and who was refused."""
+"""The command `nvpool audit`: show who changed a pool through this node, and who was refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import click
 from nvpool.cli.output import json_option, pool_argument, print_json, print_table
 
 
-class Since(click.ParamType):
-    """A time, or how long ago: seconds since 1970."""
+class Since(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
+    """Click type of a point in time, given as a time or as an age. The value is in seconds since 1970."""
 
     name = "time"
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: str | float, parameter: click.Parameter | None, context: click.Context | None) -> float:
         if isinstance(value, float):
             return value
         from nvpool.cli.commands.volume import Span
@@ -32,16 +32,17 @@ class Since(click.ParamType):
 
 
 @click.command(epilog="""\b
-The log is log/audit.log in the pool's directory, one JSON object a line, and four older files of 8 MiB. Each node has its own:
-of the changes that were asked for there, and of volumes whose metadata it serves. Below systemd the same goes to the journal:
-journalctl -t nvpool-audit. Only root, the user of the daemons and the operator group ([access] operators in node.toml) may
-read it.
+The log is log/audit.log in the pool's directory, with one JSON object per line, and four older files of 8 MiB. Each node
+logs the changes requested there, and those of volumes whose metadata it serves. Under systemd, the events also go to the
+journal: journalctl -t nvpool-audit. Only root, the user of the daemons and the operator group ([access] operators in
+node.toml) may read the log.
 
 \b
 --json prints one object for each event: time, event (start, stop, token, join, member-remove, node-*, drive-*, shard-*,
 etcd-recover, rebalance, replicas, scrub, certificate-renew, certificate-rotate, authority-keys, volume-*, trash-*, dump, load),
-result (done, refused: who asked may not; failed), who (member of a certificate, or uid, user, login_user, pid, command, or
-unknown), from, process, what (arguments, no secrets), error, left_out (events before it that were too many to write)
+result (done; refused: the caller has no right; failed), who (member of a certificate, or uid, user, login_user, pid, command,
+or unknown), from, process, what (arguments, no secrets), error, left_out (number of events before it that were not written,
+because there were too many)
 
 \b
 examples:
@@ -49,10 +50,10 @@ examples:
   nvpool audit /srv/pool --json | jq '.[] | select(.result == "refused")'
 """)
 @pool_argument
-@click.option("--since", type=Since(), help="Only what happened since then: how long ago, as 12h or 7d, or a time.")
+@click.option("--since", type=Since(), help="Only events since then: an age like 12h or 7d, or a time like 2026-11-27T08:00.")
 @json_option
 def audit(pool: str, since: float | None, as_json: bool) -> None:
-    """Print the audit log of a node: who changed the pool, gave or took rights, joined, or was refused."""
+    """Print the audit log of a node: who changed the pool, granted or revoked rights, joined, or was refused."""
     from nvpool.cli.pool_connection import directory_of
     from nvpool.core.errors import InvalidRequest, from_os_error
     from nvpool.security.audit_format import FILE, read_audit
@@ -81,7 +82,8 @@ def _time(record: dict[str, Any]) -> float:
 def who_of(record: dict[str, Any]) -> str:
     who = record.get("who") or {}
     if "member" in who:
-        return who["member"]
+        member: str = who["member"]
+        return member
     if "uid" not in who:
         return "unknown"
     login = f", logged in as {who['login_user']}" if "login_user" in who else ""

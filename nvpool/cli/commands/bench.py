@@ -1,23 +1,26 @@
-"""`nvpool bench POOL`."""
+"""The command `nvpool bench`: measure a pool beside a mount of it and a local drive."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from nvpool.cli.commands.drive import Size
 from nvpool.cli.output import Number, json_option, pool_argument, print_json, print_table, say
 
+if TYPE_CHECKING:
+    from nvpool.sdk.bench.random_reads import Measured
+
 
 @click.command(epilog="""
-Each load runs in the pool through the SDK, through a mount of it on this machine where there is one, and in a directory of a
-local drive: a figure means something beside the others. All is done by one process, so many clients together reach more.
-What is read was just written and comes from memory, save where a line says O_DIRECT: on the local drive that asks the drive
-itself, on a mount it passes by the kernel's cache and asks the stores. "Many at once" are 16 threads, and through the SDK two
-calls of read_many with 64 reads each, whose latency is that of the call.
+Each load runs three times: through the SDK, through a mount of the pool on this machine if there is one, and in a directory
+of a local drive. Compare the three figures. One process does all the work, so several clients together reach more. Reads
+return data that was just written, from memory, except where a line says O_DIRECT: these read from the drive itself on the
+local drive, and bypass the kernel's cache on a mount. "Many at once" means 16 threads; through the SDK, two calls of
+read_many with 64 reads each, whose latency is that of the call.
 
 \b
 examples:
@@ -26,16 +29,16 @@ examples:
 """)
 @pool_argument
 @click.option("--local", "local_directory", type=click.Path(exists=True, file_okay=False),
-              help="A directory of the local drive to compare with; default: the pool's directory, else the current one.")
+              help="Directory on the local drive to compare with; default: the pool's directory, else the current one.")
 @click.option("--mount", "mountpoint", type=click.Path(exists=True, file_okay=False),
-              help="A mount of the pool; default: the first that its status names.")
-@click.option("--size", type=Size(), default="128M", show_default=True, help="Of the file that is written and read.")
-@click.option("--seconds", type=Number(0.1, 600), default=2.0, show_default=True, help="Of each random load.")
+              help="Mount point of the pool; default: the first in its status.")
+@click.option("--size", type=Size(), default="128M", show_default=True, help="Size of the test file.")
+@click.option("--seconds", type=Number(0.1, 600), default=2.0, show_default=True, help="Duration of each random load.")
 @json_option
 def bench(pool: str, local_directory: str | None, mountpoint: str | None, size: int, seconds: float, as_json: bool) -> None:
-    """Measure a pool beside the local drive: throughput, and latency at the median and the 99th percentile.
+    """Measure a pool and compare it with the local drive: throughput, median and 99th percentile latency.
 
-    Makes directories of its own, .nvpool-bench-…, and removes them again. Takes about half a minute.
+    Creates directories .nvpool-bench-… and removes them again. Takes about half a minute.
     """
     from nvpool.cli.pool_connection import directory_of, status_of
     from nvpool.core.errors import Unavailable
@@ -51,9 +54,9 @@ def bench(pool: str, local_directory: str | None, mountpoint: str | None, size: 
     directory = directory_of(pool)
     local_directory = local_directory or (str(directory.path) if directory is not None else ".")
     size = max(16 * MIB, size // MIB * MIB)
-    results: dict[str, dict[str, Any]] = {load: {} for load in bench_workload.LOADS}
+    results: dict[str, dict[str, Measured]] = {load: {} for load in bench_workload.LOADS}
 
-    def note(where: str, load: str, found) -> None:
+    def note(where: str, load: str, found: Measured) -> None:
         results[load][where] = found
         if not as_json:
             say(f"{where}: {load}: {_cell(load, found)}")
@@ -79,7 +82,7 @@ def bench(pool: str, local_directory: str | None, mountpoint: str | None, size: 
                                     for load, found in results.items()])
 
 
-def _cell(load: str, found: Any) -> str:
+def _cell(load: str, found: Measured | None) -> str:
     from nvpool.core.units import format_bytes
     if found is None:
         return ""

@@ -1,9 +1,10 @@
-"""`nvpool bridge POOL`: becomes the bridge, through which containers get volumes."""
+"""The command `nvpool bridge`: start the bridge daemon, which provides volumes to containers."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -13,43 +14,45 @@ from nvpool.cli.output import json_option, log_options, pool_argument, print_jso
 @click.command(epilog="""\b
 examples:
   nvpool bridge /var/lib/nvpool/pool
-  nvpool bridge 10.0.0.1:17512 --mountpoint /mnt/pool       use the mount that is there
+  nvpool bridge 10.0.0.1:17512 --mountpoint /mnt/pool       use the existing mount
   nvpool bridge POOL --docker-socket= --csi unix:///csi/csi.sock      for Kubernetes: see deploy/kubernetes
-  nvpool bridge /srv/pool --check                           does it answer, and who uses what?
+  nvpool bridge /srv/pool --check                           does it answer, and which volumes are mounted?
 \b
 then:
   docker volume create -d nvpool -o size=10G scratch
   docker run -v scratch:/data …
 \b
 options of a volume: size=10G files=1000000 replicas=2 sealed=true subpath=train/2024
-Docker passes them on only for a volume that is not there yet; see and change one that is with nvpool volume show, resize, seal
+Docker passes options only when it creates a volume. For an existing one use nvpool volume show, resize and seal.
 """)
 @pool_argument
-@click.option("--mountpoint", type=click.Path(file_okay=False), help="Where the whole pool is mounted; where nothing is, the "
-              "bridge mounts it. [pool in the state directory]")
-@click.option("--state", type=click.Path(file_okay=False), help="A directory of the bridge's own. [/var/lib/nvpool-bridge]")
-@click.option("--docker-socket", metavar="PATH", help="Its name without .sock is the name of the driver. "
+@click.option("--mountpoint", type=click.Path(file_okay=False), help="Mount point of the whole pool; if nothing is mounted "
+              "there, the bridge mounts it. [pool in the state directory]")
+@click.option("--state", type=click.Path(file_okay=False),
+              help="State directory, for this bridge only. [/var/lib/nvpool-bridge]")
+@click.option("--docker-socket", metavar="PATH", help="Socket of the Docker plugin; its name without .sock is the driver's. "
               "[/run/docker/plugins/nvpool.sock]")
-@click.option("--no-mount", is_flag=True, help="Use the mount at --mountpoint, and make none where there is none: in a "
-              "container, with which it would end.")
-@click.option("--csi", metavar="ADDRESS", help="Serve Kubernetes' CSI at this unix socket too, as unix:///csi/csi.sock.")
-@click.option("--csi-controller", is_flag=True, help="Of CSI the Controller service, and not Node: needs no mount.")
-@click.option("--csi-node", is_flag=True, help="Of CSI the Node service, and not Controller.")
-@click.option("--csi-pool", metavar="NAME", help="How nodes are labeled (nvpool.io/pool) that have the pool. [its name]")
-@click.option("--metrics", metavar="PORT|unix:PATH", help="Tell Prometheus of the bridge at "
-              "http://127.0.0.1:PORT/metrics; HOST:PORT opens it to whoever reaches HOST.")
-@click.option("--node", metavar="NAME", help="Under which this host uses volumes, the same after a reboot. [its host name]")
-@click.option("--log", type=click.Path(dir_okay=False), help="Where to write the log. [stderr]")
+@click.option("--no-mount", is_flag=True, help="Only use an existing mount at --mountpoint. For a bridge in a "
+              "container, whose own mount would end with the container.")
+@click.option("--csi", metavar="ADDRESS", help="Also serve Kubernetes' CSI at this unix socket, as unix:///csi/csi.sock.")
+@click.option("--csi-controller", is_flag=True, help="Serve only the CSI Controller service, which needs no mount.")
+@click.option("--csi-node", is_flag=True, help="Serve only the CSI Node service.")
+@click.option("--csi-pool", metavar="NAME", help="Value of the label nvpool.io/pool of nodes that have the pool. [its name]")
+@click.option("--metrics", metavar="PORT|unix:PATH", help="Serve metrics for Prometheus at "
+              "http://127.0.0.1:PORT/metrics; HOST:PORT opens them to everyone who can reach HOST.")
+@click.option("--node", metavar="NAME",
+              help="Name of this host in the list of users of a volume; the same after a reboot. [host name]")
+@click.option("--log", type=click.Path(dir_okay=False), help="Log file. [stderr]")
 @log_options
-@click.option("--check", is_flag=True, help="Do not start one: ask the one that runs, and show what it says.")
+@click.option("--check", is_flag=True, help="Start nothing; show the volumes that the running bridge reports.")
 @json_option
 def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: str | None, no_mount: bool, csi: str | None,
            csi_controller: bool, csi_node: bool, csi_pool: str | None, metrics: str | None, node: str | None, log: str | None,
            log_level: str | None, log_format: str | None, check: bool, as_json: bool) -> None:
-    """Give containers volumes of a pool, in the foreground: Docker's (and Podman's) volume plugin, and Kubernetes' CSI.
+    """Provide volumes of a pool to containers: volume plugin for Docker and Podman, CSI driver for Kubernetes.
 
-    Ends on Ctrl-C or SIGTERM; containers go on meanwhile, and the next one takes over. Two with one state directory are
-    refused. --json is for --check.
+    Runs in the foreground until Ctrl-C or SIGTERM. Containers keep running without the bridge, and the next bridge takes
+    over. A second bridge with the same state directory is refused. --json applies to --check.
     """
     if check:
         _check(docker_socket, as_json)
@@ -82,8 +85,11 @@ def _check(docker_socket: str | None, as_json: bool) -> None:
         print_table(("volume", "mounted"), shown)
 
 
-def asked(place: str, verb: str) -> dict:
-    """What the plugin at the socket `place` answers. OSError, ValueError."""
+def asked(place: str, verb: str) -> dict[str, Any]:
+    """Send `verb` to the plugin at the socket `place` and return its reply.
+
+    OSError: the plugin does not answer. ValueError: the reply is not JSON.
+    """
     import http.client
     import json
     import socket
@@ -93,7 +99,8 @@ def asked(place: str, verb: str) -> dict:
         connection.sock.settimeout(60.0)
         connection.sock.connect(place)
         connection.request("POST", verb, body=b"{}")
-        return json.loads(connection.getresponse().read())
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        return answer
     except http.client.HTTPException as error:
         raise OSError(str(error)) from error
     finally:

@@ -1,4 +1,4 @@
-"""`nvpool cert ls|rotate|revoke`."""
+"""The commands `nvpool cert`: list, renew and revoke the certificates of a pool."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ROLES = {"authority": "authority", "etcd-authority": "authority of etcd", "etcd
 
 
 @click.group(epilog="""\b
-A certificate of a node, client or bridge is good for 90 days and is renewed by itself in the last 30, under the same key. The
-authorities of the pool and of its etcd are good for 20 years.
+A certificate of a node, client or bridge is valid for 90 days and is renewed automatically in the last 30, with the same key.
+The certificate authorities of the pool and of its etcd are valid for 20 years.
 
 \b
 examples:
@@ -46,8 +46,8 @@ examples:
 def ls(pool: str, as_json: bool) -> None:
     """List the certificates of a pool: of its authorities, nodes, clients and bridges.
 
-    Of a client or bridge each node knows the last certificate that it has signed. Those that were signed by a node that does
-    not answer, or by an earlier version, have no dates.
+    Each node knows the last certificate that it signed for a client or bridge. Certificates signed by a node that does not
+    answer, or by an earlier version, are listed without dates.
     """
     from nvpool.core.clock import SYSTEM_CLOCK
     found = certificates(asyncio.run(_statuses(pool)), SYSTEM_CLOCK.wall_ns() / 1e9)
@@ -66,7 +66,7 @@ def _day(time: str | None) -> str | None:
 
 
 async def _statuses(pool: str) -> list[dict[str, Any]]:
-    """What each node of the pool that answers says of its certificates; the named one first."""
+    """Return the status of each node that replies, with its certificates; the named node comes first."""
     import json
 
     from nvpool.cli.pool_connection import REACH_S, ask
@@ -75,7 +75,8 @@ async def _statuses(pool: str) -> list[dict[str, Any]]:
     async def status(**how: Any) -> dict[str, Any]:
         reply = await ask(pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(issued=True), pool_pb2.PoolStatusReply,
                           wait_s=REACH_S, **how)
-        return json.loads(reply.status)
+        seen: dict[str, Any] = json.loads(reply.status)
+        return seen
 
     async def other(node: dict[str, Any]) -> dict[str, Any] | None:
         try:
@@ -92,7 +93,7 @@ async def _statuses(pool: str) -> list[dict[str, Any]]:
 
 
 def certificates(statuses: list[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
-    """Those that the nodes tell of, each once: authorities, nodes, then the others by name."""
+    """Return each certificate in `statuses` once: authorities, nodes, then the others by name."""
     first = statuses[0]
     members, node_of = set(first["members"]), {node["member"]: node["node"] for node in first["nodes"] if node["member"]}
     found: dict[tuple[str | None, str], dict[str, Any]] = {}
@@ -131,14 +132,14 @@ examples:
   nvpool cert rotate /srv/nvpool --new-key
 """)
 @pool_argument
-@click.option("--new-key", is_flag=True, help="Under a new key; the former is removed.")
+@click.option("--new-key", is_flag=True, help="Create a new key; the old one is removed.")
 @json_option
 def rotate(pool: str, new_key: bool, as_json: bool) -> None:
-    """Renew the certificate of this node now, and that which it shows to etcd.
+    """Renew the certificate of this node now, and the one that it presents to etcd.
 
-    Nothing is started anew: the daemons show the new one within half a minute. The old one is good until its end, also under a
-    former key: where somebody else has got that, take the member out (revoke) and let the machine join anew. The authorities
-    are not renewed.
+    No daemon restarts: the daemons use the new certificate within half a minute. The old certificate stays valid until it
+    expires, even with --new-key. If someone has stolen the key, revoke the member and let the machine join again. The
+    certificate authorities are not renewed.
     """
     from nvpool.cli.pool_connection import change
     done = asyncio.run(change(pool, "certificate-rotate", {"new_key": new_key}))
@@ -153,16 +154,16 @@ def rotate(pool: str, new_key: bool, as_json: bool) -> None:
 @cert.command(epilog="""\b
 examples:
   nvpool cert revoke /srv/nvpool client/ws1.0a1b2c3d
-  nvpool cert revoke /srv/nvpool node/gpu-3.11223344       as nvpool node remove: an empty node only
+  nvpool cert revoke /srv/nvpool node/gpu-3.11223344       the node must be empty
 """)
 @pool_argument
 @click.argument("member", metavar="MEMBER")
 @json_option
 def revoke(pool: str, member: str, as_json: bool) -> None:
-    """Take all certificates of MEMBER away for ever: its connections end, and nobody lets it in any more.
+    """Revoke all certificates of MEMBER for ever: its connections end, and the pool refuses new ones.
 
-    The same as nvpool client remove, and for a node as nvpool node remove, which says what has to be done before. A machine
-    that is to come back joins anew, under another name.
+    For a client this is nvpool client remove. For a node it is nvpool node remove, which requires an empty node. To come
+    back, the machine must join again and gets another name.
     """
     from nvpool.cli.pool_connection import change, status_of
     if member.startswith("node/"):

@@ -1,4 +1,4 @@
-"""`nvpool client token|join|ls|remove`: machines that use a pool and give it nothing."""
+"""The commands `nvpool client`: admit, list and remove machines that use a pool but provide no drives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvpool.core.member_names import users_of
 
 
 def _user(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[int, int] | None:
-    """UID or UID:GID; the group has the user's number where there is none."""
+    """Parse UID or UID:GID; the default of GID is the number of UID."""
     if text is None:
         return None
     uid, colon, gid = text.partition(":")
@@ -28,23 +28,23 @@ def _user(_context: click.Context, _option: click.Parameter, text: str | None) -
 @click.group(epilog="""\b
 examples:
   nvpool client token /srv/nvpool                       on a node
-  nvpool client join 10.0.0.1:17512 ~/pool              asks for the token
+  nvpool client join 10.0.0.1:17512 ~/pool              prompts for the token
   nvpool mount ~/pool /mnt/pool
 """)
 def client() -> None:
-    """Let clients that are no nodes into a pool."""
+    """Admit, list and remove clients: machines that use a pool without being nodes."""
 
 
 @client.command(epilog="example: nvpool client token /srv/nvpool")
 @pool_argument
-@click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long it is good.")
-@click.option("--uid", "acts_as", callback=_user, metavar="UID[:GID]", help="All that the client asks for counts as of this "
-              "user and group, whatever it says. Default: it is trusted to say for whom it asks, as a node is.")
-@click.option("--squash-root", is_flag=True, help="Root of the client counts as nobody (65534), as by root_squash of NFS; its "
-              "other users are believed to be who they say.")
+@click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long the token is valid.")
+@click.option("--uid", "acts_as", callback=_user, metavar="UID[:GID]", help="Treat every request of the client as one of "
+              "this user and group. Default: the client is trusted to name the user of each request, as a node is.")
+@click.option("--squash-root", is_flag=True, help="Treat root on the client as nobody (65534), like root_squash of NFS; the "
+              "client is trusted to name its other users.")
 @json_option
 def token(pool: str, hours: float, acts_as: tuple[int, int] | None, squash_root: bool, as_json: bool) -> None:
-    """Print a command with which another machine gets a certificate. The token in it works once."""
+    """Print the command with which another machine joins the pool as a client. Its token works once."""
     if acts_as is not None and squash_root:
         raise click.UsageError("a client with --uid acts as that user alone, its root too; give --uid or --squash-root")
     make_token(pool, "client", hours, as_json, acts_as, squash_root)
@@ -59,11 +59,11 @@ examples:
 @click.argument("address", metavar="HOST:PORT")
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
 @token_options
-@click.option("--name", default="", help="Name of this client, for people; default: the host's.")
-@click.option("--plain-text", is_flag=True, help="Without certificates and TLS: as on the nodes.")
+@click.option("--name", default="", help="Name of this client in lists; default: the host name.")
+@click.option("--plain-text", is_flag=True, help="Without certificates and TLS, if the nodes have none.")
 @json_option
 def join(address: str, directory: str, token_text: str, name: str, plain_text: bool, as_json: bool) -> None:
-    """Make DIR, which stands for the pool on this machine: mount it, or give it to the SDK and to other commands."""
+    """Join a pool as a client: create DIR, which stands for the pool in mounts, the SDK and other commands."""
     config = configuration.Config()
     config = replace(config, network=replace(config.network, plain_text=plain_text))
     done = entered("client", address, directory, token_text, config, name)
@@ -78,7 +78,7 @@ def join(address: str, directory: str, token_text: str, name: str, plain_text: b
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
-    """List who has a certificate of the pool and is no node."""
+    """List the clients and bridges that have a certificate of the pool."""
     from nvpool.cli.pool_connection import status_of
     clients = [member for member in asyncio.run(status_of(pool))["members"] if not member.startswith("node/")]
     if as_json:
@@ -92,7 +92,7 @@ def ls(pool: str, as_json: bool) -> None:
 @click.argument("member", metavar="CLIENT")
 @json_option
 def remove(pool: str, member: str, as_json: bool) -> None:
-    """Take the certificate of CLIENT away: its connections end, and nobody lets it in any more."""
+    """Revoke the certificate of CLIENT: its connections end, and the pool refuses new ones."""
     from nvpool.cli.pool_connection import change
     done = asyncio.run(change(pool, "member-remove", {"member": member}))
     if as_json:

@@ -1,4 +1,4 @@
-"""`nvpool completion SHELL`."""
+"""The command `nvpool completion`: print the completion script of a shell."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def completion(shell: str) -> None:
     completer = get_completion_class(shell)
     assert completer is not None
     complete = completer(cli, {}, "nvpool", "_NVPOOL_COMPLETE")
-    # source() would start the shell to learn its version; the script is the same
+    # not source(), which would start the shell for its version; the script is the same
     click.echo(complete.source_template % complete.source_vars())

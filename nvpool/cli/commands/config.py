@@ -1,4 +1,4 @@
-"""`nvpool config show|sample|check`."""
+"""The commands `nvpool config`: show, print and check the configuration of a node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def config() -> None:
 
 
 def _file(path: str) -> Path:
-    """The configuration that `path`, a file, pool directory or mount point, names. BadConfiguration, NotFound."""
+    """Return the configuration file that `path` names: a file, a pool directory or a mount point.
+
+    BadConfiguration: `path` does not exist. NotFound: the directory is no pool directory.
+    """
     from nvpool.cli.known_pools import pool_behind, remedy_for
     from nvpool.cli.pool_connection import checked
     if not os.path.lexists(path):
@@ -39,7 +42,7 @@ def _file(path: str) -> Path:
 @click.argument("path", metavar="DIR|FILE", envvar="NVPOOL_POOL")
 @json_option
 def show(path: str, as_json: bool) -> None:
-    """Show every setting that holds on a node, defaults included."""
+    """Show every setting of a node, including defaults."""
     values = configuration.as_dict(configuration.load(_file(path)))
     if as_json:
         print_json(values)
@@ -51,7 +54,7 @@ def show(path: str, as_json: bool) -> None:
 @config.command(epilog="example: nvpool config sample > node.toml")
 @json_option
 def sample(as_json: bool) -> None:
-    """Print a configuration with every setting, what it means and its default."""
+    """Print a sample configuration: every setting with its meaning and default."""
     if as_json:
         print_json(configuration.as_dict(configuration.Config()))
     else:
@@ -66,7 +69,7 @@ examples:
 @click.argument("path", metavar="DIR|FILE", envvar="NVPOOL_POOL")
 @json_option
 def check(path: str, as_json: bool) -> None:
-    """Check a configuration; all that is wrong is said at once, with line and reason (exit code 2)."""
+    """Check a configuration. Prints all errors together, each with line and reason (exit code 2)."""
     file = _file(path)
     configuration.load(file)
     if as_json:

@@ -1,4 +1,4 @@
-"""`nvpool dev up|down`: a throw-away pool on this machine, all of it under one directory."""
+"""The commands `nvpool dev`: a throw-away pool on this machine, under one directory."""
 
 from __future__ import annotations
 
@@ -25,18 +25,24 @@ examples:
   nvpool dev down /tmp/pool
 """)
 def dev() -> None:
-    """A throw-away pool on this machine, all of it under one directory."""
+    """Create and remove a throw-away pool on this machine, under one directory."""
 
 
 def default_sizes(count: int, free_bytes: int) -> list[int]:
-    """8 and 16 GiB in turn, the files are sparse; less where that is more than four fifths of what is free."""
+    """Return the sizes of new drives: 8 and 16 GiB in turn, in sparse files.
+
+    The sizes are smaller if their sum exceeds four fifths of the free space.
+    """
     sizes = [8 * GIB if number % 2 == 0 else 16 * GIB for number in range(count)]
     share = min(1.0, 0.8 * free_bytes / sum(sizes))
     return [max(128 * MIB, int(size * share) // MIB * MIB) for size in sizes]
 
 
 async def _give_to_us(pool: str) -> None:
-    """A pool's first directory is root's; who is not could make nothing in a pool of his own, and let nobody in."""
+    """Give the root directory of the new pool to the current user.
+
+    Otherwise the directory belongs to root, and another user could create nothing in his own pool.
+    """
     from nvpool.cli.pool_path import session
     from nvpool.client.state.types import Caller
     from nvpool.core.ids import ROOT_INODE
@@ -52,27 +58,30 @@ examples:
   nvpool dev up /tmp/pool --mount /mnt/pool --engine pyfuse3
 """)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
-@click.option("--drives", type=click.IntRange(1, 64), help="How many targets; default 2, or as many as there are --size.")
-@click.option("--standbys", type=click.IntRange(0, 4), default=0, help="Further copies of the metadata, one a drive at most.")
-@click.option("--shards", type=click.IntRange(1, 64), default=1, help="Processes that keep the metadata, each a part of it.")
-@click.option("--size", "sizes", type=Size(), multiple=True, help="Size of a drive; repeat it. Default: 8 and 16 GiB in turn.")
+@click.option("--drives", type=click.IntRange(1, 64), help="Number of targets; default: 2, or the number of --size options.")
+@click.option("--standbys", type=click.IntRange(0, 4), default=0, help="Further copies of the metadata, at most one per drive.")
+@click.option("--shards", type=click.IntRange(1, 64), default=1,
+              help="Number of metadata processes; each serves a part of the metadata.")
+@click.option("--size", "sizes", type=Size(), multiple=True,
+              help="Size of a drive; may be repeated. Default: 8 and 16 GiB in turn.")
 @click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk of a new pool.")
-@click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Mount it there as well; a missing directory is made.")
-@click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]), help="Of the mount; see nvpool mount --help.")
+@click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Also mount the pool there; a missing directory is created.")
+@click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]),
+              help="Engine of the mount; see nvpool mount --help.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of the node.")
 @json_option
 def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tuple[int, ...], replicas: int,
        mountpoint: str | None, engine: str | None, config_file: str | None, as_json: bool) -> None:
-    """Make a pool under DIR where there is none, start it where it does not run, mount it where that is asked for. What is
-    made belongs to who asks for it.
+    """Create a pool under DIR if there is none, start it, and mount it with --mount. You own the pool and its files.
 
-    Returns when it serves. May be repeated: what is there stays as it is. Interrupted, a pool that this call made is removed
-    again; one that was there stays, and what was started is named. So it is too when a pool that was made can not be mounted.
+    Returns when the pool serves. May be repeated: an existing pool stays as it is. If you interrupt the command, a new pool is
+    removed again. A pool that existed before stays, and so does a new pool after an error, for example if it can not be
+    mounted; a message says what runs.
     """
     from nvpool.cli.dev_rollback import Undoing
     with Undoing(PoolDirectory(directory), mountpoint) as undoing:
         seen = _up(undoing, directory, drives, standbys, shards, sizes, replicas, mountpoint, engine, config_file)
-        # within: who is not told that it serves is told that it was removed
+        # inside the block: a user who does not see this message sees that the pool was removed
         if as_json:
             print_json(seen)
         else:
@@ -128,9 +137,10 @@ def _up(undoing: Undoing, directory: str, drives: int | None, standbys: int, sha
 
 
 def check_place(where: PoolDirectory, mountpoint: str) -> None:
-    """Refuse, with the remedy, a place at which the pool in `where` can not be mounted, before anything is made.
+    """Check, before anything is created, that the pool in `where` can be mounted at `mountpoint`.
 
-    An empty directory will do, one that can be made, and a mount of this pool, dead or alive.
+    Allowed are an empty directory, a directory that can be created, and a mount of this pool, dead or alive.
+    InvalidRequest, NotADirectory, AccessDenied, with the remedy: any other place.
     """
     from nvpool.fuse.mount_point import check_fuse, check_mount_point
     from nvpool.host.mountinfo import look_at, mount_at, place_of, pool_of
@@ -140,7 +150,7 @@ def check_place(where: PoolDirectory, mountpoint: str) -> None:
             behind = pool_of(found)
             if not where.exists() or (behind is not None and behind[0] != str(where.path) and behind[0].startswith("/")):
                 raise _other_pool(mountpoint)
-        return  # a dead one is taken away when the pool runs
+        return  # a dead mount is removed once the pool runs
     place = place_of(mountpoint)
     if where.path.resolve().is_relative_to(place):
         raise InvalidRequest(f"{mountpoint} holds the directory of the pool, which the mount would hide; name another "
@@ -172,9 +182,10 @@ def free_bytes(directory: PoolDirectory) -> int:
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
 @json_option
 def down(directory: str, as_json: bool) -> None:
-    """Unmount and stop the pool under DIR and remove DIR with all that is in it.
+    """Unmount and stop the pool under DIR, and remove DIR with all its contents.
 
-    Refused for anything that `dev up` did not make, and while something else is mounted below. Nothing there is nothing to do.
+    Refused if `dev up` did not create the pool, or while another file system is mounted below DIR. If DIR does not exist, the
+    command does nothing.
     """
     from nvpool.cli import pool_lifecycle
     from nvpool.cli.known_pools import remedy_for

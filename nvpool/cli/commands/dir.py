@@ -1,9 +1,9 @@
-"""`nvpool dir show|set`."""
+"""The commands `nvpool dir`: show and set the layout of new files in a directory."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,8 +12,12 @@ from nvpool.cli.output import json_option, print_json, say
 from nvpool.cli.pool_path import Place, PlaceType
 from nvpool.core.units import format_bytes
 
+if TYPE_CHECKING:
+    from nvpool.client.session import Client
+    from nvpool.rpc.v1.meta_pb2 import Attr
+
 WHOLE_S = 60.0
-"""For the chains of a new replica count to be whole; there is nothing to copy."""
+"""Time limit for the chains of a new replica count to be complete; there is nothing to copy."""
 
 
 @click.group(name="dir", epilog="""\b
@@ -24,7 +28,7 @@ examples:
   nvpool dir set /srv/pool:/samples --wide
 """)
 def directory() -> None:
-    """Say how many replicas new files of a directory have, how large their chunks are, and how its names are spread."""
+    """Show and set the number of replicas and the chunk size of new files in a directory, and how its names are spread."""
 
 
 place_argument = click.argument("place", metavar="POOL:/path", type=PlaceType())
@@ -39,7 +43,7 @@ example: nvpool dir show /srv/pool:/models
 @place_argument
 @json_option
 def show(place: Place, as_json: bool) -> None:
-    """Show what new files and directories in a directory get."""
+    """Show the replicas and chunk size of new files and directories in a directory."""
     _show(place, asyncio.run(_shown(place)), as_json)
 
 
@@ -49,7 +53,7 @@ async def _shown(place: Place) -> dict[str, Any]:
         return _told(place, await _directory_at(client, place))
 
 
-async def _directory_at(client, place: Place):
+async def _directory_at(client: Client, place: Place) -> Attr:
     import stat
 
     from nvpool.cli.pool_path import find
@@ -60,7 +64,7 @@ async def _directory_at(client, place: Place):
     return attr
 
 
-def _told(place: Place, attr) -> dict[str, Any]:
+def _told(place: Place, attr: Attr) -> dict[str, Any]:
     import os
 
     from nvpool.client.state.attr_cache import WIDE_FLAG
@@ -88,14 +92,14 @@ examples:
 @click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk, on as many nodes (drives, in a pool of one "
                                                             "node).")
 @click.option("--chunk-size", type=Size(), default=0, help="A power of two from 64K to 16M.")
-@click.option("--wide", is_flag=True, help="Spread the names in it over all metadata shards, where there will be very many. It "
-                                            "has to be empty, and stays wide; directories in it are not.")
+@click.option("--wide", is_flag=True, help="Spread the names in it over all metadata shards, for very many names. The "
+                                            "directory must be empty, and stays wide; its subdirectories are not.")
 @json_option
 def set_(place: Place, replicas: int | None, chunk_size: int, wide: bool, as_json: bool) -> None:
-    """Set what files and directories that are made in a directory from now on get. Directories hand it down.
+    """Set the replicas and chunk size of new files in a directory; new subdirectories inherit them.
 
-    What is there already stays as it is: copy it to give it new chunks. The first directory with a replica count that the
-    pool does not have yet is set on a node of the pool, since that changes the pool.
+    Existing files keep their layout: copy a file to give it the new one. If the pool has no chains with this number of
+    replicas yet, run the command on a node of the pool, because it changes the pool.
     """
     if not replicas and not chunk_size and not wide:
         raise click.UsageError("say --replicas, --chunk-size or --wide")
@@ -119,16 +123,16 @@ async def _set(place: Place, replicas: int, chunk_bytes: int, wide: bool) -> dic
         return _told(place, attr)
 
 
-async def have_chains(client, pool: str, replicas: int) -> None:
-    """On return the pool has chains of that many replicas, which takes a change of the pool where it had none."""
+async def have_chains(client: Client, pool: str, replicas: int) -> None:
+    """Ensure that the pool has chains of `replicas` replicas; if it has none, request that change."""
     from nvpool.cli.pool_connection import change
     if replicas not in client.pool_map.table_by_id:
         await change(pool, "replicas", {"replicas": replicas})
     await _chains_of(client, replicas)
 
 
-async def _chains_of(client, replicas: int) -> None:
-    """Wait until this client knows the chains, and they have all their targets; not for ever."""
+async def _chains_of(client: Client, replicas: int) -> None:
+    """Wait until this client knows the chains and all have their targets; after WHOLE_S only print a note."""
     try:
         async with asyncio.timeout(WHOLE_S):
             while replicas not in (known := client.pool_map.table_by_id) or any(

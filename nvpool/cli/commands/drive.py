@@ -1,4 +1,7 @@
-"""`nvpool drive ls|add|drain|remove|replace`."""
+"""The commands `nvpool drive`: list, add, drain, replace and remove drives of a running pool.
+
+The commands `node`, `pool`, `scrub` and `shard` share the waiting and progress functions of this module.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import format_bytes, parse_bytes
 
 
-class Size(click.ParamType):
-    """Bytes as people write them."""
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
+    """Click type of a size in bytes, as in 500G."""
 
     name = "size"
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: str | int, parameter: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         try:
@@ -29,18 +32,17 @@ class Size(click.ParamType):
             self.fail(str(error), parameter, context)
 
 
-wait_option = click.option("--wait", is_flag=True, help="Return when it is done, and show how far it is. Interrupted, it goes "
-                                                        "on in the pool; the same command waits again.")
+wait_option = click.option("--wait", is_flag=True, help="Wait until it is done, and show the progress. Ctrl-C stops only the "
+                                                        "waiting; run the command again to resume waiting.")
 drive_argument = click.argument("drive", metavar="DRIVE")
 
 STALL_S = 30.0
-"""Without a change before a command that waits reports a stall: longer than drained chunks are kept for clients."""
+"""A waiting command reports a stall after this time: longer than drained chunks are kept for clients."""
 PAUSED = "paused; go on with: nvpool pool rebalance POOL --resume"
 
 
 @click.group(epilog="""\b
-DRIVE is the number or the path that `nvpool drive ls` shows; a path is one of the node whose pool directory POOL is, where
-that node has a drive there.
+DRIVE is a number or path that `nvpool drive ls` shows. A path names a drive of the node whose pool directory is POOL.
 
 \b
 examples:
@@ -55,8 +57,8 @@ def drive() -> None:
 @drive.command(epilog="""\b
 --json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process), wish
 (empty, draining, drained, removing, lost, away), chains (that it holds), share (of all chains), chains_to_come, chains_to_go,
-lacks_room (for those to come), moving_wait (why moving chains, or removing what was moved, waits at this drive), metadata
-(shards of which a member lies there)
+lacks_room (for those to come), moving_wait (why this drive waits with moving chains or removing moved data), metadata
+(shards with a member on the drive)
 
 \b
 example: nvpool drive ls /srv/pool
@@ -64,7 +66,7 @@ example: nvpool drive ls /srv/pool
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
-    """List the drives of a pool: state, share of the chains, and what is on its way to them and from them."""
+    """List the drives of a pool: state, share of the chains, and chains that move to and from them."""
     from nvpool.cli.pool_connection import status_of
     drives = asyncio.run(status_of(pool))["drives"]
     if as_json:
@@ -82,29 +84,32 @@ def print_drives(drives: list[dict[str, Any]]) -> None:
 
 def state_of(one: dict[str, Any]) -> str:
     if one["wish"] in ("", "lost", "away"):
-        return one["wish"] or one["state"]
+        state: str = one["wish"] or one["state"]
+        return state
     return f"{one['state']}, {one['wish']}"
 
 
 def moving_of(one: dict[str, Any]) -> str:
-    """What is on its way, in chains."""
+    """Return the chains and metadata that move to and from a drive, as text."""
     return ", ".join(text for count, text in (
         (one["chains_to_come"], f"{one['chains_to_come']} to come"), (one["chains_to_go"], f"{one['chains_to_go']} to go"),
         (members_to_go(one), f"metadata (shard {', '.join(map(str, one['metadata']))}) to go")) if count)
 
 
 def members_to_go(one: dict[str, Any]) -> int:
-    """Of shards, that lie on the drive and shall not."""
+    """Count the shard members on the drive that have to leave it."""
     return len(one["metadata"]) if one["wish"] in ("draining", "removing") else 0
 
 
 async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None = None) -> dict[str, Any]:
-    """Return the status when nothing of the drive, or of the pool, is to be moved any more, and the drive is empty if it is
-    drained. As `wait_for_none`."""
+    """Wait until no chain of the drive, or of the pool, has to move, and return the status.
+
+    A drained drive must also be empty. Progress and errors are as of `wait_for_none`.
+    """
     def left(seen: dict[str, Any]) -> int:
         here = [one for one in seen["drives"] if drive in (None, one["drive"])]
-        return sum(one["chains_to_come"] + one["chains_to_go"] + members_to_go(one) for one in here) + (
-            drive is not None and is_emptied(here))
+        moving: int = sum(one["chains_to_come"] + one["chains_to_go"] + members_to_go(one) for one in here)
+        return moving + (drive is not None and is_emptied(here))
 
     return await wait_for_none(pool, title, quiet, left, moving_on)
 
@@ -112,15 +117,18 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
 async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict[str, Any]], int],
                         tell: Callable[[dict[str, Any]], str],
                         instead: Callable[[], dict[str, Any] | None] = lambda: None) -> dict[str, Any]:
-    """The status in which nothing is `left` any more; until then how much was, and what `tell` says of it, is shown. The pool
-    may be away for a while (`instead`: as of `statuses`); any error that is not of that kind ends it."""
+    """Wait until `left` returns 0 for the status, and return that status.
+
+    Meanwhile the progress and the text of `tell` are shown. The pool may be unavailable for a while
+    (`instead` is as for `statuses`); any other error ends the wait.
+    """
     from nvpool.cli.pool_connection import statuses
     from nvpool.cli.progress import Look, shown
     seen: dict[str, Any] = {}
     most = 0
     stall = Stall(SYSTEM_CLOCK.boottime_s())
 
-    async def watch() -> dict[str, Any]:
+    async def watch() -> dict[str, Any]:  # type: ignore[return]  # statuses() ends only after one with nothing left
         nonlocal seen, most
         async for seen in statuses(pool, instead):
             most = max(most, left(seen))
@@ -141,13 +149,13 @@ async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict
 
 
 class Stall:
-    """Time for which nothing has changed of what a command waits for."""
+    """Detector of stalls: measures how long the state that a command waits for has not changed."""
 
     def __init__(self, now_s: float) -> None:
-        self._state: tuple = ()
+        self._state: tuple[int | None, ...] = ()
         self._since_s = self._said_s = now_s
 
-    def note(self, state: tuple, now_s: float) -> None:
+    def note(self, state: tuple[int | None, ...], now_s: float) -> None:
         if state != self._state:
             self._state, self._since_s, self._said_s = state, now_s, now_s
 
@@ -156,7 +164,7 @@ class Stall:
         return f"no progress for {stalled_s:.0f} s" if stalled_s >= STALL_S else ""
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a stall is to be reported now by a command that shows no progress."""
+        """Return whether a command without a progress display must report a stall now."""
         if now_s - self._said_s < STALL_S:
             return False
         self._said_s = now_s
@@ -164,27 +172,27 @@ class Stall:
 
 
 def say_what_waits(done: dict[str, Any]) -> None:
-    """What a drain waits for from the start."""
+    """Print the drives that a drain has to wait for, because they do not serve."""
     if done["waits_for"]:
         say(f"note: drive {', '.join(map(str, done['waits_for']))} does not serve; what is to move there waits until it is "
             f"back, or given up")
 
 
 def is_emptied(drives: list[dict[str, Any]]) -> bool:
-    """Whether one of the drives has given away all its chains, and still removes what it had of them."""
+    """Return whether one of the drives has no chains any more, but still removes their chunks."""
     return any(one["wish"] == "drained" and one["state"] == "serving" and one.get("used_bytes") for one in drives)
 
 
 def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
-    """What is known of when all is moved, or of what keeps it. `shards`: of which members are to be moved."""
-    full = [str(one["drive"]) for one in seen["drives"] if one.get("lacks_room")]  # an older node does not say it
+    """Return the time left, or what delays the move, as text. `shards`: those with members that move."""
+    full = [str(one["drive"]) for one in seen["drives"] if one.get("lacks_room")]  # an older node omits it
     room = f"drive {', '.join(full)} has no room; make some: nvpool drive add POOL PATH" if full else ""
     words = (_kept_by(seen, shards), room, *_of_drives(seen), time_left(seen["chains"]))
     return completed(", ".join(word for word in words if word))
 
 
 def _of_drives(seen: dict[str, Any]) -> list[str]:
-    """Progress of the drives that chains come to or go from: how much is left there, and why it does not go on."""
+    """Return for each drive with moving chains how much remains, and why it waits."""
     words = []
     for one in seen["drives"]:
         name, wait = f"drive {one['drive']} (target {one.get('target')})", one.get("moving_wait")
@@ -196,12 +204,14 @@ def _of_drives(seen: dict[str, Any]) -> list[str]:
 
 
 def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
-    """Who is to take or to give something and does not serve. As long as nodes that do not answer are away nothing else takes
-    their part: most are back soon, and copies on another rack than they shall be on would have to be moved once more. So it is
-    said what else can be done."""
+    """Return the drives and nodes that the move waits for because they do not serve, with the remedy.
+
+    While such a node is away, no other node replaces it: most nodes are back soon, and copies on the wrong
+    rack would have to move once more. So the text names what the operator can do instead.
+    """
     away = {one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["wish"] == ""}
     silent = [one for one in seen["drives"] if one["state"] != "serving" and
-              # nobody waits for those
+              # a move does not wait for lost drives or drives that are away
               (one["chains_to_come"] or (one["chains_to_go"] and one["wish"] not in ("lost", "away")))]
     nodes = sorted({one["node"] for one in silent} & away.keys()
                    | {number for number, one in away.items() if {*one["primaries"], *one["standbys"]} & {*shards}})
@@ -215,7 +225,7 @@ def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
 
 
 def time_left(chains: dict[str, Any]) -> str:
-    """What is known of when it is done, as words."""
+    """Return the data and time left, or that moving is paused, as text."""
     if chains["paused"] and not chains["filling"]:
         return PAUSED
     words = [f"about {format_bytes(chains['bytes_left'])} left"] if chains["to_copy"] else []
@@ -232,17 +242,16 @@ examples:
 """)
 @pool_argument
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--size", type=Size(), default=0, help="How much of it may be used, like 500G; default: all of a block device, "
-                                                     "nine tenths of what is free in a directory.")
-@click.option("--force", is_flag=True, help="Take a block device although something is on it, which is lost.")
+@click.option("--size", type=Size(), default=0, help="How much of it to use, like 500G; default: all of a block device, or "
+                                                     "nine tenths of the free space of a directory.")
+@click.option("--force", is_flag=True, help="Use a block device that is not empty; its data is lost.")
 @wait_option
 @json_option
 def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool) -> None:
-    """Add the drive at PATH, a directory or a block device, to a running pool.
+    """Add a drive to a running pool. PATH is a directory or a block device.
 
-    Its target is made and its process started at once; then it gets its share of the chunks, by capacity, from the other
-    drives, while the pool is in use. `drive ls` shows how far that is, `pool rebalance` pauses and slows it down. May be
-    repeated.
+    The new target serves immediately. Then its share of the chunks, by capacity, moves to it from the other drives, while the
+    pool is in use. `drive ls` shows the progress; `pool rebalance` pauses or limits the moving. May be repeated.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "drive-add", {"path": os.path.abspath(path), "capacity_bytes": size, "force": force}))
@@ -257,7 +266,10 @@ def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool)
 
 @contextlib.contextmanager
 def told_to_go_on(what: str, look: str, cancel: str = "") -> Iterator[None]:
-    """Say at an interruption that only the waiting ends, and how to look and to end `what` (`cancel`: the command)."""
+    """On Ctrl-C, print that `what` continues in the pool, and how to look at it and cancel it.
+
+    `look` and `cancel` are commands; an empty `cancel` means that there is none.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -265,7 +277,8 @@ def told_to_go_on(what: str, look: str, cancel: str = "") -> Iterator[None]:
         raise
 
 
-def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, drive: int | None = None, cancel: str = "") -> None:
+def _end(pool: str, result: dict[str, Any], wait: bool, as_json: bool, title: str, drive: int | None = None,
+         cancel: str = "") -> None:
     if wait:
         with told_to_go_on(title, f"nvpool drive ls {pool}", cancel):
             seen = asyncio.run(wait_until_moved(pool, title, as_json, drive))
@@ -278,7 +291,7 @@ def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, drive: 
 
 
 def _name(drive: str) -> str:
-    """The number or path of a drive. A word that is no file here stays as it is: the pool says that it has no such drive."""
+    """Return the number or absolute path of a drive. The pool itself refuses a word that is no path here."""
     return drive if drive.isdigit() or ("/" not in drive and not os.path.exists(drive)) else os.path.abspath(drive)
 
 
@@ -289,13 +302,13 @@ examples:
 """)
 @pool_argument
 @drive_argument
-@click.option("--cancel", is_flag=True, help="It shall hold its share again.")
+@click.option("--cancel", is_flag=True, help="End the drain: the drive gets its share of the chunks again.")
 @wait_option
 @json_option
 def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> None:
-    """Move everything that is on a drive to the others, while the pool is in use. Then it is empty and can be removed.
+    """Move all data off a drive. The pool stays in use; the empty drive can then be removed.
 
-    Refused where the others are too few for the pool's copies, or have too little room. May be repeated.
+    Refused if the other drives are too few for the pool's replicas, or have too little space. May be repeated.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "drive-drain", {"drive": _name(drive), "cancel": cancel}))
@@ -314,19 +327,19 @@ def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> Non
 @drive.command(epilog="""\b
 examples:
   nvpool drive remove /srv/pool 2
-  nvpool drive remove /srv/pool 3 --lost --wait    it is broken, and its chunks are made again from their other copies
+  nvpool drive remove /srv/pool 3 --lost --wait    broken: its chunks are copied from other replicas
 """)
 @pool_argument
 @drive_argument
-@click.option("--lost", is_flag=True, help="It is broken, or gone for good: what it held is copied from others that have it.")
-@click.option("--give-up", is_flag=True, help="With --lost: also where something is on no other drive. What is in those files "
-                                              "is gone: reading it gives errors until it is written anew.")
+@click.option("--lost", is_flag=True, help="The drive is broken or gone for good: copy its chunks from other replicas.")
+@click.option("--give-up", is_flag=True, help="With --lost: give up chunks that are on no other drive. Reading these parts of "
+                                              "files fails until they are written again.")
 @wait_option
 @json_option
 def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:
     """Take a drive out of the pool for ever.
 
-    Refused while anything is on it, and with --lost where something is on no other drive. Its files stay as they are.
+    Refused while data is on it; with --lost, refused if chunks are on no other drive. The files on the drive stay there.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "drive-remove", {"drive": _name(drive), "lost": lost, "give_up": give_up}))
@@ -348,13 +361,13 @@ examples:
 @pool_argument
 @drive_argument
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--size", type=Size(), default=0, help="How much of the new one may be used; see nvpool drive add --help.")
-@click.option("--force", is_flag=True, help="Take a block device although something is on it, which is lost.")
-@click.option("--lost", is_flag=True, help="The old one is broken: what it held is copied from the drives that have it too.")
+@click.option("--size", type=Size(), default=0, help="How much of the new drive to use; see nvpool drive add --help.")
+@click.option("--force", is_flag=True, help="Use a block device that is not empty; its data is lost.")
+@click.option("--lost", is_flag=True, help="The old drive is broken: copy its chunks from other replicas.")
 @wait_option
 @json_option
 def replace(pool: str, drive: str, path: str, size: int, force: bool, lost: bool, wait: bool, as_json: bool) -> None:
-    """Put the drive at PATH in the place of another one, which leaves the pool when it is empty. May be repeated."""
+    """Replace a drive by the one at PATH. The old drive leaves the pool when it is empty. May be repeated."""
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "drive-replace", {"drive": _name(drive), "path": os.path.abspath(path),
                                                         "capacity_bytes": size, "force": force, "lost": lost}))

@@ -1,4 +1,4 @@
-"""`nvpool encryption key|show|rewrap`."""
+"""The commands `nvpool encryption`: create and replace the pool key of encrypted volumes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 @click.group(epilog="""\b
-Each encrypted volume has a key of its own, which is stored encrypted by the pool key. The pool key is stored nowhere in
-the pool: each node takes it from where node.toml says. Without it nobody reads an encrypted volume again, so keep a copy
-elsewhere.
+Each encrypted volume has its own key, which is stored encrypted with the pool key. The pool key is stored nowhere in the
+pool: each node reads it from the file that node.toml names. Without the pool key no encrypted volume can be read again, so
+keep a copy elsewhere.
 
 \b
 First use, on each node of the pool:
@@ -31,13 +31,13 @@ First use, on each node of the pool:
   restart the daemons of the node, then: nvpool volume create POOL NAME --encrypt
 
 \b
-Another pool key, without writing the data anew:
+Change the pool key, without rewriting data:
   nvpool encryption key /etc/nvpool/pool.key --add    (on each node the same new first line)
   nvpool encryption rewrap POOL
   then take the old line out of the file on each node
 """)
 def encryption() -> None:
-    """Make the pool key, which protects encrypted volumes, and replace it."""
+    """Create and replace the pool key, which protects encrypted volumes."""
 
 
 @encryption.command(epilog="""\b
@@ -49,10 +49,11 @@ examples:
   nvpool encryption key /etc/nvpool/pool.key --add
 """)
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--add", is_flag=True, help="Put a new key in front of those in FILE, which stay for what they protect.")
+@click.option("--add", is_flag=True,
+              help="Put a new key before those in FILE, which are kept for the volumes that they protect.")
 @json_option
 def key(file: Path, add: bool, as_json: bool) -> None:
-    """Make a pool key in FILE, which root alone may read. A file that is there already is left as it is, but for --add."""
+    """Create a pool key in FILE, which only root may read. An existing FILE is left as it is, except with --add."""
     new = SYSTEM_CLOCK.secret(POOL_KEY_BYTES)
     try:
         before = file.read_text() if add else ""
@@ -107,9 +108,9 @@ examples:
 @click.argument("names", nargs=-1)
 @json_option
 def rewrap(pool: str, names: tuple[str, ...], as_json: bool) -> None:
-    """Protect the keys of encrypted volumes, all or those of NAMES, with the first pool key of their shard's node.
+    """Encrypt the keys of volumes with the first pool key of their shard's node: of all volumes, or of NAMES.
 
-    The data is not written anew. What is protected by that key already stays as it is.
+    Data is not rewritten. Volumes that this pool key protects already stay as they are.
     """
     async def run(volumes: AsyncVolumes) -> list[Volume]:
         wanted = names or [one.name for one in await volumes.list() if one.encrypted]

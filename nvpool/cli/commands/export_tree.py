@@ -1,6 +1,8 @@
-"""`nvpool export POOL:/path DST`."""
+"""The command `nvpool export`: copy a tree from a pool to a local directory."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import click
 
@@ -10,10 +12,10 @@ from nvpool.cli.pool_path import Place, PlaceType
 
 
 @click.command("export", epilog="""
-Left out is what is there already with the size and modification time of its source, so that after an interruption the same
-command goes on.
+Files that exist already with the size and modification time of their source are skipped, so after an interruption the same
+command continues.
 
-exit codes: 0 all is there; 1 some files could not be brought (they are named); 3 the pool did not answer: repeat later
+exit codes: 0 all files are copied; 1 some files failed (they are named); 3 the pool did not answer: repeat later
 
 \b
 examples:
@@ -26,10 +28,11 @@ examples:
 @verify_option
 @exclude_option
 @json_option
-def export_tree(place: Place, destination: str, as_json: bool, **wishes) -> int:
+def export_tree(place: Place, destination: str, as_json: bool, **wishes: Any) -> int:
     """Copy a tree or file of a pool to the local path DST.
 
-    What is in the folder /path comes to lie in DST, which is made where it is missing. Kept is what `nvpool import` keeps.
+    The contents of the directory /path become the contents of DST, which is created if it is missing. Preserves the same
+    attributes as `nvpool import`.
     """
     from nvpool.sdk.transfer.export_tree import export_tree
     return transfer("export", place, as_json, wishes, lambda vfs, **more: export_tree(vfs, place.path, destination, **more))

@@ -1,4 +1,4 @@
-"""`nvpool file info`."""
+"""The command `nvpool file info`: show the inode, layout, locks and chunks of a file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from nvpool.cli.output import json_option, print_json, print_table, say
 from nvpool.cli.pool_path import Place, PlaceType
 
 ROWS_MAX = 64
-"""What a person looks at; --json has all."""
+"""Rows that the table shows; --json has all."""
 
 
 @click.group(epilog="example: nvpool file info /srv/pool:/models/m.safetensors")
 def file() -> None:
-    """Show where the bytes of a file lie."""
+    """Show where the data of a file is stored."""
 
 
 @file.command(epilog="""
@@ -33,7 +33,7 @@ examples:
 @click.argument("place", metavar="POOL:/path", type=PlaceType())
 @json_option
 def info(place: Place, as_json: bool) -> None:
-    """Show a file's inode, layout, locks and chunks, and which targets have them."""
+    """Show inode, layout, locks and chunks of a file, and the targets that store the chunks."""
     found = asyncio.run(_describe(place))
     if as_json:
         print_json(found)
@@ -64,8 +64,8 @@ def _show(place: Place, found: dict[str, Any]) -> None:
                f"{format_bytes(found['allocated_bytes'])} allocated")
     for lock in found["locks"]:
         last = "the end" if lock["last"] is None else lock["last"]
-        place = "" if lock["kind"] == "flock" else f", bytes {lock['first']} to {last}"
-        click.echo(f"{'waited for' if lock['waits'] else 'locked'}: {lock['mode']} ({lock['kind']}{place}), "
+        span = "" if lock["kind"] == "flock" else f", bytes {lock['first']} to {last}"
+        click.echo(f"{'waited for' if lock['waits'] else 'locked'}: {lock['mode']} ({lock['kind']}{span}), "
                    f"process {lock['pid']} of {lock['client'] or 'a client that has vanished'}")
     click.echo()
     rows = [(chunk["index"], chunk["offset"], chunk["chain"], copy["target"], copy["version"],

@@ -1,4 +1,4 @@
-"""`nvpool fsck POOL`."""
+"""The command `nvpool fsck`: check and repair a pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nvpool.cli.output import EXIT_DAMAGED, json_option, pool_argument, print_js
 
 
 @click.command(epilog="""
-exit codes: 0 no problem, or all repaired; 4 problems are left; 3 a daemon did not answer
+exit codes: 0 no problem, or all are repaired; 4 problems remain; 3 a daemon did not answer
 
 \b
 examples:
@@ -19,19 +19,20 @@ examples:
   nvpool fsck 10.0.0.1:17512 --no-scrub --json
 """)
 @pool_argument
-@click.option("--repair", is_flag=True, help="Mend what can be mended.")
+@click.option("--repair", is_flag=True, help="Repair what can be repaired.")
 @click.option("--scrub/--no-scrub", default=True, show_default=True, help="Read every block and compare its checksum.")
 @json_option
 def fsck(pool: str, repair: bool, scrub: bool, as_json: bool) -> int:
-    """Check a pool while it serves: metadata, metadata against the stores, every block.
+    """Check a pool while it serves: the metadata, the chunks that belong to it, and the checksum of every block.
 
-    With --repair and the pool's directory as POOL, chunks that belong to no file are removed as well. A bad block of the only
-    replica can not be mended: its file is named, restore it.
+    With --repair and the pool's directory as POOL, chunks that belong to no file are removed too. A bad block of the only
+    replica can not be repaired: the command names the file; restore it from a backup.
     """
     from nvpool.cli.pool_connection import directory_of
     from nvpool.cli.pool_path import session
     from nvpool.cli.progress import Look, shown
-    from nvpool.sdk.fsck.check import Checkup, check
+    from nvpool.sdk.fsck.check import check
+    from nvpool.sdk.fsck.report import Checkup
     directory = directory_of(pool)
     secret = directory.grant_key.read_bytes() if repair and directory is not None else None
     checkup = Checkup()

@@ -1,4 +1,4 @@
-"""`nvpool help [COMMAND...]`."""
+"""The command `nvpool help`: show the help of a command."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""`nvpool import SRC POOL:/path`."""
+"""The command `nvpool import`: copy a local tree into a pool. `nvpool export` shares its options."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import click
 
@@ -10,19 +12,19 @@ from nvpool.cli.output import json_option
 from nvpool.cli.pool_path import Place, PlaceType
 
 parallel_option = click.option("--parallel", type=click.IntRange(1, 512), default=32, show_default=True,
-                               help="Files at once.")
+                               help="Files copied at a time.")
 verify_option = click.option("--verify/--no-verify", default=True, show_default=True,
                              help="Read back what was written and compare checksums.")
 exclude_option = click.option("--exclude", multiple=True, metavar="PATTERN",
-                              help="Leave out files and folders of this name, like '*.tmp'; repeat it.")
+                              help="Skip files and directories with this name, like '*.tmp'; may be repeated.")
 
 
 @click.command("import", epilog="""
-Left out is what is there already with the size and modification time of its source: files get their times last, when
-their bytes are synced and compared. So after an interruption the same command goes on. --compare trusts no time: for files
-whose contents are missing after `nvpool load`.
+Files that exist already with the size and modification time of their source are skipped. A file gets its time last, after
+its data is synced and compared. So after an interruption the same command continues. --compare does not trust times: use it
+for files whose contents are missing after `nvpool load`.
 
-exit codes: 0 all is there; 1 some files could not be brought (they are named); 3 the pool did not answer: repeat later
+exit codes: 0 all files are copied; 1 some files failed (they are named); 3 the pool did not answer: repeat later
 
 \b
 examples:
@@ -34,21 +36,21 @@ examples:
 @parallel_option
 @verify_option
 @click.option("--compare", is_flag=True,
-              help="Read also what is there with the size and time of its source, and write what differs.")
+              help="Also read files with the size and time of their source, and rewrite those that differ.")
 @exclude_option
 @json_option
-def import_tree(source: str, place: Place, as_json: bool, **wishes) -> int:
+def import_tree(source: str, place: Place, as_json: bool, **wishes: Any) -> int:
     """Copy the tree or file SRC into a pool.
 
-    What is in the folder SRC comes to lie in /path, which is made where it is missing. Kept are modes, owners (as root), times,
-    symbolic and hard links, holes, extended attributes and special files.
+    The contents of the directory SRC become the contents of /path, which is created if it is missing. Preserves modes, owners
+    (as root), times, symbolic and hard links, holes, extended attributes and special files.
     """
     from nvpool.sdk.transfer.import_tree import import_tree
     return transfer("import", place, as_json, wishes, lambda vfs, **more: import_tree(vfs, source, place.path, **more))
 
 
-def transfer(verb: str, place: Place, as_json: bool, wishes: dict, move) -> int:
-    """Run `move` with a session of the place's pool, show how it goes and what came of it; the exit code."""
+def transfer(verb: str, place: Place, as_json: bool, wishes: dict[str, Any], move: Callable[..., Awaitable[None]]) -> int:
+    """Run `move` in a session of the pool, show its progress and result, and return the exit code."""
     from nvpool.cli.output import print_json, say
     from nvpool.cli.pool_path import session
     from nvpool.cli.progress import Look, shown

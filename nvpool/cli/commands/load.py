@@ -1,4 +1,4 @@
-"""`nvpool load POOL FILE`."""
+"""The command `nvpool load`: load dumped metadata into an empty pool."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from nvpool.cli.output import EXIT_DAMAGED, json_option, pool_argument, print_js
 
 
 @click.command(epilog="""
-The pool has to be empty, with the settings of the one that was dumped; the file is checked as a whole first. Contents are not
-in a dump: files are there with their names, sizes and attributes, and read as far as the stores still have their chunks, else
-as zeros until they are imported again (nvpool import --compare). Of up to 64 files it is looked whether the stores have
-something, and said of how many they do not.
+The pool must be empty and have the settings of the pool that was dumped. The whole file is checked first. A dump contains no
+file contents: files get their names, sizes and attributes. Their data can be read if the stores still have the chunks;
+otherwise it reads as zeros until you import it again (nvpool import --compare). The command checks up to 64 files for data in
+the stores, and prints how many have none.
 
-exit codes: 0 loaded, and what contradicted itself in the records is mended; 4 not all of it could be
+exit codes: 0 loaded, and contradictions in the records are repaired; 4 some contradictions remain
 
 example: nvpool load /srv/newpool /backup/pool-metadata.dump
 """)

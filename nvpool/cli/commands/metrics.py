@@ -1,4 +1,4 @@
-"""`nvpool metrics`: what Prometheus would be told."""
+"""The command `nvpool metrics`: print the metrics of a node in the Prometheus format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nvpool.cli.output import Number, json_option, print_json, remember_pool
 
 
 @click.command(epilog="""\b
-The page is of the node that POOL names: its supervisor and all processes that this one keeps. Prometheus gets the same by HTTP
-where node.toml has, in [metrics], listen = "9477", to programs of this machine, and with "unix:/PATH" at a socket of root and
-the operator group. There is no password: listen = "HOST:PORT" opens it to whoever reaches HOST. A mount gives its own with
-`nvpool mount --metrics`, which takes the same.
-docs/reference/metrics.md has the meaning of each name, docs/operate/monitor.md the configuration of Prometheus.
+The metrics are those of the supervisor of the node that POOL names, and of all its processes. Prometheus can fetch the same
+page by HTTP: set listen in section [metrics] of node.toml. "9477" serves programs of this machine, "unix:/PATH" a socket for
+root and the operator group, and "HOST:PORT" everyone who can reach HOST, without a password. A mount serves its own metrics
+with `nvpool mount --metrics`, which takes the same values.
+docs/reference/metrics.md explains each name, docs/operate/monitor.md the configuration of Prometheus.
 
 \b
 examples:
@@ -25,8 +25,8 @@ examples:
 """)
 @click.argument("pool", envvar="NVPOOL_POOL", required=False, callback=remember_pool)
 @click.option("--wait", "wait_s", type=Number(0.1, 30), default=2.0, show_default=True,
-              help="Seconds that the node's processes have to answer; who does not has nvpool_up 0.")
-@click.option("--describe", is_flag=True, help="Only print what there is to be told: name, kind, labels, meaning.")
+              help="Seconds that the processes of the node have to answer; a process that does not has nvpool_up 0.")
+@click.option("--describe", is_flag=True, help="Only print the list of metrics: name, kind, labels, meaning.")
 @json_option
 def metrics(pool: str | None, wait_s: float, describe: bool, as_json: bool) -> None:
     """Print the metrics of a node, as Prometheus reads them.

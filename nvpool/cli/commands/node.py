@@ -1,4 +1,4 @@
-"""`nvpool node ls|token|join|drain|remove|rack|recover-etcd`."""
+"""The commands `nvpool node`: list, admit, drain and remove nodes, set racks, recover etcd."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ examples:
   nvpool node ls /srv/nvpool
 """)
 def node() -> None:
-    """List the nodes of a pool, let them in, drain and remove them."""
+    """List, admit, drain and remove the nodes of a pool."""
 
 
 def join_command(join: dict[str, Any], config: configuration.Config, kind: str = "node") -> str:
-    """A line for a shell. The token is in a variable, which other users of the machine can not read."""
+    """Return the shell command to join. The token is in a variable, which other users can not read."""
     where = "--drive PATH" if kind == "node" else "DIR"
     plain = " --plain-text" if config.network.plain_text else ""
     return f"{VARIABLE}={join['token']} nvpool {kind} join {join['address'].removeprefix('stream://')} {where}{plain}"
@@ -68,7 +68,7 @@ def _leaves_host(address: str) -> bool:
 
 def entered(kind: str, address: str, directory: str, token: str, config: configuration.Config, name: str,
             etcd: dict[str, str] | None = None) -> dict[str, Any]:
-    """Make the directory of a member; what provision/join answers."""
+    """Create the pool directory of a new member, and return the reply of provision/join."""
     from nvpool.cli.pool_lifecycle import make
     return make({"verb": "join", "kind": kind, "address": address, "directory": os.path.abspath(directory), "token": token,
                  "name": name, "config": configuration.sample(config), "etcd": etcd})
@@ -76,10 +76,10 @@ def entered(kind: str, address: str, directory: str, token: str, config: configu
 
 @node.command(epilog="example: nvpool node token /srv/nvpool")
 @pool_argument
-@click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long it is good.")
+@click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long the token is valid.")
 @json_option
 def token(pool: str, hours: float, as_json: bool) -> None:
-    """Print a command with which another machine joins the pool. The token in it works once."""
+    """Print the command with which another machine joins the pool as a node. Its token works once."""
     make_token(pool, "node", hours, as_json)
 
 
@@ -91,23 +91,23 @@ examples:
 """)
 @click.argument("address", metavar="HOST:PORT")
 @token_options
-@click.option("--drive", "drives", multiple=True, metavar="PATH[:SIZE]", help="A drive for the pool. Repeat it.")
+@click.option("--drive", "drives", multiple=True, metavar="PATH[:SIZE]", help="A drive for the pool; may be repeated.")
 @click.option("--dir", "directory", type=click.Path(file_okay=False), default=_DIRECTORY, show_default=True,
               help="Pool directory of this node.")
-@click.option("--host", help="Address under which the others reach this machine; default: the one it reaches HOST from.")
-@click.option("--name", default="", help="Name of this node, for people; default: the host's.")
+@click.option("--host", help="Address at which other nodes reach this machine; default: its own on the route to HOST.")
+@click.option("--name", default="", help="Name of this node in lists; default: the host name.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of this node.")
-@click.option("--plain-text", is_flag=True, help="Without certificates and TLS: as on the first node, for networks that are "
-                                                 "nobody else's. The token and the pool's keys are sent in plain text too.")
-@click.option("--no-start", is_flag=True, help="Only make the directory; drives are added later.")
+@click.option("--plain-text", is_flag=True, help="Without certificates and TLS, as on the first node; only for private "
+                                                 "networks. The token and the pool's keys are sent in plain text too.")
+@click.option("--no-start", is_flag=True, help="Only create the directory; add the drives later.")
 @etcd_options
 @json_option
 def join(address: str, token_text: str, drives: tuple[str, ...], directory: str, host: str | None, name: str,
          config_file: str | None, plain_text: bool, no_start: bool, as_json: bool, **etcd: str | None) -> None:
     """Make this machine a node of the pool that answers at HOST:PORT.
 
-    Makes the pool directory, whose key never leaves it, and gets it a certificate in exchange for the token; starts the daemons
-    of this node in the background, and adds the drives. Interrupted, the same command goes on.
+    Creates the pool directory with a private key that never leaves it, and exchanges the token for a certificate. Then starts
+    the daemons of this node in the background and adds the drives. After an interruption, run the same command again.
     """
     from nvpool.cli import pool_lifecycle
     from nvpool.cli.pool_connection import change
@@ -116,7 +116,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
                       plain_text=plain_text or config.network.plain_text)
     where = PoolDirectory(directory)
     wanted_drives = [drive_of(drive) for drive in drives]
-    for wanted in wanted_drives:  # what is wrong is said before the token is used
+    for wanted in wanted_drives:  # report errors before the token is used
         if not os.path.exists(wanted["path"]):
             raise NotFound(f"drive {wanted['path']} does not exist; is it mounted? Make the directory first")
         if not os.path.isdir(wanted["path"]) and not Path(wanted["path"]).is_block_device():
@@ -148,7 +148,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
 
 
 def _check_pool(directory: PoolDirectory, token_text: str) -> None:
-    """AlreadyExists where `directory` is one of another pool than the token is for."""
+    """Raise AlreadyExists if `directory` belongs to another pool than the token."""
     from nvpool.core.errors import AlreadyExists
     from nvpool.security.ca import fingerprint_of
     from nvpool.security.join_tokens import read_token
@@ -158,8 +158,11 @@ def _check_pool(directory: PoolDirectory, token_text: str) -> None:
 
 
 def _check_member(directory: PoolDirectory, address: str) -> None:
-    """InvalidRequest, with the remedy, where the node of `directory` was removed from the pool. Where nobody answers at
-    `address` that is not known: then the node is started as it is, which serves nothing once it hears of it."""
+    """Raise InvalidRequest, with the remedy, if the node of `directory` was removed from the pool.
+
+    If the node at `address` does not answer, the function returns without a check. Then the node starts as
+    it is, and stops serving once it learns of its removal.
+    """
     from nvpool.cli.pool_connection import REACH_S, ask
     from nvpool.core.errors import StaleIdentity, Unavailable
     from nvpool.poolmap.model import decode_map
@@ -171,7 +174,7 @@ def _check_member(directory: PoolDirectory, address: str) -> None:
         reply = asyncio.run(ask(str(directory.path), wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply,
                                 wait_s=REACH_S, endpoints=(where,)))
         found = decode_map(reply.map).node_by_id.get(directory.node)
-        is_in = found is not None and directory.member in ("", found.member)  # its number may be another's by now
+        is_in = found is not None and directory.member in ("", found.member)  # else another node has its number
     except StaleIdentity:
         is_in = False
     except Unavailable:
@@ -228,21 +231,20 @@ node_argument = click.argument("number", type=int, metavar="NODE")
 @node.command(epilog="""\b
 examples:
   nvpool node drain /srv/nvpool 2 --wait && nvpool node remove /srv/nvpool 2
-  nvpool node drain /srv/nvpool 2 --stop      end its processes when it is empty
+  nvpool node drain /srv/nvpool 2 --stop      stop its processes when it is empty
   nvpool node drain /srv/nvpool 2 --cancel
 """)
 @pool_argument
 @node_argument
-@click.option("--cancel", is_flag=True, help="It, and its drives, shall hold their share again.")
-@click.option("--stop", is_flag=True, help="End the processes of the node when nothing is left on it.")
+@click.option("--cancel", is_flag=True, help="End the drain: the node and its drives get their share again.")
+@click.option("--stop", is_flag=True, help="Stop the processes of the node once it is empty.")
 @wait_option
 @json_option
 def drain(pool: str, number: int, cancel: bool, stop: bool, wait: bool, as_json: bool) -> None:
-    """Move everything that a node has and does to the others, while the pool is in use: chunks, metadata, its part in keeping
-    the map. Then it can be removed.
+    """Move chunks, metadata and etcd membership of a node to other nodes, while the pool is in use. Then it can be removed.
 
-    Refused where the others have no room for it. Where one that is to take something is down it begins nevertheless, and waits
-    for that one, which --wait tells. May be repeated; whatever is interrupted goes on.
+    Refused if the other nodes have too little space. If a node that must take something is down, the drain starts and waits
+    for that node; --wait shows this. May be repeated. An interrupted drain continues.
     """
     from nvpool.cli.pool_connection import change
     ended = None if cancel else ended_drained(pool, number)
@@ -285,7 +287,7 @@ def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str,
 
 
 async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> dict[str, Any]:
-    """Return what is told of the node when nothing of it is on its way any more, or when it is out of the pool."""
+    """Wait until nothing of the node moves, or the node is removed; return its entry in the status."""
     from nvpool.cli.commands.drive import is_emptied, moving_on, wait_for_none
 
     def found(seen: dict[str, Any]) -> dict[str, Any]:
@@ -296,10 +298,11 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
         if one["wish"] == "removed":
             return 0
         here = [drive for drive in seen["drives"] if drive["node"] == number]
-        moving = sum(drive["chains_to_come"] + drive["chains_to_go"] for drive in here)
+        moving: int = sum(drive["chains_to_come"] + drive["chains_to_go"] for drive in here)
         if one["wish"] in ("", "drained"):
             return moving + is_emptied(here)
-        return moving + len([*one["primaries"], *one["standbys"]]) + one["etcd"] + one["leads"] + (one["wish"] == "lost")
+        also: int = len([*one["primaries"], *one["standbys"]]) + one["etcd"] + one["leads"] + (one["wish"] == "lost")
+        return moving + also
 
     def tell(seen: dict[str, Any]) -> str:
         one = found(seen)
@@ -312,8 +315,11 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
 
 
 def ended_drained(pool: str, number: int) -> dict[str, Any] | None:
-    """As a status, where `pool` is the directory of node `number`, whose processes have ended, as they were to, since nothing
-    was left on it. None: that is not so, or not known here."""
+    """Return a status of the drained node, if its processes have stopped as requested.
+
+    That is known only here, in the directory of that node: `pool` must be this directory. None: the node is
+    not drained and stopped, or this machine does not know.
+    """
     from nvpool.cli.pool_connection import directory_of
     from nvpool.poolmap.model import decode_map
     from nvpool.poolmap.nodes.lifecycle import left_on
@@ -332,20 +338,20 @@ def ended_drained(pool: str, number: int) -> dict[str, Any] | None:
 @node.command(epilog="""\b
 examples:
   nvpool node remove /srv/nvpool 3
-  nvpool node remove /srv/nvpool 3 --lost --wait    it will not come back: what it had is made again from other copies
+  nvpool node remove /srv/nvpool 3 --lost --wait    gone for good: its data is copied from other replicas
 """)
 @pool_argument
 @node_argument
-@click.option("--lost", is_flag=True, help="It is broken, or gone for good.")
-@click.option("--give-up", is_flag=True, help="With --lost: also where it has the only copy of chunks, which can not be "
-                                                  "read any more then, until they are written anew.")
+@click.option("--lost", is_flag=True, help="The node is broken or gone for good.")
+@click.option("--give-up", is_flag=True, help="With --lost: give up chunks whose only copy is on it. Reading these parts of "
+                                                  "files fails until they are written again.")
 @wait_option
 @json_option
 def remove(pool: str, number: int, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:
-    """Take a node out of the pool: its certificate is worth nothing from then on.
+    """Remove a node from the pool and revoke its certificate.
 
-    Refused while anything of the pool is on it (drain it first), and with --lost while it answers, or has the only copy of
-    anything. A lost node is listed until what it held has been made again. May be repeated.
+    Refused while data of the pool is on the node: drain it first. With --lost, refused while the node answers, or if it has
+    the only copy of data. A lost node is listed until its data has been copied again. May be repeated.
     """
     from nvpool.cli.pool_connection import change
     if give_up and not lost:
@@ -362,7 +368,7 @@ def remove(pool: str, number: int, lost: bool, give_up: bool, wait: bool, as_jso
 @node.command(epilog="""\b
 examples:
   nvpool node rack /srv/nvpool 2 row-3
-  nvpool node rack /srv/nvpool 2 ""       none: it fails alone
+  nvpool node rack /srv/nvpool 2 ""       no rack: the node fails alone
 """)
 @pool_argument
 @node_argument
@@ -370,7 +376,7 @@ examples:
 @wait_option
 @json_option
 def rack(pool: str, number: int, rack: str, wait: bool, as_json: bool) -> None:
-    """Say which nodes fail together: copies of chunks and of metadata are spread over racks first. They move accordingly."""
+    """Set the rack of a node. Nodes of one rack may fail together, so copies are spread over racks first and move if needed."""
     from nvpool.cli.pool_connection import change
     done = asyncio.run(change(pool, "node-rack", {"node": number, "rack": rack}))
     if not as_json:
@@ -385,21 +391,21 @@ def rack(pool: str, number: int, rack: str, wait: bool, as_json: bool) -> None:
 
 @node.command("recover-etcd", epilog="example: nvpool node recover-etcd /srv/nvpool --yes")
 @pool_argument
-@click.option("--yes", is_flag=True, help="The other members are lost for good.")
+@click.option("--yes", is_flag=True, help="Confirm that the other members are lost for good.")
 @click.option("--lost", type=click.IntRange(1), multiple=True, metavar="NODE",
-              help="Where this node has no member: each node that had one. It is switched off for ever.")
+              help="If this node has no member: each node that had one, which must be switched off for ever.")
 @json_option
 def recover_etcd(pool: str, yes: bool, lost: tuple[int, ...], as_json: bool) -> None:
-    """Go on with the member of etcd on this node alone, after most of them were lost for good.
+    """Continue with the etcd member of this node alone, after most members were lost for good.
 
-    In a pool of two nodes the first keeps the pool map alone. Where it is lost for good the second one keeps it from then on:
-    it has a copy of the map and the keys of the pool's authorities. A first node that is merely cut off would go on deciding
-    the map by itself: switch it off before.
+    In a pool of two nodes only the first stores the pool map in etcd. If it is lost for good, this command makes the second
+    node take over: it has a copy of the map and the keys of the pool's certificate authorities. A first node that is only
+    disconnected would continue to decide on the map by itself: switch it off before.
 
-    The pool map becomes the newest that this node knows: a change that only the lost members had seen is lost. Other nodes then
-    become members as when the pool was made. Never start two lost nodes again, with their pool directories as they were, while
-    no other node is up: they could begin a second history of the pool. Refused while most members answer: those that are away
-    are replaced by themselves.
+    The newest map that this node knows becomes the pool map; a change that only the lost members have seen is lost. Other
+    nodes then become members as when the pool was created. Never start two lost nodes again with their old pool directories
+    while no other node is up: they could start a second history of the pool. Refused while most members answer: then members
+    that are away are replaced automatically.
     """
     from nvpool.cli.pool_connection import change
     if not yes:

@@ -1,21 +1,22 @@
-"""`nvpool pool create|destroy|rebalance`."""
+"""The commands `nvpool pool`: create and destroy a pool, and control its rebalancing."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import click
 from msgspec.structs import replace
 
 from nvpool.cli.commands.drive import Size, time_left, told_to_go_on, wait_option, wait_until_moved
-from nvpool.cli.output import Number, completed, json_option, pool_argument, print_json, say
+from nvpool.cli.output import CommandFunction, Number, completed, json_option, pool_argument, print_json, say
 from nvpool.core import config as configuration
 from nvpool.core.errors import InUse, InvalidRequest, Refused
 from nvpool.core.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
 
 _LIMIT_MIB_MAX = MIB
-"""1 TiB/s, which no drive takes."""
+"""1 TiB/s, more than any drive can write."""
 
 
 @click.group(epilog="""\b
@@ -26,31 +27,31 @@ examples:
   nvpool pool destroy /srv/pool
 """)
 def pool() -> None:
-    """Make and destroy pools, and have their chunks moved."""
+    """Create, rebalance and destroy pools."""
 
 
-def etcd_options(command):
-    """Of commands that make a pool directory."""
+def etcd_options(command: CommandFunction) -> CommandFunction:
+    """Add the options --etcd… of commands that create a pool directory."""
     for name, metavar, text in (("key", "FILE", "Key of that certificate."),
-                                ("cert", "FILE", "Certificate (PEM) to show to it."),
-                                ("ca", "FILE", "Authority (PEM) that has signed its certificates."),
-                                ("", "URL[,URL...]", "Keep the pool map in this etcd of your own (3.4 or later, at "
+                                ("cert", "FILE", "Client certificate (PEM) for this etcd."),
+                                ("ca", "FILE", "CA certificate (PEM) that signed the certificates of this etcd."),
+                                ("", "URL[,URL...]", "Store the pool map in your own etcd (3.4 or later, at "
                                                      "https://HOST:PORT or http://), not in one that nvpool starts.")):
         command = click.option(f"--etcd-{name}" if name else "--etcd", f"etcd_{name or 'urls'}", metavar=metavar,
                                default=None, help=text)(command)
     return command
 
 
-def etcd_given(options: dict) -> dict | None:
-    """What provision/external_etcd is told of the values of etcd_options."""
+def etcd_given(options: dict[str, str | None]) -> dict[str, str] | None:
+    """Return the values of `etcd_options` as provision/external_etcd takes them; None without --etcd."""
     given = {name.removeprefix("etcd_"): value for name, value in options.items() if value}
     if given and "urls" not in given:
         raise InvalidRequest("--etcd-ca, --etcd-cert and --etcd-key go with --etcd")
     return {name: value if name == "urls" else os.path.abspath(value) for name, value in given.items()} or None
 
 
-def drive_of(text: str) -> dict:
-    """PATH or PATH:SIZE; a path that exists is taken whole, colons and all."""
+def drive_of(text: str) -> dict[str, Any]:
+    """Parse PATH or PATH:SIZE. A text that is an existing path is a path, even with a colon."""
     path, colon, size = text.rpartition(":")
     if not colon or os.path.exists(text):
         return {"path": os.path.abspath(text), "capacity_bytes": 0}
@@ -65,31 +66,31 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
 """)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
 @click.option("--drive", "drives", multiple=True, required=True, metavar="PATH[:SIZE]",
-              help="A directory on a drive, or an empty block device, and how much of it to use. Repeat it.")
+              help="A directory on a drive, or an empty block device, and how much of it to use; may be repeated.")
 @click.option("--name", default=None, help="Name of the pool; default: that of DIR.")
 @click.option("--chunk-size", type=Size(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
 @click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True,
-              help="Copies of each chunk, each on a drive of its own (with several nodes: on a node); fixed. With 2 a drive "
-                   "may fail, with 3 two, and nothing is lost.")
+              help="Copies of each chunk, each on another drive (with several nodes: on another node); fixed. With 2, one "
+                   "drive may fail without loss of data; with 3, two.")
 @click.option("--standbys", type=click.IntRange(0, 4), default=0, show_default=True,
-              help="Further copies of the metadata, each beside another drive's data; one takes over when the first fails.")
+              help="Further copies of the metadata, each on another drive; one takes over when the primary fails.")
 @click.option("--shards", type=click.IntRange(1, 64), default=1, show_default=True,
-              help="Processes that keep the metadata, each a part of the directories: one core each.")
+              help="Number of metadata processes; each serves a part of the directories and can use one core.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
               help="Configuration of this node; default: that of `nvpool config sample`.")
 @click.option("--host", help="Address at which the pool listens over TCP, with TLS, for other machines; default: network.host "
-                             "of the configuration. Without either it is for this machine alone, by unix sockets.")
-@click.option("--plain-text", is_flag=True, help="No TLS at that address: whoever reaches it may do everything.")
-@click.option("--force", is_flag=True, help="Take block devices although something is on them, which is lost.")
+                             "of the configuration. Without either, only this machine can use the pool, by unix sockets.")
+@click.option("--plain-text", is_flag=True, help="No TLS at that address: everyone who can reach it may do everything.")
+@click.option("--force", is_flag=True, help="Use block devices that are not empty; their data is lost.")
 @etcd_options
 @json_option
 def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, standbys: int,
            shards: int, config_file: str | None, host: str | None, plain_text: bool, force: bool, as_json: bool,
            **etcd: str | None) -> None:
-    """Make a pool of one node, with its directory at DIR.
+    """Create a pool of one node, with its directory at DIR.
 
-    DIR keeps the configuration, the metadata and the logs: it should lie on a fast drive. Each --drive becomes a target.
-    Interrupted, the same command begins again. A DIR that holds a pool, or anything else, is refused.
+    DIR contains the configuration, the metadata and the logs, so it should be on a fast drive. Each --drive becomes a target.
+    After an interruption, run the same command again. Refused if DIR contains a pool or anything else.
     """
     from nvpool.cli.pool_lifecycle import make
     config = configuration.load(config_file) if config_file else configuration.Config()
@@ -112,20 +113,20 @@ def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size
 
 
 def name_of(directory: str) -> str:
-    """A name for a pool in `directory`: the last part of its path, without what no name may have."""
+    """Return a name for the pool: the last part of its path, without characters that names may not have."""
     last = "".join(c for c in os.path.basename(os.path.abspath(directory)) if c.isascii() and (c.isalnum() or c in "-_"))
     return last.strip("-_")[:63] or "pool"
 
 
 @pool.command(epilog="example: nvpool pool destroy /srv/pool")
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option
 def destroy(directory: str, yes: bool, as_json: bool) -> None:
-    """Stop a pool and destroy all that is stored in it, on this node.
+    """Stop a pool and destroy all data that it stores on this node.
 
-    With it go the pool's keys in an etcd of your own, when the pool is destroyed on the last of its nodes.
-    Refused while it is mounted here, or when anything else is mounted below DIR.
+    On the last node of the pool, this also removes the pool's keys from your own etcd, if it uses one. Refused while the pool
+    is mounted here, or while another file system is mounted below DIR.
     """
     from nvpool.cli import pool_lifecycle
     from nvpool.cli.mount.control import mountpoints_of
@@ -163,25 +164,26 @@ def _confirm(question: str) -> None:
 
 @pool.command(epilog="""\b
 examples:
-  nvpool pool rebalance /srv/pool                        shows how far it is, and changes nothing
+  nvpool pool rebalance /srv/pool                        shows the progress, and changes nothing
   nvpool pool rebalance /srv/pool --start --wait
   nvpool pool rebalance /srv/pool --pause
   nvpool pool rebalance /srv/pool --resume --limit 200 --wait
 """)
 @pool_argument
-@click.option("--status", "only_status", is_flag=True, help="Change nothing, show how far it is: as without an option.")
-@click.option("--start", is_flag=True, help="Look whether anything is out of balance, and move it. May be repeated.")
-@click.option("--pause/--resume", "pause", default=None, help="Begin no more chains for now, or again. Copies that are missing "
-                                                              "are made nevertheless.")
+@click.option("--status", "only_status", is_flag=True, help="Only show the progress, as without an option.")
+@click.option("--start", is_flag=True, help="Check the balance now, and move chunks if needed. May be repeated.")
+@click.option("--pause/--resume", "pause", default=None, help="Stop or resume moving chains. Missing copies are made in any "
+                                                              "case.")
 @click.option("--limit", "limit_mib", type=Number(0, _LIMIT_MIB_MAX), metavar="MIB/S",
-              help="Of each drive that is filled; 0: as much as resync_bytes_s under [store] in its node's node.toml.")
+              help="Limit for each drive that is filled; 0: resync_bytes_s under [store] in its node's node.toml.")
 @wait_option
 @json_option
 def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, limit_mib: float | None, wait: bool,
               as_json: bool) -> None:
-    """Show how far the moving of chunks is, by which all drives get filled alike. Pause it, slow it down.
+    """Show, start, pause or limit rebalancing, which moves chunks until all drives are equally full.
 
-    It begins by itself when drives come and go. Without --start, --pause, --resume or --limit nothing is changed.
+    Rebalancing starts automatically when drives are added or removed. Without --start, --pause, --resume or --limit the
+    command changes nothing.
     """
     import asyncio
 
@@ -205,8 +207,8 @@ def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, lim
         click.echo(line)
 
 
-def _moving_line(chains: dict, is_resumed: bool) -> str:
-    """Whether chains are moved, where that is not as ever."""
+def _moving_line(chains: dict[str, Any], is_resumed: bool) -> str:
+    """Return a line about moving, if moving is paused, limited or just resumed; else an empty one."""
     limit = f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive" if chains["limit_bytes_s"] else ""
     if is_resumed and not chains["paused"]:
         words = ["moving goes on", limit, "" if chains["to_copy"] else "nothing is to be moved now"]
@@ -215,8 +217,8 @@ def _moving_line(chains: dict, is_resumed: bool) -> str:
     return f"moving is {' and '.join(words)}" if words else ""
 
 
-def chains_line(chains: dict) -> str:
-    """How the chains of a pool are, in one line."""
+def chains_line(chains: dict[str, Any]) -> str:
+    """Return the state of the chains of a pool in one line."""
     words = [f"{chains['full']:,} of {chains['total']:,} full"]
     words += [f"{chains[name]:,} {text}" for name, text in (("fewer", "with fewer copies"), ("without", "without any copy"),
                                                             ("filling", "being filled")) if chains[name]]

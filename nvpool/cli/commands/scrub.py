@@ -1,4 +1,4 @@
-"""`nvpool scrub start|status|pause|resume|stop`."""
+"""The commands `nvpool scrub`: start, pause and stop the scrub of drives, and show its progress."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ examples:
   nvpool scrub pause /srv/pool
 """)
 def scrub() -> None:
-    """Have everything that is stored read and compared with its checksums.
+    """Read all stored data and verify its checksums.
 
-    Each drive does so by itself once a week, slowly, while the pool is in use ([store] scrub_interval_s and scrub_bytes_s in
-    node.toml). What is bad is written anew from another replica; what has none is told by `nvpool status`.
+    Each drive does this automatically once a week, slowly, while the pool is in use ([store] scrub_interval_s and
+    scrub_bytes_s in node.toml). Bad blocks are repaired from another replica; `nvpool status` lists those without one.
     """
 
 
-drive_option = click.option("--drive", metavar="DRIVE", help="Only this one, by number or path; default: all.")
-target_option = click.option("--target", type=click.IntRange(1), help="Only this one.")
+drive_option = click.option("--drive", metavar="DRIVE", help="Only this drive, by number or path; default: all.")
+target_option = click.option("--target", type=click.IntRange(1), help="Only this target.")
 
 
 @scrub.command(epilog="""\b
@@ -41,7 +41,7 @@ example: nvpool scrub status /srv/pool
 @pool_argument
 @json_option
 def status(pool: str, as_json: bool) -> None:
-    """Show for each drive how far its round is, and how the last one ended."""
+    """Show for each drive the progress of the current scrub, and the result of the last one."""
     found = _seen(pool)
     if as_json:
         print_json(found)
@@ -67,7 +67,7 @@ def _show(found: list[dict[str, Any]]) -> None:
         (one["drive"], one["node"], one["target"], one["state"] or "does not answer", *_line(one, now_ms)) for one in found])
 
 
-def _line(one: dict[str, Any], now_ms: int) -> tuple:
+def _line(one: dict[str, Any], now_ms: int) -> tuple[str | int | None, ...]:
     if one["state"] is None:
         return (None,) * 8
     under_way = one["began_ms"] > 0
@@ -81,7 +81,7 @@ def _line(one: dict[str, Any], now_ms: int) -> tuple:
 
 
 @scrub.command(epilog="""\b
-exit codes: with --wait 4 when something bad was found that is not mended
+exit codes: with --wait 4 if bad blocks were found that are not repaired
 --json prints targets (that were told) and silent (number: reason); with --wait also scrub, as nvpool scrub status --json
 
 \b
@@ -92,10 +92,10 @@ examples:
 @pool_argument
 @drive_option
 @target_option
-@click.option("--wait", is_flag=True, help="Return when the rounds have ended, and show how far they are.")
+@click.option("--wait", is_flag=True, help="Wait until the scrub has ended, and show the progress.")
 @json_option
 def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json: bool) -> int:
-    """Begin a round now, unless one is under way; or go on with one that was paused."""
+    """Start a scrub now, unless one is running; resume a paused one."""
     result = _order(pool, "start", drive, target, as_json, quiet=wait)
     if not wait:
         return 0
@@ -112,7 +112,7 @@ _TOLD = {"start": "scrubbing started on", "pause": "scrubbing is paused on", "re
 
 
 def _order(pool: str, order: str, drive: str | None, target: int | None, as_json: bool, quiet: bool = False) -> dict[str, Any]:
-    """Have the targets told; the answer, which is printed unless `quiet`."""
+    """Send the order to the targets, and return the reply, which is printed unless `quiet`."""
     from nvpool.cli.commands.drive import _name
     from nvpool.cli.pool_connection import change
     arguments = {"order": order, "drive": _name(drive) if drive else "", "target": target or 0}
@@ -131,12 +131,12 @@ def _order(pool: str, order: str, drive: str | None, target: int | None, as_json
 
 
 async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[str, Any]]:
-    """What those targets say when none of them is under way any more. The pool may be away for a while."""
+    """Wait until none of the targets scrubs any more; return their states. The pool may be away meanwhile."""
     from nvpool.cli.pool_connection import statuses
     from nvpool.cli.progress import Look, shown
     found: list[dict[str, Any]] = []
 
-    async def watch() -> list[dict[str, Any]]:
+    async def watch() -> list[dict[str, Any]]:  # type: ignore[return]  # statuses() does not end by itself
         nonlocal found
         async for seen in statuses(pool):
             found = [one for one in _of(seen) if one["target"] in targets]
@@ -152,7 +152,7 @@ async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[st
     return await shown("scrubbing", watch(), look, quiet=quiet)
 
 
-def _simple(order: str, text: str, example: str):
+def _simple(order: str, text: str, example: str) -> None:
     @scrub.command(order, help=text, epilog=f"\b\nexample: {example}")
     @pool_argument
     @drive_option
@@ -162,7 +162,7 @@ def _simple(order: str, text: str, example: str):
         _order(pool, order, drive, target, as_json)
 
 
-_simple("pause", "Read nothing more until resume or start, nor begin a round; also after restarts.",
+_simple("pause", "Pause scrubbing until resume or start. The pause survives restarts.",
         "nvpool scrub pause /srv/pool")
-_simple("resume", "Go on after a pause.", "nvpool scrub resume /srv/pool --drive 2")
-_simple("stop", "Give up the rounds that are under way. The next ones begin when they are due.", "nvpool scrub stop /srv/pool")
+_simple("resume", "Resume scrubbing after a pause.", "nvpool scrub resume /srv/pool --drive 2")
+_simple("stop", "Abort running scrubs. The next scrub starts when it is due.", "nvpool scrub stop /srv/pool")

@@ -1,4 +1,4 @@
-"""`nvpool serve DIR`: becomes nvpoold."""
+"""The command `nvpool serve`: replace this process by the supervisor `nvpoold` of a pool directory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import click
 @click.command(epilog="""\b
 examples:
   nvpool serve /srv/pool
-  nvpool serve /srv/pool --log stderr        as a systemd service would
+  nvpool serve /srv/pool --log stderr        as a systemd service does
 """)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
-@click.option("--log", type=click.Choice(["file", "stderr"]), help="Where to write the log; default: as node.toml says.")
+@click.option("--log", type=click.Choice(["file", "stderr"]), help="Destination of the log; default: as node.toml says.")
 def serve(directory: str, log: str | None) -> None:
-    """Serve the part of a pool that is on this node, in the foreground.
+    """Run the daemons of this node in the foreground: they serve its part of the pool.
 
-    Starts one process per metadata shard and per drive and starts again what dies. Ends on Ctrl-C or SIGTERM, after the
-    requests in work are finished; a second Ctrl-C ends at once. Two on one directory are refused.
+    Starts one process per metadata shard and per drive, and restarts a process that dies. On Ctrl-C or SIGTERM, finishes the
+    requests in progress and stops; a second Ctrl-C stops immediately. A second supervisor of one directory is refused.
     """
     from nvpool.cli.pool_connection import checked
     from nvpool.core.programs import Program, command

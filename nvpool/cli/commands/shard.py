@@ -1,4 +1,4 @@
-"""`nvpool shard ls|add|remove|standbys`."""
+"""The commands `nvpool shard`: list, add and remove metadata shards, and set their standbys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ shard_argument = click.argument("shard", metavar="SHARD", type=click.IntRange(1)
 
 
 @click.group(epilog="""\b
-A shard is a process that keeps the names and attributes of a part of the directories; more of them use more cores.
+A shard is a process that serves the names and attributes of a part of the directories; more shards use more cores.
 
 \b
 examples:
@@ -24,7 +24,7 @@ examples:
   nvpool shard standbys /srv/pool 1 2
 """)
 def shard() -> None:
-    """List, add and remove the metadata shards of a running pool, and say how many standbys each shall have."""
+    """List, add and remove the metadata shards of a running pool, and set their number of standbys."""
 
 
 @shard.command(epilog="""\b
@@ -38,7 +38,7 @@ example: nvpool shard ls /srv/pool
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
-    """List the metadata shards of a pool: state, share of the name space, and what is on its way to them and from them."""
+    """List the metadata shards of a pool: state, share of the name space, and partitions that move to and from them."""
     from nvpool.cli.pool_connection import status_of
     shards = asyncio.run(status_of(pool))["shards"]
     if as_json:
@@ -52,15 +52,17 @@ def ls(pool: str, as_json: bool) -> None:
 
 
 def moving_of(one: dict[str, Any]) -> str:
-    """What is on its way, in partitions."""
+    """Return the partitions that move to and from a shard, as text."""
     return ", ".join(text for count, text in ((one["partitions_to_come"], f"{one['partitions_to_come']} to come"),
                                               (one["partitions_to_go"], f"{one['partitions_to_go']} to go")) if count)
 
 
 async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
                            come: int | None = None) -> list[dict[str, Any]]:
-    """Return the shards when no partition is to move any more, shard `gone` is not there and shard `come` serves. The pool may
-    be away for a while; any error that is not of that kind ends it."""
+    """Wait until no partition moves, shard `gone` is removed and shard `come` serves; return the shards.
+
+    The pool may be unavailable for a while; any other error ends the wait.
+    """
     from nvpool.cli.pool_connection import statuses
     from nvpool.cli.progress import Look, shown
     shards: list[dict[str, Any]] | None = None
@@ -70,7 +72,7 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
     def left() -> int:
         return sum(one["partitions_to_go"] for one in shards or ())
 
-    async def watch() -> list[dict[str, Any]]:
+    async def watch() -> list[dict[str, Any]]:  # type: ignore[return]  # statuses() does not end by itself
         nonlocal shards, paused, most
         async for seen in statuses(pool):
             shards, paused = seen["shards"], seen["chains"]["paused"]
@@ -90,7 +92,7 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
     return await shown(title, watch(), look, quiet=quiet)
 
 
-def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, gone: int | None = None,
+def _end(pool: str, result: dict[str, Any], wait: bool, as_json: bool, title: str, gone: int | None = None,
          come: int | None = None) -> None:
     if wait:
         with told_to_go_on(title, f"nvpool shard ls {pool}"):
@@ -108,18 +110,18 @@ examples:
   nvpool shard add /srv/pool --number 3 --wait     may be repeated: shard 3 is added once
 """)
 @pool_argument
-@click.option("--number", type=click.IntRange(1), help="Of the new shard, the next that is free. Where it is there already "
-                                                       "nothing is added.")
-@click.option("--node", type=click.IntRange(1), help="Where it shall be. Default: the node with the fewest shards.")
-@click.option("--standbys", type=click.IntRange(0, 4), help="Further copies of its records, each beside another drive's data. "
+@click.option("--number", type=click.IntRange(1), help="Number of the new shard; default: the next free one. If that shard "
+                                                       "exists, nothing is added.")
+@click.option("--node", type=click.IntRange(1), help="Node of the shard; default: the node with the fewest shards.")
+@click.option("--standbys", type=click.IntRange(0, 4), help="Further copies of its records, each on another drive. "
                                                             "Default: as many as the other shards have.")
 @wait_option
 @json_option
 def add(pool: str, number: int | None, node: int | None, standbys: int | None, wait: bool, as_json: bool) -> None:
     """Add a metadata shard.
 
-    Its process is started at once; then it gets its share of the partitions from the other shards, while the pool is in use.
-    `shard ls` shows how far that is, `pool rebalance` pauses and slows it down.
+    Its process starts immediately. Then its share of the partitions moves to it from the other shards, while the pool is in
+    use. `shard ls` shows the progress; `pool rebalance` pauses or limits the moving.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "shard-add", {"shard": number, "standbys": standbys, "node": node}))
@@ -138,13 +140,13 @@ examples:
 """)
 @pool_argument
 @shard_argument
-@click.option("--cancel", is_flag=True, help="It stays, and gets its share again.")
+@click.option("--cancel", is_flag=True, help="Keep the shard, and give it its share again.")
 @wait_option
 @json_option
 def remove(pool: str, shard: int, cancel: bool, wait: bool, as_json: bool) -> None:
-    """Move all that a shard holds to the others, while the pool is in use; then its process ends and its files are removed.
+    """Move all partitions of a shard to the others, while the pool is in use; then stop it and remove its files.
 
-    Also of the shard that holds the root. Refused for the last one. May be repeated.
+    Works also for the shard with the root directory. Refused for the last shard. May be repeated.
     """
     from nvpool.cli.pool_connection import change
     result = asyncio.run(change(pool, "shard-remove", {"shard": shard, "cancel": cancel}))
@@ -165,11 +167,11 @@ examples:
 @click.argument("count", type=click.IntRange(0, 4), metavar="N")
 @json_option
 def standbys(pool: str, number: int, count: int, as_json: bool) -> None:
-    """Have N standbys of a metadata shard: on other nodes first, on other racks first, each on a drive of its own.
+    """Set the number of standbys of a metadata shard to N. They are placed on other racks, nodes and drives if possible.
 
-    A new one is filled while the shard serves; one that is not wanted any more goes when all that stay have everything.
-    Standbys move by themselves to where they are better placed: when a second node has a drive, when a node or a drive is
-    drained or lost.
+    A new standby copies the records while the shard serves. A surplus standby is removed once the remaining ones have all
+    records. Standbys move automatically to better places: when a second node has a drive, or when a node or drive is drained
+    or lost.
     """
     from nvpool.cli.pool_connection import change
     done = asyncio.run(change(pool, "shard-standbys", {"shard": number, "count": count}))

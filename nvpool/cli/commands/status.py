@@ -1,4 +1,4 @@
-"""`nvpool status [POOL]`."""
+"""The command `nvpool status`: show the processes, nodes, drives and problems of a pool."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from nvpool.core.units import format_bytes
 
 \b
 exit codes:
-  0    all is well; a dead mount of this node alone changes nothing in that
-  3    something can not be read or written, or has fewer copies, standbys or members than it shall have, a drain stands
-       still, or a drive is almost full: each problem is printed with its remedy. Seconds after a death that mends itself
-       this is so, too: see since
-  4    something that was stored is damaged or lost, and nothing else is wrong
+  0    all is well, apart from dead mounts on this node
+  3    something can not be read or written, or has too few copies, standbys or members, a drain makes no progress, or a
+       drive is almost full: each problem is printed with its remedy. For some seconds this is also the code after the
+       death of a process that restarts by itself: see since
+  4    stored data is damaged or lost, and nothing else is wrong
 
 \b
 examples:
@@ -56,7 +56,7 @@ examples:
 @click.argument("pool", envvar="NVPOOL_POOL", required=False, callback=remember_pool)
 @click.option("--wait", "wait_s", type=Number(0.1, 600), default=5.0, show_default=True,
               help="Seconds to wait for an answer.")
-@click.option("--check", is_flag=True, help="Exit with 3 also while a process starts or ends, or a mount is dead.")
+@click.option("--check", is_flag=True, help="Exit with 3 also while a process starts or stops, or a mount is dead.")
 @json_option
 def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
     """Show a pool: its processes, nodes, drives and problems.
@@ -69,9 +69,10 @@ def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
         print_json(seen)
     else:
         _show(seen)
+    code: int = seen.get("health", {}).get("exit_code", 0)  # an earlier version has no health
     if check and (seen["problems"] or any(process["state"] != "serving" for process in seen["processes"])):
-        return seen.get("health", {}).get("exit_code", 0) or 3
-    return seen.get("health", {}).get("exit_code", 0)  # of a node with an earlier version: as it was
+        return code or 3
+    return code
 
 
 def _show(seen: dict[str, Any]) -> None:
@@ -114,5 +115,7 @@ def _what(process: dict[str, Any]) -> str:
     if process["role"] == "supervisor":
         return next((endpoint for endpoint in process["endpoints"] if endpoint.startswith("stream://")), "")
     if process.get("mountpoint"):
-        return process["mountpoint"] + (f", engine {process['engine']}" if process.get("engine") else "")
-    return process.get("reason") or ""
+        mounted: str = process["mountpoint"] + (f", engine {process['engine']}" if process.get("engine") else "")
+        return mounted
+    reason: str = process.get("reason") or ""
+    return reason

@@ -1,4 +1,4 @@
-"""`nvpool top`: live, who reads and writes what at which latency."""
+"""The command `nvpool top`: show live I/O rates and latencies by client, volume or target."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ COLUMNS = ("reads/s", "bytes/s", "latency", "direct/s", "bytes/s", "writes/s", "
 
 
 @click.command(epilog="""\b
-Rates are those of the last interval. A latency is the mean time from the arrival of a message at a store to its answer; what
-the network and the client add is not in it (`nvpool mount --metrics` tells that). "direct" reads are those that clients on the
-target's own node make past its store, by the short cut: their number comes some seconds late, their latency is not known.
-Stores count only while somebody looks. A write counts at the target that leads its chain, not at the replicas.
+Rates are those of the last interval. Latency is the mean time from the arrival of a request at a store to its reply, without
+the time in the network and the client (`nvpool mount --metrics` has that). "direct" are short-circuit reads: clients on the
+target's own node read the drive without the store. Their number arrives some seconds late; their latency is not known. Stores
+count only while `nvpool top` runs. A write counts at the first target of its chain, not at the replicas.
 
 \b
 --json prints an object for each look (with --once: one), a line each:
-  interval_s, by, silent (targets that did not answer: what goes on there is missing), rows: name, reads_s, read_bytes_s,
+  interval_s, by, silent (targets that did not answer: their I/O is missing), rows: name, reads_s, read_bytes_s,
   read_latency_s, direct_reads_s, direct_bytes_s, writes_s, write_bytes_s, write_latency_s
 
 \b
@@ -32,19 +32,19 @@ examples:
   nvpool top /srv/pool
   nvpool top /srv/pool --by volume --sort ops
   nvpool top 10.0.0.1:17512 --by target --interval 5
-  nvpool top /srv/pool --once --json | jq -r '.rows[0].name'      who does most at the moment
+  nvpool top /srv/pool --once --json | jq -r '.rows[0].name'      the busiest client now
 """)
 @click.argument("pool", envvar="NVPOOL_POOL", required=False, callback=remember_pool)
 @click.option("--by", type=click.Choice(["client", "volume", "target"]), default="client", show_default=True,
-              help="What a row is.")
-@click.option("--sort", type=click.Choice(["bytes", "ops"]), default="bytes", show_default=True, help="What comes first.")
+              help="Group rows by this.")
+@click.option("--sort", type=click.Choice(["bytes", "ops"]), default="bytes", show_default=True, help="Sort order of rows.")
 @click.option("--interval", "interval_s", type=Number(0.2, 60), default=2.0, show_default=True,
-              help="Seconds between two looks.")
+              help="Seconds between two updates.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Rows shown.")
-@click.option("--once", is_flag=True, help="Look twice, print once, end.")
+@click.option("--once", is_flag=True, help="Measure one interval, print it once, and exit.")
 @json_option
 def top(pool: str | None, by: str, sort: str, interval_s: float, limit: int, once: bool, as_json: bool) -> None:
-    """Show, live, who reads and writes in a pool: by client, volume or target. Ctrl-C ends it.
+    """Show live read and write rates of a pool: by client, volume or target. Ctrl-C ends the display.
 
     POOL is the pool's directory, or HOST:PORT of a node; default: NVPOOL_POOL, else the current directory.
     """
@@ -52,7 +52,7 @@ def top(pool: str | None, by: str, sort: str, interval_s: float, limit: int, onc
         asyncio.run(_watch(pool or ".", by, sort, interval_s, limit, once, as_json))
     except KeyboardInterrupt:
         if once:
-            raise  # else it is how one ends it
+            raise  # without --once, Ctrl-C is the normal end
 
 
 async def _watch(pool: str, by: Any, sort: str, interval_s: float, limit: int, once: bool, as_json: bool) -> None:
@@ -113,7 +113,7 @@ def _latency(seconds: float) -> str | None:
 
 
 class _Screen:
-    """A table that changes in its place, on a terminal."""
+    """Table on a terminal that updates in place."""
 
     def __init__(self, by: str) -> None:
         from rich.live import Live

@@ -1,8 +1,9 @@
-"""`nvpool trash ls|restore|purge`."""
+"""The commands `nvpool trash`: list, restore and purge removed files of a volume."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,6 +11,9 @@ from nvpool.cli.commands.volume import carry_out
 from nvpool.cli.output import ago, json_option, pool_argument, print_json, print_table
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from nvpool.sdk.volumes import TrashEntry
 
 
 @click.group(epilog="""\b
@@ -19,9 +23,9 @@ examples:
   nvpool trash restore /srv/pool home 4611686018427387912
 """)
 def trash() -> None:
-    """See what was removed in a volume whose trash keeps it (nvpool volume set --trash), put it back, or remove it for good.
+    """List, restore or purge removed files of a volume with trash (nvpool volume set --trash).
 
-    What is in the trash counts in the volume's quota.
+    Files in the trash count towards the quota of the volume.
     """
 
 
@@ -38,8 +42,9 @@ example: nvpool trash ls /srv/pool home
 @volume_argument
 @json_option
 def list_(pool: str, volume: str, as_json: bool) -> None:
-    """List what is in the trash of a volume, the oldest first."""
-    found = carry_out(pool, "trash ls", lambda volumes: volumes.trash(volume))
+    """List the trash of a volume, oldest first."""
+    # The annotation is needed: in the class AsyncVolumes the name "list" stands for its method.
+    found: list[TrashEntry] = carry_out(pool, "trash ls", lambda volumes: volumes.trash(volume))
     if as_json:
         print_json([dataclasses.asdict(entry) for entry in found])
         return
@@ -55,10 +60,10 @@ example: nvpool trash restore /srv/pool home 4611686018427387912 --to /volumes/h
 @pool_argument
 @volume_argument
 @click.argument("inode", type=click.IntRange(1))
-@click.option("--to", help="Where to, as a path in the pool; otherwise where it was, with its directory if need be.")
+@click.option("--to", help="Destination, as a path in the pool; default: the old path, with its directory if that is missing.")
 @json_option
 def restore(pool: str, volume: str, inode: int, to: str | None, as_json: bool) -> None:
-    """Put something back. INODE is what `nvpool trash ls` shows. A name that is taken by now stays as it is."""
+    """Restore a file or directory. INODE is as `nvpool trash ls` shows it. Nothing is overwritten."""
     carry_out(pool, "trash restore", lambda volumes: volumes.restore(volume, inode, to))
     if as_json:
         print_json({"inode": inode, "restored": True})
@@ -77,10 +82,10 @@ examples:
 @pool_argument
 @volume_argument
 @click.argument("inode", type=click.IntRange(1), required=False)
-@click.option("--all", "all_", is_flag=True, help="All that is in it.")
+@click.option("--all", "all_", is_flag=True, help="Purge all entries.")
 @json_option
 def purge(pool: str, volume: str, inode: int | None, all_: bool, as_json: bool) -> None:
-    """Remove what is in the trash for good, one entry or all."""
+    """Purge one entry of the trash, or all. Purged files can not be restored."""
     if (inode is None) != all_:
         raise click.UsageError("say an INODE, or --all")
     count = carry_out(pool, "trash purge", lambda volumes: volumes.purge(volume, inode or 0))

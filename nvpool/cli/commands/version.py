@@ -1,4 +1,4 @@
-"""`nvpool version`."""
+"""The command `nvpool version`: print the version."""
 
 from __future__ import annotations
 

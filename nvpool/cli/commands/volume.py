@@ -1,11 +1,14 @@
-"""`nvpool volume create|ls|show|resize|set|seal|grant|revoke|rm`."""
+"""The commands `nvpool volume`: create, list, change, seal and remove volumes, and grant rights to them.
+
+The commands `encryption` and `trash` use `carry_out` of this module.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -19,6 +22,8 @@ from nvpool.core.units import format_bytes
 
 if TYPE_CHECKING:
     from nvpool.sdk.volumes import AsyncVolumes, Volume
+
+Result = TypeVar("Result")
 
 _STEP_S = 0.25
 _FIELDS = ("name, inode, path, bytes_max, files_max (0: no limit), bytes_used, files_used, bytes_reserved, replicas, "
@@ -39,7 +44,7 @@ examples:
   nvpool volume rm /srv/pool scratch --wait
 """)
 def volume() -> None:
-    """Make volumes: directories below /volumes with a quota, replicas, rights and other policies, and remove them.
+    """Create, change and remove volumes: directories below /volumes with a quota, replicas, rights and other policies.
 
     NAME has 1 to 63 letters, digits, _ . and -, and begins with a letter or digit.
     """
@@ -50,13 +55,13 @@ size_option = click.option("--size", type=Size(), help="Quota in bytes, as 10GiB
 files_option = click.option("--files", type=click.IntRange(0), help="Quota in files, directories and links; 0 is none.")
 
 
-class Span(click.ParamType):
-    """Seconds as people write them."""
+class Span(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
+    """Click type of a duration, as in 7d. The value is in seconds."""
 
     name = "time"
     _FACTORS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
-    def convert(self, value, parameter, context):
+    def convert(self, value: str | int, parameter: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         text = str(value).strip().lower()
@@ -66,14 +71,14 @@ class Span(click.ParamType):
             seconds = int(exact)
         except (ValueError, OverflowError):
             self.fail(f"{value!r} is no time; write it like 3600, 90s, 30m, 12h or 7d", parameter, context)
-        if exact and not seconds:  # 0 means another thing: not at all
+        if exact and not seconds:  # 0 would mean: not at all
             self.fail(f"{value!r} is less than a second", parameter, context)
         return seconds
 
 
-def carry_out(pool: str, doing: str, work: Callable[[AsyncVolumes], Awaitable[Any]]) -> Any:
-    """Do `work` with the volumes of the pool."""
-    async def run() -> Any:
+def carry_out(pool: str, doing: str, work: Callable[[AsyncVolumes], Awaitable[Result]]) -> Result:
+    """Run `work` with the volumes of the pool, and return its result. `doing` names the command in logs."""
+    async def run() -> Result:
         from nvpool.cli.pool_path import session
         from nvpool.client.state.types import Caller
         from nvpool.sdk.aio import AsyncFileSystem
@@ -129,15 +134,15 @@ examples:
 @name_argument
 @size_option
 @files_option
-@click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk; otherwise as /volumes says.")
+@click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk; default: as set for /volumes.")
 @click.option("--chunk-size", type=Size(), help="A power of two from 64K to 16M.")
-@click.option("--trash", type=Span(), default=0, help="Keep what is removed in it for so long, as 7d.")
-@click.option("--mode", help="Permissions of its directory, octal (777).")
-@click.option("--encrypt", is_flag=True, help="Store what is in its files encrypted; see nvpool encryption --help.")
+@click.option("--trash", type=Span(), default=0, help="Keep removed files for this time, as 7d.")
+@click.option("--mode", help="Permissions of its directory, in octal (777).")
+@click.option("--encrypt", is_flag=True, help="Encrypt the contents of its files; see nvpool encryption --help.")
 @json_option
 def create(pool: str, name: str, size: int | None, files: int | None, replicas: int | None, chunk_size: int | None, trash: int,
            mode: str | None, encrypt: bool, as_json: bool) -> None:
-    """Make a volume. One that is there already, and is like this, is left as it is."""
+    """Create a volume. An existing volume with the same settings is left as it is; with others, that is an error."""
     try:
         bits = int(mode, 8) if mode is not None else None
     except ValueError:
@@ -166,7 +171,7 @@ def create(pool: str, name: str, size: int | None, files: int | None, replicas: 
 example: nvpool volume ls /srv/pool --all
 """)
 @pool_argument
-@click.option("--all", "all_", is_flag=True, help="Show those too that are being removed.")
+@click.option("--all", "all_", is_flag=True, help="Also show volumes that are being removed.")
 @json_option
 def list_(pool: str, all_: bool, as_json: bool) -> None:
     """List the volumes, with their quotas and use."""
@@ -199,7 +204,7 @@ example: nvpool volume resize /srv/pool scratch --size 200GiB
 @files_option
 @json_option
 def resize(pool: str, name: str, size: int | None, files: int | None, as_json: bool) -> None:
-    """Give a volume another quota, while it is in use. It is not made smaller than what is used."""
+    """Change the quota of a volume, while it is in use. The quota can not be smaller than the use."""
     if size is None and files is None:
         raise click.UsageError("say --size or --files")
     _told(carry_out(pool, "volume resize", lambda volumes: volumes.resize(name, bytes_max=size, files_max=files)), as_json)
@@ -212,12 +217,12 @@ examples:
 """)
 @pool_argument
 @name_argument
-@click.option("--trash", type=Span(), help="Keep what is removed in it for so long, as 7d; 0 removes at once.")
-@click.option("--access", type=click.Choice(["open", "listed"]), help="Let every client of the pool in, or only those "
-                                                                        "that have a grant.")
+@click.option("--trash", type=Span(), help="Keep removed files for this time, as 7d; 0 removes them immediately.")
+@click.option("--access", type=click.Choice(["open", "listed"]), help="Admit every client of the pool, or only "
+                                                                        "clients with a grant.")
 @json_option
 def set_(pool: str, name: str, trash: int | None, access: str | None, as_json: bool) -> None:
-    """Change what a volume does with removed files, and whom it lets in."""
+    """Change how long a volume keeps removed files, and which clients it admits."""
     if trash is None and access is None:
         raise click.UsageError("say --trash or --access")
     _told(carry_out(pool, "volume set", lambda volumes: volumes.set(name, trash_s=trash, access=access)), as_json)
@@ -230,13 +235,13 @@ example: nvpool volume seal /srv/pool imagenet
 @name_argument
 @json_option
 def seal(pool: str, name: str, as_json: bool) -> None:
-    """Make what is in a volume immutable, for ever. No file of it may be open."""
+    """Make the contents of a volume immutable, for ever. No file of the volume may be open."""
     _told(carry_out(pool, "volume seal", lambda volumes: volumes.seal(name)), as_json)
 
 
 @volume.command(epilog="""\b
-CLIENT is a member of the pool, as `nvpool client ls` shows it. From the first grant on only clients with one get in; nodes
-of the pool, which hold the bytes, always do. `nvpool volume set --access open` lets every client in again.
+CLIENT is a member of the pool, as `nvpool client ls` shows it. After the first grant only clients with a grant have access;
+nodes of the pool, which store the data, always have. `nvpool volume set --access open` admits every client again.
 
 \b
 examples:
@@ -248,10 +253,10 @@ examples:
 @name_argument
 @click.argument("client")
 @click.argument("rights", type=click.Choice(["ro", "rw"]))
-@click.option("--force", is_flag=True, help="Although the pool has no such client, or does not say whether it has.")
+@click.option("--force", is_flag=True, help="Even if the pool has no such client, or its members are not known.")
 @json_option
 def grant(pool: str, name: str, client: str, rights: str, force: bool, as_json: bool) -> None:
-    """Let a client read a volume, or write it too."""
+    """Grant a client the right to read a volume (ro), or to read and write it (rw)."""
     if not force:
         _check_client(pool, client)
     _told(carry_out(pool, "volume grant", lambda volumes: volumes.grant(name, client, rights)), as_json)
@@ -265,16 +270,16 @@ example: nvpool volume revoke /srv/pool models trainer.9f31c2aa
 @click.argument("client")
 @json_option
 def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
-    """Take a client's right to a volume away, also to what it has open.
+    """Revoke a client's right to a volume, also for files that it has open.
 
-    Returns when all targets refuse the client; where one does not answer within some seconds, that is told of.
+    Returns when all targets refuse the client. If a target does not answer within some seconds, a message says so.
 
-    A client that has none is left so, and told of.
+    If the client has no right, nothing changes, and a message says so.
     """
     async def run(volumes: AsyncVolumes) -> Volume:
         member, before = member_named(client), await volumes.show(name)
         after = await volumes.revoke(name, client)
-        if member not in before.grants:  # a slip in the name would leave another his right
+        if member not in before.grants:  # a typing error would leave the right of the client that was meant
             say(f"{member} has no right of its own to volume {name}; those with one: "
                 f"{', '.join(sorted(after.grants)) or 'none'}"
                 f"{'' if after.access == 'listed' else ' (every client of the pool gets in)'}")
@@ -284,7 +289,7 @@ def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
 
 
 def _check_client(pool: str, client: str) -> None:
-    """NotFound: it is no member of the pool. A grant to a name with a slip in it would shut out whom it is meant for."""
+    """Raise NotFound if `client` is no member: a grant to a wrong name would shut out the right client."""
     from nvpool.cli.pool_connection import status_of
     member = member_named(client)
     if member not in asyncio.run(status_of(pool))["members"]:
@@ -301,14 +306,14 @@ examples:
 """)
 @pool_argument
 @name_argument
-@click.option("--force", is_flag=True, help="Although somebody says that he is attached.")
-@click.option("--wait", is_flag=True, help="Return when all of it is gone. Interrupted, the removal goes on; the same command "
-                                            "waits again (or finds no such volume, when it is over).")
+@click.option("--force", is_flag=True, help="Even if the volume is attached somewhere.")
+@click.option("--wait", is_flag=True, help="Wait until the volume is deleted. Ctrl-C stops only the waiting; run the command "
+                                            "again to resume waiting (or it finds no such volume, when all is done).")
 @json_option
 def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None:
-    """Remove a volume and all that is in it. It has no name any more at once; the rest goes in the background.
+    """Remove a volume and all its files. Its name is gone immediately; the files are deleted in the background.
 
-    A volume that is attached, or of which files are open, is not removed.
+    Refused while the volume is attached or has open files.
     """
     begun = False
 
@@ -317,7 +322,7 @@ def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None
         try:
             going = [await volumes.remove(name, force=force)]
         except FileNotFoundError:
-            # the same command again, after an interruption
+            # the command was interrupted and is repeated
             going = [one for one in await volumes.list(removing=True) if one.name == name and one.state == "removing"]
             if not wait or not going:
                 raise

@@ -1,7 +1,7 @@
-"""What `nvpool doctor` finds: the form of a finding, and how findings are shown and counted.
+"""Results of `nvpool doctor`: the type of a result, and helpers that create results.
 
-Called by the parts of the doctor. A check is a function that looks at one thing and gives a Check, or several; it never changes
-anything, and never waits long.
+All checks of the doctor use this module. A check is a function that inspects one thing and returns one Check
+or several. A check changes nothing and has a short time limit for everything that it waits for.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ OK, WARN, BAD = "ok", "warn", "bad"
 
 
 class Check(NamedTuple):
-    """`state`: ok; warn: slower or less safe than it could be; bad: something does not work or is not safe. `seen`: what it was
-    judged by. `remedy`: what to do; "" where nothing is to be done."""
+    """Result of one check.
+
+    `state` is ok, warn (slower or less safe than possible) or bad (does not work, or is not safe). `seen` is
+    the observation behind the state. `remedy` says what to do; "" if nothing is to be done.
+    """
 
     name: str
     state: str
@@ -37,7 +40,7 @@ def bad(name: str, seen: str, remedy: str) -> Check:
 
 
 def all_of(name: str, look: Callable[[], Check | Iterable[Check]]) -> Iterator[Check]:
-    """What `look` finds; where it can not look, that is said and the others go on."""
+    """Yield the results of `look`; if it fails, a warning instead, so that other checks continue."""
     try:
         found = look()
         yield from [found] if isinstance(found, Check) else found

@@ -1,4 +1,4 @@
-"""`nvpool doctor`: what would make a pool slow or unsafe on this machine, and the remedy."""
+"""The command `nvpool doctor`: what makes a pool slow or unsafe on this machine, and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvpool.core.remedies import with_pool
 
 
 def show(checks: Iterable[Check], as_json: bool, quiet: bool = False) -> int:
-    """Print them; 1 where something is bad."""
+    """Print the results and return the exit code: 1 if a result is bad, else 0."""
     found = [one for one in checks if not quiet or one.state != OK]
     if as_json:
         print_json([one._asdict() for one in found])
@@ -26,9 +26,10 @@ def show(checks: Iterable[Check], as_json: bool, quiet: bool = False) -> int:
 
 
 class _Checks(click.Group):
-    """The group of `nvpool doctor`, which answers a pool in the place of a command with the option for it."""
+    """Group of `nvpool doctor`; if a pool stands in place of a command, the error names the option --pool."""
 
-    def resolve_command(self, context: click.Context, arguments: list[str]):
+    def resolve_command(self, context: click.Context, arguments: list[str]
+                        ) -> tuple[str | None, click.Command | None, list[str]]:
         if arguments and arguments[0] not in self.commands and not context.resilient_parsing:
             raise click.UsageError(f"there is no command {arguments[0]!r}, only {', '.join(self.commands)}; to check a pool or "
                                    f"a drive: nvpool doctor --pool POOL, or --drive PATH", context)
@@ -37,26 +38,27 @@ class _Checks(click.Group):
 
 @click.group(cls=_Checks, invoke_without_command=True, epilog="""\b
 examples:
-  nvpool doctor                                      this machine, before it is a node
+  nvpool doctor                                      this machine, before it becomes a node
   nvpool doctor --pool /srv/pool                     a node: its drives, ports, clock, and what the pool says
   nvpool doctor --pool 10.0.0.1:17512 --json         from anywhere
-  nvpool doctor --drive /mnt/nvme0 --drive /dev/nvme1n1    what are to be drives
+  nvpool doctor --drive /mnt/nvme0 --drive /dev/nvme1n1    future drives
 
 \b
-Nothing is changed. Each check is ok, warn (slower or less safe than it could be) or bad (does not work, or is not safe); the
-exit code is 1 where one is bad.
+The command changes nothing. Each check is ok, warn (slower or less safe than possible) or bad (does not work, or is not
+safe). The exit code is 1 if a check is bad.
 """)
 @click.option("--pool", envvar="NVPOOL_POOL", metavar="POOL", callback=remember_pool,
               help="A pool directory, or HOST:PORT of a node.")
-@click.option("--drive", "drives", multiple=True, metavar="PATH", type=click.Path(), help="A directory or device; repeat it.")
+@click.option("--drive", "drives", multiple=True, metavar="PATH", type=click.Path(),
+              help="A directory or device; may be repeated.")
 @click.option("--quiet", "-q", is_flag=True, help="Only what is not ok.")
 @json_option
 @click.pass_context
 def doctor(context: click.Context, pool: str | None, drives: tuple[str, ...], quiet: bool, as_json: bool) -> None:
-    """Say what on this machine makes a pool slow or unsafe, and what to do."""
+    """Find what makes a pool slow or unsafe on this machine, and say what to do."""
     if "" in drives:
         raise click.BadParameter("'' is no directory and no device", param_hint="--drive")
-    if context.invoked_subcommand is not None:  # of these --quiet and --json are taken by it
+    if context.invoked_subcommand is not None:  # the subcommand takes --quiet and --json, and no other option
         for name, option in (("pool", "--pool"), ("drives", "--drive")):
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"nvpool doctor {context.invoked_subcommand} does not look at {option}; leave it out")
@@ -86,7 +88,8 @@ examples:
 @json_option
 @click.pass_context
 def rdma(context: click.Context, quiet: bool, as_json: bool) -> None:
-    """Say what this machine has for RDMA: devices, links, limits, UCX, and what to change. A machine without is ok."""
+    """Check the RDMA set-up of this machine: devices, links, limits, UCX. A machine without RDMA is ok."""
     from nvpool.cli.doctor.rdma import checks
-    before = context.parent.params  # written before `rdma` they mean the same
+    assert context.parent is not None  # a subcommand always has its group as parent
+    before = context.parent.params  # options before `rdma` have the same effect
     context.exit(show(checks(), as_json or before["as_json"], quiet or before["quiet"]))

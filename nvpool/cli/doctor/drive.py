@@ -1,6 +1,7 @@
-"""What `nvpool doctor` looks at on a drive, or what is to become one: a directory on a file system, or a raw block device.
+"""Doctor checks of a drive, or of a future drive: a directory on a file system, or a raw block device.
 
-Writes nothing but a small file without a name in a directory, which the kernel takes back. `root` as in doctor_machine.
+`nvpool doctor` calls `drives`. The checks write nothing but a small unnamed file in a directory (O_TMPFILE),
+which the kernel removes. `root` is the place of /sys, as in doctor/machine; tests pass a tree of their own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from nvpool.cli.doctor.check import Check, all_of, bad, ok, warn
@@ -23,7 +24,7 @@ _WITHOUT_BARRIERS = ("nobarrier", "barrier=0")
 
 
 def mount_of(path: Path, all_mounts: Iterable[Mount] | None = None) -> Mount:
-    """What `path` lies on: the deepest, and of several at one place the uppermost."""
+    """Return the mount that `path` is on: the deepest, and the uppermost of several at one place."""
     place = path.resolve()
     return max((one for one in all_mounts or mounts() if place.is_relative_to(one.point)),
                key=lambda one: len(one.point.parts))
@@ -50,7 +51,7 @@ def file_system(path: Path, found: Mount) -> Check:
 
 
 def _queue(device: int, root: Path) -> Path | None:
-    """/sys/…/queue of a block device, or of the whole one of which it is a part."""
+    """Return /sys/…/queue of a block device, or of the whole disk of a partition."""
     place = root / "sys/dev/block" / f"{os.major(device)}:{os.minor(device)}"
     for queue in (place / "queue", place / ".." / "queue", place.resolve().parent / "queue"):
         if queue.exists():
@@ -83,8 +84,8 @@ def device(path: Path, number: int, root: Path = Path("/")) -> Iterator[Check]:
         yield ok(f"blocks of {path}", f"{block} bytes")
 
 
-def direct(path: Path, opened=os.open) -> Check:
-    """Whether O_DIRECT works, tried with one block."""
+def direct(path: Path, opened: Callable[[Path, int, int], int] = os.open) -> Check:
+    """Check with one block whether O_DIRECT works."""
     name = f"direct reads of {path}"
     remedy = "reads go through the page cache, which costs processor time and memory: use ext4 or xfs on a drive"
     is_directory = path.is_dir()
@@ -107,7 +108,7 @@ def direct(path: Path, opened=os.open) -> Check:
 
 
 def space(path: Path, what: str, found: tuple[int, int] | None = None) -> Check:
-    """`found`: bytes that are free, and all; else asked of the file system."""
+    """Check the free space. `found` is (free bytes, total bytes); default: those of the file system."""
     if found is None:
         seen = os.statvfs(path)
         found = seen.f_bavail * seen.f_frsize, seen.f_blocks * seen.f_frsize
@@ -121,7 +122,7 @@ def space(path: Path, what: str, found: tuple[int, int] | None = None) -> Check:
 
 
 def apart(paths: Iterable[Path]) -> Check:
-    """Each drive on a device of its own."""
+    """Check that each drive has a device of its own."""
     at: dict[int, list[str]] = {}
     for path in paths:
         at.setdefault(device_of(path), []).append(str(path))
@@ -133,7 +134,7 @@ def apart(paths: Iterable[Path]) -> Check:
 
 
 def drives(paths: list[Path], root: Path = Path("/")) -> Iterator[Check]:
-    """All of the above, of each."""
+    """Run all checks of this module on each path."""
     there = []
     for path in paths:
         try:
@@ -151,9 +152,13 @@ def drives(paths: list[Path], root: Path = Path("/")) -> Iterator[Check]:
             yield bad(f"drive {path}", "it is neither a directory nor a block device", "name one of these")
             continue
         there.append(path)
-        if path.is_dir():
-            yield from all_of(f"file system of {path}", lambda path=path: file_system(path, mount_of(path)))
-            yield from all_of(f"space of {path}", lambda path=path: space(path, str(path)))
-        yield from all_of(f"device of {path}", lambda path=path: list(device(path, device_of(path), root)))
-        yield from all_of(f"direct reads of {path}", lambda path=path: direct(path))
+        yield from _drive(path, root)
     yield from all_of("drives apart", lambda: apart(there))
+
+
+def _drive(path: Path, root: Path) -> Iterator[Check]:
+    if path.is_dir():
+        yield from all_of(f"file system of {path}", lambda: file_system(path, mount_of(path)))
+        yield from all_of(f"space of {path}", lambda: space(path, str(path)))
+    yield from all_of(f"device of {path}", lambda: list(device(path, device_of(path), root)))
+    yield from all_of(f"direct reads of {path}", lambda: direct(path))

@@ -1,6 +1,7 @@
-"""What `nvpool doctor` looks at on any machine: kernel, FUSE, limits, clock, memory, processors, network.
+"""Doctor checks of a machine: kernel, FUSE, limits, clock, memory, processors, network.
 
-Each function looks at one thing, below `root` where that is files (tests give it a tree of their own), and gives its Check.
+`nvpool doctor` calls `machine`. Each function checks one thing and returns its Check. A function that reads
+files reads them below `root`, so that tests can pass a tree of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nvpool.core.compiled import IS_PURE, PURE_VARIABLE
 from nvpool.core.units import GIB, format_bytes
 
 KERNEL_MIN, RESEND_MIN = (5, 4), (6, 9)
-"""Of the direct engine, and of mounts that outlive their process; see fuse/engines."""
+"""First kernels with the direct engine, and with all features of mounts with a holder; see fuse/engines."""
 FILES_MIN, FILES_GOOD = 4096, 65536
 MEMLOCK_GOOD = 64 << 20
 PROCESSES_MIN = 4096
@@ -114,7 +115,11 @@ def compiled_modules(is_pure: bool = IS_PURE) -> Check:
 
 
 def io_uring(root: Path, answer: int | None = None) -> Check:
-    """`answer`: the errno of io_uring_setup(2) with arguments that make no ring; EPERM and ENOSYS mean that there is none."""
+    """Check whether the kernel allows io_uring.
+
+    `answer` is the errno of io_uring_setup(2) with arguments that create no ring; EPERM and ENOSYS mean that
+    io_uring is not available.
+    """
     remedy = "cold reads go through threads, with a third more of processor time; sysctl kernel.io_uring_disabled=0"
     try:
         disabled = (root / "proc/sys/kernel/io_uring_disabled").read_text().strip()
@@ -141,7 +146,7 @@ def clock_source(root: Path) -> Check:
 
 
 def clock_synchronized(status: int | None = None) -> Check:
-    """`status`: that of adjtimex(2)."""
+    """Check whether the clock is synchronized. `status` is that of adjtimex(2); default: ask the kernel."""
     if status is None:
         words = (ctypes.c_long * 32)()  # struct timex: modes, offset, freq, maxerror, esterror, status
         if ctypes.CDLL(None, use_errno=True).adjtimex(words) < 0:
@@ -169,7 +174,7 @@ def overcommit(root: Path) -> Check:
 
 
 def memory(root: Path) -> Check:
-    """What there is, or what the control group of this process leaves of it."""
+    """Check the memory of the machine, or the limit of this process's control group if that is lower."""
     found = re.search(r"^MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.M)
     total, limit = int(found[1]) << 10 if found else 0, 0
     group = re.search(r"^0::(/.*)$", (root / "proc/self/cgroup").read_text(), re.M)
@@ -200,7 +205,7 @@ def governor(root: Path) -> Check:
 
 
 def _interfaces(root: Path) -> dict[str, Path]:
-    """Those that are up and lead to other machines."""
+    """Return the interfaces that are up, without the loopback interface."""
     found = {}
     for place in sorted((root / "sys/class/net").iterdir()):
         if place.name != "lo" and (place / "operstate").exists() and (place / "operstate").read_text().strip() == "up":
@@ -224,7 +229,7 @@ def link_speeds(root: Path) -> Check:
         try:
             speed = int((place / "speed").read_text())
         except (OSError, ValueError):
-            continue  # a virtual one
+            continue  # a virtual interface
         if speed > 0 and (place / "device").exists():
             found[name] = speed
     told = ", ".join(f"{name} {speed} Mbit/s" for name, speed in found.items()) or "not known here"
@@ -244,7 +249,7 @@ def retransmits(root: Path) -> Check:
 
 
 def rdma_devices(root: Path) -> Check:
-    """Which there are, and whether something stands in the way of using them; more is said by `nvpool doctor rdma`."""
+    """Check for RDMA devices and for obstacles to their use; `nvpool doctor rdma` has the details."""
     from nvpool.cli.doctor.rdma import checks
     found = list(checks(root))
     seen = next(one.seen for one in found if one.name == "devices")
@@ -258,7 +263,7 @@ def rdma_devices(root: Path) -> Check:
 def own_name(name: str | None = None) -> Check:
     name = name or socket.gethostname()
     try:
-        found = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None)})
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
         return warn("host name", f"{name}: {error.strerror or error}", f"let {name} stand in DNS or in /etc/hosts, or name "
                                                                       "addresses in the pool (--host)")
@@ -266,7 +271,7 @@ def own_name(name: str | None = None) -> Check:
 
 
 def machine(root: Path = Path("/")) -> Iterator[Check]:
-    """All of the above, of this machine."""
+    """Run all checks of this module."""
     for name, look in (("kernel", lambda: kernel(os.uname().release)), ("fuse", lambda: fuse_device(root)),
                        ("fuse requests", lambda: request_pages(root)), ("fusermount3", fusermount),
                        ("user_allow_other", lambda: allow_other(root)), ("open files", open_files),

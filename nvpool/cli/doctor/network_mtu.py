@@ -1,10 +1,15 @@
-"""What `nvpool doctor` looks at on the way to the other nodes: whether packets as large as this machine sends them arrive.
+"""Doctor check of the path MTU to other nodes: whether packets of the size that TCP sends arrive.
 
-Where a switch, a tunnel or the other end takes smaller ones and nobody says so, connections are made and small requests are
-answered, and what is large stands still. Two things are found out for each host. What TCP agrees on with it (the segment size
-of a connection, which the smaller of both ends' MTUs decides). And whether a packet of that size arrives: a datagram that may
-not be divided (IP_MTU_DISCOVER, ip(7)) is sent to a port where nobody listens for datagrams, which the host answers with "port
-unreachable". A host that does not even answer a small one (a firewall) tells nothing, and so it is said. Changes nothing.
+If a switch, a tunnel or the other end drops large packets silently, connections open and small requests
+succeed, but large transfers hang. The check finds two things for each host:
+
+1. The packet size that TCP agrees on: the segment size of a connection, which the smaller MTU of both ends
+   decides.
+2. Whether a packet of that size arrives. The check sends a datagram that routers may not fragment
+   (IP_MTU_DISCOVER, ip(7)) to a port without a datagram service; the host replies with "port unreachable".
+
+A host that does not even reply to a small datagram (a firewall) gives no information; the result says so.
+The check changes nothing. `nvpool doctor` calls `paths`.
 """
 
 from __future__ import annotations
@@ -21,15 +26,15 @@ from nvpool.core.endpoint import parse_endpoint
 
 CONNECT_S = 2.0
 ANSWER_S = 0.7
-"""For datagrams there and back between nodes."""
+"""Time limit for a round trip of a datagram between nodes."""
 TRIES = 3
-"""A datagram may be lost; and a Linux host gives one such answer a second once it has given six (icmp_ratelimit)."""
+"""A datagram may be lost; after six such replies a Linux host sends one a second (icmp_ratelimit)."""
 SMALL = 100
 PACKET_MAX = 16_000
-"""More than frames of Ethernet have. Above that (IPoIB) a connection's window bounds its segments, not the MTU."""
+"""More than an Ethernet frame. Above this size (IPoIB) the window limits TCP's segments, not the MTU."""
 
 _IP_MTU_DISCOVER, _IP_MTU, _IPV6_MTU_DISCOVER, _IPV6_MTU, _PROBE = 10, 14, 23, 24, 3
-"""linux/in.h, linux/in6.h. PROBE: not divided, and as large as the interface allows, whatever was heard of the path."""
+"""From linux/in.h and linux/in6.h. PROBE: do not fragment; ignore the known path MTU, use the interface's."""
 _OPTIONS_AT, _TIMESTAMPS = 5, 1
 """linux/tcp.h, tcp_info.tcpi_options."""
 _IP_HEADER = {socket.AF_INET: 20, socket.AF_INET6: 40}
@@ -37,8 +42,12 @@ _TCP_HEADER, _TCP_STAMPS, _UDP_HEADER = 20, 12, 8
 
 
 class Path(NamedTuple):
-    """`interface`: the largest packet that this machine would send there, in bytes; `agreed`: that TCP sends there. `answers`:
-    whether the host answers a datagram at all; `arrives`: one that makes a packet of `agreed`."""
+    """Findings about the network path to one host; sizes are in bytes.
+
+    `interface` is the largest packet that this machine sends to the host, `agreed` the largest that TCP sends
+    there. `answers`: whether the host replies to a small datagram. `arrives`: whether the host replies to a
+    datagram in a packet of `agreed` bytes.
+    """
 
     host: str
     interface: int
@@ -60,7 +69,7 @@ def judge(path: Path) -> Check:
 
 
 class _Asked:
-    """One host: what TCP says of it, and the socket from which datagrams go there."""
+    """Probe of one host: the sizes that TCP reports, and the socket that sends datagrams to the host."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
@@ -85,16 +94,16 @@ class _Asked:
         return made
 
     def begin(self) -> None:
-        """From another port: what is still to come of earlier datagrams is not heard."""
+        """Open a new socket with another port, so that late replies to earlier datagrams are ignored."""
         self.close()
         self.socket = self._opened()
 
     def send(self, packet_bytes: int) -> None:
-        with contextlib.suppress(OSError):  # what came back of an earlier one, or it is too large by now: it does not arrive
+        with contextlib.suppress(OSError):  # an earlier datagram's error, or too large
             self.socket.send(bytes(packet_bytes - self._around))
 
     def heard(self) -> bool:
-        """Whether the host has said that nobody listens there, or somebody has answered."""
+        """Return whether the host replied: "port unreachable", or data of a service at that port."""
         try:
             self.socket.recv(1)
         except ConnectionRefusedError:
@@ -108,7 +117,7 @@ class _Asked:
 
 
 def _answered(asked: Iterable[_Asked], size: Callable[[_Asked], int]) -> set[_Asked]:
-    """Those whose hosts have answered one of TRIES datagrams that make packets of `size`."""
+    """Return the probes whose hosts reply to one of TRIES datagrams in packets of `size`."""
     left, heard = set(asked), set()
     for one in left:
         one.begin()
@@ -125,8 +134,11 @@ def _answered(asked: Iterable[_Asked], size: Callable[[_Asked], int]) -> set[_As
 
 
 def looked_at(places: Iterable[tuple[str, int]]) -> Iterator[Path]:
-    """The ways to these hosts, each with a port where TCP is served; not to those that can not be reached, which others tell.
-    Takes some seconds, for however many that answer."""
+    """Yield the findings for hosts, each given with a port that serves TCP.
+
+    Hosts that can not be reached are left out, because another check reports them. Takes some seconds in all,
+    independent of the number of hosts that reply.
+    """
     asked: list[_Asked] = []
     try:
         for host, port in places:
@@ -134,7 +146,7 @@ def looked_at(places: Iterable[tuple[str, int]]) -> Iterator[Path]:
                 asked.append(_Asked(host, port))
         answer = _answered(asked, lambda _: SMALL)
         arrive = _answered(answer, lambda one: one.agreed)
-        answer = arrive | _answered(answer - arrive, lambda _: SMALL)  # one that has fallen silent since tells nothing
+        answer = arrive | _answered(answer - arrive, lambda _: SMALL)  # else a host that fell silent
         for one in asked:
             yield Path(one.host, one.interface, one.agreed, one in answer, one in arrive)
     finally:
@@ -143,7 +155,7 @@ def looked_at(places: Iterable[tuple[str, int]]) -> Iterator[Path]:
 
 
 def paths(endpoints: Iterable[str]) -> Iterator[Check]:
-    """One Check for each host of these endpoints."""
+    """Yield one Check for each host of these endpoints."""
     places: dict[str, int] = {}
     for place in map(parse_endpoint, endpoints):
         if place.host:

@@ -1,7 +1,7 @@
-"""What `nvpool doctor` looks at in a pool: names, ports, clocks, versions, certificates, etcd, chains, mounts.
+"""Doctor checks of a pool: names, ports, clocks, versions, certificates, etcd, chains, mounts.
 
-The functions judge what status, map and connections say (so tests hand them that); `pool_checks` asks for it. Nothing is
-changed.
+`nvpool doctor --pool` calls `pool_checks`, which fetches the status, map and certificates. The other
+functions judge such data, so that tests can pass data of their own. The checks change nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nvpool.security.ca import Described, described
 SKEW_WARN_S, SKEW_BAD_S = 0.5, 300.0
 CONNECT_S = 2.0
 _OF_OTHER_CHECKS = frozenset(("copies-missing", "data-unavailable", "mount-dead"))
-"""Kinds of problems that have a check of their own."""
+"""Kinds of problems that have their own check."""
 ASK_S = 5.0
 
 
@@ -42,8 +42,8 @@ def chains(status: dict[str, Any]) -> Check:
 
 
 def problems(status: dict[str, Any]) -> Iterator[Check]:
-    """What the pool itself complains of; copies and mounts have their own checks."""
-    if "health" in status:  # else of an earlier version
+    """Report the problems in the status of the pool; `chains` and `mounts` check copies and mounts."""
+    if "health" in status:  # an earlier version has no health
         for problem in status["health"]["problems"]:
             if problem["kind"] not in _OF_OTHER_CHECKS:
                 judged = warn if problem.get("severity") == "notice" else bad
@@ -63,7 +63,7 @@ def nodes(status: dict[str, Any]) -> Check:
 
 
 def etcd(status: dict[str, Any]) -> Check:
-    """Who keeps the map of a pool of several nodes."""
+    """Check the etcd members that store the pool map of a pool of several nodes."""
     members = [one for one in status["nodes"] if one.get("etcd")]
     away = [one["name"] for one in members if one["state"] != "serving"]
     if len(status["nodes"]) < 2:
@@ -95,7 +95,7 @@ def mounts(status: dict[str, Any], can_be_held: bool) -> Iterator[Check]:
 
 
 def versions(found: dict[str, str]) -> Check:
-    """Node -> what its daemons run."""
+    """Check that all nodes run one version. `found`: node -> software of its daemons."""
     if len(set(found.values())) > 1:
         return warn("versions", ", ".join(f"{name}: {text}" for name, text in sorted(found.items())),
                     "upgrade the nodes that are behind, one after the other")
@@ -103,7 +103,7 @@ def versions(found: dict[str, str]) -> Check:
 
 
 def skews(found: dict[str, float]) -> Check:
-    """Node -> seconds by which its clock is ahead of ours."""
+    """Check the clocks. `found`: node -> seconds by which its clock is ahead of this machine's."""
     if not found:
         return ok("clocks", "no node has told")
     told = ", ".join(f"{name} {seconds:+.1f} s" for name, seconds in sorted(found.items()))
@@ -116,7 +116,7 @@ def skews(found: dict[str, float]) -> Check:
 
 
 def certificates(found: dict[str, Described], now_s: float) -> Iterator[Check]:
-    """Name of the file -> what is in it."""
+    """Check the life time of certificates. `found`: file name -> its certificate."""
     for name, one in sorted(found.items()):
         left_s, is_authority = one.ends_s - now_s, name.endswith("authority.crt")
         told = f"it is good for {left_s / 86_400:.1f} days" if left_s > 0 else f"it ended {-left_s / 86_400:.1f} days ago"
@@ -146,7 +146,7 @@ def _host_is_here(host: str) -> bool:
 
 
 def names(endpoints: Iterable[str], ours: Iterable[str]) -> Iterator[Check]:
-    """Hosts of the map resolve; those of this node are this machine's."""
+    """Check that host names of the map resolve, and that addresses of this node belong to this machine."""
     hosts = sorted({parse_endpoint(one).host for one in endpoints} - {""})
     own = {parse_endpoint(one).host for one in ours} - {""}
     for host in hosts:
@@ -164,7 +164,7 @@ def names(endpoints: Iterable[str], ours: Iterable[str]) -> Iterator[Check]:
 
 
 def connects(host: str, port: int, wait_s: float = CONNECT_S) -> str:
-    """What is wrong with connecting there, or nothing."""
+    """Return why a TCP connection fails; empty if it succeeds."""
     try:
         socket.create_connection((host, port), wait_s).close()
     except OSError as error:
@@ -173,7 +173,11 @@ def connects(host: str, port: int, wait_s: float = CONNECT_S) -> str:
 
 
 def ports(served: dict[str, str], own: Iterable[str], connect: Callable[[str, int], str] = connects) -> Iterator[Check]:
-    """Endpoint -> the state of its process, as the pool tells. `own`: those of this node. One Check for all that are well."""
+    """Check that the ports of the pool can be reached.
+
+    `served`: endpoint -> state of its process, as in the status. `own`: endpoints of this node. All good
+    ports share one Check.
+    """
     well, own = 0, set(own)
     for text, state in sorted(served.items()):
         place = parse_endpoint(text)
@@ -192,7 +196,7 @@ def ports(served: dict[str, str], own: Iterable[str], connect: Callable[[str, in
 
 
 def paths(status: dict[str, Any]) -> Iterator[Check]:
-    """Whether large packets arrive at the nodes that serve."""
+    """Check whether large packets arrive at the nodes that serve."""
     from nvpool.cli.doctor import network_mtu
     there = [endpoint for one in status["nodes"] if one["state"] == "serving" for endpoint in one.get("endpoints") or ()]
     found = {parse_endpoint(one).host for one in there} - {""}
@@ -201,7 +205,7 @@ def paths(status: dict[str, Any]) -> Iterator[Check]:
 
 
 def _is_known_here(host: str) -> bool:
-    """Or not found at all, which `names` tells."""
+    """Return whether the host is this machine, or its name does not resolve, which `names` reports."""
     try:
         return _host_is_here(host)
     except OSError:
@@ -213,13 +217,13 @@ def meta_space(directory: PoolDirectory) -> Check:
 
 
 def certificate_files(secret: Path) -> dict[str, Described]:
-    """Of the pool and, below etcd/, of its etcd."""
+    """Return the certificates of the pool and, below etcd/, of its etcd: file name -> certificate."""
     return {str(path.relative_to(secret)): described(path.read_bytes())
             for path in sorted([*secret.glob("*.crt"), *secret.glob("etcd/*.crt")])}
 
 
 def metrics(listen: str) -> Check:
-    """`metrics.listen` of node.toml."""
+    """Check who can read the metrics. `listen` is `metrics.listen` of node.toml."""
     if listen and is_open(listen):
         return warn("metrics", f"whoever reaches {listen} may read them, without a password",
                     "listen on a port of this machine alone (a number), or at unix:/PATH, and put a proxy with TLS before it")
@@ -227,7 +231,7 @@ def metrics(listen: str) -> Check:
 
 
 async def _asked(pool: str, status: dict[str, Any]) -> tuple[dict[str, str], dict[str, float]]:
-    """What each node says of its software and its clock."""
+    """Return each node's software, and the seconds by which its clock is ahead."""
     from nvpool.cli.pool_connection import ask
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
     software, ahead = {}, {}
@@ -239,13 +243,13 @@ async def _asked(pool: str, status: dict[str, Any]) -> tuple[dict[str, str], dic
             reply = await ask(pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(), pool_pb2.PoolStatusReply, wait_s=ASK_S,
                               endpoints=tuple(node["endpoints"]))
         except NvpoolError:
-            return  # told by `nodes`
+            return  # `nodes` reports it
         found = json.decode(reply.status)["pool"]
         came_ns = SYSTEM_CLOCK.wall_ns()
-        named = f"node {node['node']} ({node['name']})"  # several may have one name
+        named = f"node {node['node']} ({node['name']})"  # several nodes may have one name
         software[named] = found["software"]
         if "now_ms" in found:
-            # it looked at its clock at some time in between: only what lies outside of that is known to be wrong
+            # The node read its clock between request and reply; only a difference beyond that is certain.
             earliest_s, latest_s = found["now_ms"] / 1e3 - came_ns / 1e9, found["now_ms"] / 1e3 - sent_ns / 1e9
             ahead[named] = max(earliest_s, 0.0) if earliest_s > 0 else min(latest_s, 0.0)
 
@@ -254,7 +258,7 @@ async def _asked(pool: str, status: dict[str, Any]) -> tuple[dict[str, str], dic
 
 
 def pool_checks(pool: str, can_be_held: bool) -> Iterator[Check]:
-    """All of the above, of the pool at `pool`, and of the drives of this node."""
+    """Run all checks of this module on the pool, and the drive checks on the drives of this node."""
     from nvpool.cli.pool_connection import directory_of, status_of
     try:
         directory = directory_of(pool)

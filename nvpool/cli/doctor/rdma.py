@@ -1,4 +1,7 @@
-"""The checks of `nvpool doctor rdma`: devices, links, limits, kernel, UCX. Reads /sys, /proc and /dev below `root`."""
+"""Checks of `nvpool doctor rdma`: devices, links, limits, kernel, UCX.
+
+The checks read /sys, /proc and /dev below `root`, and change nothing. A machine without RDMA is ok.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from nvpool.rpc.transports import ucx
 from nvpool.rpc.transports.rdma_buffers import PROCESS_BYTES_MAX
 
 _MODULES = ("ib_core", "ib_uverbs")
-"""Without these no program reaches a device; those of the cards bring the devices themselves."""
+"""Kernel modules that every RDMA program needs; the drivers of the cards provide the devices."""
 
 
 def checks(root: Path = Path("/")) -> Iterator[Check]:
@@ -96,7 +99,9 @@ def _ucx(wanted: bool) -> Iterator[Check]:
         said, _, remedy = reason.partition("; ")
         yield Check("UCX", BAD if wanted else OK, said, remedy)
         return
-    place, verbs = ucx.library()
+    library = ucx.library()
+    assert library is not None  # else `missing` gave a reason
+    place, verbs = library
     try:
         version = ucx.version()
     except NvpoolError as error:

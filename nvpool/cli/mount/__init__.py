@@ -1,1 +1,1 @@
-"""`nvpool mount` and `umount`, and the helper of mount(8)."""
+"""`nvpool mount` and `nvpool umount`, and the helper `mount.nvpool` for mount(8)."""

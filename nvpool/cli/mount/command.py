@@ -1,4 +1,4 @@
-"""`nvpool mount` and `nvpool umount`."""
+"""The commands `nvpool mount` and `nvpool umount`."""
 
 from __future__ import annotations
 
@@ -17,61 +17,65 @@ from nvpool.core import config as configuration
 examples:
   nvpool mount /srv/pool /mnt/pool
   nvpool mount 10.0.0.1:17512 /mnt/pool
-  nvpool mount /srv/pool:/data/train /mnt/train --read-only    a part of it, and nothing outside of that
-  nvpool mount /srv/pool /mnt/pool --foreground      for systemd, or to see what it says
+  nvpool mount /srv/pool:/data/train /mnt/train --read-only    only this directory of the pool
+  nvpool mount /srv/pool /mnt/pool --foreground      for systemd, or to see its messages
   nvpool mount /srv/pool /mnt/pool --engine pyfuse3  through libfuse, as on kernels before 5.4
-  nvpool mount /srv/pool /mnt/build --writeback      nobody else changes these files: small writes are gathered
+  nvpool mount /srv/pool /mnt/build --writeback      no other mount changes these files: small writes are combined
   nvpool mount /srv/pool /mnt/pool --max-background 512 --congestion-threshold 400   many readers of large files
   nvpool mount /srv/pool /mnt/data --workers 4       many readers of large files, and cores to spare
   nvpool mount /srv/pool /mnt/pool --attr-timeout-s 0 --entry-timeout-s 0   several nodes change the same names
   nvpool mount /srv/pool /mnt/pool --metrics 127.0.0.1:9478
-  nvpool mount upgrade /mnt/pool                     newer software serves it from now on; who uses it sees a pause
+  nvpool mount upgrade /mnt/pool                     change to the installed software; users see a pause
 """)
 @click.argument("pool", metavar="POOL[:/PATH]")
 @click.argument("mountpoint", metavar="MOUNTPOINT")
 @click.option("--foreground", is_flag=True, help="Stay in the foreground until the pool is unmounted.")
 @click.option("--log", type=click.Path(dir_okay=False),
-              help="Where the daemon writes what it has to say; default: log/ of a local pool directory, else /var/log/nvpool.")
+              help="Log file of the daemon; default: in log/ of a local pool directory, else in /var/log/nvpool.")
 @log_options
 @click.option("--wait", "wait_s", type=Number(1, 3600), default=60.0, show_default=True,
-              help="Seconds until the pool must be there.")
+              help="Seconds to wait until the mount works.")
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
-@click.option("--force", is_flag=True, help="Clean up a dead mount that is in the way first.")
-@click.option("--deadline-s", type=Number(1, 86400), help="How long a call waits for a daemon that is gone. [60]")
+@click.option("--force", is_flag=True, help="First remove a dead mount at MOUNTPOINT.")
+@click.option("--deadline-s", type=Number(1, 86400),
+              help="How long a system call waits for a daemon of the pool that is down. [60]")
 @click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]),
               help="kernel: speak to /dev/fuse directly; pyfuse3: through libfuse; auto: kernel on Linux 5.4 and newer. "
                    "[engine under [client] in node.toml, else auto]")
 @click.option("--writeback", is_flag=True,
-              help="Let the kernel keep what is written and write it later. Only where no other mount or program changes these "
-                   "files; until a file is closed or fsynced, nobody else sees it. Needs engine kernel.")
-@click.option("--max-read", type=Size(), help="Bytes in one read request, engine kernel. [what the kernel allows, 1M]")
+              help="Let the kernel cache writes and send them later. Only if no other mount or program changes these files; "
+                   "others see the data after the file is closed or fsynced. Needs engine kernel.")
+@click.option("--max-read", type=Size(), help="Maximum size of a read request, engine kernel. [what the kernel allows, 1M]")
 @click.option("--read-ahead", type=Size(),
               help="How far the kernel reads ahead of a sequential reader; 0: not at all. Root only. [1M]")
 @click.option("--max-background", type=click.IntRange(1, 65535),
-              help="Requests in work that no call waits for (reading ahead, writing back), engine kernel. [128]")
+              help="Maximum of background requests (read-ahead, writeback), engine kernel. [128]")
 @click.option("--congestion-threshold", type=click.IntRange(1, 65535),
-              help="From how many of those on the kernel holds back, engine kernel. [three quarters]")
+              help="Number of background requests from which the kernel slows down, engine kernel. [three quarters]")
 @click.option("--attr-timeout-s", type=Number(0, 3600),
-              help="How long the kernel may keep attributes; 0 here and for names: it asks each time, and shows nothing old. "
+              help="How long the kernel may cache attributes. 0 here and for names: it asks each time. "
                    "[attr_timeout_s under [client] in node.toml, else 1]")
 @click.option("--entry-timeout-s", type=Number(0, 3600),
-              help="How long the kernel may keep names. [entry_timeout_s under [client] in node.toml, else 1]")
-@click.option("--negative-timeout-s", type=Number(0, 3600), help="How long it may keep that a name is not there. [0]")
+              help="How long the kernel may cache names. [entry_timeout_s under [client] in node.toml, else 1]")
+@click.option("--negative-timeout-s", type=Number(0, 3600),
+              help="How long the kernel may cache that a name does not exist. [0]")
 @click.option("--holder/--no-holder", default=None,
-              help="Whether the mount outlives a crash or upgrade of its process, for some 20 MiB of memory; needs engine "
-                   "kernel and Linux 5.4. [where it can]")
+              help="Whether the mount survives a crash or upgrade of its process, for some 20 MiB of memory; needs engine "
+                   "kernel and Linux 5.4. [if possible]")
 @click.option("--workers", type=click.IntRange(1, configuration.WORKERS_MAX),
-              help="Processes for this mount, where one core does not do: all but one only read files of more than 64 KiB. "
+              help="Processes of this mount, if one core is not enough: all but one only read files of more than 64 KiB. "
                    "Needs a holder and Linux 6.9. [workers under [client] in node.toml, else 1]")
 @click.option("--metrics", metavar="PORT|unix:PATH",
-              help="Tell Prometheus of this mount, all its processes together, at http://127.0.0.1:PORT/metrics; HOST:PORT "
-                   "opens it to whoever reaches HOST.")
+              help="Serve metrics of this mount, with all its processes, at http://127.0.0.1:PORT/metrics; HOST:PORT opens "
+                   "them to everyone who can reach HOST.")
 @click.option("--transport", metavar="SCHEME",
-              help="The only one to use: stream+unix, stream, grpc, or an installed one's. [transport under [client] in "
+              help="Use only this transport: stream+unix, stream, grpc, or an installed one. [transport under [client] in "
                    "node.toml, else the best that both ends have]")
-@click.option("--no-short-cut", is_flag=True, help="Read through the stores also where their drives are in this node.")
-@click.option("--no-acl", is_flag=True, help="Without access control lists: those that are there do not count on this mount.")
-@click.option("-o", "options", multiple=True, metavar="OPTION", help="Of mount(8): noexec, suid, dev, …; repeat it.")
+@click.option("--no-short-cut", is_flag=True,
+              help="No short-circuit reads: read through the stores even if their drives are in this node.")
+@click.option("--no-acl", is_flag=True, help="Ignore access control lists on this mount.")
+@click.option("-o", "options", multiple=True, metavar="OPTION",
+              help="Option of mount(8): noexec, suid, dev, …; may be repeated.")
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_level: str | None, log_format: str | None,
           wait_s: float, read_only: bool, force: bool, deadline_s: float | None, engine: str | None, writeback: bool,
@@ -81,13 +85,13 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_lev
           options: tuple[str, ...], as_json: bool) -> None:
     """Mount a pool, or the directory at PATH of it, at the empty directory MOUNTPOINT.
 
-    Of a pool of which a part is mounted nothing else can be seen there, or named. Symbolic links in PATH are not followed.
+    With PATH, only that directory is visible in the mount. Symbolic links in PATH are not followed.
 
-    Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back, and with a holder
-    also when its own process dies.
+    Returns when the mount can be used. The mount recovers automatically when daemons of the pool die and come back, and with a
+    holder also when its own process dies.
 
-    With the word upgrade in place of POOL (a pool of that name is ./upgrade) the process that serves MOUNTPOINT is replaced by
-    one of the software that is installed now: open files, locks and what was written stay.
+    With the word upgrade in place of POOL (write ./upgrade for a pool of that name), the command replaces the process that
+    serves MOUNTPOINT by one of the software that is installed now. Open files, locks and written data are kept.
     """
     if pool == "upgrade":
         _upgrade(mountpoint, wait_s, as_json)
@@ -102,7 +106,7 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_lev
     directory = directory_of(pool)
     if directory is not None:
         pool = str(directory.path)
-        configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
+        configuration.load(directory.node_toml)  # its errors are reported here and not in a log
     place = str(place_of(mountpoint))
     words = tuple(word for wanted, word in (
         (read_only, "--read-only"), (force, "--force"), (writeback, "--writeback"),
@@ -142,7 +146,7 @@ def _upgrade(mountpoint: str, wait_s: float, as_json: bool) -> None:
 
 
 def log_of(pool: str, place: str) -> Path:
-    """The file for the words of the mount daemon at `place`; its directory is made."""
+    """Return the log file of the mount daemon at `place`, and create its directory."""
     from nvpool.cli.pool_connection import directory_of
     directory = directory_of(pool)
     if directory is not None and os.access(directory.log, os.W_OK):
@@ -158,17 +162,17 @@ def log_of(pool: str, place: str) -> Path:
 @click.command(epilog="""\b
 examples:
   nvpool umount /mnt/pool
-  nvpool umount --lazy /mnt/pool      although it is in use: the name is free at once
+  nvpool umount --lazy /mnt/pool      even if it is in use: MOUNTPOINT is free immediately
 """)
 @click.argument("mountpoint", metavar="MOUNTPOINT")
-@click.option("--lazy", is_flag=True, help="Take it out of sight even while files are open in it.")
+@click.option("--lazy", is_flag=True, help="Detach the mount even while files are open in it.")
 @click.option("--wait", "wait_s", type=Number(0, 3600), default=60.0, show_default=True,
-              help="Seconds that the daemon may take to store what was written.")
+              help="Seconds to wait until the daemon has stored all writes.")
 @json_option
 def umount(mountpoint: str, lazy: bool, wait_s: float, as_json: bool) -> None:
-    """Unmount the pool at MOUNTPOINT. Returns when everything written is stored.
+    """Unmount the pool at MOUNTPOINT. Returns when all writes are stored.
 
-    A mount whose daemon is dead or does not answer is unmounted lazily, so this always works.
+    If the daemon of the mount is dead or does not answer, the mount is detached as with --lazy.
     """
     from nvpool.cli.mount.control import unmount
     was_lazy = unmount(mountpoint, lazy, wait_s)

@@ -1,7 +1,7 @@
-"""How a mount of ours is made and ended, and how its process is replaced.
+"""Control of nvpool mounts: start a mount, unmount it, and replace its process.
 
-Called by `mount`, `umount`, `dev` and `pool destroy`. Guarantees that nothing here waits for a dead mount. Never unmounts
-what is not nvpool's.
+`mount`, `umount`, `dev` and `pool destroy` use this module. No function waits for a dead mount, and none
+unmounts a file system that is not nvpool's.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from nvpool.host.mountinfo import Mount, look_at, mount_at, mounts, mounts_below
 from nvpool.host.pool_directory import PoolDirectory
 
 _BY_ITSELF_S = 1.0
-"""For a daemon to end because its mount is gone; where a copy of the mount lives on elsewhere, it does not."""
+"""Time for a daemon to exit after its mount is gone; a copy in another name space prevents the exit."""
 
 _DETACH = """import ctypes, os, sys
 if ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(sys.argv[1]), int(sys.argv[2])):
     sys.exit(os.strerror(ctypes.get_errno()))
 """
-"""umount(8) looks at the mount first, also when lazy, and so waits for what does not answer."""
+"""Program for a lazy unmount: umount(8) accesses the mount first, even with -l, so a hung mount blocks it."""
 _MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
 
 _ALL_PROCESSES = "pid:[4026531836]"
-"""The first name space of processes, from which all of the machine are seen; PROC_PID_INIT_INO of linux/proc_ns.h."""
+"""The initial PID name space, which sees all processes; PROC_PID_INIT_INO of linux/proc_ns.h."""
 
 _ERROR_LINE = re.compile(r"\S+ \S+ ERROR +\S+ (.*)")
 
 
 def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] = (), wait_s: float = 60.0) -> int:
-    """Start a mount daemon and wait until the pool is there; its pid.
+    """Start a mount daemon, wait until the mount answers, and return the daemon's pid.
 
-    Refused or Unavailable with what the daemon said when it ended; Unavailable when it took longer than wait_s (it is ended
-    then).
+    InUse: an nvpool mount that answers is already there. Refused, Unavailable, Damaged: the daemon exited;
+    the text has its log messages. Unavailable: no mount within `wait_s`; the daemon is terminated.
     """
     place = str(place_of(mountpoint))
     before = mount_at(place)
-    if before is not None and before.ours and look_at(place) == "alive":  # else it would be taken for the one that we make
+    if before is not None and before.ours and look_at(place) == "alive":  # the loop would take it for the new one
         raise InUse(f"{place} has {before.source} ({before.type}) mounted on it; choose another directory, or unmount that "
                     f"with: nvpool umount {place}")
-    # systemd's automount lets nobody in until it is mounted, but for the group of processes that does it
+    # systemd's automount blocks all access until the mount is there, except by the mounting process group
     stays = before is not None and before.type == "autofs"
     if stays:
         options = (*options, "--stay-in-group")
@@ -78,8 +78,10 @@ def mount_command(pool: str, mountpoint: str, options: tuple[str, ...]) -> list[
 
 
 def _mount_of(pid: int, place: str, pool: str) -> bool:
-    """Whether the daemon with this pid has mounted at `place`: it says so in a pool directory, else a mount of ours is
-    enough."""
+    """Return whether the daemon with this pid has mounted at `place`.
+
+    With a pool directory, its state file must name the daemon; otherwise any nvpool mount there is enough.
+    """
     found = mount_at(place)
     directory = PoolDirectory(pool)
     if found is None or not found.ours or not directory.exists():
@@ -97,7 +99,7 @@ def _ended(code: int, errors: list[str], log: Path) -> NvpoolError:
 
 
 def _errors(log: Path, start: int) -> list[str]:
-    """What the daemon said since `start`: its errors, without time and name; where there are none, its last lines."""
+    """Return the daemon's last errors since offset `start`, without time and name; its last lines if none."""
     with open(log, "rb") as file:
         file.seek(start)
         lines = [line for line in file.read(1 << 20).decode(errors="replace").splitlines() if line.strip()]
@@ -109,14 +111,18 @@ def _errors(log: Path, start: int) -> list[str]:
 
 
 def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
-    """Unmount the nvpool mount at `mountpoint`; True when it had to be taken out of sight while it was in use or dead.
+    """Unmount the nvpool mount at `mountpoint`; return whether the unmount was lazy.
 
-    Of a mount that nobody serves any more the calls end that wait in it: a process that was killed while it told the kernel of
-    something may keep it from being dead, for ever, and nobody would answer them.
+    A mount that is dead or does not answer is unmounted lazily even without `lazy`. If no daemon serves that
+    mount any more, system calls that wait in the mount are aborted. Otherwise they could wait for ever: a
+    process that was killed while it notified the kernel may keep the kernel's connection open.
 
-    Returns when its daemon has stored everything and ended, or after wait_s (and the LOOK_S that a look at a hung mount takes)
-    with DeadlineExceeded; the name is free then. Also where another mount name space has a copy of the mount: the daemon is
-    asked to end. InUse when files are open there and `lazy` is not set, NotFound when nothing of ours is mounted.
+    On return the daemon has stored all data and exited, except after a lazy unmount, where nothing waits for
+    the daemon. If another mount name space has a copy of the mount, the daemon is told to exit.
+
+    DeadlineExceeded: the daemon did not exit within `wait_s`, plus LOOK_S for the check of a hung mount; the
+    mount point is free. InUse: files are open and `lazy` is not set. NotFound: nothing is mounted there.
+    InvalidRequest: the mount is not nvpool's. Unavailable: umount(8) did not finish within `wait_s`.
     """
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     place = str(place_of(mountpoint))
@@ -144,18 +150,18 @@ def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
 
 
 class Upgraded(NamedTuple):
-    """`pause_ms`: for how long nobody served; None where no pool directory of this machine tells."""
+    """Result of `upgrade`. `pause_ms`: how long no process served; None if no pool directory records it."""
 
     pid: int
     pause_ms: int | None
 
 
 def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
-    """Replace the process that serves the mount at `mountpoint` by one of the software that is installed now; nobody who uses
-    the mount sees more than a pause. On return the new one serves.
+    """Replace the process that serves the mount by one of the software that is installed now.
 
-    NotFound and InvalidRequest where there is no such mount, or it does not outlive its process. Unavailable when the new
-    process does not start: the old one goes on. DeadlineExceeded when nothing came of it within wait_s.
+    On return the new process serves. Users of the mount see only a pause. NotFound: there is no nvpool mount.
+    InvalidRequest: the mount has no holder, so it does not outlive its process. Unavailable: the new process
+    did not start; the old one continues. DeadlineExceeded: no new process served within `wait_s`.
     """
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     place = str(place_of(mountpoint))
@@ -196,12 +202,12 @@ def _pause_of(pid: int) -> int | None:
         return None
     deadline_s = SYSTEM_CLOCK.boottime_s() + _BY_ITSELF_S
     while (state := directory.state_of(f"mount-{pid}")) is None and SYSTEM_CLOCK.boottime_s() < deadline_s:
-        pause(0.02)  # it says so when it serves already
+        pause(0.02)  # the process writes its state a little after it begins to serve
     return state.pause_ms if state is not None else None
 
 
 def _ask_to_end(daemons: dict[int, int]) -> None:
-    """The holder, where there is one, passes it on."""
+    """Send SIGTERM to the holders, which pass it on; to all daemons if there is no holder."""
     holders = [pid for pid in daemons if _runs(pid, {Program.MOUNT_HOLDER})]
     for pidfd in [daemons[pid] for pid in holders] or daemons.values():
         with contextlib.suppress(ProcessLookupError):
@@ -214,17 +220,21 @@ def _ended_by(daemons: dict[int, int], deadline_s: float) -> bool:
 
 
 def _may_be_served(mount: Mount) -> bool:
-    """Whether there may be a daemon of it: of another place where it is seen too, or in a container out of our sight."""
+    """Return whether some daemon may serve the mount, although none was found at its mount point.
+
+    The daemon may belong to another mount point of the same file system, or run in a container whose
+    processes this process does not see.
+    """
     others = [other for other in mounts() if other.device == mount.device and other.point != mount.point]
     return bool(others) or mount.root != Path("/") or os.readlink("/proc/self/ns/pid") != _ALL_PROCESSES
 
 
 def _umount(place: str, lazy: bool, deadline_s: float, end_calls_of: str | None = None) -> None:
-    """`end_calls_of`: the device, of a mount that nobody serves."""
+    """Unmount `place`. `end_calls_of`: device of a mount that no daemon serves; its calls are aborted."""
     if os.geteuid():
         command = ["fusermount3", "-u", *(["-z"] if lazy else []), place]
         if end_calls_of is not None and lazy:
-            with contextlib.suppress(OSError):  # where that file system is not mounted, they wait on
+            with contextlib.suppress(OSError):  # without fusectl mounted, the calls keep waiting
                 Path("/sys/fs/fuse/connections", end_calls_of.partition(":")[2], "abort").write_text("1")
     elif lazy:
         flags = _MNT_DETACH | _UMOUNT_NOFOLLOW | (_MNT_FORCE if end_calls_of is not None else 0)
@@ -235,7 +245,7 @@ def _umount(place: str, lazy: bool, deadline_s: float, end_calls_of: str | None 
     try:
         _, said = running.communicate(timeout=max(1.0, deadline_s - SYSTEM_CLOCK.boottime_s()))
     except subprocess.TimeoutExpired:
-        running.kill()  # not waited for: it can not die while the kernel writes pages back through the daemon
+        running.kill()  # no wait: it can not exit while the kernel writes pages back through the daemon
         if (mounted := mount_at(place)) is not None and mounted.ours:
             raise Unavailable(f"{place} could not be unmounted in time; try: nvpool umount --lazy {place}") from None
         return
@@ -252,7 +262,10 @@ def _runs(pid: int, programs: set[Program]) -> bool:
 
 
 def _daemons_of(place: str, programs: set[Program] | None = None) -> dict[int, int]:
-    """The mount daemons and holders of `place`, or those that run these programs: pid -> pidfd."""
+    """Return the processes of `place` that run `programs`: pid -> pidfd, which the caller closes.
+
+    Default programs: the mount daemon and its holder.
+    """
     programs = programs or {Program.MOUNT, Program.MOUNT_HOLDER}
     found = {}
     for pid, _ in processes(*programs, naming=place):
@@ -260,7 +273,7 @@ def _daemons_of(place: str, programs: set[Program] | None = None) -> dict[int, i
             pidfd = os.pidfd_open(pid)
         except OSError:
             continue
-        words = command_line(pid)  # again: the first look may have been at another process with this pid
+        words = command_line(pid)  # again: until the pidfd was open the pid could change owner
         if program_of(words) in programs and place in words:
             found[pid] = pidfd
         else:
@@ -269,7 +282,7 @@ def _daemons_of(place: str, programs: set[Program] | None = None) -> dict[int, i
 
 
 def words_of(place: str) -> list[str]:
-    """What the process that serves `place` was started with; nothing where there is none."""
+    """Return the arguments of the process that serves `place`; empty if there is none."""
     daemons = _daemons_of(place)
     try:
         return next((words for pid in daemons if (words := command_line(pid))), [])
@@ -279,8 +292,10 @@ def words_of(place: str) -> list[str]:
 
 
 def mountpoints_of(directory: PoolDirectory) -> list[str]:
-    """Where this machine has the pool of `directory` mounted, the deepest first: below it, and wherever a mount announced
-    itself."""
+    """Return where this machine has the pool of `directory` mounted, deepest first.
+
+    These are nvpool mounts below the directory, and those whose state files in the directory name them.
+    """
     places = {str(mount.point) for mount in mounts_below(directory.path) if mount.ours}
     for state in (*directory.states("mount-").values(), *directory.dead_mounts().values()):
         if state.mountpoint and (found := mount_at(state.mountpoint)) is not None and found.ours:

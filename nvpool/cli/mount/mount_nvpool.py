@@ -1,11 +1,14 @@
-"""`mount.nvpool`: what mount(8) calls for `mount -t nvpool SOURCE PLACE -o …` and for a line of /etc/fstab with that type.
+"""The program `mount.nvpool`, the helper of mount(8) for file systems of type nvpool.
+
+mount(8) runs it for `mount -t nvpool SOURCE PLACE -o …` and for lines of /etc/fstab with that type:
 
     mount.nvpool SOURCE PLACE [-sfnv] [-t TYPE] [-o OPTION,…]
 
-SOURCE is HOST[:PORT]:/PATH, /DIRECTORY:/PATH or a pool directory; with -o pool=DIR that directory (of a node, or of `nvpool
-client join`) is the pool, and what stands before the colon is a name. /proc/mounts shows SOURCE as it was given, so that
-`mount -a` knows it again. Exit codes are mount(8)'s: 1 wrong words, 32 not mounted, and stderr has the reason. Decides nothing
-about mounting: that is `nvpool mount`'s work, whose options are taken here under the same names.
+SOURCE is HOST[:PORT]:/PATH, /DIRECTORY:/PATH or a pool directory. With -o pool=DIR that directory (of a node,
+or of `nvpool client join`) is the pool, and the part of SOURCE before the colon is only a name. /proc/mounts
+shows SOURCE as given, so that `mount -a` recognizes the mount. Exit codes are those of mount(8): 1 for wrong
+arguments, 32 if the mount failed; the reason is on stderr. The program does not mount by itself: it passes
+the options, which have the same names, to the mount daemon as `nvpool mount` does.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvpool.cli.pool_path import divided
 from nvpool.core import config as configuration
@@ -28,11 +32,11 @@ from nvpool.host.mountinfo import mount_at, options_in, place_of
 
 EXIT_USAGE, EXIT_FAILURE = 1, 32
 DEFAULT_PORT = 17512
-"""Of a HOST without one."""
+"""Port of a HOST without a port."""
 WAIT_S = 60.0
 
 
-def _one_of(*known: str):
+def _one_of(*known: str) -> Callable[[str], str]:
     def checked(value: str) -> str:
         if value not in known:
             raise ValueError(f"it is one of {', '.join(known)}")
@@ -40,7 +44,7 @@ def _one_of(*known: str):
     return checked
 
 
-def _between(kind, least: int, most: int):
+def _between(kind: Callable[[str], float], least: int, most: int) -> Callable[[str], float]:
     def checked(value: str) -> float:
         try:
             number = kind(value)
@@ -58,26 +62,27 @@ def _address(value: str) -> str:
 
 
 WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut", "no-acl")
-VALUES = {"engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes, "read-ahead": parse_bytes,
+VALUES: dict[str, Callable[[str], str | float]] = {
+          "engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes, "read-ahead": parse_bytes,
           "max-background": _between(int, 1, 65535), "congestion-threshold": _between(int, 1, 65535),
           "attr-timeout-s": _between(float, 0, 3600), "entry-timeout-s": _between(float, 0, 3600),
           "negative-timeout-s": _between(float, 0, 3600), "deadline-s": _between(float, 1, 86400),
           "workers": _between(int, 1, configuration.WORKERS_MAX), "metrics": _address,
           "log-level": _one_of("debug", "info", "warning", "error"), "log-format": _one_of("text", "json")}
-HERE = {"pool": str, "log": str, "wait": _between(float, 1, 3600)}
-"""These are for us; the others are passed on to the daemon."""
+HERE: dict[str, Callable[[str], str | float]] = {"pool": str, "log": str, "wait": _between(float, 1, 3600)}
+"""Options that this program uses itself; `VALUES` and `WORDS` go to the mount daemon."""
 FLAGS = {"ro": (1, True), "rw": (1, False), "nosuid": (2, True), "suid": (2, False), "nodev": (4, True), "dev": (4, False),
          "noexec": (8, True), "exec": (8, False), "sync": (16, True), "async": (16, False), "dirsync": (128, True),
          "noatime": (1024, True), "atime": (1024, False), "nodiratime": (2048, True), "diratime": (2048, False)}
-"""Bits of mount(2), as in fuse/kernel/attach, which is not imported for a look at words."""
+"""Flag bits of mount(2), as in fuse/kernel/attach; that module is not imported only to parse options."""
 PASSED = ("allow_other", "default_permissions")
 PASSED_VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
 NOTHING = frozenset(("defaults", "auto", "noauto", "nofail", "user", "nouser", "users", "owner", "group", "_netdev", "relatime",
                      "silent", "loud", "norelatime"))
-"""For mount(8), systemd and people; and atime is relatime here."""
+"""Options without effect here: they are for mount(8), systemd and people. Access times are relatime."""
 NOTHING_VALUES = ("comment=", "x-", "X-", "user=", "uhelper=", "helper=")
 OF_KERNEL = ("user_id=", "group_id=", "rootmode=", "fd=", "blksize=", "subtype=", "fsname=", "max_read=")
-"""mount(8) adds what it finds in /proc/mounts when it mounts anew."""
+"""Options that mount(8) adds from /proc/mounts when it remounts."""
 _REMOUNT, _NOSUID, _NODEV, _RDONLY = 32, 2, 4, 1
 
 
@@ -87,9 +92,9 @@ class Wanted(NamedTuple):
     pool: str
     subtree: str
     words: tuple[str, ...]
-    """For the mount daemon."""
+    """Arguments of the mount daemon."""
     flags: int
-    """Of mount(2), where it is mounted anew."""
+    """Flags of mount(2) for a remount."""
     log: str
     wait_s: float
     remount: bool
@@ -98,12 +103,12 @@ class Wanted(NamedTuple):
 
 
 def known() -> str:
-    """What may stand behind -o, for people."""
+    """Return the options that -o accepts, for a message."""
     return ", ".join([*(f"{name}=" for name in (*HERE, *VALUES)), *WORDS, *FLAGS, *PASSED, "remount"])
 
 
 def parse(arguments: list[str]) -> Wanted:
-    """InvalidRequest with what is wrong and what there is."""
+    """Parse the arguments. InvalidRequest: names the wrong argument and the possible ones."""
     try:
         given, rest = getopt.gnu_getopt(arguments, "sfnvho:t:N:")
     except getopt.GetoptError as error:
@@ -119,7 +124,9 @@ def parse(arguments: list[str]) -> Wanted:
     source, place = rest
     options = [word for letter, value in given if letter == "-o" for word in options_in(value)]
     remount = "remount" in options
-    words, here, flags = [], {}, _NOSUID | _NODEV
+    words: list[str] = []
+    here: dict[str, Any] = {}
+    flags = _NOSUID | _NODEV
     for option in options:
         name, is_valued, value = option.partition("=")
         name = name if option.startswith(PASSED_VALUES) or name in PASSED else name.replace("_", "-")
@@ -142,12 +149,12 @@ def parse(arguments: list[str]) -> Wanted:
         elif "-s" not in letters:
             more = " needs a value: write it as" if name in VALUES or name in HERE else " is no option of nvpool; there are"
             raise InvalidRequest(f"{option!r}{more} {f'{name}=…' if more.startswith(' needs') else known()}")
-    pool, subtree = ("", "/") if remount else _where(source, here.get("pool", ""))  # then it may be what `nvpool mount` shows
+    pool, subtree = ("", "/") if remount else _where(source, here.get("pool", ""))  # it may be what `nvpool mount` shows
     return Wanted(source, str(place_of(place)), pool, subtree, tuple(words), flags, here.get("log", ""),
                   here.get("wait", WAIT_S), remount, "-f" in letters, "-v" in letters)
 
 
-def _checked(name: str, value: str, kind):
+def _checked(name: str, value: str, kind: Callable[[str], str | float]) -> str | float:
     try:
         return kind(value)
     except (ValueError, NvpoolError) as error:
@@ -155,7 +162,7 @@ def _checked(name: str, value: str, kind):
 
 
 def _where(source: str, directory: str) -> tuple[str, str]:
-    """The pool, and the path in it."""
+    """Return the pool that `source` names, and the path in the pool."""
     pool, subtree = divided(source)
     if directory:
         if pool == source:
@@ -172,9 +179,10 @@ def _where(source: str, directory: str) -> tuple[str, str]:
 
 
 def remount(wanted: Wanted) -> None:
-    """Change what the kernel decides: whether it is read-only, and noexec and the like. All else stays as it was mounted.
+    """Change the mount flags that the kernel enforces: read-only, noexec and the like.
 
-    Refused, InUse where files are open for writing.
+    All other options stay as they were. Refused: nothing of nvpool is mounted there, the mount was made
+    read-only, or the kernel refuses. InUse: files are open for writing.
     """
     from nvpool.cli.mount.control import words_of
     there = mount_at(wanted.place)
@@ -197,8 +205,11 @@ def _was_read_only(words: list[str]) -> bool:
 
 
 def run(wanted: Wanted) -> None:
-    """Mount it; returns when the pool is there, with all checked and nothing done where it is `fake`. As
-    cli/mount/control.mount_pool: Refused, Unavailable; InvalidRequest of a path that none can be. Nothing is mounted then."""
+    """Mount the pool; on return the mount answers. With `fake` only check the arguments and configuration.
+
+    Refused, Unavailable: as `mount_pool` in cli/mount/control. InvalidRequest: the path in the pool is not
+    valid. After an error nothing is mounted.
+    """
     from nvpool.cli.mount.command import log_of
     from nvpool.cli.mount.control import mount_pool
     from nvpool.cli.pool_connection import directory_of
@@ -220,7 +231,7 @@ def run(wanted: Wanted) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code for mount(8)."""
+    """Run the program and return the exit code for mount(8)."""
     try:
         wanted = parse(sys.argv[1:] if arguments is None else arguments)
     except NvpoolError as error:
