@@ -57,9 +57,9 @@ from nvpool.host.pool_directory import SOCKET_PATH_BYTES_MAX, PoolDirectory
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import NVPOOL, Node
+from nvpool.testing.env.nodes import NVPOOL, NodeMachine
 from nvpool.testing.env.service_manager import ServiceManager
-from nvpool.testing.faults.node_faults import CONDITIONS, VICTIMS, Faults, NotNow, is_settled, missing_copies, newest_map
+from nvpool.testing.faults.node_faults import CONDITIONS, VICTIMS, NodeFaults, NotNow, is_settled, missing_copies, newest_map
 from nvpool.testing.loads.checking import CheckingLoad, Pauses
 from nvpool.testing.loads.mounted_nodes import PoolInUse
 
@@ -163,7 +163,7 @@ class Truth:
 class Watch:
     """`nvpool status --check` of one node, again and again, compared with the truth."""
 
-    def __init__(self, truth: Truth, node: Node, noticed_s: float) -> None:
+    def __init__(self, truth: Truth, node: NodeMachine, noticed_s: float) -> None:
         self._truth, self._node, self._noticed_s = truth, node, noticed_s
         self.wrong: list[str] = []
         self.words: set[str] = set()
@@ -209,7 +209,7 @@ def last_line(path: Path) -> str:
     return next(iter(path.read_text(errors="replace").splitlines()[::-1]), "")[-300:]
 
 
-def asked(node: Node) -> tuple[int, dict, str]:
+def asked(node: NodeMachine) -> tuple[int, dict, str]:
     """Exit code and answer of `nvpool status --check` there; an empty answer where there is none."""
     try:
         done = node.nvpool("status", str(node.path), "--json", "--check", check=False)
@@ -249,7 +249,7 @@ def load(place: Path, seed: int) -> None:
 class Load:
     """The load, a process on the client's machine."""
 
-    def __init__(self, client: Node, name: str, seed: int) -> None:
+    def __init__(self, client: NodeMachine, name: str, seed: int) -> None:
         words = (sys.executable, "-P", str(HERE / "failure_soak.py"), "--load", str(client.machine.place / "mount" / name),
                  "--seed", str(seed))
         self._process = subprocess.Popen(client.machine.command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -343,7 +343,7 @@ class Soak:
     def round(self, number: int, chance: random.Random, victim: str, condition: str, drains: bool) -> dict:
         """Cause the faults of a round and measure it. `missed` of the result names the bounds that it missed, `whole_s` is None
         when the pool was not whole after GIVEN_UP_S."""
-        faults = Faults(self._pool, chance, self._leads)
+        faults = NodeFaults(self._pool, chance, self._leads)
         row: dict = {"round": number, "seed": self._seed, "victim": victim, "condition": condition, "drain": drains,
                      "at": time.strftime("%H:%M:%S"), "missed": [], "notes": faults.notes}
         missed, moments = row["missed"], []

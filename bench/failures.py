@@ -40,7 +40,7 @@ from workspace import can_keep_awake, not_final, processors_awake, say, warn_of_
 from nvpool.poolmap.shards.members import process_name
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
-from nvpool.testing.env.nodes import Node
+from nvpool.testing.env.nodes import NodeMachine
 from nvpool.testing.env.pool import end_process
 from nvpool.testing.loads.checking import Pauses
 
@@ -69,7 +69,7 @@ def watch(place: str) -> None:
 
 
 class Watch:
-    def __init__(self, client: Node, place: Path) -> None:
+    def __init__(self, client: NodeMachine, place: Path) -> None:
         words = (sys.executable, "-P", str(HERE / "failures.py"), "--watch", str(place))
         self._process = subprocess.Popen(client.machine.command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          text=True)
@@ -101,7 +101,7 @@ class Failing:
 
     def __init__(self, made: Cluster, seed: int) -> None:
         self.nodes, self.chance = made.nodes, random.Random(seed)
-        self.down: Node | None = None
+        self.down: NodeMachine | None = None
 
     def map(self):
         return (self.nodes[0] if self.down is not self.nodes[0] else self.nodes[1]).map()
@@ -172,7 +172,7 @@ GOALS = {"target killed": ("after detection", 1.0), "target stopped": ("after de
          "metadata primary killed": ("in all", 5.0)}
 
 
-def led_since(node: Node) -> str:
+def led_since(node: NodeMachine) -> str:
     """The time of the last line that says that it leads, as its log has it; "" for never."""
     lines = (node.directory.log / "nvpoold.log").read_text(errors="replace").splitlines()
     return max((line[:30] for line in lines if "this node leads the pool" in line), default="")

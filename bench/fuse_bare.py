@@ -28,7 +28,7 @@ NODES = {1: Attr(inode=1, mode=stat.S_IFDIR | 0o755, links=2),
 KEEP = (3600, 0)
 
 
-def answer(request: requests.Request) -> bytes:
+def answer(request: requests.FuseRequest) -> bytes:
     unique = request.unique
     if request.opcode == Op.INIT:
         flags = Init(requests.flags_of(request)) & (Init.ASYNC_READ | Init.ASYNC_DIO | Init.MAX_PAGES | Init.PARALLEL_DIROPS)

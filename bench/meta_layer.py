@@ -19,7 +19,7 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records
-from nvpool.rpc.stats import Answers
+from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.transports.frame import HEADER_BYTES, REQUEST, pack_head
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
@@ -57,7 +57,7 @@ class Side:
 
 async def spend_at_once(service: MetaService, kv: LmdbKv, method: int, made: list) -> tuple[float, list[bytes]]:
     """Microseconds of CPU of this thread a request, and the messages of the answers."""
-    spent, answers, tally = 0.0, [], Answers()
+    spent, answers, tally = 0.0, [], ReplyStats()
     for at in range(0, len(made), 500):
         frames = [bytearray(pack_head(REQUEST, method, number, 1000, request.SerializeToString(), 0))
                   for number, request in enumerate(made[at:at + 500])]

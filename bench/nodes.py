@@ -59,7 +59,7 @@ from nvpool.core.units import KIB, MIB
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machine, Machines
-from nvpool.testing.env.nodes import Node, Pool
+from nvpool.testing.env.nodes import NodeMachine, Pool
 from nvpool.testing.env.pool import RealPool
 
 HERE = Path(__file__).resolve().parent
@@ -129,17 +129,17 @@ print(json.dumps({"rate": count / (now - begin), "bytes_rate": count / (now - be
 class Cluster:
     """`nodes` of a pool and `clients` that have joined it, each with a machine of its own; machines that do nothing yet."""
 
-    def __init__(self, hosts: Machines, pool: Pool, clients: list[Node], spare: list[Machine]) -> None:
+    def __init__(self, hosts: Machines, pool: Pool, clients: list[NodeMachine], spare: list[Machine]) -> None:
         self.hosts, self.pool, self.nodes, self.clients, self._spare = hosts, pool, pool.nodes, clients, spare
 
     def add_node(self) -> None:
         """A spare machine joins with its drives, and has its share of the chunks."""
-        node = Node(self._spare.pop())
+        node = NodeMachine(self._spare.pop())
         self.nodes.append(node)
         self.pool.join(node, self.nodes[0].json("node", "token", str(self.nodes[0].path)))
         self.nodes[0].nvpool("pool", "rebalance", str(self.nodes[0].path), "--wait")
 
-    def command(self, client: Node, *words: object) -> list[str]:
+    def command(self, client: NodeMachine, *words: object) -> list[str]:
         return client.machine.command(*map(str, (sys.executable, "-P", *words)))
 
     def write(self, file_mib: int) -> None:
@@ -179,7 +179,7 @@ class Cluster:
         used = [drive["used_bytes"] for drive in self.nodes[0].until_all_serve()["drives"]]
         return [one / sum(used) for one in used]
 
-    def mount(self, client: Node) -> Path:
+    def mount(self, client: NodeMachine) -> Path:
         place = client.machine.place / "mount"
         place.mkdir()
         client.nvpool("mount", str(client.path), str(place))
@@ -193,7 +193,7 @@ def cluster(directory: Path, nodes: int, clients: int, *words: str, plain: bool 
     hosts = Machines(nodes + clients + spare, directory)
     with hosts as made:
         pool = Pool(made[:nodes], plain, drives=drives, capacity=capacity)
-        joined = [Node(one) for one in made[nodes:nodes + clients]]
+        joined = [NodeMachine(one) for one in made[nodes:nodes + clients]]
         try:
             join = pool.found(*words)
             for node in pool.nodes[1:]:

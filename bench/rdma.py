@@ -30,7 +30,7 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.transports import ucx
-from nvpool.rpc.transports.rdma import RdmaUnixTransport, Settings
+from nvpool.rpc.transports.rdma import RdmaUnixTransport, RdmaSettings
 from nvpool.rpc.transports.stream import UnixStreamTransport
 from nvpool.sdk.aio import AsyncFileSystem
 
@@ -113,7 +113,7 @@ def serve_bare(directory: str) -> None:
     answers = {count: [memory[at * size:(at + 1) * size] for at in range(count)] for count, size in BARE.values()}
 
     async def main() -> None:
-        listener = await RdmaUnixTransport(Settings(local=True)).listen(
+        listener = await RdmaUnixTransport(RdmaSettings(local=True)).listen(
             f"rdma+unix://{directory}/s", Greeting("bare"), lambda call: call.reply(b"", answers[call.method]))
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -150,7 +150,7 @@ class Tree:
             (records.dentry_key(0, ROOT_INODE, hashed, HOME), records.encode_dentry(0, self.home, DIRECTORY_KIND)),
             self._directory_record(self.home, ROOT_INODE, 0, entries, self.directories),
             (records.COUNTS_KEY, records.encode_counts(self.inode_count)),
-            (records.BOUNDS_KEY, records.encode_bounds(records.Bounds(bound, 1)))])
+            (records.BOUNDS_KEY, records.encode_bounds(records.IssuedNumbers(bound, 1)))])
 
     def batches(self) -> Iterator[tuple[float, Records]]:
         """All the others, a range of keys after the other, each batch with its share of the work.

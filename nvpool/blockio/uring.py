@@ -27,7 +27,7 @@ AGAIN_S = 0.01
 """Delay before reads that the kernel rejected for lack of memory are submitted again."""
 
 
-class _Batch:
+class _RingBatch:
     __slots__ = ("left", "outcome", "on_done", "into")
 
     def __init__(self, count: int, on_done: Callable[[Outcome], None], into: memoryview):
@@ -55,8 +55,8 @@ class UringReader(WaitingReader):
     def __init__(self, ring) -> None:
         self._ring = ring
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._inside: dict[int, tuple[_Batch, int, int, int, int, int]] = {}
-        self._outside: deque[tuple[_Batch, int, int, int, int, int]] = deque()
+        self._inside: dict[int, tuple[_RingBatch, int, int, int, int, int]] = {}
+        self._outside: deque[tuple[_RingBatch, int, int, int, int, int]] = deque()
         self._token = 0
         self._gathering = False
 
@@ -81,7 +81,7 @@ class UringReader(WaitingReader):
         if self._loop is not loop:
             self._loop = loop
             loop.add_reader(self._ring.fileno, self._completed)
-        batch = _Batch(len(offsets), on_done, into)
+        batch = _RingBatch(len(offsets), on_done, into)
         waiting = self._outside
         for at, offset in enumerate(offsets):
             waiting.append((batch, at, fd, offset, lengths[at], positions[at]))

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from nvpool.bridge.metrics import Counts
+from nvpool.bridge.metrics import BridgeMetrics
 from nvpool.bridge.options import SOCKET_BYTES_MAX, shown
 from nvpool.bridge.volumes import BridgeVolumes
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
@@ -63,7 +63,7 @@ CONTENT_TYPE = "application/vnd.docker.plugins.v1.2+json"
 log = logging.getLogger("nvpool.bridge.docker")
 
 
-class Request(msgspec.Struct, rename="pascal"):
+class DockerRequest(msgspec.Struct, rename="pascal"):
     """Union of the fields of all requests."""
 
     name: str = ""
@@ -71,7 +71,7 @@ class Request(msgspec.Struct, rename="pascal"):
     opts: dict[str, Any] | None = None
 
 
-def _given(asked: Request) -> str:
+def _given(asked: DockerRequest) -> str:
     """Return the ID by which the engine distinguishes uses of a volume. InvalidRequest: there is none."""
     if not asked.id:
         raise InvalidRequest("there is no ID in the request; the engine gives each use of a volume one")
@@ -93,10 +93,10 @@ class DockerFace:
     `activated` is set whenever an engine connects: then the daemon reconciles the references in `volumes`.
     """
 
-    def __init__(self, volumes: BridgeVolumes, *, deadline_s: float = DEADLINE_S, counts: Counts | None = None,
+    def __init__(self, volumes: BridgeVolumes, *, deadline_s: float = DEADLINE_S, counts: BridgeMetrics | None = None,
                  clock: Clock = SYSTEM_CLOCK) -> None:
         self._volumes, self._deadline_s, self._clock = volumes, deadline_s, clock
-        self._counts = counts or Counts()
+        self._counts = counts or BridgeMetrics()
         self.activated = asyncio.Event()
         self._running = 0
         self._idle = asyncio.Event()
@@ -104,7 +104,7 @@ class DockerFace:
         self._runner: web.AppRunner | None = None
         self._socket: Path | None = None
         self._made: os.stat_result | None = None
-        self._verbs: dict[str, Callable[[Request], Awaitable[dict[str, Any]]]] = {
+        self._verbs: dict[str, Callable[[DockerRequest], Awaitable[dict[str, Any]]]] = {
             "/Plugin.Activate": self._activate,
             "/VolumeDriver.Capabilities": self._capabilities,
             "/VolumeDriver.Create": self._create,
@@ -189,23 +189,23 @@ class DockerFace:
         except web.HTTPRequestEntityTooLarge:
             raise TooBig(f"the request has more than {BODY_BYTES_MAX} bytes") from None
         try:
-            asked = msgspec.json.decode(body, type=Request) if body.strip() else Request()
+            asked = msgspec.json.decode(body, type=DockerRequest) if body.strip() else DockerRequest()
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise InvalidRequest(f"the request is not what a volume plugin understands: {str(error)[:200]}") from None
         return await verb(asked)
 
-    async def _activate(self, _: Request) -> dict[str, Any]:
+    async def _activate(self, _: DockerRequest) -> dict[str, Any]:
         self.activated.set()
         return {"Implements": ["VolumeDriver"]}
 
-    async def _capabilities(self, _: Request) -> dict[str, Any]:
+    async def _capabilities(self, _: DockerRequest) -> dict[str, Any]:
         return {"Capabilities": {"Scope": "global"}}
 
-    async def _create(self, asked: Request) -> dict[str, Any]:
+    async def _create(self, asked: DockerRequest) -> dict[str, Any]:
         await self._volumes.create(asked.name, asked.opts)
         return {"Err": ""}
 
-    async def _remove(self, asked: Request) -> dict[str, Any]:
+    async def _remove(self, asked: DockerRequest) -> dict[str, Any]:
         try:
             await self._volumes.remove(asked.name)
         except InUse:
@@ -214,17 +214,17 @@ class DockerFace:
             await self._volumes.remove(asked.name)
         return {"Err": ""}
 
-    async def _mount(self, asked: Request) -> dict[str, Any]:
+    async def _mount(self, asked: DockerRequest) -> dict[str, Any]:
         return {"Mountpoint": str(await self._volumes.stage(asked.name, FACE + _given(asked))), "Err": ""}
 
-    async def _unmount(self, asked: Request) -> dict[str, Any]:
+    async def _unmount(self, asked: DockerRequest) -> dict[str, Any]:
         await self._volumes.unstage(asked.name, FACE + _given(asked))
         return {"Err": ""}
 
-    async def _path(self, asked: Request) -> dict[str, Any]:
+    async def _path(self, asked: DockerRequest) -> dict[str, Any]:
         return {"Mountpoint": str(await self._volumes.path(asked.name) or ""), "Err": ""}
 
-    async def _get(self, asked: Request) -> dict[str, Any]:
+    async def _get(self, asked: DockerRequest) -> dict[str, Any]:
         volume = await self._volumes.get(asked.name)
         told = await self._described(volume)
         told["Status"] = {
@@ -233,7 +233,7 @@ class DockerFace:
             "used by": list(volume.attachments)}
         return {"Volume": told, "Err": ""}
 
-    async def _list(self, _: Request) -> dict[str, Any]:
+    async def _list(self, _: DockerRequest) -> dict[str, Any]:
         return {"Volumes": [await self._described(volume) for volume in await self._volumes.list()], "Err": ""}
 
     async def _described(self, volume: Any) -> dict[str, Any]:

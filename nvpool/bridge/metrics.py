@@ -10,7 +10,7 @@ from nvpool.metrics.exposition import Page
 from nvpool.metrics.registry import Times
 
 
-class Counts:
+class BridgeMetrics:
     """Durations and errors of known calls. Unknown calls do not count, so clients can not add names."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from nvpool.host.pool_directory import PoolDirectory
 from nvpool.poolmap.model import decode_map
 
 if TYPE_CHECKING:
-    from nvpool.security.tls import Identity
+    from nvpool.security.tls import TlsIdentity
 
 REACH_S = 10.0
 """Time limit for a first reply: a supervisor that died is back within a second or two."""
@@ -101,7 +101,7 @@ def own_host(address: str) -> str:
         return own
 
 
-def identity_for(pool: str) -> Identity | None:
+def identity_for(pool: str) -> TlsIdentity | None:
     """Return the TLS identity that this command presents, from the pool directory; None for an address."""
     from nvpool.core.config import load
     from nvpool.security.tls import identity_in

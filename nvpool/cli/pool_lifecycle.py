@@ -39,7 +39,7 @@ from nvpool.core.programs import Program, command
 from nvpool.host.log_files import open_log
 from nvpool.host.mountinfo import mounts_below
 from nvpool.host.pool_directory import Flock, PoolDirectory, holder_of, memory_file
-from nvpool.host.processes import Identity, runs
+from nvpool.host.processes import ProcessIdentity, runs
 from nvpool.poolmap.model import PoolMap, decode_map
 from nvpool.poolmap.shards.members import members, node_and_path, process_name
 
@@ -190,7 +190,7 @@ def stop(directory: PoolDirectory) -> Flock:
     raise Unavailable(f"the pool {directory.path} could not be stopped; `ps` shows its processes")
 
 
-def _end(identity: Identity, drain_s: float, together: Sequence[Identity] = ()) -> None:
+def _end(identity: ProcessIdentity, drain_s: float, together: Sequence[ProcessIdentity] = ()) -> None:
     """Terminate the process, and kill it after `drain_s`; before a kill, suspend those in `together`."""
     try:
         pidfd = os.pidfd_open(identity.pid)

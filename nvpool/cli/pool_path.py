@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nvpool.rpc.v1.meta_pb2 import Attr
 
 
-class Place(NamedTuple):
+class PoolPath(NamedTuple):
     pool: str
     path: bytes
 
@@ -55,8 +55,8 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in n
 
     name = "POOL:/path"
 
-    def convert(self, value: str | Place, parameter: click.Parameter | None, context: click.Context | None) -> Place:
-        if isinstance(value, Place):
+    def convert(self, value: str | PoolPath, parameter: click.Parameter | None, context: click.Context | None) -> PoolPath:
+        if isinstance(value, PoolPath):
             return value
         at = _divider(value)
         if at <= 0:
@@ -64,7 +64,7 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in n
                       parameter, context)
         if context is not None:
             remember_pool(context, parameter, value[:at])
-        return Place(value[:at], os.fsencode(value[at + 1:]))
+        return PoolPath(value[:at], os.fsencode(value[at + 1:]))
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.messages.data_codec import decoded
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
-from nvpool.security.tls import CERTIFICATE_FILE, ETCD_SECRET, KEY_NEXT_FILE, Identity, read_key, settle_key
+from nvpool.security.tls import CERTIFICATE_FILE, ETCD_SECRET, KEY_NEXT_FILE, TlsIdentity, read_key, settle_key
 
 LOOK_S = min(3600.0, MEMBER_S / 10)
 _ASK_S = 10.0
@@ -36,7 +36,7 @@ Signed = list[tuple[str, bytes]]
 """Certificates, each with its directory below secret/. The first is the one whose age is checked."""
 
 
-async def keep_renewed(renew: Callable[[], Awaitable[bool]], identity: Identity) -> None:
+async def keep_renewed(renew: Callable[[], Awaitable[bool]], identity: TlsIdentity) -> None:
     """Call `renew` now and each hour (LOOK_S), without end.
 
     A failure is logged and retried at the next call.
@@ -50,7 +50,7 @@ async def keep_renewed(renew: Callable[[], Awaitable[bool]], identity: Identity)
         await asyncio.sleep(LOOK_S)
 
 
-async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, dialer: Dialer, *,
+async def renew_once(directory: PoolDirectory, identity: TlsIdentity, pool_map: PoolMap, dialer: Dialer, *,
                      left_s: float = RENEW_S, clock: Clock = SYSTEM_CLOCK, new_key: bool = False,
                      sign: Callable[[bytes], Signed | None] = lambda request: None) -> bool:
     """Renew the certificate if it expires within `left_s`; return whether it was renewed.

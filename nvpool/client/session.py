@@ -27,7 +27,7 @@ from nvpool.poolmap.model import PoolMap, encode_map
 from nvpool.rpc import registry
 from nvpool.rpc.api import Greeting, Transport
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.security.tls import Identity, identity_in
+from nvpool.security.tls import TlsIdentity, identity_in
 from nvpool.shm.mount_state import KeptMemory
 
 __all__ = ["Client", "ClientOptions"]
@@ -135,7 +135,7 @@ class Client:
             client._renew(clients, greeting.identity)  # in a node's directory the node's supervisor renews
         return client
 
-    def _renew(self, directory: PoolDirectory, identity: Identity) -> None:
+    def _renew(self, directory: PoolDirectory, identity: TlsIdentity) -> None:
         def once() -> Awaitable[bool]:
             return renew_once(directory, identity, self._view.map, self.dialer, clock=self._clock)
 

@@ -20,7 +20,7 @@ LEASE_S_MIN = 2.0
 """Shortest lease: a renewal may be lost with an etcd leader, and the next one comes after etcd's election."""
 
 
-class Lease(Protocol):
+class CoordinatorLease(Protocol):
     """A right that ends by itself unless it is renewed; the coordinator renews it.
 
     The lease time counts from the sending of the last successful renewal, on CLOCK_BOOTTIME. So the lease
@@ -62,7 +62,7 @@ class Lease(Protocol):
         expires."""
 
 
-class Coordinator(Protocol):
+class MapCoordinator(Protocol):
     @property
     def pool_map(self) -> PoolMap:
         """The newest map known here. It survives a power failure."""
@@ -73,7 +73,7 @@ class Coordinator(Protocol):
         `pool_map` is then at least as new. Unavailable.
         """
 
-    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+    async def replace(self, new: PoolMap, leader: CoordinatorLease | None = None) -> None:
         """Make `new` the pool's map if its epoch is the next one.
 
         On return the map survives a power failure and watchers are notified. With `leader`, a lease of
@@ -93,7 +93,7 @@ class Coordinator(Protocol):
         comes. Maps in between may be skipped; an older map never follows a newer one.
         """
 
-    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+    async def announce(self, name: str, value: bytes, lease_s: float) -> CoordinatorLease:
         """Publish `value` under `name` for all to see while the lease lasts (at least LEASE_S_MIN).
 
         Replaces what was published under the name before. Unavailable.
@@ -105,7 +105,7 @@ class Coordinator(Protocol):
     async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
         """Return `present()` as soon as it differs from `known`, or after `wait_s` (at most WATCH_S_MAX)."""
 
-    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> CoordinatorLease | None:
         """Acquire the pool's only leadership lease as soon as it is free.
 
         Returns None if another holder keeps it for `wait_s`. `name` is shown to people. Unavailable.

@@ -16,8 +16,8 @@ import struct
 from collections.abc import Callable, Mapping
 from math import inf
 
-from nvpool.cluster.api import Lease
-from nvpool.cluster.watchers import Told
+from nvpool.cluster.api import CoordinatorLease
+from nvpool.cluster.watchers import MapWatchers
 from nvpool.core.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, from_os_error
 from nvpool.kv.api import Kv
 from nvpool.poolmap.model import PoolMap, check_map, decode_map, encode_map, problems_of
@@ -31,11 +31,11 @@ def _kept(epoch: int) -> bytes:
     return b"map/" + _EPOCH.pack(epoch)
 
 
-class _Lease:
+class _EmbeddedLease:
     former = None
     former_led_s = 0.0
 
-    def __init__(self, on_end: Callable[[_Lease], None]) -> None:
+    def __init__(self, on_end: Callable[[_EmbeddedLease], None]) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_end = on_end
 
@@ -65,9 +65,9 @@ class EmbeddedCoordinator:
         self._kv = kv
         self._publish = publish
         self._turn = asyncio.Lock()
-        self._told = Told(pool_map)
-        self._announced: dict[str, _Lease] = {}
-        self._leading: _Lease | None = None
+        self._told = MapWatchers(pool_map)
+        self._announced: dict[str, _EmbeddedLease] = {}
+        self._leading: _EmbeddedLease | None = None
 
     @classmethod
     async def found(cls, kv: Kv, first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None) -> EmbeddedCoordinator:
@@ -105,7 +105,7 @@ class EmbeddedCoordinator:
     async def newest(self) -> PoolMap:
         return self.pool_map
 
-    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+    async def replace(self, new: PoolMap, leader: CoordinatorLease | None = None) -> None:
         async with self._turn:
             if leader is not None and leader is not self._leading:
                 raise StaleLease("who asks for this map does not lead any more")
@@ -132,16 +132,16 @@ class EmbeddedCoordinator:
     async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
         return await self._told.watch(newer_than, wait_s)
 
-    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+    async def announce(self, name: str, value: bytes, lease_s: float) -> CoordinatorLease:
         before = self._announced.get(name)
-        lease = self._announced[name] = _Lease(lambda ended: self._gone(name, ended))
+        lease = self._announced[name] = _EmbeddedLease(lambda ended: self._gone(name, ended))
         if before is not None:
             before.end()
         self._told.present = {**self._told.present, name: value}
         self._told.tell()
         return lease
 
-    def _gone(self, name: str, lease: _Lease) -> None:
+    def _gone(self, name: str, lease: _EmbeddedLease) -> None:
         if self._announced.get(name) is lease:
             del self._announced[name]
             self._told.present = {other: value for other, value in self._told.present.items() if other != name}
@@ -153,14 +153,14 @@ class EmbeddedCoordinator:
     async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
         return await self._told.watch_present(known, wait_s)
 
-    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> CoordinatorLease | None:
         if not await self._told.wait(lambda: self._leading is None, wait_s):
             return None
-        self._leading, self._told.leader = _Lease(self._resigned), name
+        self._leading, self._told.leader = _EmbeddedLease(self._resigned), name
         self._told.tell()
         return self._leading
 
-    def _resigned(self, lease: _Lease) -> None:
+    def _resigned(self, lease: _EmbeddedLease) -> None:
         self._leading = self._told.leader = None
         self._told.tell()
 

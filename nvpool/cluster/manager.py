@@ -27,7 +27,7 @@ import struct
 from collections.abc import Callable, Mapping
 from math import inf
 
-from nvpool.cluster.api import Coordinator, Lease
+from nvpool.cluster.api import MapCoordinator, CoordinatorLease
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import Busy, Fenced, InvalidRequest, NvpoolError, StaleEpoch, Unavailable, WrongTarget
 from nvpool.poolmap.chains import transitions
@@ -88,7 +88,7 @@ class _Heard:
         self.unreachable: frozenset[int] = frozenset()
 
 
-async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap], leader: Lease | None = None, *,
+async def change(coordinator: MapCoordinator, decide: Callable[[PoolMap], PoolMap], leader: CoordinatorLease | None = None, *,
                  certain: bool = False) -> PoolMap:
     """Apply `decide` to the newest map and replace the map; return the newest map afterwards.
 
@@ -112,7 +112,7 @@ async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap],
 
 
 class Manager:
-    def __init__(self, coordinator: Coordinator, *, clock: Clock = SYSTEM_CLOCK, leader: Lease | None = None,
+    def __init__(self, coordinator: MapCoordinator, *, clock: Clock = SYSTEM_CLOCK, leader: CoordinatorLease | None = None,
                  grace_s: float = LEASE_S, replace_after_s: float = 0.0, gone: int | None = None):
         """Create the manager of a new leader.
 

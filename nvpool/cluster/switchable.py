@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from nvpool.cluster.api import WATCH_S_MAX, Coordinator, Lease
-from nvpool.cluster.watchers import Told
+from nvpool.cluster.api import WATCH_S_MAX, MapCoordinator, CoordinatorLease
+from nvpool.cluster.watchers import MapWatchers
 from nvpool.core.errors import Unavailable
 from nvpool.poolmap.model import PoolMap
 
@@ -23,7 +23,7 @@ class HeldMap:
     """
 
     def __init__(self, pool_map: PoolMap, reason: str) -> None:
-        self._told = Told(pool_map)
+        self._told = MapWatchers(pool_map)
         self._reason = reason
 
     @property
@@ -41,13 +41,13 @@ class HeldMap:
     async def newest(self) -> PoolMap:
         raise Unavailable(self._reason, retry_after_s=1.0)
 
-    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+    async def replace(self, new: PoolMap, leader: CoordinatorLease | None = None) -> None:
         raise Unavailable(self._reason, retry_after_s=1.0)
 
     async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
         return await self._told.watch(newer_than, wait_s)
 
-    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+    async def announce(self, name: str, value: bytes, lease_s: float) -> CoordinatorLease:
         raise Unavailable(self._reason, retry_after_s=1.0)
 
     def present(self) -> Mapping[str, bytes]:
@@ -56,7 +56,7 @@ class HeldMap:
     async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
         return await self._told.watch_present(known, wait_s)
 
-    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> CoordinatorLease | None:
         raise Unavailable(self._reason, retry_after_s=1.0)
 
     def leader(self) -> str | None:
@@ -69,12 +69,12 @@ class HeldMap:
 class Relay:
     """Coordinator that forwards every call to `inner`."""
 
-    def __init__(self, inner: Coordinator) -> None:
+    def __init__(self, inner: MapCoordinator) -> None:
         self.inner = inner
         self.turn = asyncio.Lock()
         """Held while a map is replaced: its holder knows that no replacement is in progress."""
 
-    async def switch(self, inner: Coordinator) -> None:
+    async def switch(self, inner: MapCoordinator) -> None:
         """Continue with `inner`, whose map is at least as new, and close the previous one.
 
         Does not acquire `turn`.
@@ -89,7 +89,7 @@ class Relay:
     async def newest(self) -> PoolMap:
         return await self.inner.newest()
 
-    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+    async def replace(self, new: PoolMap, leader: CoordinatorLease | None = None) -> None:
         async with self.turn:
             await self.inner.replace(new, leader)
 
@@ -102,7 +102,7 @@ class Relay:
             if found is not None or self.inner is asked:
                 return found
 
-    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+    async def announce(self, name: str, value: bytes, lease_s: float) -> CoordinatorLease:
         return await self.inner.announce(name, value, lease_s)
 
     def present(self) -> Mapping[str, bytes]:
@@ -117,7 +117,7 @@ class Relay:
             if found != known or self.inner is asked:
                 return found
 
-    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> CoordinatorLease | None:
         return await self.inner.lead(name, lease_s, wait_s)
 
     def leader(self) -> str | None:

@@ -9,7 +9,7 @@ from nvpool.cluster.api import WATCH_S_MAX
 from nvpool.poolmap.model import PoolMap
 
 
-class Told:
+class MapWatchers:
     """Watched state of a coordinator, used from one event loop.
 
     The epoch of `pool_map` only grows; `present` and `leader` are replaced as a whole when they change.

@@ -38,7 +38,7 @@ class Log(msgspec.Struct, frozen=True):
         description="json: an object a line, with time, level, process, pid, logger, message and error")] = "text"
 
 
-class Network(msgspec.Struct, frozen=True):
+class NetworkConfig(msgspec.Struct, frozen=True):
     """Addresses of new processes. Those of processes that exist are in the pool map and do not change."""
 
     host: Annotated[str, Meta(
@@ -54,7 +54,7 @@ SOCKET_PATH_MAX = 107
 """Size of sun_path in sockaddr_un, without the terminating zero."""
 
 
-class Access(msgspec.Struct, frozen=True):
+class AccessConfig(msgspec.Struct, frozen=True):
     """Users of this machine with the rights of an operator, beside root and the user of the daemons."""
 
     operators: Annotated[str, Meta(
@@ -62,7 +62,7 @@ class Access(msgspec.Struct, frozen=True):
                     "daemons has to be in it, or root; empty: none")] = ""
 
 
-class Supervisor(msgspec.Struct, frozen=True):
+class SupervisorConfig(msgspec.Struct, frozen=True):
     """nvpoold, which starts the other processes."""
 
     drain_s: Annotated[float, Meta(ge=0, le=3600, description="how long a stopping process may finish its requests")] = 10.0
@@ -91,7 +91,7 @@ class Processors(msgspec.Struct, frozen=True):
                     "power (/dev/cpu_dma_latency); auto: not in guests with more than 16")] = "auto"
 
 
-class Journal(msgspec.Struct, frozen=True):
+class JournalConfig(msgspec.Struct, frozen=True):
     """The record engine below metadata and chunk index."""
 
     durability: Annotated[Literal["interval", "always"], Meta(
@@ -224,12 +224,12 @@ class ClientSection(msgspec.Struct, frozen=True):
 
 class Config(msgspec.Struct, frozen=True):
     log: Log = Log()
-    network: Network = Network()
-    access: Access = Access()
-    supervisor: Supervisor = Supervisor()
+    network: NetworkConfig = NetworkConfig()
+    access: AccessConfig = AccessConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
     metrics: Metrics = Metrics()
     processors: Processors = Processors()
-    journal: Journal = Journal()
+    journal: JournalConfig = JournalConfig()
     meta: MetadataSection = MetadataSection()
     store: StoreSection = StoreSection()
     client: ClientSection = ClientSection()

@@ -1,7 +1,7 @@
 """Futures with a single immediate listener, and `abandon` for futures whose outcome nobody needs.
 
-`Later` calls its listener in the event-loop iteration in which the result arrives; an asyncio future needs
-one more iteration. `Coming` is the same for the bytes of a read.
+`ImmediateFuture` calls its listener in the event-loop iteration in which the result arrives; an asyncio future needs
+one more iteration. `BlocksFuture` is the same for the bytes of a read.
 
 asyncio logs "exception was never retrieved" for each failed future whose outcome nobody reads. A caller that
 stops waiting, because another future completed first, must therefore still read the outcome. In addition, a
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Later:
+class ImmediateFuture:
     """Single-listener future whose callback runs in the event-loop iteration in which the result arrives.
 
     `on_end(result, None)` or `on_end(None, error)` is called once, when the outcome is known. A listener that
@@ -29,7 +29,7 @@ class Later:
     def __init__(self) -> None:
         self.on_end: Callable[[Any, BaseException | None], None] | None = None
         self.outcome: tuple[Any, BaseException | None] | None = None
-        self.then: Callable[[Later, Any, BaseException | None], tuple[Any, BaseException | None] | None] | None = None
+        self.then: Callable[[ImmediateFuture, Any, BaseException | None], tuple[Any, BaseException | None] | None] | None = None
 
     def done(self) -> bool:
         """Return whether the outcome is known."""
@@ -66,7 +66,7 @@ class Later:
             self.on_end(found, error)
 
 
-class Coming(Later):
+class BlocksFuture(ImmediateFuture):
     """Future of the bytes [skip, skip + length) of the whole blocks that a read fetches."""
 
     __slots__ = ("_skip", "_length")

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from nvpool.bridge.docker import FACE, DockerFace, check_path
-from nvpool.bridge.metrics import Counts
+from nvpool.bridge.metrics import BridgeMetrics
 from nvpool.bridge.options import checked_holder
 from nvpool.bridge.pool_mount import PoolMount
 from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes, our_errors
@@ -138,7 +138,7 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
         volumes = BridgeVolumes(pool, mount.place, arguments.state, node=node, mounted=mount.ensure,
                                 settled_s=arguments.settled_s)
         await volumes.begin()
-        counts = Counts()
+        counts = BridgeMetrics()
         docker = DockerFace(volumes, counts=counts) if arguments.docker_socket else None
         if docker is not None:
             await docker.start(Path(arguments.docker_socket))
@@ -173,7 +173,7 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
         await pool.close()
 
 
-async def _page(volumes: BridgeVolumes, counts: Counts, wait_s: float) -> Page:
+async def _page(volumes: BridgeVolumes, counts: BridgeMetrics, wait_s: float) -> Page:
     def measure(page: Page) -> None:
         page.set(metrics.UP, 1)
         counts.measure(page)
@@ -185,7 +185,7 @@ async def _page(volumes: BridgeVolumes, counts: Counts, wait_s: float) -> Page:
 
 
 async def _serve_csi(volumes: BridgeVolumes, arguments: argparse.Namespace, name: str, answers: asyncio.Event,
-                     counts: Counts) -> None:
+                     counts: BridgeMetrics) -> None:
     from nvpool.bridge.csi.server import serve_csi  # here: gRPC takes 30 MB, unused for Docker
     await serve_csi(volumes, arguments.csi, pool=arguments.csi_pool or name, started=answers.set, counts=counts,
                     controller=arguments.csi_controller or not arguments.csi_node,

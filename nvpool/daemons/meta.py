@@ -19,10 +19,10 @@ from nvpool.kv.replication.member import MemberKv
 from nvpool.meta.server.member import MemberOptions, ShardMember
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.poolmap.shards.members import endpoints_of, node_and_path, process_name
-from nvpool.runtime.service import Opened, main
+from nvpool.runtime.service import ServiceContext, main
 
 
-async def _open(member: int, opened: Opened) -> ShardMember:
+async def _open(member: int, opened: ServiceContext) -> ShardMember:
     journal, meta, limits = opened.config.journal, opened.config.meta, opened.config.limits
     if opened.number not in opened.pool_map.shard_by_id:
         raise NotFound(f"shard {opened.number} has left the pool")

@@ -21,7 +21,7 @@ from nvpool.daemons.heartbeat import Beating
 from nvpool.host.file_modes import group_number
 from nvpool.host.pool_directory import write_whole
 from nvpool.rpc.fd_passing import path_beside
-from nvpool.runtime.service import Opened, main, read_map
+from nvpool.runtime.service import ServiceContext, main, read_map
 from nvpool.store.chunks.api import LEND_S, StoreOptions, open_chunk_store
 from nvpool.store.chunks.location_leases import KeptTable
 from nvpool.store.server.service import StoreService
@@ -43,7 +43,7 @@ class _Store(StoreService):
         self.beating.add_done_callback(lambda ended: ended.cancelled() or self._opened.fail(
             f"the signs of life have stopped: {ended.exception()}"))
 
-    def follow(self, opened: Opened) -> None:
+    def follow(self, opened: ServiceContext) -> None:
         self._opened = opened
         node = opened.directory.node
         self._beats = Beating(self, opened.dialer, lambda: (self._map or opened.pool_map).node_by_id[node].endpoints)
@@ -59,7 +59,7 @@ class _Store(StoreService):
             write_whole(self._opened.directory.ended(self.target), b"%d" % self.tenure.epoch)
 
 
-async def _open(kept_table: KeptTable | None, opened: Opened) -> StoreService:
+async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreService:
     fenced = opened.directory.fenced(opened.number)
 
     def on_fence(reason: str) -> None:

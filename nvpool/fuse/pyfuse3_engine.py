@@ -5,7 +5,7 @@ and turns errors into errnos. It never decides what a request means. Used by mou
 bench/fuse_floor.
 
 pyfuse3's own worker loop is used unchanged: a worker reads one request, awaits its handler, replies, and
-waits for the next. Only the few names that pyfuse3 takes from trio are replaced (`_Loop`), as
+waits for the next. Only the few names that pyfuse3 takes from trio are replaced (`_TrioLoop`), as
 pyfuse3.asyncio.enable() does. pyfuse3's own replacement is not used, because it registers and removes the
 descriptor with epoll for each request and hands a lock from task to task. Measured from memory, 4 KiB
 O_DIRECT reads: 28 k/s alone and 35 k/s from 8 threads with theirs, 51 and 95 k/s with ours.
@@ -76,7 +76,7 @@ def _words(options: MountOptions) -> set[str]:
     return words
 
 
-class _Closed(Exception):
+class _SessionClosed(Exception):
     """Raised out of wait_readable when the session ends, as pyfuse3 expects."""
 
 
@@ -92,7 +92,7 @@ class _TaskName(NamedTuple):
     name: str
 
 
-class _Loop:
+class _TrioLoop:
     """The part of trio that pyfuse3's session loop uses, on an asyncio loop.
 
     One reader stays registered for /dev/fuse. When it is readable, one idle worker is woken; that worker
@@ -101,7 +101,7 @@ class _Loop:
     an application takes to send its next request.
     """
 
-    ClosedResourceError = _Closed
+    ClosedResourceError = _SessionClosed
 
     def __init__(self, on_burst: Callable[[], None]) -> None:
         self._on_burst = on_burst
@@ -152,7 +152,7 @@ class _Loop:
                 self._credit = max(self._credit - 1, 0)
         future = self._loop.create_future()
         if self.closing:
-            future.set_exception(_Closed())
+            future.set_exception(_SessionClosed())
         else:
             self.idle.append(future)
         return future
@@ -168,14 +168,14 @@ class _Loop:
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
         while self.idle:
-            self.idle.pop().set_exception(_Closed())
+            self.idle.pop().set_exception(_SessionClosed())
 
     # -- the nursery: workers and their ends ---------------------------------------------------------------------------
 
-    def open_nursery(self) -> _Loop:
+    def open_nursery(self) -> _TrioLoop:
         return self
 
-    async def __aenter__(self) -> _Loop:
+    async def __aenter__(self) -> _TrioLoop:
         return self
 
     def start_soon(self, worker: Callable, *arguments, name: str = "") -> None:
@@ -446,7 +446,7 @@ class Pyfuse3Engine:
         self._options = options
         self._on_burst = on_burst
         self._mount: Mount | None = None
-        self._loop: _Loop | None = None
+        self._loop: _TrioLoop | None = None
 
     def mount(self) -> Mount:
         """Mount. On return the mount is in the name space; its requests are answered once `serve` runs.
@@ -473,7 +473,7 @@ class Pyfuse3Engine:
 
         Raises Unavailable if /dev/fuse fails.
         """
-        self._loop = pyfuse3.trio = _Loop(self._on_burst)
+        self._loop = pyfuse3.trio = _TrioLoop(self._on_burst)
         await pyfuse3.main(WORKERS_MAX, WORKERS_MAX)
         if self._loop.failed is not None:
             raise Unavailable(f"/dev/fuse failed: {self._loop.failed}")

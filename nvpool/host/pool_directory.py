@@ -37,7 +37,7 @@ import msgspec
 from nvpool.core.errors import AccessDenied, InUse, InvalidRequest, NotFound, WrongFormat, from_os_error
 from nvpool.core.units import KIB
 from nvpool.host.mountinfo import mount_at, mounts
-from nvpool.host.processes import Identity, boot_id, own_identity, runs
+from nvpool.host.processes import ProcessIdentity, boot_id, own_identity, runs
 
 FORMAT_TEXT = "nvpool pool 1\n"
 BEING_MADE_TEXT = "nvpool pool being made\n"
@@ -78,8 +78,8 @@ class ProcessState(msgspec.Struct, frozen=True):
     """For a mount whose process replaced another one: how long no process served the mount."""
 
     @property
-    def identity(self) -> Identity:
-        return Identity(self.pid, self.start, self.boot)
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity(self.pid, self.start, self.boot)
 
 
 def memory_file(pool_id: str, process: str) -> Path | None:
@@ -209,11 +209,11 @@ def _make_private(descriptor: int) -> None:
         os.fchmod(descriptor, PRIVATE_MODE)
 
 
-def holder_of(path: Path) -> Identity | None:
+def holder_of(path: Path) -> ProcessIdentity | None:
     """Return the identity in a lock file if that process still runs. Does not touch the lock."""
     try:
         pid, start, boot = path.read_text().split()
-        identity = Identity(int(pid), int(start), boot)
+        identity = ProcessIdentity(int(pid), int(start), boot)
     except (OSError, ValueError):
         return None
     return identity if runs(identity) else None
@@ -303,7 +303,7 @@ class PoolDirectory:
             raise WrongFormat(f"{self.path} has the format {text.strip()[:60]!r}, this nvpool knows {FORMAT_TEXT.strip()!r}; "
                               f"use the version of nvpool that made it")
 
-    def supervisor(self) -> Identity | None:
+    def supervisor(self) -> ProcessIdentity | None:
         return holder_of(self.lock)
 
     def socket_directory(self) -> Path:
@@ -449,7 +449,7 @@ def being_made(directory: PoolDirectory) -> bool:
 
 
 def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[str, ...] = (), mountpoint: str = "",
-                 software: str = "", engine: str = "", pause_ms: int = 0, identity: Identity | None = None) -> ProcessState:
+                 software: str = "", engine: str = "", pause_ms: int = 0, identity: ProcessIdentity | None = None) -> ProcessState:
     """Return the state of this process, or of the one with `identity`, for `PoolDirectory.announce`."""
     pid, start, boot = identity or own_identity()
     return ProcessState(role, pid, start, boot, number, "serving", now_ms, endpoints, mountpoint, software, engine, pause_ms)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 
-class Identity(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """Permanent identity of a process: its number, its start time (clock ticks since boot), and the boot."""
 
     pid: int
@@ -57,7 +57,7 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def identity_of(pid: int) -> Identity | None:
+def identity_of(pid: int) -> ProcessIdentity | None:
     """Return the identity of a running process; None if it does not run or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -66,13 +66,13 @@ def identity_of(pid: int) -> Identity | None:
         return None
     if fields[0] in (b"Z", b"X"):
         return None
-    return Identity(pid, int(fields[19]), boot_id())
+    return ProcessIdentity(pid, int(fields[19]), boot_id())
 
 
-def own_identity() -> Identity:
+def own_identity() -> ProcessIdentity:
     identity = identity_of(os.getpid())
-    return identity if identity is not None else Identity(os.getpid(), 0, boot_id())
+    return identity if identity is not None else ProcessIdentity(os.getpid(), 0, boot_id())
 
 
-def runs(identity: Identity) -> bool:
+def runs(identity: ProcessIdentity) -> bool:
     return identity_of(identity.pid) == identity

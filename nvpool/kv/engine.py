@@ -38,12 +38,12 @@ from nvpool.core.errors import (
 from nvpool.core.futures import abandon
 from nvpool.kv.api import KEY_END, Effect, checked_effects
 from nvpool.kv.data_dir import EngineDirectory
-from nvpool.kv.journal import Journal, Record, encode
+from nvpool.kv.journal import Journal, JournalRecord, encode
 from nvpool.kv.lmdb_env import LmdbTree, Mark
 from nvpool.kv.memtable import Layer
 from nvpool.kv.options import LmdbOptions
-from nvpool.kv.replication_log import History, Position
-from nvpool.kv.snapshot import Snapshot, SnapshotSet
+from nvpool.kv.replication_log import ReplicationHistory, Position
+from nvpool.kv.snapshot import EngineSnapshot, SnapshotSet
 
 __all__ = ["LmdbKv", "LmdbOptions"]
 
@@ -101,7 +101,7 @@ class LmdbKv:
         self.sync_before_answer = options.durability == "always"
         self.term = options.term
         """Term of the changes from now on."""
-        self.history: History | None = None
+        self.history: ReplicationHistory | None = None
         """On a shard with standbys: the last changes, and which are committed. Only committed ones are
         written to LMDB."""
         self.sync_others: Callable[[int], Awaitable[None]] | None = None
@@ -146,7 +146,7 @@ class LmdbKv:
         # A crash leaves records in the generation after the stored one and, if it happened between a freeze
         # and its commit, in the next one too. Starting above both makes all remaining records in the files
         # invalid.
-        records: list[Record] = []
+        records: list[JournalRecord] = []
         for replayed in (generation + 1, generation + 2):
             for record in self._journal.replay(replayed, sequence):
                 records.append(record)
@@ -172,7 +172,7 @@ class LmdbKv:
     def _finish_directory(self) -> None:
         self._directory.finish()
 
-    def _chosen(self, records: list[Record], last: Mark) -> tuple[list[Record], int, int]:
+    def _chosen(self, records: list[JournalRecord], last: Mark) -> tuple[list[JournalRecord], int, int]:
         """Return the journal's valid changes (here all), and sequence and term of the last one."""
         return records, last.sequence, last.term
 
@@ -556,7 +556,7 @@ class LmdbKv:
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
-    def snapshot(self, first: bytes = b"", end: bytes | None = None) -> Snapshot:
+    def snapshot(self, first: bytes = b"", end: bytes | None = None) -> EngineSnapshot:
         self._raise_if_fenced()
         return self._snapshots.begin(first, end)
 

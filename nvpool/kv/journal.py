@@ -48,7 +48,7 @@ _ZEROS = bytes(_PAGE_BYTES)
 _PIECE_BYTES = 1 << 16
 
 
-class Record(NamedTuple):
+class JournalRecord(NamedTuple):
     term: int
     generation: int
     sequence: int
@@ -68,7 +68,7 @@ def encode_plain(term: int, generation: int, sequence: int, effects: dict[bytes,
 encode = encode_plain if _journal_record is None else _journal_record.encode
 
 
-def decode(buffer: memoryview, offset: int) -> Record | None:
+def decode(buffer: memoryview, offset: int) -> JournalRecord | None:
     """Decode the record at `offset`.
 
     The result is None if there is no complete and valid record. Invalid bytes never raise an error.
@@ -98,7 +98,7 @@ def decode(buffer: memoryview, offset: int) -> Record | None:
         else:
             effects.append((key, bytes(buffer[at:at + value_bytes])))
             at += value_bytes
-    return Record(term, generation, sequence, effects, length) if at == end else None
+    return JournalRecord(term, generation, sequence, effects, length) if at == end else None
 
 
 class Journal:
@@ -195,7 +195,7 @@ class Journal:
         """Sync a file; waits for the drive. Never repeat after OSError: the kernel has dropped the pages."""
         os.fdatasync(descriptor)
 
-    def replay(self, generation: int, sequence: int) -> Iterator[Record]:
+    def replay(self, generation: int, sequence: int) -> Iterator[JournalRecord]:
         """Yield the valid records of `generation` in order; the first must have the number `sequence` + 1."""
         buffer = self._read(self._files[generation & 1], generation)
         offset = 0

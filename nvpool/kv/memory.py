@@ -13,7 +13,7 @@ from itertools import islice
 from nvpool.core.errors import Fenced, InvalidRequest
 from nvpool.kv.api import Effect, checked_effects
 from nvpool.kv.memtable import OrderedKeys
-from nvpool.kv.snapshot import Snapshot, SnapshotSet
+from nvpool.kv.snapshot import EngineSnapshot, SnapshotSet
 
 
 class MemoryKv:
@@ -128,7 +128,7 @@ class MemoryKv:
     async def checkpoint(self) -> None:
         await self.sync()
 
-    def snapshot(self, first: bytes = b"", end: bytes | None = None) -> Snapshot:
+    def snapshot(self, first: bytes = b"", end: bytes | None = None) -> EngineSnapshot:
         return self._snapshots.begin(first, end)
 
     def statistics(self) -> dict[str, float]:

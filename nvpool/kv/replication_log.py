@@ -29,7 +29,7 @@ class Position(NamedTuple):
     term: int
 
 
-class Run(NamedTuple):
+class TermRun(NamedTuple):
     """Consecutive changes of one term."""
 
     term: int
@@ -41,25 +41,25 @@ class Tail(NamedTuple):
     """The changes of a member: all up to `stored`, which it cannot undo, then `runs`, which it can."""
 
     stored: Position
-    runs: tuple[Run, ...] = ()
+    runs: tuple[TermRun, ...] = ()
 
     @property
     def last(self) -> Position:
         return Position(self.runs[-1].last, self.runs[-1].term) if self.runs else self.stored
 
 
-def runs_of(positions: Iterable[Position]) -> tuple[Run, ...]:
+def runs_of(positions: Iterable[Position]) -> tuple[TermRun, ...]:
     """Group consecutive positions into runs."""
-    runs: list[Run] = []
+    runs: list[TermRun] = []
     for sequence, term in positions:
         if runs and runs[-1].term == term:
             runs[-1] = runs[-1]._replace(last=sequence)
         else:
-            runs.append(Run(term, sequence, sequence))
+            runs.append(TermRun(term, sequence, sequence))
     return tuple(runs)
 
 
-class History:
+class ReplicationHistory:
     """Replication log of one engine. `base` is the position before the first retained change, `last` that of
     the last."""
 
@@ -131,7 +131,7 @@ class History:
         """
         if not tail.stored.sequence and not self.base.sequence:
             tail = tail._replace(stored=self.base)  # both started empty
-        for run in reversed((Run(tail.stored.term, tail.stored.sequence, tail.stored.sequence), *tail.runs)):
+        for run in reversed((TermRun(tail.stored.term, tail.stored.sequence, tail.stored.sequence), *tail.runs)):
             sequence = min(run.last, self.last.sequence)
             while sequence >= max(run.first, self.base.sequence):
                 term = self.term_at(sequence)
@@ -194,6 +194,6 @@ class History:
             self._waiting.popleft()[1](False)
 
 
-def tail_of(stored: Position, history: History) -> Tail:
+def tail_of(stored: Position, history: ReplicationHistory) -> Tail:
     """Return the tail of a member with this log; its LMDB has all changes up to `stored`."""
     return Tail(stored, runs_of(at for at in history.positions() if at.sequence > stored.sequence))

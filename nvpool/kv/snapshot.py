@@ -22,7 +22,7 @@ from typing import Protocol
 from nvpool.core.errors import Busy, CorruptRecord, NvpoolError
 from nvpool.kv.api import KEY_END
 from nvpool.kv.memtable import OrderedKeys
-from nvpool.kv.snapshot_spill import Scratch
+from nvpool.kv.snapshot_spill import SpillFile
 
 OLD_VALUES_MAX = 100_000
 """Old values in memory: about 30 MB with records of usual size."""
@@ -49,7 +49,7 @@ class _Readable(Protocol):
     def scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]: ...
 
 
-class Snapshot:
+class EngineSnapshot:
     """All pairs with first <= key < end as they were after the change `sequence`, in order."""
 
     def __init__(self, owner: SnapshotSet, first: bytes, end: bytes) -> None:
@@ -60,7 +60,7 @@ class Snapshot:
         self._end = end
         self._old: dict[bytes, bytes | None] = {}
         self._old_keys = OrderedKeys()
-        self._scratch: Scratch | None = None
+        self._scratch: SpillFile | None = None
         self._spilled_count = 0
         self._failed = ""
 
@@ -147,7 +147,7 @@ class Snapshot:
         if self._owner.directory is None or self._spilled_count >= SPILLED_MAX:
             raise Busy("too much changed while it was read; begin again at a quieter time")
         if self._scratch is None:
-            self._scratch = Scratch(self._owner.directory)
+            self._scratch = SpillFile(self._owner.directory)
         last = list(islice(self._old_keys.descend(b"", KEY_END), SPILL_AT_ONCE))
         self._scratch.put([(key, self._old[key]) for key in last])
         for key in last:
@@ -182,15 +182,15 @@ class SnapshotSet:
         """
         self.kv = kv
         self.directory = directory
-        self.live: set[Snapshot] = set()
+        self.live: set[EngineSnapshot] = set()
 
     def __bool__(self) -> bool:
         return bool(self.live)
 
-    def begin(self, first: bytes, end: bytes | None) -> Snapshot:
+    def begin(self, first: bytes, end: bytes | None) -> EngineSnapshot:
         if len(self.live) >= SNAPSHOTS_MAX:
             raise Busy(f"{SNAPSHOTS_MAX} snapshots are being read already", retry_after_s=5.0)
-        snapshot = Snapshot(self, first, KEY_END if end is None else min(end, KEY_END))
+        snapshot = EngineSnapshot(self, first, KEY_END if end is None else min(end, KEY_END))
         if not snapshot.done:
             self.live.add(snapshot)
         return snapshot

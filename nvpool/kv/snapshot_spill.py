@@ -24,7 +24,7 @@ _MAP_BYTES = 1 << 40
 """Reserved address space: the caller and the drive bound the real usage."""
 
 
-class Scratch:
+class SpillFile:
     def __init__(self, directory: Path) -> None:
         """Create an empty environment below `directory`.
 

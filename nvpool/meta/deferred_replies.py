@@ -13,7 +13,7 @@ from typing import Any
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Busy, DeadlineExceeded, Draining, Fenced, NvpoolError
-from nvpool.meta.state.record_locks import Held
+from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.rpc.api import Call
 
 WAITING_MAX = 4096
@@ -72,7 +72,7 @@ class Waits:
                     try:
                         then()
                         break
-                    except Held as held:
+                    except LockedRecord as held:
                         await held.wait()
         except TimeoutError:
             call.fail(DeadlineExceeded("what the request waits for did not come in time", may_be_applied=may_be_applied))

@@ -15,7 +15,7 @@ from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.meta.service_auth import ServiceRight
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import PoolMap
-from nvpool.rpc.target_calls import Dialer, TargetCalls
+from nvpool.rpc.target_calls import TargetDialer, TargetCalls
 
 CALL_S = 5.0
 """Timeout of one call. After it the request is sent again; truncation and removal may be repeated safely."""
@@ -24,7 +24,7 @@ CALL_S = 5.0
 class Targets:
     """The storage targets in the newest pool map. `of_table` and `of_chunks` wait until there is a map."""
 
-    def __init__(self, dialer: Dialer | None, clock: Clock, grant_secret: bytes, shard: int) -> None:
+    def __init__(self, dialer: TargetDialer | None, clock: Clock, grant_secret: bytes, shard: int) -> None:
         self._dialer = self.dialer = dialer
         self._clock = clock
         self._map: PoolMap | None = None

@@ -28,7 +28,7 @@ from nvpool.core.programs import Program
 from nvpool.fuse.kernel.notify import write_for
 from nvpool.mountd.arguments import configured_pool, parse_words, start_mount_log
 from nvpool.mountd.holder import DESCRIPTORS_MAX
-from nvpool.mountd.holder_client import Held
+from nvpool.mountd.holder_client import HolderClient
 from nvpool.mountd.process_fork import fork
 from nvpool.mountd.server import serve_held
 from nvpool.rpc import registry
@@ -61,7 +61,7 @@ def main(words: list[str]) -> int:
     def serve(descriptors: list[int], notices: socket.socket, not_ours: socket.socket) -> int:
         control.close()
         not_ours.close()
-        return serve_held(arguments, Held(descriptors, words), notices)
+        return serve_held(arguments, HolderClient(descriptors, words), notices)
 
     def notice(connection: socket.socket) -> int:
         control.close()

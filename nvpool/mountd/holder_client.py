@@ -32,7 +32,7 @@ _ENDED_S = 10.0
 log = logging.getLogger("nvpool.mountd.server")
 
 
-class Held:
+class HolderClient:
     """Connection to the holder, with the descriptors that the holder keeps.
 
     `descriptors`: a socket to the holder. If a predecessor served the mount, then also /dev/fuse, the mount

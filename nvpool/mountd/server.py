@@ -58,8 +58,8 @@ from nvpool.mountd.arguments import (
     parse_words,
     start_mount_log,
 )
-from nvpool.mountd.holder_client import Held, hand_to_holder
-from nvpool.mountd.worker_pool import Readers, Waiting, fork_readers
+from nvpool.mountd.holder_client import HolderClient, hand_to_holder
+from nvpool.mountd.worker_pool import Readers, IdleWorker, fork_readers
 from nvpool.poolmap.model import PoolMap
 from nvpool.runtime.cpu_latency import Awake
 from nvpool.runtime.daemon_process import Stop, exit_code, notify_ready, run
@@ -111,7 +111,7 @@ def main(words: list[str]) -> int:
     return run(lambda stop: _Mounted(arguments, directory, config, place, stop).serve())
 
 
-def serve_held(arguments: argparse.Namespace, held: Held, notices: socket.socket) -> int:
+def serve_held(arguments: argparse.Namespace, held: HolderClient, notices: socket.socket) -> int:
     """Serve the mount in a process that mountd/forkserver forked for it; return the exit code.
 
     `notices`: a socket to the process that sends notifications to the kernel for this one.
@@ -151,7 +151,7 @@ def directory_here(pool_map: PoolMap) -> PoolDirectory | None:
 
 class _Mounted:
     def __init__(self, arguments: argparse.Namespace, directory: PoolDirectory | None, config: Config, place: Path,
-                 stop: Stop, held: Held | None = None, beside: list[Waiting] | None = None,
+                 stop: Stop, held: HolderClient | None = None, beside: list[IdleWorker] | None = None,
                  notices: socket.socket | None = None) -> None:
         self._arguments = arguments
         self._directory = directory

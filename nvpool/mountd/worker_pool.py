@@ -27,7 +27,7 @@ from nvpool.fuse.kernel.connection import KernelEngine
 from nvpool.fuse.kernel.worker_channel import Channel, Passing, clone
 from nvpool.metrics.exposition import Page
 from nvpool.mountd import worker as mount_worker
-from nvpool.mountd.holder_client import Held, has_ended
+from nvpool.mountd.holder_client import HolderClient, has_ended
 from nvpool.mountd.process_fork import fork
 from nvpool.runtime.daemon_process import EXIT_BUG
 
@@ -40,7 +40,7 @@ This applies when the mount ends or another process takes over.
 log = logging.getLogger("nvpool.mountd.server")
 
 
-class Waiting(NamedTuple):
+class IdleWorker(NamedTuple):
     """A forked read worker that is not admitted yet."""
 
     pid: int
@@ -48,12 +48,12 @@ class Waiting(NamedTuple):
     connection: socket.socket
 
 
-def fork_readers(count: int, arguments: Namespace, config: Config, held: Held, not_theirs: socket.socket) -> list[Waiting]:
+def fork_readers(count: int, arguments: Namespace, config: Config, held: HolderClient, not_theirs: socket.socket) -> list[IdleWorker]:
     """Fork `count` read workers, which wait for `Readers.start` or for the end of this process.
 
     If fewer can be forked, the log has the reason and the result is shorter.
     """
-    made: list[Waiting] = []
+    made: list[IdleWorker] = []
     for _ in range(count):
         ours, theirs = socket.socketpair()
 
@@ -66,7 +66,7 @@ def fork_readers(count: int, arguments: Namespace, config: Config, held: Held, n
         with theirs:
             try:
                 pid = fork(Program.MOUNT_WORKER, read)
-                made.append(Waiting(pid, os.pidfd_open(pid), ours))
+                made.append(IdleWorker(pid, os.pidfd_open(pid), ours))
             except OSError as error:
                 log.error("this mount has fewer processes than it was to have: %s", error)
                 ours.close()
@@ -81,12 +81,12 @@ class Readers:
     serve.
     """
 
-    def __init__(self, held: Held, engine: KernelEngine, waiting: list[Waiting], on_serving: Callable[[int], None]) -> None:
+    def __init__(self, held: HolderClient, engine: KernelEngine, waiting: list[IdleWorker], on_serving: Callable[[int], None]) -> None:
         self._held = held
         self._engine = engine
         self._waiting = waiting
         self._on_serving = on_serving
-        self._passings: dict[Passing, Waiting] = {}
+        self._passings: dict[Passing, IdleWorker] = {}
         self._ending = False
 
     def start(self) -> None:
@@ -133,7 +133,7 @@ class Readers:
         logging.shutdown()
         os._exit(EXIT_BUG)
 
-    def _end_of(self, reader: Waiting) -> int:
+    def _end_of(self, reader: IdleWorker) -> int:
         """Wait for the worker and return its exit code.
 
         A worker that does not end within `END_S` is killed.

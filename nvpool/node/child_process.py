@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from nvpool.core.clock import Clock
-from nvpool.core.config import Supervisor as Timing
+from nvpool.core.config import SupervisorConfig as Timing
 from nvpool.core.errors import NvpoolError
 from nvpool.host.pool_directory import PoolDirectory, holder_of
-from nvpool.host.processes import Identity, runs
+from nvpool.host.processes import ProcessIdentity, runs
 from nvpool.runtime.daemon_process import EXIT_IN_USE, spawn
 
 _LOG_BYTES = 64 << 10
@@ -59,7 +59,7 @@ class Child:
         self._on_death = on_death
         self._timing = timing
         self._clock = clock
-        self._identity: Identity | None = None
+        self._identity: ProcessIdentity | None = None
         self._pidfd = -1
         self._popen: subprocess.Popen | None = None
         self._serves_since_s = math.inf
@@ -154,7 +154,7 @@ class Child:
             popen.wait()
             raise
         self._popen = popen
-        self._identity = Identity(popen.pid, 0, "")
+        self._identity = ProcessIdentity(popen.pid, 0, "")
         self.adopted = False
         self.state = "starting"
         self.since_ms = self._clock.wall_ns() // 1_000_000

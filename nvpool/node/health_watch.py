@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import NvpoolError
-from nvpool.poolmap.health_checks import Problem, with_since
+from nvpool.poolmap.health_checks import HealthProblem, with_since
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.placement import beside
 
@@ -101,7 +101,7 @@ class HealthWatch:
         return {drive: now_s - since_s for drive, ((count, _), since_s) in self._marks.items()
                 if now_s - since_s >= (0.0 if is_paused and count else STALLED_S)}
 
-    def since(self, problems: Iterable[Problem]) -> list[Problem]:
+    def since(self, problems: Iterable[HealthProblem]) -> list[HealthProblem]:
         """Add the start times to `problems`, which must be all problems known now."""
         self._note_facts()
         problems = list(problems)

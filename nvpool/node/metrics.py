@@ -30,7 +30,7 @@ ANSWER_S, ANSWER_S_MAX = 2.0, 30.0
 """Time limits for the processes of a node: far below Prometheus's default scrape timeout of ten seconds."""
 
 
-class Asked(NamedTuple):
+class PolledProcess(NamedTuple):
     """A process of this node. It is not asked if it has no endpoints or is known not to serve."""
 
     name: str
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
     serves: bool
 
 
-async def node_page(own: Page, processes: Iterable[Asked], dialer: Dialer, wait_s: float = ANSWER_S) -> Page:
+async def node_page(own: Page, processes: Iterable[PolledProcess], dialer: Dialer, wait_s: float = ANSWER_S) -> Page:
     """Merge `own` (the supervisor's page) with the pages of these processes, each with its name.
 
     Returns within little more than `wait_s`.
@@ -56,7 +56,7 @@ async def node_page(own: Page, processes: Iterable[Asked], dialer: Dialer, wait_
     return whole
 
 
-async def _page_of(one: Asked, dialer: Dialer, deadline_s: float) -> Page:
+async def _page_of(one: PolledProcess, dialer: Dialer, deadline_s: float) -> Page:
     page = Page()
     if one.serves and one.endpoints:
         try:
@@ -113,7 +113,7 @@ def measure_certificates(page: Page, found: Mapping[str, Described], now_s: floa
         page.set(metrics.CERTIFICATE_LEFT, one.ends_s - now_s, kind=kind)
 
 
-def asked(pool_map: PoolMap, children: Iterable[Child]) -> list[Asked]:
+def asked(pool_map: PoolMap, children: Iterable[Child]) -> list[PolledProcess]:
     """Processes of this node to be asked. Of external programs, as etcd, only whether they run is known."""
     found = []
     for child in children:
@@ -124,5 +124,5 @@ def asked(pool_map: PoolMap, children: Iterable[Child]) -> list[Asked]:
             shard = pool_map.shard_by_id[child.number]
             endpoints = next((endpoints_of(shard, member) for member in members(shard)
                               if process_name(shard.id, member) == child.name), ())
-        found.append(Asked(child.name, endpoints, child.state == "serving"))
+        found.append(PolledProcess(child.name, endpoints, child.state == "serving"))
     return found

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from msgspec import structs
 
 from nvpool.client.reverse_paths import LOOK_S, KnownPaths, printable
-from nvpool.cluster.api import Coordinator
+from nvpool.cluster.api import MapCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DeadlineExceeded, NvpoolError
 from nvpool.core.remedies import with_pool
 from nvpool.core.version import VERSION
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.node.admin.certificate_store import Certificates
-from nvpool.node.admin.drives import Progress, drives_told
+from nvpool.node.admin.certificate_store import CertificateStore
+from nvpool.node.admin.drives import MoveProgress, drives_told
 from nvpool.node.admin.lost_files import Losses
 from nvpool.node.admin.nodes import told_of
 from nvpool.node.admin.scrub import told as scrub_told
@@ -32,7 +32,7 @@ from nvpool.node.coordination.leadership import Leading
 from nvpool.node.health_watch import HealthWatch
 from nvpool.poolmap.certificate_checks import problems as expiring_problems
 from nvpool.poolmap.chains.transitions import remaining
-from nvpool.poolmap.health_checks import Health, Problem, exit_code
+from nvpool.poolmap.health_checks import Health, HealthProblem, exit_code
 from nvpool.poolmap.model import Node, PoolMap, Shard, Target
 from nvpool.poolmap.shards.members import endpoints_of, members, node_and_path, process_name
 from nvpool.provision.tokens import address_of
@@ -46,8 +46,8 @@ _PROBLEM_FIELDS = ("kind", "severity", "node", "name", "target", "drive", "shard
 
 
 class PoolStatus:
-    def __init__(self, directory: PoolDirectory, node: int, coordinator: Coordinator, leading: Leading, dialer: Dialer,
-                 etcd: EtcdKeeper | None, children: Mapping[str, Child], certificates: Certificates, *,
+    def __init__(self, directory: PoolDirectory, node: int, coordinator: MapCoordinator, leading: Leading, dialer: Dialer,
+                 etcd: EtcdKeeper | None, children: Mapping[str, Child], certificates: CertificateStore, *,
                  is_stopping: Callable[[], bool], replace_after_s: float, plain_text: bool = False) -> None:
         """`children`: processes of this node by name, kept up to date by the caller.
 
@@ -66,7 +66,7 @@ class PoolStatus:
         self._plain_text = plain_text
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         self._losses = Losses(directory)
-        self._progress = Progress()
+        self._progress = MoveProgress()
         self._paths = KnownPaths(lambda: coordinator.pool_map, dialer, SYSTEM_CLOCK)
         self.watch = HealthWatch(lambda: coordinator.pool_map, self._targets)
 
@@ -116,8 +116,8 @@ class PoolStatus:
         found = self._map_problems() + found
         found += [_bad_block(store, bad) for store in stores for bad in store["bad_blocks"]]
         if until_s > SYSTEM_CLOCK.boottime_s():
-            found += [Problem("data-lost", text, "nvpool fsck POOL names the files; put them back from a copy, or remove them",
-                              "damaged") if "; `nvpool fsck POOL`" in text else Problem("data-lost", text, severity="damaged")
+            found += [HealthProblem("data-lost", text, "nvpool fsck POOL names the files; put them back from a copy, or remove them",
+                              "damaged") if "; `nvpool fsck POOL`" in text else HealthProblem("data-lost", text, severity="damaged")
                       for text in await self._losses.told(pool_map)]
         certificates, now_s = self.certificates.told(), SYSTEM_CLOCK.wall_ns() / 1e9
         expiring = expiring_problems(certificates, now_s, node=self._node, pool=str(self._directory.path),
@@ -125,11 +125,11 @@ class PoolStatus:
         found += [problem for problem in expiring if problem.severity != "notice"]
         is_degraded = bool(found)
         found += [problem for problem in expiring if problem.severity == "notice"]
-        found += [Problem("mount-dead", f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone",
+        found += [HealthProblem("mount-dead", f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone",
                           f"clean it up with: nvpool umount {state.mountpoint}", "notice", node=self._node, name=name)
                   for name, state in dead.items()]
         if self._plain_text and any("+unix:" not in endpoint for endpoint in self._endpoints_of_node(pool_map)):
-            found.append(Problem("plain-text", f"node {self._node} speaks plain text over TCP: whoever reaches its ports may "
+            found.append(HealthProblem("plain-text", f"node {self._node} speaks plain text over TCP: whoever reaches its ports may "
                                                f"read and change everything",
                                  "where the network is not the pool's alone, set network.plain_text = false in node.toml of "
                                  "all nodes and clients", "notice", node=self._node))
@@ -151,7 +151,7 @@ class PoolStatus:
         """Whether the pool map can be changed, as far as this node knows."""
         return not any("can not be changed" in text for text in (self._etcd.problems() if self._etcd is not None else ()))
 
-    def _map_problems(self) -> list[Problem]:
+    def _map_problems(self) -> list[HealthProblem]:
         """Problems that the keeper of the pool's etcd reports, with reason and remedy separated."""
         found = []
         for at, text in enumerate(self._etcd.problems() if self._etcd is not None else ()):
@@ -161,7 +161,7 @@ class PoolStatus:
                           f"recover-etcd {self._directory.path} --yes")
             elif text.startswith("etcd on node"):
                 remedy = "start that node; one that is lost for good is replaced by itself where another node can keep the map"
-            found.append(Problem("map", reason, remedy, "unavailable" if "can not be changed" in text else "degraded",
+            found.append(HealthProblem("map", reason, remedy, "unavailable" if "can not be changed" in text else "degraded",
                                  name=f"etcd {at}"))
         return found
 
@@ -241,19 +241,19 @@ class PoolStatus:
 
 
 
-def _completed(problem: Problem, pool: str) -> Problem:
+def _completed(problem: HealthProblem, pool: str) -> HealthProblem:
     return structs.replace(problem, reason=with_pool(problem.reason, pool), remedy=with_pool(problem.remedy, pool))
 
 
-def _told(problem: Problem) -> dict:
+def _told(problem: HealthProblem) -> dict:
     return {name: getattr(problem, name) for name in _PROBLEM_FIELDS}
 
 
-def _bad_block(store: dict, bad: dict) -> Problem:
+def _bad_block(store: dict, bad: dict) -> HealthProblem:
     path = bad["path"]
     file = f"file {printable(os.fsencode(path))}, " if path else "a file without a name, " if path == "" else ""
     names = "; `nvpool fsck POOL` names the file" if path is None else ""
-    return Problem("bad-block", f"bad block on target {store['target']} ({store['path']}): {file}inode {bad['inode']} chunk "
+    return HealthProblem("bad-block", f"bad block on target {store['target']} ({store['path']}): {file}inode {bad['inode']} chunk "
                    f"{bad['index']} block {bad['block']} {bad['text']}{names}", severity="damaged", node=store["node"],
                    name=f"{store['name']} {bad['inode']}.{bad['index']}.{bad['block']}", target=store["target"],
                    drive=store["drive"])

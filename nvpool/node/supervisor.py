@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 from google.protobuf.message import DecodeError
 
-from nvpool.cluster.api import WATCH_S_MAX, Coordinator
+from nvpool.cluster.api import WATCH_S_MAX, MapCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config
 from nvpool.core.errors import (
@@ -41,7 +41,7 @@ from nvpool.metrics.exposition import Page
 from nvpool.metrics.http import serve_metrics
 from nvpool.node import metrics as node_metrics
 from nvpool.node.admin.certificate_renewal import keep_renewed, renew_once
-from nvpool.node.admin.certificate_store import Certificates
+from nvpool.node.admin.certificate_store import CertificateStore
 from nvpool.node.admin.drives import Drives
 from nvpool.node.admin.join_server import Reception
 from nvpool.node.admin.nodes import Nodes, look_after
@@ -90,7 +90,7 @@ log = logging.getLogger("nvpool.node.supervisor")
 
 
 class Supervisor:
-    def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop,
+    def __init__(self, directory: PoolDirectory, config: Config, coordinator: MapCoordinator, stop: Stop,
                  failed: asyncio.Future[None], node: int = 1, greeting: Greeting | None = None,
                  keeper: MapKeeper | None = None):
         """`failed` receives an error when this process cannot continue; `run` then raises it."""
@@ -114,7 +114,7 @@ class Supervisor:
         self._dialer = Dialer(greeting, host_id=host_id())
         self.leading = Leading(coordinator, node, self._dialer, self._pid_of, config.supervisor.replace_after_s)
         self._audit = audit_log(directory, "nvpoold")
-        self._certificates = Certificates(directory)
+        self._certificates = CertificateStore(directory)
         self._reception = Reception(directory, keeper, self.leading.change, self._audit, self._certificates) \
             if keeper is not None else None
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from nvpool.core.member_names import SKEW_S
-from nvpool.poolmap.health_checks import Problem
+from nvpool.poolmap.health_checks import HealthProblem
 
 DAY_S = 86_400.0
 NOTICE_S, RISK_S = 30 * DAY_S, 7 * DAY_S
@@ -53,7 +53,7 @@ def remedy_of(kind: str, node: str) -> str:
     return f"nvpool cert rotate {node}   and see that the clocks of all nodes are right"
 
 
-def problems(certificates: Iterable[Mapping[str, Any]], now_s: float, *, node: int, pool: str, trouble: str) -> list[Problem]:
+def problems(certificates: Iterable[Mapping[str, Any]], now_s: float, *, node: int, pool: str, trouble: str) -> list[HealthProblem]:
     """Return the problems of a node's certificates, as node/admin/certificate_store reports them.
 
     `trouble` is the reason why the node's own certificate could not be renewed.
@@ -70,6 +70,6 @@ def problems(certificates: Iterable[Mapping[str, Any]], now_s: float, *, node: i
         if kind in _RENEWED:
             why = f", and was not renewed: {trouble or 'the supervisor has not tried yet; it does so every hour'}"
         severity = {"notice": "notice", "risk": "degraded", "ended": "unavailable"}[state]
-        found.append(Problem("certificate", f"the certificate of {NAMES[kind]} {when}{why}", remedy_of(kind, pool),
+        found.append(HealthProblem("certificate", f"the certificate of {NAMES[kind]} {when}{why}", remedy_of(kind, pool),
                              severity, node=node, name=kind))
     return found

@@ -34,7 +34,7 @@ Said = Mapping[str, Any]
 """Status report of one process or node: an entry of `nvpool status --json`."""
 
 
-class Problem(msgspec.Struct, frozen=True):
+class HealthProblem(msgspec.Struct, frozen=True):
     kind: str
     reason: str
     """A sentence without its final period: the fault, the affected component, and the cause."""
@@ -63,7 +63,7 @@ class Problem(msgspec.Struct, frozen=True):
         return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
-def exit_code(problems: Iterable[Problem]) -> int:
+def exit_code(problems: Iterable[HealthProblem]) -> int:
     """Return the exit code of `nvpool status`: 0 healthy, 3 something is or may soon be unavailable, 4 only
     damage."""
     codes = {EXIT_CODES[problem.severity] for problem in problems} - {0}
@@ -93,7 +93,7 @@ class Health:
         self._several = len(pool_map.nodes) > 1
         self._silent = {node["node"] for node in nodes if node.get("reason") and node["wish"] in ("", "draining")}
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[HealthProblem]:
         """Return all problems that follow from the map and the reports, the most severe first."""
         found = [*self._silent_nodes(), *self._processes(), *self._chains(), *self._shards(), *self._drains(), *self._drives()]
         order = list(EXIT_CODES)
@@ -132,17 +132,17 @@ class Health:
 
     # -- nodes and processes -----------------------------------------------------------------------------------------------
 
-    def _silent_nodes(self) -> Iterable[Problem]:
+    def _silent_nodes(self) -> Iterable[HealthProblem]:
         for node in self._nodes:
             if node["node"] not in self._silent:
                 continue
             names = [one["name"] for one in (*self._metas.values(), *self._stores.values())
                      if one["node"] == node["node"] and one["state"] not in WELL]
             with_it = f", nor do its {', '.join(names)}" if names else ", its other processes do"
-            yield Problem("node-silent", f"node {node['node']} ({node['name']}) does not answer{with_it}: {node['reason']}",
+            yield HealthProblem("node-silent", f"node {node['node']} ({node['name']}) does not answer{with_it}: {node['reason']}",
                           self._start_node(node["node"]), node=node["node"], name="supervisor")
 
-    def _processes(self) -> Iterable[Problem]:
+    def _processes(self) -> Iterable[HealthProblem]:
         """Yield the problems of stores; those of shard members are reported with their shards."""
         for store in self._stores.values():
             target = self._map.target_by_id[store["target"]]
@@ -150,7 +150,7 @@ class Health:
             name = f"{store['name']}{self._on(target.node)} (drive {target.drive}, {store['path']})"
             if store["state"] not in WELL or (store.get("reason") and store["state"] != "serving"):
                 if target.node not in self._silent:
-                    yield Problem("process-down", f"{name} {_what_is(store)}", f"{self._restart(store)}; where its drive is "
+                    yield HealthProblem("process-down", f"{name} {_what_is(store)}", f"{self._restart(store)}; where its drive is "
                                   f"broken: {self._new_drive(target)}", **about)
             elif store["state"] == "serving" and target.state == "down" and target.wish != "lost":
                 how = f"not accepted: {store['refused']}" if store.get("refused") else "accepted again since just now"
@@ -161,7 +161,7 @@ class Health:
                     remedy = f"mend the network between them (on each: nvpool doctor --pool {self._pool}); it returns by itself"
                 else:
                     how = f"its signs of life are {how}"
-                yield Problem("target-left-out", f"{name} says that it serves, and the pool map leaves it out: {how}", remedy,
+                yield HealthProblem("target-left-out", f"{name} says that it serves, and the pool map leaves it out: {how}", remedy,
                               **about)
 
     # -- data --------------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Health:
         store = self._stores.get(target)
         return store is not None and store["state"] in ("serving", "draining")
 
-    def _chains(self) -> Iterable[Problem]:
+    def _chains(self) -> Iterable[HealthProblem]:
         without: Counter[int] = Counter()
         missing: dict[int, Counter[str]] = defaultdict(Counter)
         short: Counter[tuple[int, int]] = Counter()
@@ -196,11 +196,11 @@ class Health:
             yield self._missing(self._map.target_by_id[target_id], how, counts["fewer"], short)
         if counts["nowhere"]:
             here, most = len(usable(self._map.targets)), max(table.id for table in self._map.tables)
-            yield Problem("copies-missing", f"{counts['nowhere']} chains have fewer copies than they shall: {here} "
+            yield HealthProblem("copies-missing", f"{counts['nowhere']} chains have fewer copies than they shall: {here} "
                           f"drive{'' if here == 1 else 's'} can be used, and {most} copies of each chunk are asked for",
                           f"nvpool drive add {self._pool} PATH", count=counts["nowhere"])
 
-    def _unavailable(self, count: int, holders: Counter[int]) -> Problem:
+    def _unavailable(self, count: int, holders: Counter[int]) -> HealthProblem:
         targets = [self._map.target_by_id[target] for target in holders if target in self._map.target_by_id]
         whose = ", ".join(self._name(target) for target in targets[:4]) + (", …" if len(targets) > 4 else "")
         one = targets[0] if targets else None
@@ -208,12 +208,12 @@ class Health:
         back = self._start_node(node) if node is not None else f"bring {'it' if len(targets) == 1 else 'one of them'} back"
         remedy = back if one is None or not self._can_change else \
             f"{back}; to do without what is in them for ever: {self._lost_drive(one)} --give-up"
-        return Problem("data-unavailable", f"{count} chains have no target that serves: what they hold can not be read or "
+        return HealthProblem("data-unavailable", f"{count} chains have no target that serves: what they hold can not be read or "
                        f"written until one is back of {whose or 'those that were given up'}", remedy, "unavailable",
                        node=one.node if len(targets) == 1 else None, target=one.id if len(targets) == 1 else None,
                        drive=one.drive if len(targets) == 1 else None, count=count)
 
-    def _missing(self, target: Target, how: Counter[str], fewer: int, short: Mapping[tuple[int, int], int]) -> Problem:
+    def _missing(self, target: Target, how: Counter[str], fewer: int, short: Mapping[tuple[int, int], int]) -> HealthProblem:
         """Return the problem of chains that lack the copy of one target."""
         count, store = how.total(), self._stores.get(target.id, {})
         have = ", ".join(f"{live} of {shall}" for live, shall in sorted(short))
@@ -245,19 +245,19 @@ class Health:
             remedy = f"wait; nvpool pool rebalance {self._pool} --status shows how far it is"
         else:
             why, remedy = "they are to be filled", ""
-        return Problem("copies-missing", head + why, remedy, node=target.node, name=f"target-{target.id}", target=target.id,
+        return HealthProblem("copies-missing", head + why, remedy, node=target.node, name=f"target-{target.id}", target=target.id,
                        drive=target.drive, count=count)
 
     # -- metadata ----------------------------------------------------------------------------------------------------------
 
-    def _shards(self) -> Iterable[Problem]:
+    def _shards(self) -> Iterable[HealthProblem]:
         for shard in self._map.shards:
             primary = self._metas.get((shard.id, shard.member))
             serves = primary is not None and primary["state"] == "serving"
             if primary is not None and not serves:
                 yield self._no_primary(shard, primary)
             elif primary is not None and primary.get("reason"):
-                yield Problem("shard-at-risk", f"shard {shard.id}: {primary['name']}{self._on(primary['node'])} serves, and "
+                yield HealthProblem("shard-at-risk", f"shard {shard.id}: {primary['name']}{self._on(primary['node'])} serves, and "
                               f"{primary['reason']}", f"have a standby filled now: nvpool shard standbys {self._pool} "
                               f"{shard.id} {max(1, len(shard.standbys))}, or write a dump: nvpool dump {self._pool} FILE",
                               node=primary["node"], name=primary["name"], shard=shard.id, member=shard.member)
@@ -265,7 +265,7 @@ class Health:
             if shall:
                 yield from self._standbys(shard, shall)
 
-    def _no_primary(self, shard: Shard, primary: Said) -> Problem:
+    def _no_primary(self, shard: Shard, primary: Said) -> HealthProblem:
         why = primary.get("reason", "")
         away = [meta for meta in self._members(shard) if meta["in_map"] == "up" and meta["state"] != "serving"] \
             if primary["state"] != "waiting" else []  # a waiting primary only lacks its lease
@@ -288,14 +288,14 @@ class Health:
                      "load a dump into a new pool (nvpool load NEW_POOL FILE)"
         else:
             remedy = f"where that lasts for more than some seconds: {self._restart(primary)}"
-        return Problem("shard-no-primary", text, remedy, "unavailable", node=primary["node"], name=primary["name"],
+        return HealthProblem("shard-no-primary", text, remedy, "unavailable", node=primary["node"], name=primary["name"],
                        shard=shard.id, member=shard.member)
 
     def _members(self, shard: Shard) -> list[Said]:
         names = [(shard.id, standby.member) for standby in shard.standbys]
         return [self._metas[name] for name in names if name in self._metas]
 
-    def _standbys(self, shard: Shard, shall: int) -> Iterable[Problem]:
+    def _standbys(self, shard: Shard, shall: int) -> Iterable[HealthProblem]:
         metas = self._members(shard)
         able = [meta for meta in metas if meta["in_map"] == "up" and meta["state"] == "serving"]
         if len(able) >= shall:
@@ -314,7 +314,7 @@ class Health:
                 remedies.append(f"nvpool drive add {self._pool} PATH, or ask for fewer: nvpool shard standbys {self._pool} "
                                 f"{shard.id} {max(0, len(places) - 1)}")
         one = unable[0] if len(unable) == 1 else None
-        yield Problem("standby-missing" if able else "shard-no-standby",
+        yield HealthProblem("standby-missing" if able else "shard-no-standby",
                       f"shard {shard.id} has {len(able)} of {shall} standbys that could follow its primary: " + "; ".join(told),
                       "; ".join(remedies), node=one["node"] if one else None, name=one["name"] if one else "", shard=shard.id,
                       member=one["member"] if one else None, count=shall - len(able))
@@ -337,7 +337,7 @@ class Health:
 
     # -- drains and drives -------------------------------------------------------------------------------------------------
 
-    def _drains(self) -> Iterable[Problem]:
+    def _drains(self) -> Iterable[HealthProblem]:
         going, coming, held = Counter(), Counter(), named(self._map)
         for table in self._map.tables:
             for chain in table.chains:
@@ -351,13 +351,13 @@ class Health:
             about = {"node": target.node, "target": target.id, "drive": target.drive}
             if not shards and target.id not in held:
                 why, remedy = self._why_not_empty(target)
-                yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} has given all its chains away and "
+                yield HealthProblem("drain-stalled", f"drive {target.drive}{self._on(target.node)} has given all its chains away and "
                               f"does not become empty, nothing was removed for {still}: {why}", remedy, **about)
                 continue
             why, remedy = self._why_stalled(target, coming)
             what = " and ".join(([f"{left} chains"] if left else [])
                                 + ([f"metadata of shard {', '.join(map(str, shards))}"] if shards else []))
-            yield Problem("drain-stalled", f"drive {target.drive}{self._on(target.node)} is being drained and nothing has "
+            yield HealthProblem("drain-stalled", f"drive {target.drive}{self._on(target.node)} is being drained and nothing has "
                           f"moved for {still}; {what} to go: {why}", remedy, count=left, **about)
 
     def _why_not_empty(self, target: Target) -> tuple[str, str]:
@@ -388,26 +388,26 @@ class Health:
                     f"{self._log(f'target-{one.id}', one.node)}; or {cancel}"
         return "the reason is not known", f"{self._log(f'target-{target.id}', target.node)}; or {cancel}"
 
-    def _drives(self) -> Iterable[Problem]:
+    def _drives(self) -> Iterable[HealthProblem]:
         coming = Counter(target for table in self._map.tables for chain in table.chains for target in chain.goal
                          if target not in chain.targets)
         for target in self._map.targets:
             store = self._stores.get(target.id, {})
             about = {"node": target.node, "name": f"target-{target.id}", "target": target.id, "drive": target.drive}
             if target.wish == "away" and target.state != "gone":
-                yield Problem("drive-away", f"drive {target.drive}{self._on(target.node)} has been away for long: what it held "
+                yield HealthProblem("drive-away", f"drive {target.drive}{self._on(target.node)} has been away for long: what it held "
                               f"is made again elsewhere, and it gets its share when it is back",
                               f"when it will not come back: {self._lost_drive(target)}", **about)
             if coming[target.id] and store.get("lacks_room"):
-                yield Problem("drive-no-room", f"drive {target.drive} has no room for the {coming[target.id]} chains that it "
+                yield HealthProblem("drive-no-room", f"drive {target.drive} has no room for the {coming[target.id]} chains that it "
                               f"is to get", f"make some: nvpool drive add {self._pool} PATH", count=coming[target.id], **about)
             used, room = store.get("used_bytes") or 0, store.get("capacity_bytes") or 0
             if room and used >= FULL_SHARE * room:
-                yield Problem("drive-full", f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes "
+                yield HealthProblem("drive-full", f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes "
                               f"to it fail when nothing is left", f"add one: nvpool drive add {self._pool} PATH; or remove "
                               f"files, or empty the trash", **about)
             if store.get("host_full"):
-                yield Problem("host-full", f"{store['name']}: {store['host_full']}", **about)
+                yield HealthProblem("host-full", f"{store['name']}: {store['host_full']}", **about)
 
 
 def _what_is(process: Said) -> str:
@@ -416,6 +416,6 @@ def _what_is(process: Said) -> str:
     return f"does not start{why}" if why and process["state"] in ("starting", "restarting") else f"is {process['state']}{why}"
 
 
-def with_since(problems: Iterable[Problem], known: Mapping[tuple, int], now_ms: int) -> list[Problem]:
+def with_since(problems: Iterable[HealthProblem], known: Mapping[tuple, int], now_ms: int) -> list[HealthProblem]:
     """Return the problems with the time since which each is known: from `known`, or now."""
     return [msgspec.structs.replace(problem, since_ms=known.get(problem.key, now_ms)) for problem in problems]

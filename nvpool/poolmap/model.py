@@ -31,7 +31,7 @@ EtcdState = Literal["wanted", "ready", "added", "up", "leaving", "lost"]
 NodeWish = Literal["share", "drain", "stop", "lost"]
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings that are fixed when a pool is created; every greeting contains their `fingerprint`."""
 
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
@@ -177,7 +177,7 @@ class ChainTable(msgspec.Struct, frozen=True):
     chains: tuple[Chain, ...]
 
 
-class Standby(msgspec.Struct, frozen=True):
+class StandbyMember(msgspec.Struct, frozen=True):
     """A member of a shard that is not its primary.
 
     up: the standby has every acknowledged change, and no change is acknowledged without it, so it can be
@@ -210,7 +210,7 @@ class Shard(msgspec.Struct, frozen=True):
     member: int = 0
     path: str = ""
     epoch: int = 1
-    standbys: tuple[Standby, ...] = ()
+    standbys: tuple[StandbyMember, ...] = ()
     wish: ShardWish = "share"
     standbys_wanted: int | None = None
     """Desired number of standbys in good places (poolmap/shards/placement); None: the current number."""
@@ -259,7 +259,7 @@ class Loss(msgspec.Struct, frozen=True, dict=True):
         return counter_of(inode) < self._below[partition_of(inode)]
 
 
-class Moving(msgspec.Struct, frozen=True):
+class RebalanceSettings(msgspec.Struct, frozen=True):
     """Settings for moving chains, to balance the pool and to drain drives.
 
     `paused` only defers the start of moves; missing copies are recreated nevertheless. `limit_bytes_s` is for
@@ -293,14 +293,14 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     pool_id: str
     name: str
     epoch: int
-    settings: Settings
+    settings: PoolSettings
     nodes: tuple[Node, ...] = ()
     drives: tuple[Drive, ...] = ()
     targets: tuple[Target, ...] = ()
     tables: tuple[ChainTable, ...] = ()
     shards: tuple[Shard, ...] = ()
     partitions: tuple[PartitionRange, ...] = ()
-    moving: Moving = Moving()
+    moving: RebalanceSettings = RebalanceSettings()
     members: tuple[str, ...] = ()
     """Members whose certificates are accepted. Empty: all certificates signed by the CA are accepted."""
     tokens: tuple[JoinToken, ...] = ()

@@ -34,7 +34,7 @@ from urllib.parse import quote
 
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.config import Network, parse
+from nvpool.core.config import NetworkConfig, parse
 from nvpool.core.endpoint import host_port_url, parse_endpoint
 from nvpool.core.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, NotFound, NvpoolError, from_os_error
 from nvpool.core.member_names import new_member
@@ -55,7 +55,7 @@ from nvpool.host.processes import host_id
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.layout import layout_of
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Shard, StandbyMember, Target
 from nvpool.poolmap.shards.members import SHARDS_MAX, STANDBYS_MAX, dealt, process_name
 from nvpool.provision.tokens import TOKEN_S, address_of, new_token, read_authority
 from nvpool.security.ca import Authority, request_certificate
@@ -84,7 +84,7 @@ _OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json"
               "coordinator.json")
 
 
-def free_ports(count: int, network: Network, used: set[int]) -> list[int]:
+def free_ports(count: int, network: NetworkConfig, used: set[int]) -> list[int]:
     """Find TCP ports that nobody listens on now, and that are not in `used`.
 
     Empty if nothing shall listen on TCP (`network.host` is empty). InUse: there are not enough.
@@ -319,11 +319,11 @@ async def make_pool(request: dict) -> dict:
             # The standbys of different shards start with different drives.
             beside = [made[(number - 1 + at) % len(made)] for at in range(standbys)]
             return Shard(number, 1, endpoints(0), standbys=tuple(
-                Standby(n, 1, endpoints(n), path=make_standby_place(directory, drive["path"], pool_id, number, n))
+                StandbyMember(n, 1, endpoints(n), path=make_standby_place(directory, drive["path"], pool_id, number, n))
                 for n, drive in enumerate(beside, 1)))
 
         first = PoolMap(
-            format=MAP_FORMAT, pool_id=pool_id, name=request["name"], epoch=1, settings=Settings(chunk_bytes, replicas),
+            format=MAP_FORMAT, pool_id=pool_id, name=request["name"], epoch=1, settings=PoolSettings(chunk_bytes, replicas),
             nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2]),
                         member=member),),
             drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from nvpool.cluster.etcd.client import Certificates
+from nvpool.cluster.etcd.client import EtcdCertificates
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
 from nvpool.core.errors import BadConfiguration, InvalidRequest, NvpoolError
 from nvpool.host.pool_directory import PoolDirectory, write_whole
@@ -22,7 +22,7 @@ from nvpool.security.tls import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 
 class External(NamedTuple):
     members: tuple[str, ...]
-    certificates: Certificates | None
+    certificates: EtcdCertificates | None
 
     @property
     def kind(self) -> str:
@@ -50,7 +50,7 @@ def external(request: dict | None) -> External | None:
     if not all(files):
         raise InvalidRequest("an etcd at https:// takes --etcd-ca, --etcd-cert and --etcd-key: it knows nobody without")
     try:
-        return External(members, Certificates(*(Path(file).read_bytes() for file in files)))
+        return External(members, EtcdCertificates(*(Path(file).read_bytes() for file in files)))
     except OSError as error:
         raise BadConfiguration(f"{error.filename} can not be read: {error.strerror}") from None
 
@@ -88,7 +88,7 @@ async def forget(directory: PoolDirectory, pool_id: str) -> list[str]:
     try:
         certificates = None
         if location.external == "secured":
-            certificates = Certificates(*((directory.secret / EXTERNAL_SECRET / name).read_bytes()
+            certificates = EtcdCertificates(*((directory.secret / EXTERNAL_SECRET / name).read_bytes()
                                           for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)))
         left = await EtcdCoordinator.forget(location.members, pool_id, directory.node, certificates=certificates)
     except (OSError, NvpoolError) as error:

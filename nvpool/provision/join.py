@@ -44,7 +44,7 @@ from nvpool.security.tls import (
     ETCD_SECRET,
     KEY_FILE,
     PLAIN_TEXT,
-    Identity,
+    TlsIdentity,
     Stranger,
 )
 
@@ -111,7 +111,7 @@ async def _ask(address: str, token: Token, asked: pool_pb2.JoinRequest, plain_te
 
     AccessDenied: the server's CA is not the one in the token; the token was not sent.
     """
-    stranger: Identity = PLAIN_TEXT if plain_text else Stranger()
+    stranger: TlsIdentity = PLAIN_TEXT if plain_text else Stranger()
     found = await _call(address, stranger, wire_pb2.POOL_AUTHORITY, pool_pb2.AuthorityRequest(), pool_pb2.AuthorityReply)
     if fingerprint_of(found.certificate) != token.fingerprint:
         raise AccessDenied(f"{address} is not the pool that the token is for (its authority is another one); the token was not "
@@ -122,7 +122,7 @@ async def _ask(address: str, token: Token, asked: pool_pb2.JoinRequest, plain_te
     return json.loads(reply.answer)
 
 
-async def _call(address: str, identity: Identity, method: int, request, reply_type):
+async def _call(address: str, identity: TlsIdentity, method: int, request, reply_type):
     dialer = Dialer(Greeting("joining", identity=identity), host_id=host_id())
     try:
         reply = await dialer.call((address,), method, request.SerializeToString(),

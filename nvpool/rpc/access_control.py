@@ -153,7 +153,7 @@ _REFUSED_METADATA = frozenset(method for method in _REFUSED[Role.USER, False] if
 """Metadata methods refused to local users and to clients with restricted users."""
 
 
-class Caller(NamedTuple):
+class CallerRights(NamedTuple):
     """Authorization of a peer: its role, and the owner name for what the peer opens."""
 
     role: Role
@@ -178,9 +178,9 @@ class Callers:
         """
         self.operators = operators
         self._strangers = strangers
-        self._known: dict[int, tuple[Peer, Caller]] = {}
+        self._known: dict[int, tuple[Peer, CallerRights]] = {}
 
-    def of(self, peer: Peer) -> Caller:
+    def of(self, peer: Peer) -> CallerRights:
         known = self._known.get(id(peer))
         if known is not None and known[0] is peer:
             return known[1]
@@ -190,15 +190,15 @@ class Callers:
         self._known[id(peer)] = peer, caller
         return caller
 
-    def _look_at(self, peer: Peer) -> Caller:
+    def _look_at(self, peer: Peer) -> CallerRights:
         if self._strangers and not peer.member:
-            return Caller(Role.STRANGER, "", _REFUSED[Role.STRANGER, peer.local])
+            return CallerRights(Role.STRANGER, "", _REFUSED[Role.STRANGER, peer.local])
         role, user = role_of(peer, self.operators), acts_as(peer, self.operators)
         owner = "" if role == Role.NODE else peer.member or f"uid/{peer.credentials.uid}"
         refused = _REFUSED[role, peer.local]
-        return Caller(role, owner, refused if user is None else refused | _REFUSED_METADATA, user)
+        return CallerRights(role, owner, refused if user is None else refused | _REFUSED_METADATA, user)
 
-    def check(self, call: Call) -> Caller:
+    def check(self, call: Call) -> CallerRights:
         """Return the caller of a request. AccessDenied: this caller may not call the method."""
         peer = call.peer
         known = self._known.get(id(peer))
@@ -208,7 +208,7 @@ class Callers:
         return caller
 
 
-def _refusal(method: int, caller: Caller, peer: Peer) -> str:
+def _refusal(method: int, caller: CallerRights, peer: Peer) -> str:
     if caller.role == Role.STRANGER:
         return "nothing is told to strangers but how to join; show a certificate of this pool"
     name = wire.Method.Name(method)

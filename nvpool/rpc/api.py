@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from nvpool.rpc.limits import Limits
-    from nvpool.security.tls import Identity
+    from nvpool.security.tls import TlsIdentity
 
 Buffer = bytes | bytearray | memoryview
 
@@ -213,7 +213,7 @@ class Greeting(NamedTuple):
     """
     host_id: str = ""
     """Id of the host of the sender, for transports that only work within one host."""
-    identity: Identity | None = None
+    identity: TlsIdentity | None = None
     """Our certificate, and the peers that we accept.
 
     The certificate is presented in TLS and is not part of the message. Without an identity no connection

@@ -141,7 +141,7 @@ class Limited(Protocol):
         """Close the connection now and free its unsent data. Calls Share.leave."""
 
 
-class Account:
+class PeerAccount:
     """All connections of one peer."""
 
     def __init__(self, name: str, trusted: bool) -> None:
@@ -184,7 +184,7 @@ class Limits:
         self._operators = operators
         self._plain_text = plain_text
         self._trust = trust
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, PeerAccount] = {}
         self._trusted = self._others = 0
         self._timer: asyncio.TimerHandle | None = None
         self._logged: dict[str, tuple[float, int]] = {}
@@ -197,7 +197,7 @@ class Limits:
         Busy: over a limit.
         """
         name, trusted = identify(peer, self._operators, self._plain_text)
-        account = self._accounts.get(name) or Account(name, trusted and self._trust)
+        account = self._accounts.get(name) or PeerAccount(name, trusted and self._trust)
         self._check_connections(account, daemon, ends_handshake=True)
         share = Share(self, account, connection)
         account.shares[share] = None
@@ -211,7 +211,7 @@ class Limits:
         connections.
         """
         name = f"address {network_of(host)}"
-        account = self._accounts.get(name) or Account(name, False)
+        account = self._accounts.get(name) or PeerAccount(name, False)
         try:
             self._check_connections(account, "this port")
         except Busy:
@@ -225,7 +225,7 @@ class Limits:
         account.strangers -= 1
         self._add(account, -1)
 
-    def _check_connections(self, account: Account, daemon: str, ends_handshake: bool = False) -> None:
+    def _check_connections(self, account: PeerAccount, daemon: str, ends_handshake: bool = False) -> None:
         """Raise Busy if one more connection is too many.
 
         With `ends_handshake` the connection may still be counted among the handshakes.
@@ -246,7 +246,7 @@ class Limits:
         self.note(limit, reason)
         raise Busy(reason, retry_after_s=LOOK_S)
 
-    def _add(self, account: Account, count: int) -> None:
+    def _add(self, account: PeerAccount, count: int) -> None:
         if account.trusted:
             self._trusted += count
         else:
@@ -284,7 +284,7 @@ class Limits:
 
     # -- memory
 
-    def release(self, account: Account, count: int) -> None:
+    def release(self, account: PeerAccount, count: int) -> None:
         account.bytes -= count
         self.bytes -= count
         if account.wakes:
@@ -323,7 +323,7 @@ class Limits:
         share.connection.cut_off(reason)
         self.leave(share)
 
-    def next_turn(self, account: Account) -> None:
+    def next_turn(self, account: PeerAccount) -> None:
         """Let the peer's waiting connections continue in order, until its time slice ends.
 
         Runs one iteration of the event loop after the previous slice.
@@ -363,7 +363,7 @@ class Limits:
         self.unsent = sum(account.unsent for account in self._accounts.values())
         self.relieve(0)
 
-    def _hold_back(self, account: Account, requests: int, byte_count: int) -> None:
+    def _hold_back(self, account: PeerAccount, requests: int, byte_count: int) -> None:
         """Stop reading from the busiest connections of a peer that exceeds its share; otherwise resume."""
         most, bytes_most = self.bounds.requests_per_peer, self.memory_per_peer_max
         if requests > most or byte_count > 2 * bytes_most:
@@ -392,7 +392,7 @@ class Share:
     __slots__ = ("limits", "account", "connection", "limited", "coming", "held", "unsent", "waits", "queued",
                  "_frame", "_frame_since_s", "_goal", "_goal_until_s")
 
-    def __init__(self, limits: Limits, account: Account, connection: Limited) -> None:
+    def __init__(self, limits: Limits, account: PeerAccount, connection: Limited) -> None:
         self.limits = limits
         self.account = account
         self.connection = connection

@@ -28,7 +28,7 @@ class _Answered:
         self.bytes_in = self.bytes_out = 0
 
 
-class Answers:
+class ReplyStats:
     """Statistics of the requests answered over one transport."""
 
     __slots__ = ("by_method", "begun", "ended", "given_up", "errors")
@@ -83,9 +83,9 @@ class Calls:
         self.errors[key] = self.errors.get(key, 0) + 1
 
 
-class Tally:
+class RpcStats:
     def __init__(self) -> None:
-        self.answers: dict[str, Answers] = {}
+        self.answers: dict[str, ReplyStats] = {}
         self.calls = Calls()
         self.limits_met: dict[str, int] = {}
 
@@ -95,9 +95,9 @@ class Tally:
         `limit` is the limit's key in the section [limits]."""
         self.limits_met[limit] = self.limits_met.get(limit, 0) + 1
 
-    def over(self, transport: str) -> Answers:
+    def over(self, transport: str) -> ReplyStats:
         """Statistics of that transport, shared by all its connections."""
-        return self.answers.setdefault(transport, Answers())
+        return self.answers.setdefault(transport, ReplyStats())
 
     def measure(self, page: Page) -> None:
         for transport, answers in self.answers.items():
@@ -120,7 +120,7 @@ class Tally:
         page.set(metrics.CALLS_IN_FLIGHT, self.calls.begun - self.calls.ended)
 
 
-TALLY = Tally()
+TALLY = RpcStats()
 
 
 @lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.api import Reply
 
 
-class Dialer(Protocol):
+class TargetDialer(Protocol):
     async def call(self, endpoints: tuple[str, ...], method: int, message: bytes, payload=(), *, deadline_s: float,
                    into: memoryview | None = None) -> Any: ...
 
@@ -24,7 +24,7 @@ class Dialer(Protocol):
 class TargetCalls:
     """Requests to targets. `map` is the newest pool map known here; None at first."""
 
-    def __init__(self, dialer: Dialer | None) -> None:
+    def __init__(self, dialer: TargetDialer | None) -> None:
         """Without a dialer no target can be called."""
         self.map: PoolMap | None = None
         self._dialer = dialer

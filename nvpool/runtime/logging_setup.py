@@ -27,7 +27,7 @@ class _Lines(logging.Formatter):
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}[%(process)d] %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
-class _File(logging.handlers.WatchedFileHandler):
+class _LogFile(logging.handlers.WatchedFileHandler):
     """Log file handler: each new file is readable by its owner and group only."""
 
     def _open(self):
@@ -63,7 +63,7 @@ def start_log(name: str, level: str, path: Path | None, *, form: str = "text", n
     global _again
     _again = node_toml
     if path is not None:
-        kept: logging.Handler = _File(path, encoding="utf-8", errors="backslashreplace")
+        kept: logging.Handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
         descriptor = log_opener(os.fspath(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)

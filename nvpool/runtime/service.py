@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.config import Config, Network, Rdma, as_dict, load, networks_of
+from nvpool.core.config import Config, NetworkConfig, Rdma, as_dict, load, networks_of
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import BadConfiguration, CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
 from nvpool.core.member_names import MEMBER_S
@@ -30,7 +30,7 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.limits import Bounds, Limits
 from nvpool.rpc.messages.data_codec import decoded
 from nvpool.rpc.registry import listen
-from nvpool.rpc.stats import Answers
+from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.v1.pool_pb2 import MapReply, MapRequest
 from nvpool.rpc.v1.wire_pb2 import POOL_MAP, PROCESS_METRICS
 from nvpool.runtime import metrics as runtime_metrics
@@ -38,7 +38,7 @@ from nvpool.runtime.audit_events import MetaAudit, audit_log
 from nvpool.runtime.cpu_latency import Awake
 from nvpool.runtime.daemon_process import EXIT_IN_USE, Stop, exit_code, keep_supervised, run
 from nvpool.runtime.logging_setup import start_log
-from nvpool.security.tls import Identity, identity_in, leaves_host
+from nvpool.security.tls import TlsIdentity, identity_in, leaves_host
 from nvpool.security.volume_keys import PoolKeys
 
 _MAP_WAIT_S = min(30.0, MEMBER_S / 12)
@@ -69,7 +69,7 @@ class Service(Protocol):
     async def close(self, drain_s: float) -> None: ...
 
 
-class Opened:
+class ServiceContext:
     """Environment that a daemon passes to its service.
 
     It consists of the directory, the shard or target number, the configuration, the present map, a dialer and
@@ -123,7 +123,7 @@ class Handling:
         except Exception as error:
             watched.fail(error)
 
-    def _answer_at_once(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side) -> int:
+    def _answer_at_once(self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side) -> int:
         taken = self._answer(buffer, end, in_work, tally, out, side)
         if taken:
             self._awake.touch()
@@ -163,7 +163,7 @@ def operators_of(config: Config) -> int | None:
     return group_number(config.access.operators, "access.operators")
 
 
-def is_wanted(endpoint: str, network: Network) -> bool:
+def is_wanted(endpoint: str, network: NetworkConfig) -> bool:
     """Whether a process of this node shall listen at the endpoint.
 
     A loopback address is wanted only if `network.host` names it; maps of earlier versions have one for each
@@ -217,12 +217,12 @@ def offering(rdma: Rdma) -> Listen:
     it."""
     if rdma.enabled == "off" or not (rdma.networks or rdma.local):
         return listen
-    from nvpool.rpc.transports.rdma import RdmaTransport, RdmaUnixTransport, Settings
+    from nvpool.rpc.transports.rdma import RdmaTransport, RdmaUnixTransport, RdmaSettings
     from nvpool.rpc.transports.ucx import missing
     if reason := missing():
         log.warning("no RDMA is offered, although node.toml wants it: %s", reason)
         return listen
-    settings = Settings(networks_of(rdma.networks), rdma.local, rdma.transports, rdma.devices, rdma.poll_us)
+    settings = RdmaSettings(networks_of(rdma.networks), rdma.local, rdma.transports, rdma.devices, rdma.poll_us)
     offering = {"stream": RdmaTransport(settings), "stream+unix": RdmaUnixTransport(settings)}
 
     def listen_there(endpoint: str, greeting: Greeting, handler: Callable[[Call], None]) -> Awaitable[Listener]:
@@ -233,7 +233,7 @@ def offering(rdma: Rdma) -> Listen:
 
 
 def main(role: str, name: str, path: str, number: int, endpoints: Callable[[PoolMap], tuple[str, ...]],
-         open_service: Callable[[Opened], Awaitable[Service]]) -> int:
+         open_service: Callable[[ServiceContext], Awaitable[Service]]) -> int:
     """Run a daemon from start to end; return its exit code."""
     directory = PoolDirectory(path)
     start_log(name, "info", None)
@@ -255,7 +255,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
         greeting = Greeting(name, pool_map.fingerprint, identity=identity, limits=limits_of(config), local_users=True)
         dialer = Dialer(greeting, host_id=host_id())
-        opened = Opened(directory, number, config, pool_map, dialer, read_grant_key(directory))
+        opened = ServiceContext(directory, number, config, pool_map, dialer, read_grant_key(directory))
         await load_pool_keys(opened.pool_keys)
         service = await open_service(opened)
         awake = Awake(config.processors.awake)
@@ -304,13 +304,13 @@ def limits_of(config: Config) -> Limits:
     return Limits(Bounds(**as_dict(config)["limits"]), operators=operators_of(config), plain_text=config.network.plain_text)
 
 
-def follow_members(identity: Identity | None, pool_map: PoolMap) -> None:
+def follow_members(identity: TlsIdentity | None, pool_map: PoolMap) -> None:
     """Accept the members of this map, and close the connections of removed ones."""
     if identity is not None:
         identity.update_members(pool_map.members)
 
 
-def show_renewed(identity: Identity | None) -> None:
+def show_renewed(identity: TlsIdentity | None) -> None:
     """Present our certificate after the supervisor has renewed it."""
     if identity is not None:
         try:
@@ -320,7 +320,7 @@ def show_renewed(identity: Identity | None) -> None:
 
 
 async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap, service: Service,
-                     identity: Identity | None) -> None:
+                     identity: TlsIdentity | None) -> None:
     """Pass each newer map to the service.
 
     The map comes from this node's supervisor or, while there is none, from poolmap.json. No error ends this:

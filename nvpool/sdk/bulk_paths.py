@@ -18,7 +18,7 @@ from nvpool.sdk.paths import SYMLINKS_MAX, names_of
 _LINKS_AT_ONCE = 64
 
 
-class Way:
+class PathWalk:
     """Progress on one path. `names` are the names still to look up, `inode` is the directory reached so
     far."""
 
@@ -46,9 +46,9 @@ class Way:
         """Remove the last name from the path and return it. Empty if there is none, or if it is `..`."""
         return self.names.pop(0) if self.names and self.names[0] != b".." else b""
 
-    def branch(self) -> Way:
+    def branch(self) -> PathWalk:
         """A copy of this path that continues from the same point."""
-        way = Way([])
+        way = PathWalk([])
         way.above, way.names, way.links, way.error = list(self.above), list(self.names), self.links, self.error
         return way
 
@@ -65,11 +65,11 @@ class Way:
         self.names += names_of(target)[::-1]
 
 
-async def walk_together(vfs: Vfs, ways: Iterable[Way]) -> None:
+async def walk_together(vfs: Vfs, ways: Iterable[PathWalk]) -> None:
     """Resolve all paths together. On return each one has reached its directory or has an error."""
     going = ways
     while True:
-        asked: dict[tuple[int, bytes], list[Way]] = {}
+        asked: dict[tuple[int, bytes], list[PathWalk]] = {}
         for way in going:
             name = way.next_name()
             if name:
@@ -77,7 +77,7 @@ async def walk_together(vfs: Vfs, ways: Iterable[Way]) -> None:
         if not asked:
             return
         found = await vfs.walk_many(list(asked))
-        links: dict[int, list[Way]] = {}
+        links: dict[int, list[PathWalk]] = {}
         for some, one in zip(asked.values(), found, strict=True):
             for way in some:
                 if isinstance(one, NvpoolError):

@@ -15,7 +15,7 @@ from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, 
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.admin.calls import AdminCalls
 
 if TYPE_CHECKING:
     from nvpool.client.session import Client
@@ -27,7 +27,7 @@ LOCK_KINDS = {RECORD: "fcntl", WHOLE: "flock"}
 LOCK_MODES = {SHARED: "shared", EXCLUSIVE: "exclusive"}
 
 
-async def chunks_on(asking: Asking, target: int, inode: int, first: int = 0,
+async def chunks_on(asking: AdminCalls, target: int, inode: int, first: int = 0,
                     grant: bytes = b"") -> AsyncIterator[data_pb2.ChunkDescription]:
     """Chunks of `inode` on `target`, from chunk `first` on, in order. Clients need a `grant` for the
     inode; nodes do not."""
@@ -47,7 +47,7 @@ async def describe(client: Client, attr: meta_pb2.Attr) -> dict[str, Any]:
     The report contains attributes, layout, shard and partition, locks, and the chunks with the targets that
     have them. A chunk that is on no target is a hole. Unreachable: a target does not answer.
     """
-    asking, pool_map = Asking(client), client.pool_map
+    asking, pool_map = AdminCalls(client), client.pool_map
     found: dict[str, Any] = {
         "inode": attr.inode, "kind": KINDS.get(stat.S_IFMT(attr.mode), "unknown"), "mode": stat.filemode(attr.mode),
         "uid": attr.uid, "gid": attr.gid, "size": attr.size, "links": attr.links, "mtime_ns": attr.mtime_ns,

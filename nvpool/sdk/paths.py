@@ -37,7 +37,7 @@ SYMLINKS_MAX = 40
 Path = str | bytes | os.PathLike[str]
 
 
-class Place(NamedTuple):
+class PathLocation(NamedTuple):
     """Result of a path look-up. The fields are the directory, the name in that (empty for the root), and the
     attributes of an existing file."""
 
@@ -115,7 +115,7 @@ async def find(vfs: Vfs, path: Path, *, follow: bool = True) -> Attr:
     return place.attr
 
 
-async def locate(vfs: Vfs, path: Path, *, follow: bool = True, to_open: bool = False) -> Place:
+async def locate(vfs: Vfs, path: Path, *, follow: bool = True, to_open: bool = False) -> PathLocation:
     """Resolve a path; its last name need not exist.
 
     A symbolic link at the last name is followed unless `follow` is false. `to_open`: look up the last name
@@ -138,7 +138,7 @@ async def locate(vfs: Vfs, path: Path, *, follow: bool = True, to_open: bool = F
         except NotFound:
             if names:
                 raise
-            return Place(above[-1], name, None)
+            return PathLocation(above[-1], name, None)
         if stat.S_ISLNK(attr.mode) and (names or follow):
             links += 1
             if links > SYMLINKS_MAX:
@@ -149,12 +149,12 @@ async def locate(vfs: Vfs, path: Path, *, follow: bool = True, to_open: bool = F
             names += names_of(target)[::-1]
             continue
         if not names:
-            return Place(above[-1], name, attr)
+            return PathLocation(above[-1], name, attr)
         if not stat.S_ISDIR(attr.mode):
             raise NotADirectory
         above.append(attr.inode)
     attr = await vfs.getattr(above[-1])
-    return Place(above[-2] if len(above) > 1 else ROOT_INODE, b"", attr)
+    return PathLocation(above[-2] if len(above) > 1 else ROOT_INODE, b"", attr)
 
 
 def stat_result(attr: Attr) -> os.stat_result:

@@ -19,7 +19,7 @@ from typing import Any
 from nvpool.client.state.types import Caller, FileHandle
 from nvpool.client.vfs.filesystem import Vfs
 from nvpool.core.errors import InvalidRequest, IsADirectory, NotFound, NvpoolError, Unavailable
-from nvpool.sdk.bulk_paths import Way, read_links, walk_together
+from nvpool.sdk.bulk_paths import PathWalk, read_links, walk_together
 from nvpool.sdk.paths import Path, as_os_error, names_of, os_error
 from nvpool.sdk.read_requests import Read, name_of
 
@@ -40,16 +40,16 @@ class _Wanted:
 
     __slots__ = ("way", "name", "link", "handle", "error")
 
-    def __init__(self, path: Path, ways: dict[bytes, Way]) -> None:
+    def __init__(self, path: Path, ways: dict[bytes, PathWalk]) -> None:
         names = names_of(path)
         self.handle: FileHandle | None = None
         self.error: NvpoolError | None = None
         self.link = 0
         self.name = names.pop() if names and names[-1] != b".." else b""
         directory = b"/".join(names)
-        self.way = ways.get(directory) or ways.setdefault(directory, Way(names))
+        self.way = ways.get(directory) or ways.setdefault(directory, PathWalk(names))
         if not self.name and not os.fspath(path):
-            self.way = Way([])
+            self.way = PathWalk([])
             self.way.error = NotFound()
 
     def follow(self, target: bytes | NvpoolError) -> None:
@@ -197,7 +197,7 @@ class Batches:
     async def _open_whole(self, paths: Iterable[Path], failed: dict[_Source, NvpoolError]) -> dict[_Source, FileHandle]:
         """Open these files together, without the cache. Reading a whole file needs its current size. The
         caller releases the handles. Errors go to `failed`."""
-        ways: dict[bytes, Way] = {}
+        ways: dict[bytes, PathWalk] = {}
         wanted = {path: _Wanted(path, ways) for path in paths}
         try:
             await self._open_all(list(wanted.values()))
@@ -241,7 +241,7 @@ class Batches:
         """Handles of these files: from the cache while they are recent enough, otherwise opened together.
         Errors go to `failed`."""
         found: dict[_Source, FileHandle] = {}
-        ways: dict[bytes, Way] = {}
+        ways: dict[bytes, PathWalk] = {}
         wanted: dict[Path, _Wanted] = {}
         now_s = self._vfs.clock.boottime_s()
         for path in paths:

@@ -3,7 +3,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 cdef enum:
     BATCH = 32                  # blocks: the batch and its scratch memory, 128 KiB each, stay in the second-level cache
 
-cdef class Scratch:
+cdef class XtsScratch:
     cdef object tweak_into, data_into
     cdef bytearray sectors, tweaks, mixed, done, plain, spread
     cdef object sectors_view, tweaks_view, mixed_view, done_view, sector_view, block_view
@@ -15,4 +15,4 @@ cdef class Scratch:
     cdef const uint8_t *decrypted(self, const uint8_t *source, Py_ssize_t count, uint64_t inode, uint32_t index,
                                   uint32_t first) except NULL
 
-cdef Scratch decrypting(dict known, key)
+cdef XtsScratch decrypting(dict known, key)

@@ -26,7 +26,7 @@ cdef extern from "_xts.h":
     void mix_block(uint64_t *to, const uint64_t *source, const uint64_t *tweaks) nogil
 
 
-cdef class Scratch:
+cdef class XtsScratch:
     """Buffers and AES contexts of one thread; two threads must not share a context."""
 
     def __init__(self, tweak_into, data_into):
@@ -157,12 +157,12 @@ cdef class Scratch:
             PyBuffer_Release(&have)
 
 
-cdef Scratch decrypting(dict known, key):
+cdef XtsScratch decrypting(dict known, key):
     """Return the decrypting engine of a VolumeKey, cached in `known`; both belong to this thread."""
     cipher = (<tuple>key)[1]
     cdef PyObject *found = PyDict_GetItem(known, cipher)
     if found is not NULL:
-        return <Scratch><object>found
+        return <XtsScratch><object>found
     if len(known) >= KNOWN_MAX:
         known.clear()
     made = known[cipher] = cipher.scratch("decrypting")

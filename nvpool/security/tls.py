@@ -77,13 +77,13 @@ def is_key_of(certificate: bytes, key: bytes) -> bool:
 
 
 class Revocable(Protocol):
-    """A connection that can be revoked, as `Identity` needs it."""
+    """A connection that can be revoked, as `TlsIdentity` needs it."""
 
     def revoked(self, error: NvpoolError) -> None:
         """Close the connection; `error` is the reason."""
 
 
-class Identity:
+class TlsIdentity:
     """TLS identity of a process.
 
     `secured` is False if TLS is explicitly switched off; then no certificates are used.
@@ -123,7 +123,7 @@ class Identity:
         return context
 
     @classmethod
-    def load(cls, secret: Path, pool_id: str) -> Identity:
+    def load(cls, secret: Path, pool_id: str) -> TlsIdentity:
         """Load the identity from the files in `secret`.
 
         BadConfiguration: a file is missing; the text has the remedy.
@@ -153,7 +153,7 @@ class Identity:
                 return
         except OSError:
             return
-        found = Identity.load(self._secret, self.pool_id)
+        found = TlsIdentity.load(self._secret, self.pool_id)
         self.replace(found._required())
         self._seen_ns = found._seen_ns
 
@@ -251,7 +251,7 @@ class Identity:
                 connection.revoked(StaleIdentity(f"{member} is not in the pool any more"))
 
 
-class Stranger(Identity):
+class Stranger(TlsIdentity):
     """Identity of a joining machine: no certificate, and either the CA certificate or only its
     fingerprint."""
 
@@ -261,11 +261,11 @@ class Stranger(Identity):
         self.__dict__["_asking"] = authority_known(authority) if authority else authority_unseen()
 
 
-PLAIN_TEXT = Identity("", None)
+PLAIN_TEXT = TlsIdentity("", None)
 """Identity with TLS explicitly switched off."""
 
 
-def identity_in(secret: Path, pool_id: str, plain_text: bool) -> Identity | None:
+def identity_in(secret: Path, pool_id: str, plain_text: bool) -> TlsIdentity | None:
     """Return the identity of a program that uses the pool directory with this `secret`.
 
     None if there is no readable certificate: then the program can send nothing to another host.
@@ -277,10 +277,10 @@ def identity_in(secret: Path, pool_id: str, plain_text: bool) -> Identity | None
         there = (secret / CERTIFICATE_FILE).exists() and os.access(secret / KEY_FILE, os.R_OK)
     except PermissionError:
         return None
-    return Identity.load(secret, pool_id) if there else None
+    return TlsIdentity.load(secret, pool_id) if there else None
 
 
-def security(identity: Identity | None, where: Endpoint, endpoint: str) -> Identity | None:
+def security(identity: TlsIdentity | None, where: Endpoint, endpoint: str) -> TlsIdentity | None:
     """Return the identity to use with `where`, or None for plain text.
 
     AccessDenied: plain text would leave this host.
@@ -354,7 +354,7 @@ def refusal_of(error: BaseException | None) -> str:
     return ""
 
 
-async def member_at(identity: Identity, host: str, port: int, protocols: tuple[str, ...]) -> str:
+async def member_at(identity: TlsIdentity, host: str, port: int, protocols: tuple[str, ...]) -> str:
     """Return the member that serves at an address, using only a handshake.
 
     For libraries that do not report the peer's certificate. AccessDenied: the peer is not a member of this

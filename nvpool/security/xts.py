@@ -28,7 +28,7 @@ from nvpool.core.compiled import load_compiled
 from nvpool.core.units import BLOCK_BYTES, Buffer
 
 _xts = load_compiled("nvpool.security._xts")
-Scratch = _xts.Scratch if _xts is not None else None
+Scratch = _xts.XtsScratch if _xts is not None else None
 
 KEY_BYTES = 64
 """Two AES-256 keys: one for the data, one for the tweaks."""

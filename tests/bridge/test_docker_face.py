@@ -14,7 +14,7 @@ from volumes_twin import TwinPool, WrittenBinds
 
 from nvpool.bridge import docker
 from nvpool.bridge.docker import BODY_BYTES_MAX, CONTENT_TYPE, DockerFace, status_of
-from nvpool.bridge.metrics import Counts
+from nvpool.bridge.metrics import BridgeMetrics
 from nvpool.bridge.volumes import BridgeVolumes
 from nvpool.core.errors import AlreadyExists, Bug, Damaged, InUse, NotFound, Refused, Stale, Unavailable, every_error
 from nvpool.metrics import registry as metrics
@@ -35,7 +35,7 @@ class Asked:
 
     async def __aenter__(self):
         await self.volumes.begin()
-        self.counts = Counts()
+        self.counts = BridgeMetrics()
         self.face = DockerFace(self.volumes, deadline_s=5.0, counts=self.counts)
         await self.face.start(self.path)
         return self

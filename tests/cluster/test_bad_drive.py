@@ -14,7 +14,7 @@ from nvpool.client.state.types import Caller
 from nvpool.sdk.aio import AsyncFileSystem
 from nvpool.testing.env.pool import RealPool, opened, problems_of
 from nvpool.testing.faults.power_loss import PowerLoss
-from nvpool.testing.faults.preload import ALLOCATE, FAIL, LIE, READ, SHORT, SYNC, WRITE, Faults
+from nvpool.testing.faults.preload import ALLOCATE, FAIL, LIE, READ, SHORT, SYNC, WRITE, PreloadFaults
 from nvpool.testing.loads.crash_history import content
 
 CONFIG = """
@@ -82,7 +82,7 @@ def bad(tmp_path_factory):
     top = tmp_path_factory.mktemp("bad")
     with RealPool(top / "pool", config=CONFIG) as pool:
         pool.make()
-        faults = Faults.create(pool.path, top / "work")
+        faults = PreloadFaults.create(pool.path, top / "work")
         try:
             pool.start(faults.environment(record=False))
             yield pool, faults
@@ -201,7 +201,7 @@ def test_a_drive_that_fails_once_in_the_middle_is_survived(bad, name, skip):
 def test_a_drive_that_lied_about_its_syncs_gives_errors_and_never_wrong_bytes(tmp_path):
     with RealPool(tmp_path / "pool", config=CONFIG) as pool:
         pool.make()
-        faults = Faults.create(pool.path, tmp_path / "work")
+        faults = PreloadFaults.create(pool.path, tmp_path / "work")
         pool.start(faults.environment())
         client = pool.connect()
         write(client, "/honest", 1)

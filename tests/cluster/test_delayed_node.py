@@ -11,7 +11,7 @@ from nvpool.core.units import KIB, MIB
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import Node, Pool
+from nvpool.testing.env.nodes import NodeMachine, Pool
 
 DELAY_S = 0.05
 """In each direction."""
@@ -52,11 +52,11 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def client_does(client: Node, verb: str, name: str, *numbers: int) -> str:
+def client_does(client: NodeMachine, verb: str, name: str, *numbers: int) -> str:
     return client.machine.run(sys.executable, "-P", "-c", PROGRAM, verb, str(client.path), name, *map(str, numbers)).stdout
 
 
-def sent_by(node: Node) -> int:
+def sent_by(node: NodeMachine) -> int:
     """Bytes, all told."""
     link, = json.loads(node.machine.run("ip", "-s", "-j", "link", "show", "eth0").stdout)
     return link["stats64"]["tx"]["bytes"]
@@ -65,7 +65,7 @@ def sent_by(node: Node) -> int:
 def test_reads_go_to_the_near_copy_and_writes_wait_for_the_far_one():
     switch = Machines(3)
     with switch as hosts:
-        pool, client = Pool(hosts[:2], plain=False, drives=2), Node(hosts[2])
+        pool, client = Pool(hosts[:2], plain=False, drives=2), NodeMachine(hosts[2])
         near, far = pool.nodes
         try:
             pool.join(far, pool.found("--replicas", "2", "--chunk-size", "256KiB"))

@@ -10,14 +10,14 @@ from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.env.etcd_pool import has_keys, members, of_three, token_of, told, until
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import Node, Pool
+from nvpool.testing.env.nodes import NodeMachine, Pool
 
 pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
               pytest.mark.timeout(1500)]
 
 
-def joined(pool: Pool, node: Node, by: Node) -> None:
+def joined(pool: Pool, node: NodeMachine, by: NodeMachine) -> None:
     """`node` joins with a token that `by` gives."""
     pool.join(node, by.json("node", "token", str(by.path)))
 
@@ -44,7 +44,7 @@ print("out", flush=True)
 """With the certificate of a node's directory, on one channel, until etcd has not answered for so long."""
 
 
-def stays_connected(node: Node, member: str, wait_s: float) -> subprocess.Popen:
+def stays_connected(node: NodeMachine, member: str, wait_s: float) -> subprocess.Popen:
     return node.machine.popen(sys.executable, "-P", "-c", STAYS_CONNECTED, str(node.path), member, str(wait_s),
                               stdout=subprocess.PIPE, text=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.poolmap.model import Chain, ChainTable, PoolMap, Settings, Shard, Standby
+from nvpool.poolmap.model import Chain, ChainTable, PoolMap, PoolSettings, Shard, StandbyMember
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.faults.node_faults import CONDITIONS, VICTIMS, is_settled, missing_copies
@@ -126,8 +126,8 @@ def test_failure_soak_table_counts_missed_bounds():
 
 def test_missing_copies_names_short_chains_and_standbys():
     def pool_map(chain, state="up"):
-        standby = Standby(member=2, node=2, endpoints=(), state=state)
-        return PoolMap(format=2, pool_id="p", name="p", epoch=1, settings=Settings(), tables=(ChainTable(2, (chain,)),),
+        standby = StandbyMember(member=2, node=2, endpoints=(), state=state)
+        return PoolMap(format=2, pool_id="p", name="p", epoch=1, settings=PoolSettings(), tables=(ChainTable(2, (chain,)),),
                        shards=(Shard(id=1, node=1, endpoints=(), standbys=(standby,)),))
     whole = pool_map(Chain(1, (1, 2)))
     assert missing_copies(whole) == "" and is_settled(whole)

@@ -23,7 +23,7 @@ from nvpool.rpc.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
 from nvpool.sdk.aio import AsyncFileSystem
 from nvpool.sdk.fsck.replicas import service_right
 from nvpool.testing.env.pool import RealPool, end_process
-from nvpool.testing.loads.crash_history import History, now_ns, read_tree
+from nvpool.testing.loads.crash_history import CrashHistory, now_ns, read_tree
 
 META = {wire_pb2.META_OPEN_SESSION: meta_pb2.OpenSessionRequest, wire_pb2.META_RENEW_SESSION: meta_pb2.RenewSessionRequest,
         wire_pb2.META_CLOSE_SESSION: meta_pb2.CloseSessionRequest, wire_pb2.META_LOOKUP: meta_pb2.LookupRequest,
@@ -226,7 +226,7 @@ def fuzz(tmp_path, seed, seconds):
         assert not fuzzer.bugs, fuzzer.bugs[:5]
         assert {name: pool.pid(name) for name in pids} == pids, pool.said()
         pool.wait()
-        history = History(out)
+        history = CrashHistory(out)
 
         async def look():
             pool_of_sdk = await AsyncFileSystem.connect(str(pool.path))

@@ -12,7 +12,7 @@ from nvpool.core.programs import Program, command_line, program_of
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import MIB, Node, Pool
+from nvpool.testing.env.nodes import MIB, NodeMachine, Pool
 from nvpool.testing.env.pool import end_process
 
 pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
@@ -29,7 +29,7 @@ def pool(request):
                 node.kill_all()
 
 
-def _write(node: Node, mount: Path, name: str, megabytes: int) -> str:
+def _write(node: NodeMachine, mount: Path, name: str, megabytes: int) -> str:
     content = hashlib.shake_128(name.encode()).digest(MIB) * megabytes
     source = node.machine.place / "source"
     source.write_bytes(content)
@@ -37,7 +37,7 @@ def _write(node: Node, mount: Path, name: str, megabytes: int) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _sum(node: Node, mount: Path, name: str) -> str:
+def _sum(node: NodeMachine, mount: Path, name: str) -> str:
     return node.machine.run("sha256sum", f"{mount}/{name}", timeout_s=240).stdout.split()[0]
 
 
@@ -89,7 +89,7 @@ def test_a_token_works_once_briefly_and_for_its_own_pool(pool):
     pool.join(second, join)
     assert "used already" in pool.join(third, join, check=False).stderr
     wrong = join | {"token": "nvp1." + "A" * 64}
-    assert "another one" in pool.join(Node(third.machine), wrong, check=False).stderr
+    assert "another one" in pool.join(NodeMachine(third.machine), wrong, check=False).stderr
     assert "not a whole token" in pool.join(third, join | {"token": join["token"][:-3]}, check=False).stderr
     brief = first.json("node", "token", str(first.path), "--hours", "0.001")
     until_ms = brief["ends_ms"]
@@ -123,7 +123,7 @@ def test_who_has_no_certificate_or_has_left_learns_nothing():
             second.until_all_serve()
             second.kill_all()
             pool.client(third)
-            pool.client(second_client := Node(second.machine, "client"))
+            pool.client(second_client := NodeMachine(second.machine, "client"))
             seen = third.nvpool("status", str(third.path), check=False)
             assert seen.returncode == 3 and "node 2" in seen.stderr and "does not answer" in seen.stderr
             served = third.nvpool("serve", str(third.path), check=False)

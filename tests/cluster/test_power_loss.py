@@ -15,8 +15,8 @@ from nvpool.core.units import MIB
 from nvpool.sdk.aio import AsyncFileSystem
 from nvpool.testing.env.pool import RealPool, opened, problems_of
 from nvpool.testing.faults.power_loss import PowerLoss
-from nvpool.testing.faults.preload import Faults
-from nvpool.testing.loads.crash_history import History, read_tree
+from nvpool.testing.faults.preload import PreloadFaults
+from nvpool.testing.loads.crash_history import CrashHistory, read_tree
 
 
 async def look(directory, history):
@@ -47,7 +47,7 @@ def direct_or_not(directory):
 def record_a_history(tmp_path, seed, seconds, workers, kills=0):
     with RealPool(tmp_path / "pool", sizes=(256 * MIB, 384 * MIB)) as pool:  # room for all large writes of a long load
         pool.make()
-        faults = Faults.create(pool.path, tmp_path / "work")
+        faults = PreloadFaults.create(pool.path, tmp_path / "work")
         try:
             pool.start(faults.environment())
             load = subprocess.Popen(
@@ -77,7 +77,7 @@ def record_a_history(tmp_path, seed, seconds, workers, kills=0):
                        if process["role"] == "store"), "large writes did not go past the page cache as they do without faults"
         finally:
             faults.close()
-    history = History(out)
+    history = CrashHistory(out)
     assert len(history.syncs) > 5 and len(history.workers) == workers
     return PowerLoss(pool.path, faults.base, faults.log), history
 
@@ -113,7 +113,7 @@ def make_and_lose_power(tmp_path, seed, cuts):
     """The same command again makes the pool, or says that it is there; then it serves."""
     root = tmp_path / "root"
     root.mkdir()
-    faults = Faults.create(root, tmp_path / "work")
+    faults = PreloadFaults.create(root, tmp_path / "work")
     assert RealPool(root / "pool").make(faults.environment()).returncode == 0
     faults.close()
     loss, chance = PowerLoss(root, faults.base, faults.log), random.Random(seed)

@@ -14,7 +14,7 @@ from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
 from nvpool.testing.env.etcd_pool import members, of_three, token_of, until
 from nvpool.testing.env.namespaces import Machines
-from nvpool.testing.env.nodes import Node, Pool
+from nvpool.testing.env.nodes import NodeMachine, Pool
 from nvpool.testing.env.pool import end_process
 
 pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
@@ -36,7 +36,7 @@ with nvpool.connect(sys.argv[1]) as pool:
 """
 
 
-def certificates(node: Node) -> list[Path]:
+def certificates(node: NodeMachine) -> list[Path]:
     return [path for below in (".", "etcd") if (path := node.path / "secret" / below / "member.crt").exists()]
 
 
@@ -45,7 +45,7 @@ def test_all_go_on_when_the_certificates_they_began_with_have_ended(monkeypatch)
     with Machines(3) as hosts:
         pool = Pool(hosts, plain=False)
         first, second, third = pool.nodes
-        client, user = Node(third.machine, "client"), Node(third.machine, "user")
+        client, user = NodeMachine(third.machine, "client"), NodeMachine(third.machine, "user")
         try:
             of_three(pool)
             pool.client(client)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from nvpool.testing.env.namespaces import Machines, missing
-from nvpool.testing.env.nodes import Node, Pool
+from nvpool.testing.env.nodes import NodeMachine, Pool
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 WRITER = """
@@ -38,8 +38,8 @@ for line in sys.stdin:
 class Reader:
     """A client with a file open, on a host that is no node."""
 
-    def __init__(self, pool: Pool, node: Node, name: str) -> None:
-        self.node = Node(node.machine, name)
+    def __init__(self, pool: Pool, node: NodeMachine, name: str) -> None:
+        self.node = NodeMachine(node.machine, name)
         pool.client(self.node)
         self.member = json.loads(self.node.directory.node_json.read_text())["member"]
 

@@ -9,8 +9,8 @@ import uvloop
 
 from nvpool.rpc.stats import TALLY
 from nvpool.rpc.transports import ucx
-from nvpool.rpc.transports.rdma import RdmaConnection, RdmaTransport, RdmaUnixTransport, Settings
-from nvpool.testing.contracts.transport import CHECKS, CLIENT, SERVER, Subject, echo, soon
+from nvpool.rpc.transports.rdma import RdmaConnection, RdmaTransport, RdmaUnixTransport, RdmaSettings
+from nvpool.testing.contracts.transport import CHECKS, CLIENT, SERVER, TransportSubject, echo, soon
 
 pytestmark = pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
 LOOPBACK = (ip_network("127.0.0.0/8"),)
@@ -27,10 +27,10 @@ class Roomy(RdmaConnection):
 
 
 WAYS = {
-    "posix": (RdmaUnixTransport, Settings(local=True, transports="posix,self"), "rdma+unix://{directory}/s"),
-    "sysv": (RdmaUnixTransport, Settings(local=True, transports="sysv,self"), "rdma+unix://{directory}/s"),
-    "polled": (RdmaUnixTransport, Settings(local=True, poll_us=50), "rdma+unix://{directory}/s"),
-    "tcp": (RdmaTransport, Settings(networks=LOOPBACK, transports="tcp,self"), "rdma://127.0.0.1:0"),
+    "posix": (RdmaUnixTransport, RdmaSettings(local=True, transports="posix,self"), "rdma+unix://{directory}/s"),
+    "sysv": (RdmaUnixTransport, RdmaSettings(local=True, transports="sysv,self"), "rdma+unix://{directory}/s"),
+    "polled": (RdmaUnixTransport, RdmaSettings(local=True, poll_us=50), "rdma+unix://{directory}/s"),
+    "tcp": (RdmaTransport, RdmaSettings(networks=LOOPBACK, transports="tcp,self"), "rdma://127.0.0.1:0"),
 }
 
 
@@ -40,7 +40,7 @@ def made(way, tmp_path):
     class Subclass(kind):
         _asking = Roomy
 
-    return Subject(Subclass(settings), endpoint.format(directory=tmp_path))
+    return TransportSubject(Subclass(settings), endpoint.format(directory=tmp_path))
 
 
 def run(main):

@@ -13,8 +13,8 @@ from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import AccessDenied, BadConfiguration, Disconnected, InvalidRequest, StaleIdentity, Unreachable
 from nvpool.rpc import registry
 from nvpool.security.ca import Authority, request_certificate
-from nvpool.security.tls import PLAIN_TEXT, Identity, Shown, authority_known, leaves_host
-from nvpool.testing.contracts.transport import CHECKS, CLIENT, PATIENCE_S, SERVER, Kept, Subject, echo, refused, soon, until
+from nvpool.security.tls import PLAIN_TEXT, TlsIdentity, Shown, authority_known, leaves_host
+from nvpool.testing.contracts.transport import CHECKS, CLIENT, PATIENCE_S, SERVER, RecordingHandler, TransportSubject, echo, refused, soon, until
 from nvpool.testing.env.tls_probe import agreed_version
 
 POOL, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
@@ -29,8 +29,8 @@ def shown(member: str, *, pool: str = POOL, authority: Authority = AUTHORITY, kn
     return Shown((knows or authority).certificate, authority.sign(made.request, pool, member, lives_s=lives_s), made.key)
 
 
-def identity(member: str, **other) -> Identity:
-    return Identity(POOL, shown(member, **other))
+def identity(member: str, **other) -> TlsIdentity:
+    return TlsIdentity(POOL, shown(member, **other))
 
 
 NODE, CLIENT_ID = identity("node/alpha"), identity("client/ws1")
@@ -64,20 +64,20 @@ def run(main) -> None:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_transport_keeps_the_contract_under_tls(scheme, check):
-    run(check(Subject(Secured(scheme), f"{scheme}://127.0.0.1:0")))
+    run(check(TransportSubject(Secured(scheme), f"{scheme}://127.0.0.1:0")))
 
 
-async def _serve(scheme: str, server: Identity, handler=echo, strangers: bool = False):
+async def _serve(scheme: str, server: TlsIdentity, handler=echo, strangers: bool = False):
     return await registry.transport(scheme).listen(f"{scheme}://127.0.0.1:0",
                                                    SERVER._replace(identity=server, strangers=strangers), handler)
 
 
-async def _meet(scheme: str, listener, client: Identity | None):
+async def _meet(scheme: str, listener, client: TlsIdentity | None):
     greeting = CLIENT._replace(identity=client)
     return await registry.transport(scheme).connect(listener.endpoint, greeting, deadline_s=soon())
 
 
-async def _ask(scheme: str, listener, client: Identity | None):
+async def _ask(scheme: str, listener, client: TlsIdentity | None):
     connection = await _meet(scheme, listener, client)
     reply = await connection.call(1, b"hello", deadline_s=soon())
     assert reply.message == b"hello"
@@ -87,7 +87,7 @@ async def _ask(scheme: str, listener, client: Identity | None):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_each_side_knows_whom_it_has_met(scheme):
     async def main():
-        kept = Kept()
+        kept = RecordingHandler()
         listener = await _serve(scheme, NODE, kept)
         connection = await _meet(scheme, listener, CLIENT_ID)
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
@@ -108,7 +108,7 @@ STRANGERS = {
 }
 
 
-def _unchecked(member: str, **other) -> Identity:
+def _unchecked(member: str, **other) -> TlsIdentity:
     """With a certificate that it would not take for its own."""
     found = identity(member)
     found.replace(shown(member, **other))
@@ -175,7 +175,7 @@ def test_who_is_not_in_the_map_is_refused_by_either_side(scheme):
 def test_a_connection_ends_when_the_other_side_leaves_the_map(scheme, side):
     async def main():
         server, client, other = identity("node/alpha"), identity("client/ws1"), identity("client/ws2")
-        kept = Kept()
+        kept = RecordingHandler()
         listener = await _serve(scheme, server, kept)
         connections = [await _meet(scheme, listener, who) for who in (client, other)]
         tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for connection in connections]
@@ -211,7 +211,7 @@ def test_plain_text_and_tls_do_not_mix(scheme):
 
 def test_without_a_certificate_a_stranger_is_let_in_only_where_that_is_wanted(caplog):
     async def main():
-        kept = Kept()
+        kept = RecordingHandler()
         joiner = identity("client/none")
         joiner.__dict__["_asking"] = authority_known(AUTHORITY.certificate)
         listener = await _serve("stream", NODE, kept)
@@ -330,6 +330,6 @@ def test_an_own_certificate_that_nobody_would_take_is_found_out_at_once():
     with pytest.raises(BadConfiguration, match="has ended"):
         identity("client/x", lives_s=-60).own_member()
     with pytest.raises(BadConfiguration, match="can not be used"):
-        Identity(POOL, shown("client/x")._replace(key=request_certificate().key)).own_member()
+        TlsIdentity(POOL, shown("client/x")._replace(key=request_certificate().key)).own_member()
     with pytest.raises(AccessDenied, match="for the pool"):
         identity("client/x", pool=OTHER).own_member()

@@ -7,7 +7,7 @@ import pytest
 import uvloop
 
 from nvpool.rpc import registry
-from nvpool.testing.contracts.transport import CHECKS, Subject
+from nvpool.testing.contracts.transport import CHECKS, TransportSubject
 
 _number = itertools.count(1)
 ENDPOINTS = {
@@ -30,7 +30,7 @@ def test_a_transport_keeps_the_contract(scheme, loop, check, tmp_path):
 
     async def run():
         async with asyncio.timeout(60):
-            await check(Subject(registry.transport(scheme), endpoint))
+            await check(TransportSubject(registry.transport(scheme), endpoint))
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
             _, left = await asyncio.wait(left, timeout=ENDING_S)
         assert not left, f"left behind: {left}"

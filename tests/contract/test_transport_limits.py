@@ -15,7 +15,7 @@ from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import Busy, Unreachable
 from nvpool.rpc import registry
 from nvpool.rpc.limits import Bounds, Limits
-from nvpool.testing.contracts.transport import CLIENT, SERVER, Kept, echo, refused, soon, until
+from nvpool.testing.contracts.transport import CLIENT, SERVER, RecordingHandler, echo, refused, soon, until
 from tests.contract.test_secured_transport import CLIENT_ID, NODE, identity
 
 MIB = 1 << 20
@@ -90,7 +90,7 @@ def test_the_trusted_have_room_where_others_have_none(scheme, tmp_path):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_large_requests_of_a_peer_wait_for_one_another(scheme, tmp_path):
     async def check():
-        kept = Kept()
+        kept = RecordingHandler()
         limits = Limits(Bounds(memory_bytes_per_peer=8 * MIB), trust=False)
         listener = await listening(scheme, tmp_path, limits, kept)
         connections = [await connect(scheme, listener) for _ in range(3)]
@@ -146,7 +146,7 @@ uvloop.run(main())
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_who_never_reads_is_cut_off(scheme, tmp_path):
     async def check():
-        kept = Kept()
+        kept = RecordingHandler()
         limits = Limits(Bounds(message_s=0.3), trust=False)
         listener = await listening(scheme, tmp_path, limits, kept)
         child = subprocess.Popen(  # noqa: ASYNC220 - it returns at once

@@ -20,7 +20,7 @@ from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.fuse.fast_path import creates as fast_creates
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening
-from nvpool.fuse.protocol.requests import FORMS, Request
+from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.rpc.messages.direntries import attr_of
 from nvpool.rpc.stats import TALLY
 from nvpool.rpc.transports import fast_replies
@@ -141,7 +141,7 @@ class Mounted(Reading):
         self.last += 2
         unique = self.last if unique is None else unique
         body = FORMS[Op.CREATE].body(flags, mode, 0o22, 0)
-        self.ours.send(requests.encode(Request(Op.CREATE, unique, node, uid, gid, pid, body, (name,), b"")))
+        self.ours.send(requests.encode(FuseRequest(Op.CREATE, unique, node, uid, gid, pid, body, (name,), b"")))
         return unique
 
     async def hear(self):
@@ -729,7 +729,7 @@ async def test_a_file_that_was_opened_meanwhile_has_one_open_inode(kernel):
 async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(kernel):
     state, meta, engine = kernel.state, kernel.vfs.meta, kernel.engine
     compiled = engine._creates
-    request = requests.encode(Request(Op.CREATE, 900, 1, 0, 0, 0, FORMS[Op.CREATE].body(NEW, 0o100644, 0o22, 0), (b"f",), b""))
+    request = requests.encode(FuseRequest(Op.CREATE, 900, 1, 0, 0, 0, FORMS[Op.CREATE].body(NEW, 0o100644, 0o22, 0), (b"f",), b""))
 
     def begins(raw=request):
         engine._buffer[:len(raw)] = raw
@@ -744,7 +744,7 @@ async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(ker
 
     def other(**more):
         fields = {"flags": NEW, "mode": 0o100644, "name": b"f", "unique": 900, "node": 1, **more}
-        return requests.encode(Request(Op.CREATE, fields["unique"], fields["node"], 0, 0, 0,
+        return requests.encode(FuseRequest(Op.CREATE, fields["unique"], fields["node"], 0, 0, 0,
                                        FORMS[Op.CREATE].body(fields["flags"], fields["mode"], 0o22, 0), (fields["name"],), b""))
 
     for raw in (other(name=b"."), other(name=b".."), other(name=b"a/b"), other(name=b"x" * 256), other(flags=os.O_CREAT | 3),

@@ -17,7 +17,7 @@ from nvpool.fuse.kernel.replay_log import KeepingEngine
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Init, Op
-from nvpool.fuse.protocol.requests import FORMS, Request
+from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.shm.mount_state import Word
 from nvpool.shm.request_log import Unanswered
 
@@ -104,7 +104,7 @@ def test_what_is_in_work_is_kept_until_it_is_answered_and_the_successor_answers_
 
 
 def _read(unique, handle, at, inode):
-    return requests.encode(Request(Op.READ, unique, inode, 0, 0, 0, FORMS[Op.READ].body(handle, at, 2, 0, 0, 0), (), b""))
+    return requests.encode(FuseRequest(Op.READ, unique, inode, 0, 0, 0, FORMS[Op.READ].body(handle, at, 2, 0, 0, 0), (), b""))
 
 
 def test_who_is_interrupted_is_found_under_the_number_that_the_kernel_knows(memory):

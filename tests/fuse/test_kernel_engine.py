@@ -21,7 +21,7 @@ from nvpool.fuse.kernel.connection import FLAGS, IN_WORK_MAX, KernelEngine, is_d
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Init, Op, Opening
-from nvpool.fuse.protocol.requests import FORMS, Request
+from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.testing.fakes.vfs import MemoryVfs
 
 ALL = (1 << 43) - 1
@@ -75,7 +75,7 @@ class Kernel:
             body = (*body, 0, 0, 0)[:len(form.body._fields)]
         made = form.body(*body) if form is not None and form.body else None
         unique = self.last if unique is None else unique
-        self.ours.send(requests.encode(Request(opcode, unique, node, uid, 0, pid, made, names, payload),
+        self.ours.send(requests.encode(FuseRequest(opcode, unique, node, uid, 0, pid, made, names, payload),
                                        setxattr_extended=form is requests.SETXATTR_EXTENDED))
         return unique
 

@@ -16,7 +16,7 @@ from mounted_reads import Reading
 
 from nvpool.client.state.attr_cache import OpenInode, WholeDirectory
 from nvpool.client.state.dirty_file import WrittenFile
-from nvpool.client.state.leases import NEVER_S, Lease, ShardWatch
+from nvpool.client.state.leases import NEVER_S, InodeLease, ShardWatch
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import Caller
 from nvpool.core import errors
@@ -25,7 +25,7 @@ from nvpool.fuse.ops.operations import ASK, FuseOptions
 from nvpool.fuse.ops.subtree import SubtreeOps
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening, Valid
-from nvpool.fuse.protocol.requests import FORMS, Request
+from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.rpc.messages.direntries import pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
 from tests.unit.test_client_shortcut import ME, Host, run_whole
@@ -110,7 +110,7 @@ class Both(Reading):
 
     def _put(self, opcode, body, node, names):
         form = FORMS[opcode]
-        raw = requests.encode(Request(opcode, 77, node, 0, 0, 0, form.body(*body) if form.body else None, names, b""))
+        raw = requests.encode(FuseRequest(opcode, 77, node, 0, 0, 0, form.body(*body) if form.body else None, names, b""))
         self.engine._view[:len(raw)] = raw
         return len(raw)
 
@@ -613,7 +613,7 @@ async def test_whatever_is_known_it_says_what_the_ordinary_way_says(kernel):
         cache._trusted_from_s = chance.choice([NEVER_S, NEVER_S, now_s - 5, now_s + 5, now_s])
         for inode in directories + inodes:
             if chance.random() < 0.6:
-                leases._leases[inode] = Lease(now_s + chance.choice([-1, 100, 100]), now_s + chance.choice([-20, -1]), b"",
+                leases._leases[inode] = InodeLease(now_s + chance.choice([-1, 100, 100]), now_s + chance.choice([-20, -1]), b"",
                                               chance.choice([watch, watch, other]), chance.choice([1, 2]))
             if chance.random() < 0.3:
                 watch.ended[inode] = now_s + chance.choice([-30, -3, 3])
@@ -637,7 +637,7 @@ async def test_whatever_is_known_it_says_what_the_ordinary_way_says(kernel):
                 if chance.random() < 0.6:
                     cache._entries[one, name] = (chance.choice([0, *inodes]), now_s + chance.choice([-1000, -0.02, 0]),
                                                  now_s + chance.choice([-15, -0.5, 0]),
-                                                 chance.choice([None, Lease(0, 0, b"", watch, 1), Lease(0, 0, b"", watch, 2)]))
+                                                 chance.choice([None, InodeLease(0, 0, b"", watch, 1), InodeLease(0, 0, b"", watch, 2)]))
         for name in names:
             for request in ((Op.LOOKUP, (), chance.choice(directories), (name,)),
                             (Op.GETATTR, (0, 0), chance.choice(directories + inodes), ())):

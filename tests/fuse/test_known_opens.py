@@ -19,7 +19,7 @@ from nvpool.core import grants
 from nvpool.fuse.fast_path import cached_replies
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op
-from nvpool.fuse.protocol.requests import FORMS, Request
+from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.rpc.messages.direntries import pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
 from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
@@ -209,7 +209,7 @@ async def test_what_is_malformed_is_refused_by_compiled_steps_as_by_handlers(ker
         form = FORMS[opcode]
         count = form.body and len(form.body._fields)
         whole = form.body(*(*body, 0, 0)[:count]) if form.body else None
-        raw = requests.encode(Request(opcode, 777, node, 0, 0, 0, whole, names, payload))
+        raw = requests.encode(FuseRequest(opcode, 777, node, 0, 0, 0, whole, names, payload))
         broken = [length.to_bytes(4, "little") + raw[4:length] for length in range(requests.HEADER_BYTES, len(raw))]
         broken += [(len(raw) + more).to_bytes(4, "little") + raw[4:] for more in (-1, 1, 1 << 20)]
         broken += [raw.replace(name, bytes(len(name))) for name in names]

@@ -135,7 +135,7 @@ async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
     unique = kernel.say_read(number + 1000, 0, BLOCK)
     heard, error, _ = await kernel.hear()
     assert heard == unique and error
-    whole = requests.encode(requests.Request(Op.READ, 777, 1, 0, 0, 0, requests.FORMS[Op.READ].body(number, 0, BLOCK, 0, 0, 0),
+    whole = requests.encode(requests.FuseRequest(Op.READ, 777, 1, 0, 0, 0, requests.FORMS[Op.READ].body(number, 0, BLOCK, 0, 0, 0),
                                              (), b""))
     for broken in (whole[:60], whole + b"12345678", bytes([len(whole) + 8]) + whole[1:]):
         kernel.ours.send(broken)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from nvpool.fuse.protocol import constants, replies, requests
 from nvpool.fuse.protocol.constants import Op
-from nvpool.fuse.protocol.requests import FORMS, Malformed, Request
-from nvpool.rpc.messages.direntries import Listed, pack_entry
+from nvpool.fuse.protocol.requests import FORMS, Malformed, FuseRequest
+from nvpool.rpc.messages.direntries import DirectoryPage, pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -180,7 +180,7 @@ def test_notifications_have_the_kernels_structures():
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=255), st.integers(0, (1 << 64) - 1)), max_size=40),
        st.integers(300, 4096), st.booleans())
 def test_a_listing_says_what_fits_and_no_more(entries, room, plus):
-    listing = replies.Listing(room, plus, (1, 2), (3, 4))
+    listing = replies.ReaddirReply(room, plus, (1, 2), (3, 4))
     taken = []
     for name, cursor in entries:
         if not listing.add(name, ATTR, cursor):
@@ -206,9 +206,9 @@ LISTED_NAMES = st.binary(min_size=1, max_size=255).filter(lambda name: name not 
 def test_entries_that_were_listed_together_are_told_as_one_by_one(entries, room, plus, unknown, first):
     attrs = [Attr(inode=inode, mode=0o100644, links=1, uid=2, gid=3, size=4, blocks=5, atime_ns=time, mtime_ns=6,
                   ctime_ns=-time, rdev=7, change=1) for _, inode, time in entries]
-    listed = Listed(b"".join(pack_entry(at, attr, False, name)
+    listed = DirectoryPage(b"".join(pack_entry(at, attr, False, name)
                              for at, ((name, _, _), attr) in enumerate(zip(entries, attrs, strict=True))))
-    one_by_one, together, partly = (replies.Listing(room, plus, (1, 2), (3, 4)) for _ in range(3))
+    one_by_one, together, partly = (replies.ReaddirReply(room, plus, (1, 2), (3, 4)) for _ in range(3))
     until = first = min(first, len(entries))
     while until < len(entries) and one_by_one.add(entries[until][0], attrs[until], until):
         until += 1
@@ -242,7 +242,7 @@ def any_request(draw):
         if form.rest != "any":
             body = body._replace(**{form.rest: len(payload)})
     extension = draw(st.sampled_from([b"", b"", bytes(8), bytes(24)]))
-    return Request(opcode, draw(NUMBERS["Q"]), draw(NUMBERS["Q"]), draw(NUMBERS["I"]), draw(NUMBERS["I"]), draw(NUMBERS["I"]),
+    return FuseRequest(opcode, draw(NUMBERS["Q"]), draw(NUMBERS["Q"]), draw(NUMBERS["I"]), draw(NUMBERS["I"]), draw(NUMBERS["I"]),
                    body, tuple(draw(NAMES) for _ in range(form.names)), payload, extension)
 
 
@@ -350,7 +350,7 @@ def test_lengths_that_do_not_fit_are_refused():
             requests.decode(raw, len(raw))
         assert refused.value.unique == 77
     with pytest.raises(ValueError, match="8 bytes"):
-        requests.encode(Request(Op.STATFS, 1, 1, 0, 0, 0, extension=b"odd"))
+        requests.encode(FuseRequest(Op.STATFS, 1, 1, 0, 0, 0, extension=b"odd"))
 
 
 def test_an_unknown_operation_is_read_as_far_as_it_can_be():
@@ -367,7 +367,7 @@ def test_an_answer_of_another_length_than_its_own_is_none():
     body = body_of(replies.entry(77, ATTR, (0, 0), (0, 0)))
     with pytest.raises(struct.error):
         replies.read("entry", body[:-1])
-    listing = replies.Listing(400, True, (0, 0), (0, 0))
+    listing = replies.ReaddirReply(400, True, (0, 0), (0, 0))
     assert listing.add(b"name", ATTR, 1)
     for cut in (1, 100, len(listing.taken()) - 6):
         with pytest.raises(ValueError):

@@ -99,3 +99,12 @@ def test_no_two_files_of_tests_have_one_name():
     # They are modules without a package: of two with one name pytest collects one, and ends.
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
+
+
+def test_class_name_has_one_meaning():
+    """A reader who searches for a class finds one. Typed classes of `.pyx` files count too."""
+    found: dict[str, list[str]] = {}
+    for path in sorted([*MODULES, *PACKAGE.rglob("*.pyx")]):
+        for name in re.findall(r"^(?:cdef )?class (\w+)", path.read_text(), re.M):
+            found.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: places for name, places in found.items() if len(places) > 1}

@@ -19,10 +19,10 @@ from nvpool.core.ids import RequestId, is_done, version_parts
 from nvpool.core.ids import version as make_version
 from nvpool.poolmap.chains.protocol import (
     Answer,
-    Held,
+    MemberChunkState,
     Next,
     Offer,
-    Place,
+    ChainPosition,
     after_cut,
     deciders_now,
     gained,
@@ -42,12 +42,12 @@ Content = tuple[int, ...]
 class Waiting(NamedTuple):
     offer: Offer
     content: Content
-    place: Place
+    place: ChainPosition
     asker: tuple | None  # (who, number of the question, link)
     client: int | None
     last: bool
     older: bool = False
-    whole: Place | None = None
+    whole: ChainPosition | None = None
     deciders: frozenset = frozenset()
 
 
@@ -83,11 +83,11 @@ class Member:
         self.tainted = False  # was cut before it was in line with the others: resync copies such a chunk whatever its version
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> ChainPosition | None:
         return place_in(self.chain, self.number)
 
-    def held(self) -> Held:
-        return Held(self.version, self.floor, max(self.cut, self.cut_waits, self.raised_cut), self.requests,
+    def held(self) -> MemberChunkState:
+        return MemberChunkState(self.version, self.floor, max(self.cut, self.cut_waits, self.raised_cut), self.requests,
                     self.pending.offer.version if self.pending else 0)
 
 

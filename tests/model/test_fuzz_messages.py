@@ -12,7 +12,7 @@ from nvpool.meta.server import dispatch as meta_dispatch
 from nvpool.meta.server import local_users
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.sessions.table import Sessions
-from nvpool.meta.state.volume_access import Access
+from nvpool.meta.state.volume_access import VolumeAccess
 from nvpool.rpc.api import BELIEVED_GROUPS, Credentials
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fuzz.runner import PLACES, fuzz
@@ -45,7 +45,7 @@ def test_root_that_is_not_squashed_is_found(capsys, monkeypatch):
 
 
 def test_volume_that_is_open_to_all_is_found(capsys, monkeypatch):
-    monkeypatch.setattr(Access, "check_change", lambda *_: None)
+    monkeypatch.setattr(VolumeAccess, "check_change", lambda *_: None)
     assert "without a right to" in found(capsys, "shard-client")
 
 

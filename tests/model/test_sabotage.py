@@ -132,7 +132,7 @@ def test_a_map_that_takes_the_place_of_another_than_it_was_made_from(monkeypatch
 
 
 def test_an_fsync_that_does_not_look_at_what_was_lost(monkeypatch):
-    monkeypatch.setattr(commit.Flushing, "_lost", lambda self, chains, epoch: set())
+    monkeypatch.setattr(commit.StoreCommit, "_lost", lambda self, chains, epoch: set())
     assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(file_data.Blocks,))
 
 
@@ -176,7 +176,7 @@ def test_a_shard_that_gives_away_what_it_copied_and_not_what_was_changed_meanwhi
 
 
 def test_a_shard_that_goes_on_with_what_it_hands_over(monkeypatch):
-    monkeypatch.setattr(partition_ownership.Ranges, "close", lambda self, partitions: None)
+    monkeypatch.setattr(partition_ownership.PartitionOwnership, "close", lambda self, partitions: None)
     assert found(range(1, 41), shards=2, moving=True, kinds={"cut": 1}, only=NAMES)
 
 
@@ -184,7 +184,7 @@ def test_a_shard_that_does_not_know_which_numbers_were_given_where_it_has_its_pa
     async def begin_numbers_at(self, bound):
         pass
 
-    monkeypatch.setattr(migration_destination.Taker, "_begin_numbers_at", begin_numbers_at)
+    monkeypatch.setattr(migration_destination.MigrationDestination, "_begin_numbers_at", begin_numbers_at)
     assert found(range(1, 41), shards=1, moving=True, kinds={"kill": 1}, of="meta", only=NAMES)
 
 

@@ -15,20 +15,20 @@ from nvpool.client.state.types import Caller
 from nvpool.core import errors
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.posix import acl
-from nvpool.core.posix.acl import GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry
+from nvpool.core.posix.acl import GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry
 from nvpool.meta.state import records
 from nvpool.sdk.admin.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check_metadata
 from nvpool.sdk.transfer.export_tree import export_tree
 from nvpool.sdk.transfer.import_tree import import_tree
-from nvpool.sdk.transfer.progress import Tally, TransferOptions
+from nvpool.sdk.transfer.progress import TransferProgress, TransferOptions
 from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 100)
 MASKED = Caller(1000, 100, umask=0o077)
 OPTIONS = ClientOptions(deadline_s=20.0)
-MINIMAL = (Entry(USER_OBJ, 6), Entry(GROUP_OBJ, 4), Entry(OTHER, 4))
-NAMED = (Entry(USER_OBJ, 7), Entry(USER, 7, 2001), Entry(GROUP_OBJ, 5), Entry(GROUP, 6, 3001), Entry(MASK, 7), Entry(OTHER, 0))
+MINIMAL = (AclEntry(USER_OBJ, 6), AclEntry(GROUP_OBJ, 4), AclEntry(OTHER, 4))
+NAMED = (AclEntry(USER_OBJ, 7), AclEntry(USER, 7, 2001), AclEntry(GROUP_OBJ, 5), AclEntry(GROUP, 6, 3001), AclEntry(MASK, 7), AclEntry(OTHER, 0))
 
 
 def written(*entries, version=2):
@@ -71,14 +71,14 @@ def test_acl_beyond_a_page_is_refused():
 def test_mode_and_acl_follow_one_another():
     assert acl.mode_of(MINIMAL) == 0o644 and acl.is_minimal(MINIMAL)
     assert acl.mode_of(NAMED) == 0o770 and not acl.is_minimal(NAMED)
-    assert acl.changed_by_mode(NAMED, 0o640) == (Entry(USER_OBJ, 6), *NAMED[1:4], Entry(MASK, 4), Entry(OTHER, 0))
-    assert acl.changed_by_mode(MINIMAL, 0o751) == (Entry(USER_OBJ, 7), Entry(GROUP_OBJ, 5), Entry(OTHER, 1))
+    assert acl.changed_by_mode(NAMED, 0o640) == (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 4), AclEntry(OTHER, 0))
+    assert acl.changed_by_mode(MINIMAL, 0o751) == (AclEntry(USER_OBJ, 7), AclEntry(GROUP_OBJ, 5), AclEntry(OTHER, 1))
 
 
 def test_inherited_acl_has_the_rights_of_both():
-    assert acl.inherited(NAMED, 0o100664) == (0o100660, (Entry(USER_OBJ, 6), *NAMED[1:4], Entry(MASK, 6), Entry(OTHER, 0)))
+    assert acl.inherited(NAMED, 0o100664) == (0o100660, (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 6), AclEntry(OTHER, 0)))
     assert acl.inherited(MINIMAL, 0o102777) == (0o102644, ())
-    only_a_mask = (Entry(USER_OBJ, 7), Entry(GROUP_OBJ, 7), Entry(MASK, 5), Entry(OTHER, 5))
+    only_a_mask = (AclEntry(USER_OBJ, 7), AclEntry(GROUP_OBJ, 7), AclEntry(MASK, 5), AclEntry(OTHER, 5))
     assert acl.inherited(only_a_mask, 0o100777) == (0o100755, only_a_mask)
 
 
@@ -132,7 +132,7 @@ def test_access_acl_sets_the_mode_and_follows_chmod():
         assert stat.S_IMODE(found.mode) == 0o770 and found.flags & records.HAS_ACL and found.flags & records.HAS_XATTRS
         assert await vfs.listxattr(inode) == [acl.ACCESS]
         await vfs.setattr(inode, mode=0o2640, caller=ME)
-        assert await get(vfs, inode) == (Entry(USER_OBJ, 6), *NAMED[1:4], Entry(MASK, 4), Entry(OTHER, 0))
+        assert await get(vfs, inode) == (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 4), AclEntry(OTHER, 0))
         await put(vfs, inode, NAMED)
         assert stat.S_IMODE((await vfs.getattr(inode)).mode) == 0o2770
         await put(vfs, inode, NAMED, flags=4)
@@ -170,7 +170,7 @@ def test_default_acl_is_inherited_and_the_umask_is_not():
         assert stat.S_IMODE((await vfs.getattr(top)).mode) == 0o755
         file = await make(vfs, top, b"f")
         assert stat.S_IMODE(file.mode) == 0o660
-        assert await get(vfs, file.inode) == (Entry(USER_OBJ, 6), *NAMED[1:4], Entry(MASK, 6), Entry(OTHER, 0))
+        assert await get(vfs, file.inode) == (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 6), AclEntry(OTHER, 0))
         assert await vfs.listxattr(file.inode) == [acl.ACCESS]
         pipe = await vfs.mknod(top, b"p", stat.S_IFIFO | 0o666, 0, MASKED)
         assert stat.S_IMODE(pipe.mode) == 0o660 and await vfs.listxattr(pipe.inode) == [acl.ACCESS]
@@ -179,7 +179,7 @@ def test_default_acl_is_inherited_and_the_umask_is_not():
         assert await get(vfs, below.inode) == NAMED and await get(vfs, below.inode, acl.DEFAULT) == NAMED
         deeper = await make(vfs, below.inode, b"f", 0o600)
         assert stat.S_IMODE(deeper.mode) == 0o600
-        assert await get(vfs, deeper.inode) == (Entry(USER_OBJ, 6), *NAMED[1:4], Entry(MASK, 0), Entry(OTHER, 0))
+        assert await get(vfs, deeper.inode) == (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 0), AclEntry(OTHER, 0))
         link = await vfs.symlink(top, b"l", b"f", MASKED)
         assert stat.S_IMODE(link.mode) == 0o777 and await vfs.listxattr(link.inode) == []
         await vfs.removexattr(top, acl.DEFAULT, ME)
@@ -376,7 +376,7 @@ def test_import_and_export_carry_the_lists_of_the_source(tmp_path):
 
     async def main(pool, vfs, top):
         await put(vfs, top, NAMED, acl.DEFAULT)
-        tally = Tally()
+        tally = TransferProgress()
         await import_tree(vfs, source, b"/top/there", tally=tally, options=TransferOptions())
         assert not tally.failures and not tally.attributes_not_kept
         there = (await vfs.lookup(top, b"there")).inode

@@ -18,13 +18,13 @@ from nvpool.host.pool_directory import PoolDirectory
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
 from nvpool.node.admin import certificate_renewal as node_renewal
-from nvpool.node.admin.certificate_store import ISSUED_FILE, Certificates
+from nvpool.node.admin.certificate_store import ISSUED_FILE, CertificateStore
 from nvpool.node.metrics import measure_certificates
 from nvpool.poolmap.certificate_checks import DAY_S, problems, state_of
-from nvpool.poolmap.model import MAP_FORMAT, PoolMap, Settings
+from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings
 from nvpool.security import tls as identity_module
 from nvpool.security.ca import Authority, described, request_certificate
-from nvpool.security.tls import ETCD_SECRET, Identity, is_key_of
+from nvpool.security.tls import ETCD_SECRET, TlsIdentity, is_key_of
 
 POOL = "0123456789abcdef" * 2
 NOW_S = 1_000_000_000.0
@@ -85,7 +85,7 @@ def test_certificate_of_a_short_life_is_no_problem_until_its_last_third():
 
 
 def test_own_certificates_are_told_and_seen_anew_when_replaced(directory, authority, clock):
-    certificates = Certificates(directory, clock)
+    certificates = CertificateStore(directory, clock)
     assert [one["kind"] for one in certificates.told()] == ["authority", "member"]
     before = certificates.own()["member"]
     clock.advance(10 * DAY_S)
@@ -97,7 +97,7 @@ def test_own_certificates_are_told_and_seen_anew_when_replaced(directory, author
 
 
 def test_issued_certificates_are_remembered_until_long_after_their_end(directory, authority, clock):
-    certificates = Certificates(directory, clock)
+    certificates = CertificateStore(directory, clock)
     for member in ("client/a.1", "client/b.2", "client/a.1"):
         certificates.note_issued(member, authority.sign(request_certificate().request, POOL, member, clock=clock))
     assert [one["member"] for one in certificates.issued_told()] == ["client/a.1", "client/b.2"]
@@ -110,7 +110,7 @@ def test_issued_certificates_are_remembered_until_long_after_their_end(directory
 
 
 def test_renewal_that_fails_leaves_its_reason(directory, clock, monkeypatch):
-    certificates, answers, noted = Certificates(directory, clock), [Unavailable("nobody signs"), True], []
+    certificates, answers, noted = CertificateStore(directory, clock), [Unavailable("nobody signs"), True], []
 
     async def renew_once(*_):
         if isinstance(answer := answers.pop(0), Exception):
@@ -133,7 +133,7 @@ def test_renewal_that_fails_leaves_its_reason(directory, clock, monkeypatch):
 
 def test_seconds_until_a_certificate_ends_are_a_metric(directory, clock):
     page = Page()
-    measure_certificates(page, Certificates(directory, clock).own(), clock.wall_ns() / 1e9 + 91 * DAY_S)
+    measure_certificates(page, CertificateStore(directory, clock).own(), clock.wall_ns() / 1e9 + 91 * DAY_S)
     lines = [line for line in page.text().splitlines() if line.startswith(metrics.CERTIFICATE_LEFT.name)]
     assert len(lines) == 2
     member = next(line for line in lines if 'kind="member"' in line)
@@ -153,7 +153,7 @@ def rotating(tmp_path):
         (place / "authority.key").write_bytes(authority.key)
         (place / "member.key").write_bytes(asked.key)
         (place / "member.crt").write_bytes(authority.sign(asked.request, POOL, "node/alpha.1"))
-    return directory, Identity.load(directory.secret, POOL)
+    return directory, TlsIdentity.load(directory.secret, POOL)
 
 
 def secrets_of(directory):
@@ -162,7 +162,7 @@ def secrets_of(directory):
 
 
 def rotated(directory, identity):
-    first = PoolMap(format=MAP_FORMAT, pool_id=POOL, name="p", epoch=1, settings=Settings(1 << 20, 1), nodes=(), drives=(),
+    first = PoolMap(format=MAP_FORMAT, pool_id=POOL, name="p", epoch=1, settings=PoolSettings(1 << 20, 1), nodes=(), drives=(),
                     targets=(), tables=(), shards=())
     return asyncio.run(node_renewal.renew_once(directory, identity, first, None, new_key=True))
 
@@ -203,13 +203,13 @@ def test_interrupted_change_of_a_key_leaves_a_pair_that_fits(rotating, monkeypat
             rotated(directory, identity)
         except PowerLoss:
             pass
-    found = Identity.load(directory.secret, POOL)
+    found = TlsIdentity.load(directory.secret, POOL)
     assert found.own_member() == "node/alpha.1", "before the supervisor has put it in order"
     node_renewal.settle_keys(directory)
     certificate, key, etcd_certificate, etcd_key = secrets_of(directory)
     assert is_key_of(certificate, key) and is_key_of(etcd_certificate, etcd_key)
     assert not list(directory.secret.rglob("*.next"))
-    assert rotated(directory, Identity.load(directory.secret, POOL)), "it can be repeated"
+    assert rotated(directory, TlsIdentity.load(directory.secret, POOL)), "it can be repeated"
 
 
 def status(certificates, issued=(), members=("node/a.1", "node/b.2", "client/c.3"), revoked=()):

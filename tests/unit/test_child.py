@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.core.config import Supervisor
+from nvpool.core.config import SupervisorConfig
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.host.processes import identity_of, runs
 from nvpool.node import child_process as child_module
@@ -29,7 +29,7 @@ SERVES = """if True:
         sys.exit(75)
     directory.announce("meta-1", announcement("meta", now_ms=7, number=1))
 """
-QUICK = Supervisor(restart_delay_min_s=0.01, restart_delay_max_s=0.1, healthy_s=30)
+QUICK = SupervisorConfig(restart_delay_min_s=0.01, restart_delay_max_s=0.1, healthy_s=30)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has
     monkeypatch.setattr(child_module, "_either", no_wait)
 
     async def run(stopping, hurry):
-        clock, timing = ManualClock(), Supervisor(restart_delay_min_s=1, restart_delay_max_s=60, healthy_s=30)
+        clock, timing = ManualClock(), SupervisorConfig(restart_delay_min_s=1, restart_delay_max_s=60, healthy_s=30)
         program = SERVES + "    signal.pause()"
         child = Child(directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], timing, clock)
         keeper = asyncio.ensure_future(child.keep(stopping))

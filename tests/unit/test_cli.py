@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from nvpool.cli import main as cli_main
 from nvpool.cli.commands.dev import default_sizes
 from nvpool.cli.commands.pool import drive_of, name_of, rebalance
-from nvpool.cli.commands.volume import Span, create
+from nvpool.cli.commands.volume import Duration, create
 from nvpool.cli.output import ago, exit_code, print_table
 from nvpool.cli.pool_connection import endpoints_of
 from nvpool.core.errors import (
@@ -209,13 +209,13 @@ def test_times_are_told_in_two_units():
 @pytest.mark.parametrize(("text", "seconds"), [("0", 0), ("90", 90), ("1.5m", 90), ("7d", 604_800), ("0s", 0),
                                                 ("2 w", 1_209_600)])
 def test_times_are_read_as_people_write_them(text, seconds):
-    assert Span().convert(text, None, None) == seconds
+    assert Duration().convert(text, None, None) == seconds
 
 
 @pytest.mark.parametrize("text", ["0.5s", "0.001m", "d", "", "soon", "1e999d", "nand", "1.5"])
 def test_a_time_that_makes_no_sense_is_refused_and_none_becomes_not_at_all(text):
     with pytest.raises(click.BadParameter, match="time|second"):
-        Span().convert(text, None, None)
+        Duration().convert(text, None, None)
 
 
 @pytest.mark.parametrize("mode", ["-1", "10000", "777777777777", "rwx"])

@@ -11,7 +11,7 @@ from nvpool.cli import pool_connection, progress
 from nvpool.cli.commands.drive import moving_on
 from nvpool.cli.commands.drive import wait_until_moved as wait_until_drained
 from nvpool.cli.commands.shard import wait_until_moved
-from nvpool.cli.pool_path import Place, PlaceType
+from nvpool.cli.pool_path import PoolPath, PlaceType
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.sdk.admin import dump as sdk_dump
@@ -19,11 +19,11 @@ from nvpool.sdk.bench.random_reads import Latencies, Places, read_local
 
 
 @pytest.mark.parametrize("text, place", [
-    ("/srv/pool:/data", Place("/srv/pool", b"/data")),
-    ("10.0.0.1:17512:/data/a b", Place("10.0.0.1:17512", b"/data/a b")),
-    ("stream://10.0.0.1:7:/", Place("stream://10.0.0.1:7", b"/")),
-    ("stream+unix:///run/p.sock:/x", Place("stream+unix:///run/p.sock", b"/x")),
-    (".:/a:/b", Place(".", b"/a:/b")),
+    ("/srv/pool:/data", PoolPath("/srv/pool", b"/data")),
+    ("10.0.0.1:17512:/data/a b", PoolPath("10.0.0.1:17512", b"/data/a b")),
+    ("stream://10.0.0.1:7:/", PoolPath("stream://10.0.0.1:7", b"/")),
+    ("stream+unix:///run/p.sock:/x", PoolPath("stream+unix:///run/p.sock", b"/x")),
+    (".:/a:/b", PoolPath(".", b"/a:/b")),
 ])
 def test_a_place_is_divided_where_its_path_begins(text, place):
     assert PlaceType().convert(text, None, None) == place and str(place) == text

@@ -14,8 +14,8 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.transports.inproc import InprocTransport
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import Asking
-from nvpool.testing.contracts.transport import Kept, refused, soon, until
+from nvpool.sdk.admin.calls import AdminCalls
+from nvpool.testing.contracts.transport import RecordingHandler, refused, soon, until
 from tests.unit.test_placement import a_pool
 
 
@@ -27,7 +27,7 @@ def a_map():
 def with_silent_primary(check):
     """`check(view, connection, waiting)`: a request waits for a silent primary on a connection that was replaced since."""
     async def main():
-        transport, kept = InprocTransport(), Kept()
+        transport, kept = InprocTransport(), RecordingHandler()
         listener = await transport.listen("inproc://first", Greeting("the primary"), kept)
         dialer = Dialer(Greeting("we"), transports={"inproc": transport})
         view = SimpleNamespace(map=a_map(), changed=[], followed=0)
@@ -80,7 +80,7 @@ def test_question_of_a_check_ends_when_the_primary_is_followed(monkeypatch):
     monkeypatch.setattr(primary_connections, "LOOK_S", 0.02)
 
     async def main():
-        transport, kept = InprocTransport(), Kept()
+        transport, kept = InprocTransport(), RecordingHandler()
         listener = await transport.listen("inproc://first", Greeting("the primary"), kept)
         dialer = Dialer(Greeting("we"), transports={"inproc": transport})
         view = SimpleNamespace(map=a_map(), changed=[], followed=asyncio.Event())
@@ -88,7 +88,7 @@ def test_question_of_a_check_ends_when_the_primary_is_followed(monkeypatch):
         asked = Primaries(view, dialer, SYSTEM_CLOCK)
         client = SimpleNamespace(vfs=SimpleNamespace(meta=SimpleNamespace(primaries=asked)), pool_map=view.map, dialer=dialer,
                                  clock=SYSTEM_CLOCK)
-        asking = asyncio.ensure_future(Asking(client).shard(1, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(),
+        asking = asyncio.ensure_future(AdminCalls(client).shard(1, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(),
                                                             meta_pb2.MetaStatusReply))
         try:
             async with asyncio.timeout(30):

@@ -9,7 +9,7 @@ import pytest
 from nvpool.client.rpc.primary_connections import SILENT_S, TOLD_S, Primaries
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import Unreachable
-from nvpool.poolmap.model import MAP_FORMAT, PoolMap, Settings, Shard
+from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings, Shard
 
 
 class Bench:
@@ -17,7 +17,7 @@ class Bench:
         self.clock = ManualClock()
         self.unanswered_s, self.followed = inf, 0
         self.connection = SimpleNamespace(unanswered_since_s=lambda besides: self.unanswered_s)
-        pool_map = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), shards=(Shard(1, 2, ("stream://10.0.0.2:7",)),))
+        pool_map = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), shards=(Shard(1, 2, ("stream://10.0.0.2:7",)),))
         self.shard, = pool_map.shards
         view = SimpleNamespace(map=pool_map, changed=[], follow=self.follow)
         self.primaries = Primaries(view, self, self.clock)

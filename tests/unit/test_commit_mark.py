@@ -5,7 +5,7 @@ import os
 import pytest
 
 from nvpool.kv.replication.commit_mark import CommitMark, Marked, read_mark, remove_mark
-from nvpool.kv.replication_log import History, Position
+from nvpool.kv.replication_log import ReplicationHistory, Position
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_commit_mark_never_falls(path, records):
 
 
 def test_commit_mark_rises_before_a_change_is_committed(path, records):
-    history, seen = History(Position(3, 1)), []
+    history, seen = ReplicationHistory(Position(3, 1)), []
     history.mark_commits(CommitMark.begin(path, records, 1, 3))
     history.note(4, 1, b"x")
     assert history.committed == 4 and read_mark(path, records).sequence == 4, "alone"

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from nvpool.core.config import Config
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.node.coordination.etcd_members import EtcdKeeper
-from nvpool.poolmap.model import MAP_FORMAT, EtcdMember, Node, PoolMap, Settings, changed, decode_map, encode_map
+from nvpool.poolmap.model import MAP_FORMAT, EtcdMember, Node, PoolMap, PoolSettings, changed, decode_map, encode_map
 from nvpool.poolmap.nodes.etcd_membership import (
     Add,
-    Change,
+    MapChange,
     Found,
     Promote,
     Remove,
@@ -29,7 +29,7 @@ from nvpool.poolmap.nodes.etcd_membership import (
 
 
 def a_map(nodes: int, *entries: EtcdMember, racks: dict[int, str] | None = None) -> PoolMap:
-    return PoolMap(MAP_FORMAT, "pool", "pool", 1, Settings(), etcd=entries,
+    return PoolMap(MAP_FORMAT, "pool", "pool", 1, PoolSettings(), etcd=entries,
                    nodes=tuple(Node(n, f"n{n}", f"h{n}", (), (racks or {}).get(n, "")) for n in range(1, nodes + 1)))
 
 
@@ -83,7 +83,7 @@ def settle(pool_map: PoolMap, etcd: Etcd, here: set[int], away: set[int]) -> Poo
         step = next_step(pool_map, etcd.found.values(), here, away)
         if step is None and pool_map is before:
             return pool_map
-        if isinstance(step, Change):
+        if isinstance(step, MapChange):
             pool_map = step.decide(pool_map)
         elif step is not None:
             etcd.do(step, {e.peer: e.node for e in pool_map.etcd})
@@ -222,7 +222,7 @@ def test_whatever_happens_most_voters_are_there_to_decide_and_all_ends_well(even
         etcd.here = here
         if what == "step":
             step = next_step(pool_map, list(etcd.found.values()), here, {1, 2, 3, 4, 5} - here)
-            if isinstance(step, Change):
+            if isinstance(step, MapChange):
                 pool_map = step.decide(pool_map)
             elif step is not None:
                 try:

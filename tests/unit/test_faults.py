@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from nvpool.testing.faults.power_loss import PowerLoss
-from nvpool.testing.faults.preload import FAIL, LIE, SHORT, SYNC, WRITE, Faults
+from nvpool.testing.faults.preload import FAIL, LIE, SHORT, SYNC, WRITE, PreloadFaults
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def faults(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     (root / "old").write_bytes(b"o" * 9000)
-    made = Faults.create(root, tmp_path / "work")
+    made = PreloadFaults.create(root, tmp_path / "work")
     yield made
     made.close()
 

@@ -19,7 +19,7 @@ from nvpool.poolmap.model import (
     Node,
     PartitionRange,
     PoolMap,
-    Settings,
+    PoolSettings,
     Shard,
     Target,
     decode_map,
@@ -155,7 +155,7 @@ def messages() -> dict[str, str]:
 def a_map() -> PoolMap:
     targets = (Target(1, 1, 1, 64 << 20, ("stream+unix:///p/run/target-1.sock", "stream://127.0.0.1:17512")),
                Target(2, 2, 1, 128 << 20, ("grpc://127.0.0.1:17513",)))
-    return PoolMap(format=MAP_FORMAT, pool_id="0123456789abcdef" * 2, name="pool", epoch=3, settings=Settings(1 << 20, 1),
+    return PoolMap(format=MAP_FORMAT, pool_id="0123456789abcdef" * 2, name="pool", epoch=3, settings=PoolSettings(1 << 20, 1),
                    nodes=(Node(1, "host", "boot", ("stream://127.0.0.1:17510",)),),
                    drives=(Drive(1, 1, "/d/1", 64 << 20), Drive(2, 1, "/dev/nvme1n1", 128 << 20)), targets=targets,
                    tables=(build_table(targets, 1),), shards=(Shard(1, 1, ("stream://127.0.0.1:17514",)),),

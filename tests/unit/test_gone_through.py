@@ -16,7 +16,7 @@ from nvpool.core.grants import GRANT_BYTES
 from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.state.volume_records import LISTED, VolumeRecord
-from nvpool.rpc.messages.direntries import Listed, pack_entry
+from nvpool.rpc.messages.direntries import DirectoryPage, pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
 from nvpool.testing.fakes.local_pool import LocalPool
 from tests.unit.test_looked_up_together import outcome_of
@@ -280,7 +280,7 @@ def test_a_larger_share_counts_where_it_was_of_no_use():
 def test_the_grants_of_a_listing_belong_to_its_promised_files():
     entries = [(Attr(inode=1, mode=0o100644), True), (Attr(inode=2, mode=0o040755), True),
                (Attr(inode=3, mode=0o100644), False), (Attr(inode=4, mode=0o100600), True)]
-    listed = Listed(b"".join(pack_entry(at, attr, promised, b"n%d" % at) for at, (attr, promised) in enumerate(entries)))
+    listed = DirectoryPage(b"".join(pack_entry(at, attr, promised, b"n%d" % at) for at, (attr, promised) in enumerate(entries)))
     first, last = b"\1" * GRANT_BYTES, b"\2" * GRANT_BYTES
     assert listed.grants(first + last) == [first, b"", b"", last]
     for odd in (first, first + last + b"x", first + last + last, b""):

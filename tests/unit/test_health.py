@@ -7,17 +7,17 @@ from msgspec.structs import replace
 
 from nvpool.core.clock import ManualClock
 from nvpool.node.health_watch import STALLED_S, HealthWatch
-from nvpool.poolmap.health_checks import Health, Problem, exit_code, with_since
-from nvpool.poolmap.model import Chain, ChainTable, Drive, Moving, Node, PoolMap, Settings, Shard, Standby, Target
+from nvpool.poolmap.health_checks import Health, HealthProblem, exit_code, with_since
+from nvpool.poolmap.model import Chain, ChainTable, Drive, RebalanceSettings, Node, PoolMap, PoolSettings, Shard, StandbyMember, Target
 
 
 def a_map(nodes=2, replicas=2, **fields) -> PoolMap:
     """A drive on each node; all hold the two chains of the table."""
     targets = tuple(Target(n, n, n, 1 << 30, (f"stream://n{n}:{n}",)) for n in range(1, nodes + 1))
     holders = tuple(range(1, nodes + 1))[:replicas]
-    standby = Standby(1, 2, ("stream://n2:2",), "up", "/d2/nvpool-pool-meta-1.1")
+    standby = StandbyMember(1, 2, ("stream://n2:2",), "up", "/d2/nvpool-pool-meta-1.1")
     first = PoolMap(
-        6, "pool", "p", 7, Settings(),
+        6, "pool", "p", 7, PoolSettings(),
         nodes=tuple(Node(n, f"name{n}", f"h{n}", (f"stream://n{n}:7",)) for n in range(1, nodes + 1)), targets=targets,
         drives=tuple(Drive(n, n, f"/d{n}/nvpool-pool-target-{n}", 1 << 30) for n in range(1, nodes + 1)),
         tables=(ChainTable(replicas, (Chain(1, holders), Chain(1, holders))),),
@@ -167,7 +167,7 @@ def test_a_drain_is_a_problem_only_when_it_stands_still():
 
 
 def test_a_drain_that_stands_still_says_what_it_waits_for():
-    paused = kinds(seen(drained(moving=Moving(paused=True)), stalled_s={1: 0.0}))["drain-stalled"]
+    paused = kinds(seen(drained(moving=RebalanceSettings(paused=True)), stalled_s={1: 0.0}))["drain-stalled"]
     assert "paused" in paused.reason and paused.remedy == "nvpool pool rebalance /srv/pool --resume"
     down = kinds(seen(with_target(drained(), 3, state="down"), silent={3}, stalled_s={1: 99.0}))["drain-stalled"]
     assert "target 3 (drive 3) on node 3 shall take them" in down.reason and "start node 3" in down.remedy
@@ -219,13 +219,13 @@ def test_a_drain_stands_still_while_the_drive_is_not_emptied():
 
 
 def test_exit_codes_put_what_is_missing_before_damage():
-    damaged, notice, degraded = (Problem("x", "y", severity=one) for one in ("damaged", "notice", "degraded"))
+    damaged, notice, degraded = (HealthProblem("x", "y", severity=one) for one in ("damaged", "notice", "degraded"))
     assert exit_code([notice]) == 0 and exit_code([damaged, notice]) == 4 and exit_code([damaged, degraded]) == 3
 
 
 def test_a_problem_keeps_the_time_since_when_it_is_known():
-    first, = with_since([Problem("x", "one way", target=1)], {}, 1000)
-    later = [Problem("x", "another way", target=1), Problem("x", "one way", target=2)]
+    first, = with_since([HealthProblem("x", "one way", target=1)], {}, 1000)
+    later = [HealthProblem("x", "another way", target=1), HealthProblem("x", "one way", target=2)]
     again, other = with_since(later, {first.key: 1000}, 5000)
     assert (first.since_ms, again.since_ms, other.since_ms) == (1000, 1000, 5000)
 
@@ -249,7 +249,7 @@ def test_a_drain_stands_still_when_nothing_is_copied():
     assert looked(STALLED_S - 1) == {} and looked(1) == {1: STALLED_S}
     maps[0] = replace(maps[0], tables=(ChainTable(2, (Chain(4, (2, 3)), maps[0].tables[0].chains[1])),))
     assert looked(1) == {}
-    maps[0] = replace(maps[0], moving=Moving(paused=True))
+    maps[0] = replace(maps[0], moving=RebalanceSettings(paused=True))
     assert 1 in looked(1), "a pause is told of at once"
 
 

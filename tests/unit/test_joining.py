@@ -23,7 +23,7 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.registry import listen
 from nvpool.security.ca import Authority, ends_s, request_certificate
 from nvpool.security.join_tokens import Token, hash_of, read_token
-from nvpool.security.tls import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
+from nvpool.security.tls import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, TlsIdentity
 from nvpool.testing.contracts.coordinator import first_map
 
 POOL = "0123456789abcdef" * 2
@@ -132,7 +132,7 @@ def secret(tmp_path):
 
 
 def test_a_certificate_is_renewed_before_it_ends_under_the_same_key_and_name(secret):
-    identity = Identity.load(secret.secret, POOL)
+    identity = TlsIdentity.load(secret.secret, POOL)
     key, before = (secret.secret / KEY_FILE).read_bytes(), (secret.secret / CERTIFICATE_FILE).read_bytes()
     pool_map = replace(first_map(), pool_id=POOL)
     assert not asyncio.run(renew_once(secret, identity, pool_map, None, left_s=10.0))
@@ -146,14 +146,14 @@ def test_a_certificate_is_renewed_before_it_ends_under_the_same_key_and_name(sec
 
 def test_who_has_not_the_authoritys_key_and_reaches_nobody_says_so(secret):
     os.unlink(secret.secret / AUTHORITY_KEY_FILE)
-    identity = Identity.load(secret.secret, POOL)
+    identity = TlsIdentity.load(secret.secret, POOL)
     with pytest.raises(Unavailable, match="no node"):
         asyncio.run(renew_once(secret, identity, replace(first_map(), pool_id=POOL, nodes=()), None))
 
 
 def test_an_answer_that_is_no_certificate_is_told_and_ends_nothing(secret):
     os.unlink(secret.secret / AUTHORITY_KEY_FILE)
-    identity = Identity.load(secret.secret, POOL)
+    identity = TlsIdentity.load(secret.secret, POOL)
 
     async def run() -> None:
         greeting = Greeting("test", "")
@@ -171,7 +171,7 @@ def test_an_answer_that_is_no_certificate_is_told_and_ends_nothing(secret):
 
 
 def test_a_process_shows_what_another_has_renewed(secret):
-    ours, theirs = (Identity.load(secret.secret, POOL) for _ in range(2))
+    ours, theirs = (TlsIdentity.load(secret.secret, POOL) for _ in range(2))
     pool_map = replace(first_map(), pool_id=POOL)
     assert asyncio.run(renew_once(secret, theirs, pool_map, None))
     assert ours.shown != theirs.shown

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import DriveFailed, Fenced, InvalidRequest, NoSpace, TooBig
 from nvpool.kv.api import KEY_END, VALUE_BYTES_MAX, checked_effects, checked_effects_plain
-from nvpool.kv.journal import Journal, Record, decode, encode, encode_plain
+from nvpool.kv.journal import Journal, JournalRecord, decode, encode, encode_plain
 from nvpool.kv.journal import _journal_record as _record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kv-journal-record.hex"
@@ -41,14 +41,14 @@ def test_a_record_has_the_bytes_of_the_golden_file():
     assert encode(*GOLDEN_RECORD) == golden_bytes()
     term, generation, sequence, effects = GOLDEN_RECORD
     raw = golden_bytes()
-    assert decode(memoryview(raw), 0) == Record(term, generation, sequence, list(effects.items()), len(raw))
+    assert decode(memoryview(raw), 0) == JournalRecord(term, generation, sequence, list(effects.items()), len(raw))
 
 
 @given(EFFECTS, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.binary(max_size=50))
 def test_a_record_is_read_back_whatever_stands_around_it(effects, term, generation, sequence, around):
     raw = encode(term, generation, sequence, effects)
     record = decode(memoryview(around + raw + around), len(around))
-    assert record == Record(term, generation, sequence, list(effects.items()), len(raw))
+    assert record == JournalRecord(term, generation, sequence, list(effects.items()), len(raw))
 
 
 @given(EFFECTS, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))

@@ -14,7 +14,7 @@ from nvpool.core.errors import NvpoolError
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.testing.contracts.kv import everything
 from nvpool.testing.faults.power_loss import PowerLoss
-from nvpool.testing.faults.preload import FAIL, LIE, SHORT, SYNC, WRITE, Faults
+from nvpool.testing.faults.preload import FAIL, LIE, SHORT, SYNC, WRITE, PreloadFaults
 
 OPTIONS = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, sync_interval_s=30, checkpoint_interval_s=30,
                       layer_entries_max=60)
@@ -64,7 +64,7 @@ def state_after(count):
 def faults(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
-    made = Faults.create(root, tmp_path / "work")
+    made = PreloadFaults.create(root, tmp_path / "work")
     yield made
     made.close()
 

@@ -22,7 +22,7 @@ from nvpool.core.errors import (
 from nvpool.kv.journal import encode
 from nvpool.kv.replication.member import MemberKv, peek, records_of
 from nvpool.kv.replication.standby import Group, StandbyKv
-from nvpool.kv.replication_log import History, Position, Run, Tail, runs_of
+from nvpool.kv.replication_log import ReplicationHistory, Position, TermRun, Tail, runs_of
 from nvpool.poolmap.shards import members as shard_members
 from nvpool.testing.contracts.kv import everything
 from nvpool.testing.fakes.shard_members import OPTIONS, QUICK, Members
@@ -40,7 +40,7 @@ def run(coroutine):
 
 
 def history(base, *terms, retain_bytes=1 << 20):
-    made = History(Position(*base), retain_bytes)
+    made = ReplicationHistory(Position(*base), retain_bytes)
     for sequence, term in enumerate(terms, base[0] + 1):
         made.note(sequence, term, b"x" * 10)
     return made
@@ -85,13 +85,13 @@ def test_damaged_records_of_a_standby_are_filled_anew(tmp_path):
 @pytest.mark.parametrize("tail, common", [
     (Tail(Position(0, 0)), 0),
     (Tail(Position(3, 1)), 3),
-    (Tail(Position(1, 1), (Run(1, 2, 3), Run(2, 4, 4))), 4),
-    (Tail(Position(1, 1), (Run(1, 2, 9),)), 3),                      # a former primary with changes nobody else got
-    (Tail(Position(4, 1), (Run(1, 5, 9),)), None),                   # … of which LMDB has some
-    (Tail(Position(2, 1), (Run(1, 3, 3), Run(2, 4, 4), Run(3, 5, 7))), 4),
+    (Tail(Position(1, 1), (TermRun(1, 2, 3), TermRun(2, 4, 4))), 4),
+    (Tail(Position(1, 1), (TermRun(1, 2, 9),)), 3),                      # a former primary with changes nobody else got
+    (Tail(Position(4, 1), (TermRun(1, 5, 9),)), None),                   # … of which LMDB has some
+    (Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 4), TermRun(3, 5, 7))), 4),
     (Tail(Position(6, 4)), 6),
     (Tail(Position(6, 5)), None),
-    (Tail(Position(2, 1), (Run(1, 3, 3), Run(2, 4, 5), Run(4, 6, 8))), 6),
+    (Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 5), TermRun(4, 6, 8))), 6),
 ])
 def test_where_two_histories_part(tail, common):
     assert history((0, 0), 1, 1, 1, 2, 2, 4).common(tail) == common
@@ -100,8 +100,8 @@ def test_where_two_histories_part(tail, common):
 def test_where_two_histories_part_is_not_known_below_what_is_kept():
     kept = history((4, 2), 2, 4)
     assert kept.common(Tail(Position(4, 2))) == 4
-    assert kept.common(Tail(Position(2, 1), (Run(1, 3, 3), Run(2, 4, 4)))) == 4
-    for tail in (Tail(Position(3, 1)), Tail(Position(0, 0)), Tail(Position(2, 1), (Run(1, 3, 9),))):
+    assert kept.common(Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 4)))) == 4
+    for tail in (Tail(Position(3, 1)), Tail(Position(0, 0)), Tail(Position(2, 1), (TermRun(1, 3, 9),))):
         assert kept.common(tail) is None
 
 
@@ -126,7 +126,7 @@ def test_a_history_keeps_what_is_not_committed_and_of_the_rest_what_it_may():
 
 def test_positions_as_runs():
     assert runs_of([]) == ()
-    assert runs_of([Position(3, 1), Position(4, 1), Position(5, 7)]) == (Run(1, 3, 4), Run(7, 5, 5))
+    assert runs_of([Position(3, 1), Position(4, 1), Position(5, 7)]) == (TermRun(1, 3, 4), TermRun(7, 5, 5))
 
 
 # -- one standby ------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_what_a_standby_takes_and_what_not(tmp_path):
         damaged[-1] ^= 1
         standby.ship(Group(1, bytes(damaged), 0), done)
         assert told[6:] == [CorruptRecord] and standby.last == Position(4, 1)
-        assert await standby.begin(3) == Tail(Position(0, 0), (Run(1, 1, 4),))
+        assert await standby.begin(3) == Tail(Position(0, 0), (TermRun(1, 1, 4),))
         for call in (standby.begin(2), standby.keep(2, 4), standby.install(2, Position(0, 0)), standby.sync(2),
                      standby.promote(2)):
             with pytest.raises(StaleTerm):
@@ -215,7 +215,7 @@ def test_a_standby_writes_nothing_to_lmdb_that_is_not_committed(tmp_path):
         await checkpoint
         standby.ship(group(1, 101, 5, committed=100), lambda *answer: told.append(answer))
         await standby.close()
-        assert peek(tmp_path / "kv") == Tail(Position(100, 1), (Run(1, 101, 105),))
+        assert peek(tmp_path / "kv") == Tail(Position(100, 1), (TermRun(1, 101, 105),))
 
     run(check())
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nvpool.testing.sim.linearizability import (
     INITIAL,
-    Access,
+    RegisterOperation,
     NameCall,
     SizeCall,
     names_problems,
@@ -19,10 +19,10 @@ from nvpool.testing.sim.linearizability import (
     without_looks_at_unanswered_cuts,
     without_what_was_seen_too_early,
 )
-from nvpool.testing.sim.workloads.file_data import Record, records_problems
+from nvpool.testing.sim.workloads.file_data import AppendedRecord, records_problems
 
 
-def explained(accesses: list[Access]) -> bool:
+def explained(accesses: list[RegisterOperation]) -> bool:
     """By trying all orders that respect time; writes of unknown outcome may be left out."""
     unknown = [a for a in accesses if a.kind == "write" and a.end == inf]
     for chosen in range(1 << len(unknown)):
@@ -50,9 +50,9 @@ def histories(draw):
         end = begin + 0.5 + draw(st.integers(0, 6))
         if draw(st.booleans()):
             value += 1
-            accesses.append(Access("write", value, begin, draw(st.sampled_from((end, end, inf)))))
+            accesses.append(RegisterOperation("write", value, begin, draw(st.sampled_from((end, end, inf)))))
         else:
-            accesses.append(Access("read", draw(st.integers(0, 3)), begin, end))
+            accesses.append(RegisterOperation("read", draw(st.integers(0, 3)), begin, end))
     return [a for a in accesses if a.kind == "write" or a.value <= value]
 
 
@@ -63,7 +63,7 @@ def test_registers_are_judged_as_by_trying_all_orders(history):
 
 
 def test_a_register_that_forgets_what_was_acknowledged_is_found():
-    history = [Access("write", 1, 0, 1), Access("read", 1, 2, 3), Access("read", 0, 4, 5)]
+    history = [RegisterOperation("write", 1, 0, 1), RegisterOperation("read", 1, 2, 3), RegisterOperation("read", 0, 4, 5)]
     assert register_problems(history)
     assert not register_problems(history[:2])
 
@@ -121,10 +121,10 @@ def test_the_inode_of_a_create_that_nobody_answered_is_what_is_found_later():
 
 
 def test_a_register_that_was_cut_is_judged_too():
-    history = [Access("write", 1, 0, 1), Access("write", INITIAL, 2, 3), Access("read", INITIAL, 4, 5)]
+    history = [RegisterOperation("write", 1, 0, 1), RegisterOperation("write", INITIAL, 2, 3), RegisterOperation("read", INITIAL, 4, 5)]
     assert not register_problems(history)
-    assert register_problems([*history, Access("read", 1, 6, 7)])
-    assert not register_problems([history[0], Access("write", INITIAL, 2, inf), Access("read", 1, 6, 7)])
+    assert register_problems([*history, RegisterOperation("read", 1, 6, 7)])
+    assert not register_problems([history[0], RegisterOperation("write", INITIAL, 2, inf), RegisterOperation("read", 1, 6, 7)])
 
 
 def test_sizes_are_the_largest_that_was_written_since_the_last_cut():
@@ -134,18 +134,18 @@ def test_sizes_are_the_largest_that_was_written_since_the_last_cut():
 
 
 def test_records_lie_apart_and_in_their_order():
-    first, second = Record(b"<one>", 0, 1, "a"), Record(b"<two>", 2, 3, "b")
+    first, second = AppendedRecord(b"<one>", 0, 1, "a"), AppendedRecord(b"<two>", 2, 3, "b")
     assert not records_problems(b"<one><two>", [first, second])
     assert records_problems(b"<one>\0\0\0<two>", [first, second])
-    assert not records_problems(b"<one>\0\0\0<two>", [first, second, Record(b"<lost>", 2, inf, "b")])
+    assert not records_problems(b"<one>\0\0\0<two>", [first, second, AppendedRecord(b"<lost>", 2, inf, "b")])
     assert records_problems(b"<two><one>", [first, second])
     assert records_problems(b"<on<two>", [first, second]) and records_problems(b"<one><one><two>", [first, second])
     assert records_problems(b"<one>noise<two>", [first, second])
-    assert not records_problems(b"<one>", [first, Record(b"<two>", 2, inf, "b")])
+    assert not records_problems(b"<one>", [first, AppendedRecord(b"<two>", 2, inf, "b")])
 
 
 def test_what_was_seen_before_a_loss_of_power_and_answered_behind_it_counts_for_nothing():
-    write, seen, later = Access("write", 1, 0, 9), Access("read", 1, 1, 2), Access("read", INITIAL, 6, 7)
+    write, seen, later = RegisterOperation("write", 1, 0, 9), RegisterOperation("read", 1, 1, 2), RegisterOperation("read", INITIAL, 6, 7)
     assert register_problems([write, seen, later])
     kept = without_what_was_seen_too_early([write, seen, later], [5], lambda access: access.kind == "write")
     assert kept == [write, later] and not register_problems(kept)

@@ -15,7 +15,7 @@ from nvpool.core.errors import CorruptFrame
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.fuse.ops import kernel_cache
 from nvpool.fuse.ops.operations import FuseOps
-from nvpool.rpc.messages.direntries import Listed, attr_of, change_of, pack_entry, packed
+from nvpool.rpc.messages.direntries import DirectoryPage, attr_of, change_of, pack_entry, packed
 from nvpool.rpc.v1.meta_pb2 import Attr, DirEntry
 from nvpool.testing.fakes.vfs import MemoryVfs
 
@@ -36,7 +36,7 @@ ENTRIES = st.lists(st.builds(DirEntry, name=st.binary(min_size=1, max_size=255),
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(ENTRIES)
 def test_entries_come_out_as_they_went_in(entries):
-    listed = Listed(packed(entries))
+    listed = DirectoryPage(packed(entries))
     assert [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in listed] == \
         [(one.name, one.cursor, one.attr.inode, one.attr.mode >> 12, one.attr) for one in entries]
     assert [attr_of(record) for record in listed.records] == [entry.attr for entry in entries]
@@ -46,7 +46,7 @@ def test_entries_come_out_as_they_went_in(entries):
 
 
 def test_other_attributes_can_be_put_in_an_entry():
-    listed = Listed(pack_entry(7, Attr(inode=1, size=2), True, b"a") + pack_entry(8, Attr(inode=3), False, b"b"))
+    listed = DirectoryPage(pack_entry(7, Attr(inode=1, size=2), True, b"a") + pack_entry(8, Attr(inode=3), False, b"b"))
     listed.put(0, Attr(inode=1, size=99, change=4))
     assert listed[0].attr.size == attr_of(listed.records[0]).size == 99
     assert (listed[0].name, listed[0].cursor, listed.is_promised(0), listed[1].inode) == (b"a", 7, True, 3)
@@ -57,7 +57,7 @@ def test_entries_that_are_cut_off_are_none():
     for length in range(1, len(whole)):
         if length != len(whole) // 2:
             with pytest.raises(CorruptFrame):
-                Listed(whole[:length])
+                DirectoryPage(whole[:length])
 
 
 # -- what the client believes ------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Books:
 
 
 def listed_of(*inodes, change=5):
-    return Listed(b"".join(pack_entry(inode, Attr(inode=inode, change=change, size=change), True, b"%d" % inode)
+    return DirectoryPage(b"".join(pack_entry(inode, Attr(inode=inode, change=change, size=change), True, b"%d" % inode)
                            for inode in inodes))
 
 

@@ -11,7 +11,7 @@ from nvpool.core import grants
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import AccessDenied, Bug, NotFound, NotPermitted, NvpoolError, StaleGrant, StaleSession
 from nvpool.core.ids import ROOT_INODE as ROOT
-from nvpool.core.posix.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
+from nvpool.core.posix.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.operations import setattr as valid
 from nvpool.meta.server import local_users
@@ -19,7 +19,7 @@ from nvpool.meta.server.dispatch import CHANGES, QUERIES
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.rpc.access_control import RIGHTS, Callers, Who
 from nvpool.rpc.api import Credentials, Peer
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
@@ -139,7 +139,7 @@ async def test_guessed_inodes_are_not_reached(place):
         await refused(AccessDenied, ask())
     many = pb.GetAttrManyRequest(session=us.session, inodes=file.inode.to_bytes(8, "little"))
     message, _ = await us.send("GETATTR_MANY", many).wait()
-    assert not Listed(pb.GetAttrManyReply.FromString(message).packed).inodes
+    assert not DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes
     names = pb.LookupManyRequest(session=us.session, directories=[pb.NamesIn(parent=home.inode, names=[b"f", b"none"])])
     assert {one.error for one in (await us.ask("LOOKUP_MANY", names)).found} == {AccessDenied.wire_code}
 
@@ -247,13 +247,13 @@ async def test_listing_tells_attributes_to_who_may_search(place):
     file = await place.root.file(home.inode, b"f")
     asked = pb.ListDirRequest(session=place.us.session, inode=home.inode, attrs=True, packed=True, rights=grants.READ)
     seen = await place.us.ask("LIST", asked)
-    listed = Listed(seen.packed)
+    listed = DirectoryPage(seen.packed)
     assert listed.names == [b"f"] and listed.changes == [0] and listed.attr(0).size == listed.attr(0).links == 0
     assert not seen.grants and not listed.promised
     await refused(AccessDenied, place.us.open(file.inode))
     await place.root.setattr(home.inode, valid.MODE, mode=0o755)
     seen = await place.us.ask("LIST", asked)
-    assert Listed(seen.packed).changes != [0] and not seen.grants
+    assert DirectoryPage(seen.packed).changes != [0] and not seen.grants
     assert (await place.us.open(file.inode)).grant
     await place.root.setattr(home.inode, valid.MODE, mode=0o711)
     await refused(AccessDenied, place.us.ask("LIST", asked))
@@ -277,7 +277,7 @@ async def test_client_bound_to_one_user_acts_as_that_alone(place):
 @scenario
 async def test_access_list_counts(place):
     inode = (await place.root.file(ROOT, b"f", mode=stat.S_IFREG | 0o600)).inode
-    value = encode_acl((Entry(USER_OBJ, 6), Entry(USER, 6, US), Entry(GROUP_OBJ, 0), Entry(MASK, 6), Entry(OTHER, 0)))
+    value = encode_acl((AclEntry(USER_OBJ, 6), AclEntry(USER, 6, US), AclEntry(GROUP_OBJ, 0), AclEntry(MASK, 6), AclEntry(OTHER, 0)))
     await place.root.ask("SETXATTR", pb.SetXattrRequest(change=place.root.change(), inode=inode, name=ACCESS, value=value))
     assert await shown(place.us, ROOT, b"f", 3) == 3 and await shown(place.another, ROOT, b"f", 3) == 0
     await refused(NotPermitted, place.us.ask("SETXATTR", pb.SetXattrRequest(change=place.us.change(), inode=inode, name=ACCESS,
@@ -382,7 +382,7 @@ def any_request(kind, chance, known, session, sequence):
     return request
 
 
-VALUE = encode_acl((Entry(USER_OBJ, 7), Entry(USER, 7, US), Entry(GROUP_OBJ, 7), Entry(MASK, 7), Entry(OTHER, 7)))
+VALUE = encode_acl((AclEntry(USER_OBJ, 7), AclEntry(USER, 7, US), AclEntry(GROUP_OBJ, 7), AclEntry(MASK, 7), AclEntry(OTHER, 7)))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED, Span, laid, overlapping, pieces, weaker
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED, LockRange, laid, overlapping, pieces, weaker
 
 BYTES = 24
 RANGES = st.tuples(st.integers(0, BYTES - 1), st.integers(0, BYTES - 1)).map(sorted)
@@ -55,8 +55,8 @@ def test_a_lock_to_the_last_byte_is_split_and_joined_like_any_other():
     spans = []
     laid(spans, 0, LAST_BYTE, EXCLUSIVE, 7).apply(spans)
     laid(spans, 100, 199, UNLOCKED).apply(spans)
-    assert spans == [Span(0, 99, EXCLUSIVE, 7), Span(200, LAST_BYTE, EXCLUSIVE, 7)]
+    assert spans == [LockRange(0, 99, EXCLUSIVE, 7), LockRange(200, LAST_BYTE, EXCLUSIVE, 7)]
     laid(spans, 150, LAST_BYTE, SHARED, 8).apply(spans)
-    assert spans == [Span(0, 99, EXCLUSIVE, 7), Span(150, LAST_BYTE, SHARED, 8)]
+    assert spans == [LockRange(0, 99, EXCLUSIVE, 7), LockRange(150, LAST_BYTE, SHARED, 8)]
     laid(spans, 100, LAST_BYTE, EXCLUSIVE, 9).apply(spans)
-    assert spans == [Span(0, LAST_BYTE, EXCLUSIVE, 9)]
+    assert spans == [LockRange(0, LAST_BYTE, EXCLUSIVE, 9)]

@@ -12,7 +12,7 @@ from nvpool.core.errors import CorruptRecord, FileTooLarge, InvalidRequest, Wron
 from nvpool.poolmap import layout
 from nvpool.poolmap import model as poolmap_model
 from nvpool.poolmap.chains import placement
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, PoolSettings, Shard, Target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -21,7 +21,7 @@ def a_map(capacities=(100, 200)):
     node = Node(1, "n1", "host", ("stream://127.0.0.1:1",))
     drives = tuple(Drive(i, 1, f"/d{i}", c) for i, c in enumerate(capacities, 1))
     targets = tuple(Target(i, i, 1, c, (f"inproc://t{i}",)) for i, c in enumerate(capacities, 1))
-    return PoolMap(MAP_FORMAT, "p", "pool", 1, Settings(), (node,), drives, targets, (placement.build_table(targets, 1),),
+    return PoolMap(MAP_FORMAT, "p", "pool", 1, PoolSettings(), (node,), drives, targets, (placement.build_table(targets, 1),),
                    (Shard(1, 1, ("inproc://m1",)),), (PartitionRange(0, 4096, 1),))
 
 

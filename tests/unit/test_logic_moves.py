@@ -19,7 +19,7 @@ from nvpool.poolmap.model import (
     PoolMap,
     Shard,
     ShardWanted,
-    Standby,
+    StandbyMember,
     Target,
     check_map,
     decode_map,
@@ -227,7 +227,7 @@ def test_a_new_shard_is_best_where_there_are_fewest():
     )
     assert partition_moves.node_for_shard(nodes_and_shards(1, 2, 3), 3) == 3, "of equals the one that is asked"
     busy = nodes_and_shards(1, 1)
-    busy = replace(busy, shards=(replace(busy.shards[0], standbys=(Standby(1, 2, ()),)), busy.shards[1]))
+    busy = replace(busy, shards=(replace(busy.shards[0], standbys=(StandbyMember(1, 2, ()),)), busy.shards[1]))
     assert partition_moves.node_for_shard(busy, 1) == 3, "no primary, and no standby either"
     drained = replace(busy, nodes=(*busy.nodes[:2], replace(busy.nodes[2], wish="drain")))
     assert partition_moves.node_for_shard(drained, 1) == 2

@@ -15,10 +15,10 @@ from nvpool.poolmap.model import (
     Node,
     PartitionRange,
     PoolMap,
-    Settings,
+    PoolSettings,
     Shard,
     ShardWanted,
-    Standby,
+    StandbyMember,
     Target,
     check_map,
     decode_map,
@@ -35,9 +35,9 @@ def a_map(count=3, replicas=2, standbys=((1, 2),)):
     """One drive a node; shard 1 on node 1, its standbys (member, node) beside drives."""
     numbers = range(1, count + 1)
     targets = tuple(Target(n, n, n, BIG, ()) for n in numbers)
-    shard = Shard(1, 1, ("stream://h:1",), standbys=tuple(Standby(m, n, (f"stream://h:{m}0",), "up", f"/d{n}/x")
+    shard = Shard(1, 1, ("stream://h:1",), standbys=tuple(StandbyMember(m, n, (f"stream://h:{m}0",), "up", f"/d{n}/x")
                                                          for m, n in standbys), standbys_wanted=len(standbys))
-    return PoolMap(MAP_FORMAT, "p", "p", 1, Settings(replicas=replicas), tuple(Node(n, f"n{n}", "", (), member=f"node/{n}")
+    return PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(replicas=replicas), tuple(Node(n, f"n{n}", "", (), member=f"node/{n}")
                                                                               for n in numbers),
                    tuple(Drive(n, n, f"/d{n}/store", BIG) for n in numbers), targets,
                    (build_table(targets, replicas),), (shard,),

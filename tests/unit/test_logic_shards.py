@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvpool.core.errors import InvalidRequest, StaleMember, StaleTerm, Unavailable
-from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map, encode_map
+from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, PoolSettings, Shard, StandbyMember, decode_map, encode_map
 from nvpool.poolmap.shards import members as shard_members
 
 
 def a_map(*states):
-    standbys = tuple(Standby(number, 1, (f"stream://h:{number}",), state, f"/d{number}")
+    standbys = tuple(StandbyMember(number, 1, (f"stream://h:{number}",), state, f"/d{number}")
                      for number, state in enumerate(states, 1))
     shard = Shard(1, 1, ("stream://h:100",), 7, path="/d0", epoch=20, standbys=standbys)
-    return PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (Node(1, "n", "", ()),), shards=(shard, Shard(2, 1, ())))
+    return PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),), shards=(shard, Shard(2, 1, ())))
 
 
 def test_a_shard_with_standbys_travels_as_json():
@@ -70,21 +70,21 @@ def test_a_question_that_a_standby_be_up_comes_too_late_once_it_was_taken_out():
         lambda: shard_members.standby_out(there, 1, 5, 7),
         lambda: shard_members.standby_out(there, 3, 1, 7),
         lambda: shard_members.standby_removed(there, 1, 0),
-        lambda: shard_members.standby_added(there, 1, Standby(0, 1, ())),
+        lambda: shard_members.standby_added(there, 1, StandbyMember(0, 1, ())),
     ):
         with pytest.raises(InvalidRequest):
             make()
 
 
 def test_members_come_and_go():
-    there = shard_members.standby_added(a_map(), 1, Standby(3, 1, ("x",), "up"))
-    assert there.shard_by_id[1].standbys == (Standby(3, 1, ("x",), "syncing"),) and there.epoch == 2
+    there = shard_members.standby_added(a_map(), 1, StandbyMember(3, 1, ("x",), "up"))
+    assert there.shard_by_id[1].standbys == (StandbyMember(3, 1, ("x",), "syncing"),) and there.epoch == 2
     assert shard_members.members(there.shard_by_id[1]) == (0, 3) and shard_members.endpoints_of(there.shard_by_id[1], 3) == (
         "x",
     )
     assert shard_members.standby_removed(there, 1, 3).shard_by_id[1].standbys == ()
     with pytest.raises(InvalidRequest):
-        shard_members.standby_added(a_map("up"), 1, Standby(9, 5, ()))  # on a node that does not exist
+        shard_members.standby_added(a_map("up"), 1, StandbyMember(9, 5, ()))  # on a node that does not exist
 
 
 @given(st.lists(st.tuples(st.sampled_from(["up", "late up", "out", "lost", "began"]), st.integers(0, 3)), max_size=30))

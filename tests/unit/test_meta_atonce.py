@@ -26,7 +26,7 @@ from nvpool.rpc.api import Credentials, Greeting, Peer
 from nvpool.rpc.error_codec import decode_error
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, Answerer
 from nvpool.rpc.registry import transport
-from nvpool.rpc.stats import Answers
+from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.transports.frame import EMPTY, HELLO, REPLY, REQUEST, pack_head, read_head
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
@@ -45,7 +45,7 @@ class Ordinary(Answerer):
 
     def __init__(self, service):
         super().__init__(service.handle, Peer("test", "", True), service._clock)
-        self._tally = Answers()
+        self._tally = ReplyStats()
         self.sent = []
 
     def _send_answer(self, number, status, message, payload, payload_bytes):
@@ -66,7 +66,7 @@ class Bench:
 
     def __init__(self, kv, service, quick):
         self.kv, self.service, self.quick = kv, service, quick
-        self.ordinary, self.tally = Ordinary(service), Answers()
+        self.ordinary, self.tally = Ordinary(service), ReplyStats()
         self.taken = 0
 
     async def begin(self, watch=True):

@@ -11,21 +11,21 @@ from nvpool.core.clock import ManualClock
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.gc.truncations import Cuts
-from nvpool.meta.migration.ownership import Ranges
+from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.record_locks import Holds
-from nvpool.meta.state.records import Identity, Inode, Intent, decode_inode, encode_inode, inode_key
+from nvpool.meta.state.records import ShardIdentity, Inode, Intent, decode_inode, encode_inode, inode_key
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import SpanId
-from nvpool.meta.state.volume_access import Access
+from nvpool.meta.state.volume_access import VolumeAccess
 from nvpool.meta.store_client import Targets
-from nvpool.poolmap.model import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
+from nvpool.poolmap.model import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, PoolSettings, Target
 from nvpool.rpc.v1 import data_pb2
 
 
 def pool_map(epoch: int, chain: Chain) -> PoolMap:
     numbers = (1, 2, 3)
-    return PoolMap(MAP_FORMAT, "p", "p", epoch, Settings(), (Node(1, "n", "", ()),),
+    return PoolMap(MAP_FORMAT, "p", "p", epoch, PoolSettings(), (Node(1, "n", "", ()),),
                    drives=tuple(Drive(number, 1, f"d{number}", 1 << 30) for number in numbers),
                    targets=tuple(Target(number, number, 1, 1 << 30, (f"inproc://{number}",)) for number in numbers),
                    tables=(ChainTable(1, (chain,) * CHAINS_PER_TABLE),))
@@ -54,7 +54,7 @@ class Told:
         return SimpleNamespace(message=reply)
 
     async def cut(self) -> list[int]:
-        view = SimpleNamespace(cutting={}, access=Access())
+        view = SimpleNamespace(cutting={}, access=VolumeAccess())
         cuts = Cuts(MemoryKv(), view, self.targets, asyncio.ensure_future)
         await asyncio.wait_for(cuts.begin(5, Intent(size=0, cut=1, chunk_bits=20, end=0, table=1)), 60)
         return self.order
@@ -88,9 +88,9 @@ def test_a_hole_ends_also_in_what_is_closed_for_a_hand_over_or_held_for_another_
     """A hand-over waits for it. What the view refuses is no failure of the service."""
     async def main() -> int:
         clock, kv, told = ManualClock(), MemoryKv(), Told(pool_map(7, Chain(1, (1, 2))))
-        view = View(kv, Identity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
+        view = View(kv, ShardIdentity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
         kv.apply([(inode_key(5), encode_inode(Inode(5, 0o100644, size=1 << 20, blocks=8)))])
-        ranges = Ranges(kv, view)
+        ranges = PartitionOwnership(kv, view)
         holds = Holds(ranges, view, clock.boottime_s)
         ranges.changed = holds.look_through
         ranges.close((0,))

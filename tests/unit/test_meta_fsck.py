@@ -246,7 +246,7 @@ def plant_counter_above_the_next(p):
 
 
 def plant_low_bound(p):
-    p.put(records.BOUNDS_KEY, records.encode_bounds(records.Bounds(2, 1)))
+    p.put(records.BOUNDS_KEY, records.encode_bounds(records.IssuedNumbers(2, 1)))
 
 
 def plant_undecodable_bounds(p):

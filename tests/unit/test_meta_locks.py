@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import TooManyLocks, WouldDeadlock
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, Span
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, LockRange
 from nvpool.meta.state import lock_table, records
 from nvpool.meta.state.lock_table import FAIR_S, SILENT_S, TURN_S, LockTable, Owner
 
@@ -157,7 +157,7 @@ class Tables(RuleBasedStateMachine):
         for key in sorted(self.records):
             kind, session, owner, start = records.lock_of_key(key)
             again.load(records.inode_of_key(key), Owner(kind, session, owner),
-                       Span(start, *records.decode_lock(self.records[key])))
+                       LockRange(start, *records.decode_lock(self.records[key])))
         for table in (self.table, again):
             seen = {}
             for inode, file in table.files.items():

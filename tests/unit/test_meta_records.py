@@ -71,8 +71,8 @@ def golden_values() -> dict[str, str]:
         "session": session_records.encode_session(session_records.SessionRecord(bytes(range(16)), T, "mount host 4711")).hex(),
         "slot": session_records.encode_slot(77, FILE, b"answer").hex(),
         "slot with mark": session_records.encode_slot(77, FILE, b"answer", 0xA1B2C3D4).hex(),
-        "identity": records.encode_identity(records.Identity(1, bytes(range(16)))).hex(),
-        "bounds": records.encode_bounds(records.Bounds(65538, 65537)).hex(),
+        "identity": records.encode_identity(records.ShardIdentity(1, bytes(range(16)))).hex(),
+        "bounds": records.encode_bounds(records.IssuedNumbers(65538, 65537)).hex(),
         "counts": records.encode_counts(12345).hex(),
         "orphan": records.ORPHAN_VALUE.hex(), "xattr head": records.XATTR_HEAD.hex(),
     }

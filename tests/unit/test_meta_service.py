@@ -14,7 +14,7 @@ from nvpool.meta.state import records
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import PartitionRange, changed
 from nvpool.poolmap.model import Shard as MapShard
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
@@ -650,7 +650,7 @@ async def both(client, **request):
     in_messages, in_one = [await client.ask("LIST", pb.ListDirRequest(session=client.session, attrs=True, packed=packed,
                                                                       **request)) for packed in (False, True)]
     assert in_messages.more == in_one.more and not in_one.entries and not in_messages.packed
-    return list(in_messages.entries), Listed(in_one.packed), in_one.more
+    return list(in_messages.entries), DirectoryPage(in_one.packed), in_one.more
 
 
 @scenario

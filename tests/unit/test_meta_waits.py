@@ -10,7 +10,7 @@ import pytest
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DeadlineExceeded, WrongShard
 from nvpool.meta.deferred_replies import Waits
-from nvpool.meta.state.record_locks import Held
+from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.testing.fakes.meta_shard import DirectCall
 
 
@@ -29,7 +29,7 @@ def test_what_meets_a_held_record_waits_for_that_too():
             tries.append(call)
             if not hold.done.done():
                 asyncio.get_running_loop().call_soon(hold.done.set_result, None)
-                raise Held(hold)
+                raise LockedRecord(hold)
             call.reply(b"at last")
 
         assert (await waited(then)).answer == (b"at last", b"") and len(tries) == 2
@@ -47,6 +47,6 @@ def test_what_fails_when_the_wait_is_over_is_the_answer(error):
 
 def test_a_record_that_stays_held_is_waited_for_until_the_deadline():
     def then(call):
-        raise Held(SimpleNamespace(done=asyncio.get_running_loop().create_future()))
+        raise LockedRecord(SimpleNamespace(done=asyncio.get_running_loop().create_future()))
 
     assert isinstance(asyncio.run(waited(then, SYSTEM_CLOCK.boottime_s() + 0.05)).answer, DeadlineExceeded)

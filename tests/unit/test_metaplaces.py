@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.poolmap.chains.transitions import retired, wished
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target, check_map
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Shard, StandbyMember, Target, check_map
 from nvpool.poolmap.shards import members as shard_members
 from nvpool.poolmap.shards import placement as shard_placement
-from nvpool.poolmap.shards.placement import Place
+from nvpool.poolmap.shards.placement import ShardLocation
 
 BIG = 1 << 30
 
@@ -25,11 +25,11 @@ def a_map(*drives_of, racks=(), standbys=(), wanted=None):
     drives = tuple(Drive(n, node, f"/d{n}/store", BIG) for n, node in enumerate(places, 1))
     targets = tuple(Target(n, n, node, BIG, ()) for n, node in enumerate(places, 1))
     shard = Shard(1, 1, ("stream://h:1",), standbys=standbys, standbys_wanted=wanted)
-    return PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), nodes, drives, targets, shards=(shard,))
+    return PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), nodes, drives, targets, shards=(shard,))
 
 
 def standby(member, node, drive, state="up"):
-    return Standby(member, node, (f"stream://h:{10 + member}",), state, f"/d{drive}/nvpool-p-meta-1.{member}")
+    return StandbyMember(member, node, (f"stream://h:{10 + member}",), state, f"/d{drive}/nvpool-p-meta-1.{member}")
 
 
 def played(pool_map, serving=None, steps_max=60):
@@ -65,7 +65,7 @@ def test_a_standby_moves_to_the_second_node_when_that_has_a_drive_that_serves():
     there = a_map(2, 1, standbys=(standby(1, 1, 2),))
     assert shard_placement.next_step(there, serving={1, 2}) is there
     step = shard_placement.next_step(there, serving={1, 2, 3}).shards[0]
-    assert step.standbys[0].state == "up" and step.standbys[1] == Standby(2, 2, (), "syncing", "/d3/store")
+    assert step.standbys[0].state == "up" and step.standbys[1] == StandbyMember(2, 2, (), "syncing", "/d3/store")
     assert where(played(there)) == [(1, 0), (2, 3)]
 
 
@@ -161,7 +161,7 @@ def test_each_shard_ends_with_what_is_wanted_in_places_of_their_own(drives, want
         wished = shard_placement.with_node(there, number, wish=wish)
         if any(node.wish == "share" for node in wished.nodes):
             there = played(wished)
-    shard, places = there.shards[0], [Place(*place) for place in where(there)]
+    shard, places = there.shards[0], [ShardLocation(*place) for place in where(there)]
     free = shard_placement.good_places(there)
     assert len(set(places)) == len(places)
     assert len(shard.standbys) == min(wanted, len(set(free) | {p for p in places if p.drive == 0}) - 1) or \
@@ -195,7 +195,7 @@ def test_primaries_are_spread_over_nodes_and_then_stay(places):
     pool_map = a_map(1, 1, 1)
     pool_map = replace(pool_map, shards=tuple(
         Shard(number, first, (f"stream://h:{number}",), path=f"/d{first}/nvpool-p-meta-{number}", standbys=(
-            Standby(1, second, (f"stream://h:{100 + number}",), "up", f"/d{second}/nvpool-p-meta-{number}.1"),))
+            StandbyMember(1, second, (f"stream://h:{100 + number}",), "up", f"/d{second}/nvpool-p-meta-{number}.1"),))
         for number, (first, second, _) in enumerate(places, 1)))
     before = Counter(shard.node for shard in pool_map.shards)
     after = primaries_after(pool_map)

@@ -17,11 +17,11 @@ from nvpool.metrics import http as metrics_http
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
 from nvpool.metrics.registry import BOUNDS_S, SLOTS, Times
-from nvpool.node.metrics import Asked, node_page
+from nvpool.node.metrics import PolledProcess, node_page
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.registry import listen
-from nvpool.rpc.stats import Tally, op_of
+from nvpool.rpc.stats import RpcStats, op_of
 from nvpool.rpc.v1.pool_pb2 import MetricsReply
 from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
 from nvpool.testing.env.etcd import free_ports
@@ -109,7 +109,7 @@ def test_a_page_of_nonsense_is_refused_or_empty(raw):
 
 
 def test_a_tally_counts_by_method_and_transport_and_no_peer_can_make_it_grow():
-    tally = Tally()
+    tally = RpcStats()
     answers = tally.over("stream")
     for method in (DATA_READ, DATA_READ, *range(100_000, 100_500)):
         answers.begun += 1
@@ -150,8 +150,8 @@ async def silent_and_speaking(tmp_path):
     dialer = Dialer(Greeting("test"))
     began = loop.time()
     page = await node_page(Page(), [
-        *(Asked(name, (f"stream+unix://{tmp_path / name}",), True) for name in ("speaks", "silent", "nonsense", "gone")),
-        Asked("restarting", (f"stream+unix://{tmp_path / 'speaks'}",), False), Asked("etcd-1", (), True)], dialer, 0.3)
+        *(PolledProcess(name, (f"stream+unix://{tmp_path / name}",), True) for name in ("speaks", "silent", "nonsense", "gone")),
+        PolledProcess("restarting", (f"stream+unix://{tmp_path / 'speaks'}",), False), PolledProcess("etcd-1", (), True)], dialer, 0.3)
     took_s = loop.time() - began
     await dialer.close()
     for listener in listeners:

@@ -12,7 +12,7 @@ from nvpool.core.errors import Busy, StaleCursor
 from nvpool.meta import snapshot_barrier as shard_moment
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.rpc.v1.meta_pb2 import DumpReply, DumpRequest, MomentReply, MomentRequest
-from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.admin.calls import AdminCalls
 from nvpool.sdk.admin.dump import dump, frames, read_header
 from nvpool.sdk.admin.snapshot_barrier import begin_at_all
 from nvpool.sdk.fsck.check import check_metadata
@@ -23,7 +23,7 @@ QUIET, TAKE, END = MomentRequest.QUIET, MomentRequest.TAKE, MomentRequest.END
 
 class Stages:
     def __init__(self, names: Names, number: int = 1) -> None:
-        self.asking = Asking(names.pool._clients[0])
+        self.asking = AdminCalls(names.pool._clients[0])
         self.number = number
         self.shards = tuple(names.at)
 
@@ -117,7 +117,7 @@ def test_two_who_begin_at_once_get_a_moment_each():
 def dies_once_at_a_step(monkeypatch, names: Names, shard: int, method: int) -> list[int]:
     """When the second step of its walk is asked for, the shard becomes another process; the list has what was asked of it."""
     asked: list[int] = []
-    ask = Asking.shard
+    ask = AdminCalls.shard
 
     async def shard_asked(self, number, wanted, *more):
         if wanted == method and number == shard:
@@ -127,7 +127,7 @@ def dies_once_at_a_step(monkeypatch, names: Names, shard: int, method: int) -> l
                 await names.pool.start_shard(shard)
         return await ask(self, number, wanted, *more)
 
-    monkeypatch.setattr(Asking, "shard", shard_asked)
+    monkeypatch.setattr(AdminCalls, "shard", shard_asked)
     return asked
 
 
@@ -174,14 +174,14 @@ def test_a_check_that_never_gets_to_its_end_says_what_keeps_it(monkeypatch):
     monkeypatch.setattr("nvpool.sdk.admin.snapshot_barrier.ANEW_MAX", 2)
 
     async def main(names: Names) -> None:
-        ask = Asking.shard
+        ask = AdminCalls.shard
 
         async def gone(self, number, wanted, *more):
             if wanted == wire_pb2.META_FSCK:
                 raise StaleCursor("it is another one")
             return await ask(self, number, wanted, *more)
 
-        monkeypatch.setattr(Asking, "shard", gone)
+        monkeypatch.setattr(AdminCalls, "shard", gone)
         found = Checkup()
         with pytest.raises(StaleCursor):
             await check_metadata(names.pool._clients[0], found)

@@ -17,13 +17,13 @@ from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, SHARED, UNLOCKED
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.migration.cleanup import Leaving
-from nvpool.meta.migration.ownership import Ranges
+from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.migration.sessions import bring_all, sessions_to_move
 from nvpool.meta.sessions.lock_waiters import LockWaits
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.lock_table import LockTable, Owner
 from nvpool.meta.state.records import (
-    Identity,
+    ShardIdentity,
     Inode,
     encode_inode,
     inode_key,
@@ -33,7 +33,7 @@ from nvpool.meta.state.records import (
 )
 from nvpool.meta.state.session_records import SessionRecord
 from nvpool.meta.state.transaction import View
-from nvpool.poolmap.model import MAP_FORMAT, PartitionRange, PoolMap, Settings
+from nvpool.poolmap.model import MAP_FORMAT, PartitionRange, PoolMap, PoolSettings
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.partitions import partition_of_directory
 from nvpool.testing.fakes.local_pool import LocalPool
@@ -358,13 +358,13 @@ def test_what_a_full_shard_could_not_bring_to_its_session_is_brought_later():
 def test_what_has_gone_is_removed_by_one_alone_and_not_what_comes_behind_it():
     async def main() -> None:
         clock, kv = ManualClock(), FullKv()
-        view = View(kv, Identity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
-        ranges = Ranges(kv, view)
+        view = View(kv, ShardIdentity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
+        ranges = PartitionOwnership(kv, view)
         leaving = Leaving(SimpleNamespace(shard=1, kv=kv, view=view, ranges=ranges))
         key = inode_key(inode_number(9, 1))
         kv.apply([(key, encode_inode(Inode(inode_number(9, 1), 0o100644)))])
         view.inode_count = 2
-        leaving.begin(PoolMap(MAP_FORMAT, "p", "p", 7, Settings(), (), partitions=(PartitionRange(0, PARTITION_COUNT, 2),)), ())
+        leaving.begin(PoolMap(MAP_FORMAT, "p", "p", 7, PoolSettings(), (), partitions=(PartitionRange(0, PARTITION_COUNT, 2),)), ())
 
         async def take() -> None:
             """As a taker begins, and lays the first that comes."""

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from nvpool.client.rpc.exactly_once import Held, Once
+from nvpool.client.rpc.exactly_once import PendingSlot, Once
 from nvpool.shm.mount_state import KeptMemory
 
 MKDIR, CHMOD = 1, 2
@@ -44,10 +44,10 @@ def test_a_request_that_comes_again_has_its_slot_and_gives_it_back_when_it_is_an
     assert once.slot_of(1001, session, MKDIR) is None and once.slot_of(1000, session, CHMOD) is None
     assert once.slot_of(1000, session, MKDIR) == (5, 40, 1) and not session.early
     once.note(0, 5, 40, MKDIR, 1000)
-    once.held[1000] = Held(session, 5, 40, 1)
+    once.held[1000] = PendingSlot(session, 5, 40, 1)
     assert once.slot_of(1000, session, CHMOD) == (5, 41, 1), "its next change goes in the same slot"
     once.note(0, 5, 41, CHMOD, 1000)
-    once.held[1000] = Held(session, 5, 41, 1)
+    once.held[1000] = PendingSlot(session, 5, 41, 1)
     assert begin(memory)[1].early == {5: 41} and not free
     once.answered(1000)
     assert free == [(5, 41)] and begin(memory)[1].early == {}

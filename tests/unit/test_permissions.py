@@ -6,7 +6,7 @@ import pytest
 
 from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
 from nvpool.core.posix import acl
-from nvpool.core.posix.acl import Entry
+from nvpool.core.posix.acl import AclEntry
 from nvpool.meta.operations import permissions
 from nvpool.meta.operations.permissions import READ, SEARCH, WRITE
 from nvpool.meta.state.records import Inode
@@ -36,18 +36,18 @@ def test_mode_first_class_decides(mode, owner, group, other):
 
 
 def listed(owner, group, other, mask, *named):
-    return (Entry(acl.USER_OBJ, owner), *(one for one in named if one.tag == acl.USER), Entry(acl.GROUP_OBJ, group),
-            *(one for one in named if one.tag == acl.GROUP), Entry(acl.MASK, mask), Entry(acl.OTHER, other))
+    return (AclEntry(acl.USER_OBJ, owner), *(one for one in named if one.tag == acl.USER), AclEntry(acl.GROUP_OBJ, group),
+            *(one for one in named if one.tag == acl.GROUP), AclEntry(acl.MASK, mask), AclEntry(acl.OTHER, other))
 
 
 @pytest.mark.parametrize("access, who, rights", [
-    (listed(6, 0, 7, 7, Entry(acl.USER, 4, 2000)), OTHERS, "r"),             # a named user, not the others
-    (listed(6, 0, 7, 2, Entry(acl.USER, 6, 2000)), OTHERS, "w"),             # as far as the mask
-    (listed(0, 7, 7, 7, Entry(acl.USER, 7, 1000)), US, ""),                  # the owner's entry comes first
+    (listed(6, 0, 7, 7, AclEntry(acl.USER, 4, 2000)), OTHERS, "r"),             # a named user, not the others
+    (listed(6, 0, 7, 2, AclEntry(acl.USER, 6, 2000)), OTHERS, "w"),             # as far as the mask
+    (listed(0, 7, 7, 7, AclEntry(acl.USER, 7, 1000)), US, ""),                  # the owner's entry comes first
     (listed(7, 4, 7, 7), MEMBER, "r"),                                       # of the owning group: not the others' rights
-    (listed(7, 4, 0, 7, Entry(acl.GROUP, 2, 3000)), MEMBER, "rw"),           # each right by one of its groups
-    (listed(7, 4, 0, 4, Entry(acl.GROUP, 2, 3000)), MEMBER, "r"),            # as far as the mask
-    (listed(7, 0, 7, 7, Entry(acl.GROUP, 0, 2000)), OTHERS, ""),             # a group without rights is not the others
+    (listed(7, 4, 0, 7, AclEntry(acl.GROUP, 2, 3000)), MEMBER, "rw"),           # each right by one of its groups
+    (listed(7, 4, 0, 4, AclEntry(acl.GROUP, 2, 3000)), MEMBER, "r"),            # as far as the mask
+    (listed(7, 0, 7, 7, AclEntry(acl.GROUP, 0, 2000)), OTHERS, ""),             # a group without rights is not the others
     (listed(7, 7, 5, 7), OTHERS, "rx")])
 def test_access_list_decides_as_acl_5_says(access, who, rights):
     inode = file(acl.mode_of(access))
@@ -55,12 +55,12 @@ def test_access_list_decides_as_acl_5_says(access, who, rights):
 
 
 def test_access_list_needs_one_entry_for_all_rights():
-    access = listed(7, 4, 0, 7, Entry(acl.GROUP, 2, 3000))
+    access = listed(7, 4, 0, 7, AclEntry(acl.GROUP, 2, 3000))
     assert not permissions.may(file(acl.mode_of(access)), access, MEMBER, READ | WRITE)
 
 
 def test_access_list_with_empty_mask_is_not_asked():
-    access = listed(7, 7, 4, 0, Entry(acl.USER, 7, 2000))
+    access = listed(7, 7, 4, 0, AclEntry(acl.USER, 7, 2000))
     assert allowed(file(acl.mode_of(access)), OTHERS, access) == "r"
 
 

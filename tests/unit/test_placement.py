@@ -16,14 +16,14 @@ from nvpool.poolmap.chains.placement import Placing, Spread, build_table, usable
 from nvpool.poolmap.chains.rebalance import check_room, given_up, next_steps, standing, taken_back, with_goals
 from nvpool.poolmap.chains.transitions import died, returned, wished
 from nvpool.poolmap.layout import chain_of
-from nvpool.poolmap.model import MAP_FORMAT, Chain, Drive, Moving, Node, PoolMap, Settings, Target, check_map
+from nvpool.poolmap.model import MAP_FORMAT, Chain, Drive, RebalanceSettings, Node, PoolMap, PoolSettings, Target, check_map
 
 GIB = 1 << 30
 
 
 def a_pool(capacities, replicas, nodes=1, racks=()):
     targets = tuple(Target(i, i, (i - 1) % nodes + 1, c * GIB, ()) for i, c in enumerate(capacities, 1))
-    return PoolMap(MAP_FORMAT, "p", "pool", 1, Settings(1 << 20, replicas),
+    return PoolMap(MAP_FORMAT, "p", "pool", 1, PoolSettings(1 << 20, replicas),
                    tuple(Node(n, f"n{n}", "", (), racks[n - 1] if racks else "") for n in range(1, nodes + 1)),
                    tuple(Drive(t.id, t.node, f"/d{t.id}", t.capacity_bytes) for t in targets), targets,
                    tuple(build_table(targets, count) for count in range(1, replicas + 1)))
@@ -201,7 +201,7 @@ def test_steps_are_bounded_and_chains_with_the_fewest_copies_come_first():
     assert (3, number, tuple(t for t in short.goal if t not in short.targets)) in joining
     assert sum(len(j) for *_, j in joining) <= 8 and Counter(t for *_, j in joining for t in j)[4] == 5
     assert next_steps(step, joining_max=8, of_target_max=5) == step, "full is full"
-    paused = next_steps(replace(pool_map, moving=Moving(paused=True)), joining_max=8)
+    paused = next_steps(replace(pool_map, moving=RebalanceSettings(paused=True)), joining_max=8)
     assert [(t.id, n) for t in paused.tables for n, c in enumerate(t.chains) if c.joining] == [(3, number)]
 
 

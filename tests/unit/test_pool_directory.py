@@ -13,8 +13,8 @@ from nvpool.core.errors import InUse, InvalidRequest, NotFound, WrongFormat
 from nvpool.daemons.nvpoold import check_formats
 from nvpool.host.mountinfo import Mount
 from nvpool.host.pool_directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, check_name, holder_of, write_whole
-from nvpool.host.processes import Identity, boot_id, host_id, identity_of, own_identity, runs
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target, encode_map
+from nvpool.host.processes import ProcessIdentity, boot_id, host_id, identity_of, own_identity, runs
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Shard, StandbyMember, Target, encode_map
 from nvpool.store.chunks.api import FORMAT_TEXT as STORE_FORMAT
 
 
@@ -143,7 +143,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 def test_announced_processes_are_listed_while_they_run(directory):
     directory.announce("mount-1", announcement("mount", now_ms=5, mountpoint="/mnt/pool"))
     directory.announce("meta-1", announcement("meta", now_ms=5, number=1))
-    gone = Identity(os.getpid(), 1, boot_id())
+    gone = ProcessIdentity(os.getpid(), 1, boot_id())
     state = announcement("mount", now_ms=5)
     dead = type(state)(**{field: getattr(state, field) for field in state.__struct_fields__} | {"start": gone.start})
     directory.announce("mount-2", dead)
@@ -158,7 +158,7 @@ def test_announced_processes_are_listed_while_they_run(directory):
 def test_of_dead_processes_of_one_mount_the_last_is_told_of(directory, monkeypatch):
     place = Mount("0:99", Path("/mnt/pool"), "fuse.nvpool", "nvpool:p", "rw")
     monkeypatch.setattr("nvpool.host.pool_directory.mounts", lambda: [place])
-    state = announcement("mount", now_ms=0, mountpoint="/mnt/pool", identity=Identity(os.getpid(), 1, boot_id()))
+    state = announcement("mount", now_ms=0, mountpoint="/mnt/pool", identity=ProcessIdentity(os.getpid(), 1, boot_id()))
     for number, since_ms in ((3, 300), (1, 500), (2, 400)):
         directory.announce(f"mount-{number}", msgspec.structs.replace(state, since_ms=since_ms))
     assert set(directory.dead_mounts()) == {"mount-1"}
@@ -178,8 +178,8 @@ def test_check_formats_skips_standby_that_is_not_made(tmp_path):
     drive = tmp_path / "drive"
     drive.mkdir()
     (drive / "FORMAT").write_text(STORE_FORMAT)
-    planned = Standby(member=2, node=1, endpoints=(), path=str(drive))
-    pool_map = PoolMap(format=MAP_FORMAT, pool_id="p", name="p", epoch=1, settings=Settings(),
+    planned = StandbyMember(member=2, node=1, endpoints=(), path=str(drive))
+    pool_map = PoolMap(format=MAP_FORMAT, pool_id="p", name="p", epoch=1, settings=PoolSettings(),
                        nodes=(Node(1, "a", "1", ()), Node(2, "b", "2", ())), drives=(Drive(1, 1, str(drive), 1 << 30),),
                        targets=(Target(1, 1, 1, 1 << 30, ()),),
                        shards=(Shard(id=1, node=2, endpoints=("stream://10.0.0.2:1",), standbys=(planned,)),))

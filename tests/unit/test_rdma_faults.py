@@ -17,14 +17,14 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DeadlineExceeded, Disconnected, Unavailable, Unreachable
 from nvpool.rpc import registry
 from nvpool.rpc.transports import rdma, rdma_buffers, ucx
-from nvpool.rpc.transports.rdma import RdmaTransport, RdmaUnixTransport, Settings
-from nvpool.testing.contracts.transport import CLIENT, SERVER, Kept, echo, refused, soon, until
+from nvpool.rpc.transports.rdma import RdmaTransport, RdmaUnixTransport, RdmaSettings
+from nvpool.testing.contracts.transport import CLIENT, SERVER, RecordingHandler, echo, refused, soon, until
 
 pytestmark = pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
 LOOPBACK = (ip_network("127.0.0.0/8"),)
 MIB = 1 << 20
-WAYS = {"shm": (RdmaUnixTransport, Settings(local=True), "rdma+unix://{}/s"),
-        "tcp": (RdmaTransport, Settings(networks=LOOPBACK, transports="tcp,self"), "rdma://127.0.0.1:0")}
+WAYS = {"shm": (RdmaUnixTransport, RdmaSettings(local=True), "rdma+unix://{}/s"),
+        "tcp": (RdmaTransport, RdmaSettings(networks=LOOPBACK, transports="tcp,self"), "rdma://127.0.0.1:0")}
 
 PEER = """
 import asyncio, os, signal, sys
@@ -166,7 +166,7 @@ def _made(path):
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
 async def test_a_place_whose_request_ended_here_is_used_again_when_the_store_has_answered_for_it(way, tmp_path):
-    kept = Kept()
+    kept = RecordingHandler()
     transport, endpoint, handler = pair(way, tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
@@ -189,7 +189,7 @@ async def test_a_place_whose_request_ended_here_is_used_again_when_the_store_has
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
 async def test_what_was_asked_for_with_a_key_that_is_revoked_is_unavailable_and_later_requests_work(way, tmp_path):
-    kept = Kept()
+    kept = RecordingHandler()
     transport, endpoint, handler = pair(way, tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
@@ -208,7 +208,7 @@ async def test_what_was_asked_for_with_a_key_that_is_revoked_is_unavailable_and_
 
 @on_a_loop
 async def test_memory_of_an_asker_that_takes_its_key_back_or_goes_is_filled_for_nobody(tmp_path):
-    kept = Kept()
+    kept = RecordingHandler()
     transport, endpoint, handler = pair("shm", tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
@@ -284,7 +284,7 @@ async def test_an_asker_that_goes_while_it_is_written_to_costs_the_others_nothin
 @on_a_loop
 async def test_memory_is_bounded_and_answers_without_room_come_as_on_a_stream(tmp_path, monkeypatch):
     monkeypatch.setattr(rdma_buffers, "ROOM_BYTES_MAX", 8 * MIB)
-    monkeypatch.setattr(rdma_buffers.Rooms.__init__, "__kwdefaults__", {"bytes_max": 8 * MIB})
+    monkeypatch.setattr(rdma_buffers.RegisteredBuffers.__init__, "__kwdefaults__", {"bytes_max": 8 * MIB})
     transport, endpoint, handler = pair("shm", tmp_path, lambda call: call.reply(b"", [bytes(call.message) * MIB]))
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
@@ -309,9 +309,9 @@ async def test_memory_is_bounded_and_answers_without_room_come_as_on_a_stream(tm
 
 
 @pytest.mark.parametrize(("offered", "why"), [
-    (Settings(), "does not offer"), (Settings(networks=(ip_network("10.0.0.0/8"),), transports="tcp,self"), "does not offer"),
-    (Settings(networks=LOOPBACK, transports="nosuch"), "does not offer"),
-    (Settings(networks=LOOPBACK), "does not offer")])
+    (RdmaSettings(), "does not offer"), (RdmaSettings(networks=(ip_network("10.0.0.0/8"),), transports="tcp,self"), "does not offer"),
+    (RdmaSettings(networks=LOOPBACK, transports="nosuch"), "does not offer"),
+    (RdmaSettings(networks=LOOPBACK), "does not offer")])
 @on_a_loop
 async def test_where_one_side_can_not_the_connection_is_an_ordinary_one(offered, why, tmp_path):
     listener = await RdmaTransport(offered).listen("stream://127.0.0.1:0", SERVER, echo)

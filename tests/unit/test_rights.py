@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.grants import EPOCH_MASK, READ, SERVICE, WRITE, Grant, member_tag, read, sign, volume_tag
 from nvpool.poolmap.grant_revocation import TAKEN_MAX, RightsTaken, taken, without_ended
-from nvpool.poolmap.model import MAP_FORMAT, PoolMap, Settings
+from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings
 
 NOW_MS, LIFE_MS = 1_700_000_000_000, 130_000
 ONE, OTHER = "client/one.0a1b2c3d", "client/other.0a1b2c3d"
@@ -14,7 +14,7 @@ VOLUME, ANOTHER = 1 << 51 | 7, 2 << 51 | 9
 
 
 def a_map(epoch=7):
-    return PoolMap(MAP_FORMAT, "p", "p", epoch, Settings())
+    return PoolMap(MAP_FORMAT, "p", "p", epoch, PoolSettings())
 
 
 def grant(epoch, volume=VOLUME, member=ONE, rights=READ):

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.config import Network
+from nvpool.core.config import NetworkConfig
 from nvpool.core.errors import AccessDenied, BadConfiguration
 from nvpool.poolmap.model import encode_map
 from nvpool.rpc.api import Greeting
@@ -59,7 +59,7 @@ def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, capl
     ("stream://127.0.0.1:1", "127.0.0.1", True), ("stream://localhost:1", "127.0.0.1", False),
     ("stream://10.0.0.1:1", "", True)])
 def test_loopback_is_listened_to_where_it_is_named(endpoint, host, wanted):
-    assert runtime_service.is_wanted(endpoint, Network(host=host)) is wanted
+    assert runtime_service.is_wanted(endpoint, NetworkConfig(host=host)) is wanted
 
 
 def test_nothing_listens_on_tcp_without_a_certificate(tmp_path):

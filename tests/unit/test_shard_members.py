@@ -15,14 +15,14 @@ from nvpool.kv.options import LmdbOptions
 from nvpool.kv.replication.commit_mark import CommitMark
 from nvpool.kv.replication.member import MemberKv
 from nvpool.kv.replication.standby import StandbyKv
-from nvpool.kv.replication_log import History, Position
+from nvpool.kv.replication_log import ReplicationHistory, Position
 from nvpool.meta.server.commit_gate import Gate
 from nvpool.meta.server.member import MemberOptions, ShardMember
 from nvpool.meta.server.replication_rpc import PrimaryDoor, StandbyDoor
 from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
 from nvpool.node.coordination.leadership import Reign
 from nvpool.node.coordination.shard_failover import HEARD_S, LEASE_S, ShardKeeper
-from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map
+from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, PoolSettings, Shard, StandbyMember, decode_map
 from nvpool.poolmap.shards import members as shard_members
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
@@ -47,9 +47,9 @@ class Bench:
     """A keeper with a map in memory and a clock by hand."""
 
     def __init__(self, *states):
-        standbys = tuple(Standby(number, 1, (), state) for number, state in enumerate(states, 1))
+        standbys = tuple(StandbyMember(number, 1, (), state) for number, state in enumerate(states, 1))
         shard = Shard(1, 1, (), standbys=standbys)
-        self.map = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (Node(1, "n", "", ()),), shards=(shard,))
+        self.map = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),), shards=(shard,))
         self.clock = ManualClock()
         self.left_s = 100.0
         self.reign = Reign(self)
@@ -340,7 +340,7 @@ def test_a_right_is_good_until_it_ends():
 
 
 def gated(needs_lease=True):
-    clock, history = ManualClock(), History(Position(0, 0))
+    clock, history = ManualClock(), ReplicationHistory(Position(0, 0))
     history.alone = False
     gate = Gate(history, clock, lambda: needs_lease)
     gate.lease_until_s = clock.boottime_s() + 1.0
@@ -436,7 +436,7 @@ async def test_a_standby_sends_clients_to_the_primary_and_hears_only_services(tm
 def test_who_is_deposed_by_a_map_does_not_act_on_what_that_map_gives_the_shard(tmp_path):
     """It may have come to the primary of the later term."""
     told, failed = [], []
-    first = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (Node(1, "n", "", ()),), shards=(Shard(1, 1, (), term=2),))
+    first = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),), shards=(Shard(1, 1, (), term=2),))
     options = MemberOptions(1, 1, 0, tmp_path, LmdbOptions(), SECRET)
     member = ShardMember(options, first, None, ManualClock(), None, failed.append)
     member._kv, member._term, member._service = SimpleNamespace(), 2, SimpleNamespace(update_map=told.append, handle=None)
@@ -472,8 +472,8 @@ async def test_primary_that_begins_tells_its_proof(tmp_path):
     kv.apply([(b"a", b"1")])
     CommitMark.begin(mark, path, 2, kv.last.sequence)
     await kv.abandon()
-    first = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (Node(1, "n", "", ()),),
-                    shards=(Shard(1, 1, (), term=2, standbys=(Standby(1, 1, (), "up"),)),))
+    first = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),),
+                    shards=(Shard(1, 1, (), term=2, standbys=(StandbyMember(1, 1, (), "up"),)),))
     for named, term in ((mark, 2), (None, 0)):
         asked = Asked()
         named_options = MemberOptions(1, 1, 0, path, options, SECRET, mark=named)

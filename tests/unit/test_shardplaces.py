@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.cluster.embedded import EmbeddedCoordinator
-from nvpool.core.config import Config, Network
+from nvpool.core.config import Config, NetworkConfig
 from nvpool.core.errors import Busy, NotFound
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.kv.memory import MemoryKv
@@ -16,7 +16,7 @@ from nvpool.node.coordination import shard_members
 from nvpool.node.coordination.leadership import Leading
 from nvpool.node.coordination.map_backend import used_ports
 from nvpool.node.coordination.shard_members import ShardPlaces
-from nvpool.poolmap.model import Drive, Shard, Standby
+from nvpool.poolmap.model import Drive, Shard, StandbyMember
 from nvpool.provision.create import free_ports
 from nvpool.testing.contracts.coordinator import first_map
 
@@ -25,7 +25,7 @@ def test_a_drive_that_is_not_there_keeps_no_other_member_from_its_place(tmp_path
     drives = [tmp_path / name / "store" for name in ("away", "here")]
     drives[1].mkdir(parents=True)
     shard = Shard(1, 1, ("stream://127.0.0.1:1",), standbys=tuple(
-        Standby(number, 1, (), path=str(drive)) for number, drive in enumerate(drives, 1)))
+        StandbyMember(number, 1, (), path=str(drive)) for number, drive in enumerate(drives, 1)))
     started = []
 
     async def nothing(name: str) -> None:
@@ -57,7 +57,7 @@ def test_a_removed_directory_of_a_standby_is_made_again(tmp_path, monkeypatch):
 
     def at(member, state, drive):
         path = drive.with_name(f"nvpool-pool-meta-1.{member}")
-        return Standby(member, 1, (f"stream://127.0.0.1:{10 + member}",), state, str(path))
+        return StandbyMember(member, 1, (f"stream://127.0.0.1:{10 + member}",), state, str(path))
 
     standbys = at(1, "syncing", store), at(2, "up", store), at(3, "syncing", away)
     shard = Shard(1, 1, ("stream://127.0.0.1:1",), standbys=standbys)
@@ -83,7 +83,7 @@ def test_a_removed_directory_of_a_standby_is_made_again(tmp_path, monkeypatch):
 
 
 def test_a_shard_is_not_added_at_a_port_that_another_process_was_given_meanwhile(tmp_path):
-    config = Config(network=Network(host="127.0.0.1", base_port=23_000))
+    config = Config(network=NetworkConfig(host="127.0.0.1", base_port=23_000))
 
     class Late(Leading):
         """Somebody else is first."""

@@ -13,7 +13,7 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.state import records
 from nvpool.meta.state.striped_dirs import decode_part, encode_part
 from nvpool.poolmap.shards.partitions import partition_of_name
-from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.admin.calls import AdminCalls
 from nvpool.sdk.admin.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check_metadata
 from nvpool.sdk.fsck.tree import Climbs
@@ -216,7 +216,7 @@ def test_a_climb_over_shards_that_meets_itself_while_directories_are_renamed_is_
         async with Names() as names:
             a = await names.directory(2, ROOT_INODE, b"a")
             b = await names.directory(3, ROOT_INODE, b"b")
-            climbs = Climbs(names.pool._clients[0], Asking(names.pool._clients[0]))
+            climbs = Climbs(names.pool._clients[0], AdminCalls(names.pool._clients[0]))
 
             async def both_ways() -> dict[int, int]:
                 return {a: b, b: a}

@@ -13,7 +13,7 @@ from nvpool.core.clock import ManualClock
 from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.member_names import NOBODY, check_member, new_member, squashes_root, user_in, users_of
-from nvpool.core.posix.acl import ACCESS, GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
+from nvpool.core.posix.acl import ACCESS, GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.operations import permissions
 from nvpool.meta.operations import setattr as valid
@@ -22,7 +22,7 @@ from nvpool.meta.server.service import MetaService
 from nvpool.meta.state.records import Inode
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials, Peer
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.peer_roles import acts_as
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
@@ -112,7 +112,7 @@ def test_somebody_may_what_any_user_but_root_could():
 
 def test_lists_count_for_believed_groups():
     def entries(tag, id, mask=7):
-        return (Entry(USER_OBJ, 6), Entry(tag, 6, id), Entry(GROUP_OBJ, 0), Entry(MASK, mask), Entry(OTHER, 0))
+        return (AclEntry(USER_OBJ, 6), AclEntry(tag, 6, id), AclEntry(GROUP_OBJ, 0), AclEntry(MASK, mask), AclEntry(OTHER, 0))
 
     for uid, tag, id, wanted, allowed in ((ALICE, USER, ALICE, 6, True), (CAROL, USER, ALICE, 4, False),
                                           (SOMEBODY, USER, ALICE, 6, True), (SOMEBODY, USER, 0, 4, False),
@@ -159,7 +159,7 @@ async def test_what_root_alone_may_see_is_not_seen(place):
         await refused(AccessDenied, ask())
     many = pb.GetAttrManyRequest(session=place.root.session, inodes=inode.to_bytes(8, "little"))
     message, _ = await place.root.send("GETATTR_MANY", many).wait()
-    assert not Listed(pb.GetAttrManyReply.FromString(message).packed).inodes
+    assert not DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes
     await place.owned(b"x", stat.S_IFREG | 0o600)
     assert (await place.root.lookup(ROOT, b"x")).attr.uid == 0, "attributes are everybody's who may search the directory"
 
@@ -221,7 +221,7 @@ async def test_attributes_of_the_privileged_are_roots_of_nodes(place):
     await refused(NoAttribute, place.root.ask("GETXATTR", pb.GetXattrRequest(session=place.root.session, inode=mine,
                                                                              name=b"trusted.a")))
     alices = await place.owned(b"a", stat.S_IFREG | 0o644, ALICE, STAFF)
-    acl = encode_acl((Entry(USER_OBJ, 6), Entry(USER, 6, NOBODY), Entry(GROUP_OBJ, 4), Entry(MASK, 6), Entry(OTHER, 0)))
+    acl = encode_acl((AclEntry(USER_OBJ, 6), AclEntry(USER, 6, NOBODY), AclEntry(GROUP_OBJ, 4), AclEntry(MASK, 6), AclEntry(OTHER, 0)))
     await refused(NotPermitted, place.root.ask("SETXATTR", pb.SetXattrRequest(change=place.root.change(), inode=alices,
                                                                               name=ACCESS, value=acl)))
     await place.alice.ask("SETXATTR", pb.SetXattrRequest(change=place.alice.change(), inode=alices, name=ACCESS, value=acl))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nvpool.core.errors import InvariantBroken, NoSpace
 from nvpool.kv.memory import MemoryKv
-from nvpool.store.disk.allocator import DELTAS_MAX, GROUP_BLOCKS, RESERVED_BLOCKS, Allocator, Transaction, Waiting, find_run
+from nvpool.store.disk.allocator import DELTAS_MAX, GROUP_BLOCKS, RESERVED_BLOCKS, Allocator, Transaction, SpacePending, find_run
 
 
 def run_of(mask, count, limit=200):
@@ -69,7 +69,7 @@ def test_any_history_gives_each_block_once_and_reads_back_the_same(seed):
             except NoSpace:
                 assert len(used) + count + allocator.fixed_blocks > blocks - blocks // 50
                 continue
-            except Waiting:
+            except SpacePending:
                 assert held
                 continue
             taken = [place + n for place, length in runs for n in range(length)]
@@ -102,10 +102,10 @@ def test_freed_blocks_are_not_given_out_before_their_change_is_durable():
     allocator = Allocator(kv, 300, 0)
     runs = take(allocator, kv, 284)
     sequence = give(allocator, kv, runs)
-    with pytest.raises(Waiting):
+    with pytest.raises(SpacePending):
         allocator.allocate(Transaction(), 1)
     allocator.release(sequence - 1)
-    with pytest.raises(Waiting):
+    with pytest.raises(SpacePending):
         allocator.allocate(Transaction(), 1)
     assert allocator.releasable(sequence) == runs
     allocator.release(sequence)

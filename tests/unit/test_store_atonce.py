@@ -14,12 +14,12 @@ from nvpool.core.checksum import block_checksums, crc32c, piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.grant_revocation import taken
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Target
 from nvpool.rpc.api import Greeting, Peer
 from nvpool.rpc.messages.data_codec import encode_read_request
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, Answerer
 from nvpool.rpc.registry import transport
-from nvpool.rpc.stats import Answers
+from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.transports.frame import EMPTY, REPLY, REQUEST, pack_head, read_head
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
@@ -43,7 +43,7 @@ class Ordinary(Answerer):
 
     def __init__(self, service):
         super().__init__(service.handle, Peer("test", "", True), service.clock)
-        self._tally = Answers()
+        self._tally = ReplyStats()
         self.sent = []
 
     def _send_answer(self, number, status, message, payload, payload_bytes):
@@ -63,7 +63,7 @@ class Bench:
         self.service.at_once = self.reads = make(1, self.service._grants, store, self.service.replica.pending,
                                                  self.service.tenure, self.service.use, clock)
         self.service.update_map(pool_map(5))
-        self.tally = Answers()
+        self.tally = ReplyStats()
         self.grant = self.signed()
         self.ordinary = Ordinary(self.service)
 
@@ -98,7 +98,7 @@ class Bench:
 def pool_map(epoch):
     node = Node(1, "here", "h", ("inproc://n",))
     drives, targets = (Drive(1, 1, "/d1", 1 << 40),), (Target(1, 1, 1, 1 << 40, ("inproc://t",)),)
-    return PoolMap(MAP_FORMAT, "p", "pool", epoch, Settings(), (node,), drives, targets, (build_table(targets, 1),))
+    return PoolMap(MAP_FORMAT, "p", "pool", epoch, PoolSettings(), (node,), drives, targets, (build_table(targets, 1),))
 
 
 @asynccontextmanager

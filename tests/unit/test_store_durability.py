@@ -22,7 +22,7 @@ from nvpool.store.chunks.api import InodeCut, StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.chunks.read_batch import READ
 from nvpool.store.chunks.recovery import ReplayCheck
-from nvpool.store.disk.allocator import Waiting
+from nvpool.store.disk.allocator import SpacePending
 from nvpool.store.disk.device import MemoryDevice
 from nvpool.store.disk.index_records import segment_key
 from nvpool.testing.contracts.chunk_store import content, get, is_sound, put, scrubbed, some_bytes
@@ -480,7 +480,7 @@ async def _history(seed, turns):
 
 async def _spoil_the_map(store, chance, inodes):
     """Blocks that nobody names, and some that are named and called free."""
-    with contextlib.suppress(NoSpace, Waiting):
+    with contextlib.suppress(NoSpace, SpacePending):
         leak(store, chance.choice([1, 3, 30]))
     for inode in range(1, inodes + 1):
         chunk = store.index.chunk(inode, 0)

@@ -20,16 +20,16 @@ from nvpool.core.units import MIB
 from nvpool.host.processes import boot_id
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.poolmap.grant_revocation import taken
-from nvpool.poolmap.model import MAP_FORMAT, PoolMap, Settings
+from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings
 from nvpool.rpc import fd_passing
 from nvpool.rpc.messages import data_codec
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks import location_leases as lend
-from nvpool.store.chunks.api import LEND_S, Located, StoreOptions
+from nvpool.store.chunks.api import LEND_S, LocatedBlocks, StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.chunks.recovery import ReplayCheck
-from nvpool.store.disk.allocator import Transaction, Waiting
+from nvpool.store.disk.allocator import Transaction, SpacePending
 from nvpool.store.disk.device import MemoryDevice
 from nvpool.store.disk.index_records import decode_held, encode_held, held_key
 from nvpool.store.server.service import StoreService
@@ -88,13 +88,13 @@ class Lending:
         try:
             while True:
                 self.store.allocator.allocate(transaction, 1, grows=False)
-        except (Waiting, errors.NoSpace):
+        except (SpacePending, errors.NoSpace):
             return {place for place, _ in transaction.taken}
         finally:
             self.store.allocator.drop(transaction)
 
 
-def places_of(found: Located) -> list[int]:
+def places_of(found: LocatedBlocks) -> list[int]:
     places = []
     for run in found.runs:
         place, count = run >> 12, (run & 4095) + 1
@@ -464,7 +464,7 @@ async def test_locations_are_called_in_when_a_right_is_taken(one):
     (_, _, _, _, _, slot, stamp, _), = ask(one, [(1, 0, 256, 0, 0)])[0]
     assert one.store.lender._table[slot] == stamp
     service = StoreService(one.store, target=1, grant_secret=SECRET, clock=one.clock)
-    service.update_map(taken(PoolMap(MAP_FORMAT, "p", "p", 5, Settings()), 77, "", grants.READ,
+    service.update_map(taken(PoolMap(MAP_FORMAT, "p", "p", 5, PoolSettings()), 77, "", grants.READ,
                              one.clock.wall_ns() // 1_000_000, 60_000))
     assert one.store.lender._table[slot] != stamp
 

@@ -16,7 +16,7 @@ from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
 from nvpool.store.disk.allocator import GROUP_BLOCKS, encode_bitmap, encode_deltas
 from nvpool.store.disk.device import BufferPool, FileDevice
-from nvpool.store.disk.index_records import Head, Segment, delta_key, encode_segment, group_key, segment_key
+from nvpool.store.disk.index_records import Head, IndexSegment, delta_key, encode_segment, group_key, segment_key
 from nvpool.testing.contracts.chunk_store import content, put, some_bytes
 
 MIB = 1 << 20
@@ -123,7 +123,7 @@ async def _fill(path, blocks):
         begin = first_used + number * 64
         key = segment_key(1 + chunk // 1024, chunk % 1024, segment)
         head = None if segment else Head(1 << 32 | 1, 0, ((5, 0, number),))
-        effects.append((key, encode_segment(Segment(array("Q", range(begin, begin + 64)), zeros), head)))
+        effects.append((key, encode_segment(IndexSegment(array("Q", range(begin, begin + 64)), zeros), head)))
         if len(effects) == 2000:
             while kv.full:
                 await kv.room()

@@ -13,7 +13,7 @@ from nvpool.core.errors import CorruptRecord, WrongFormat
 from nvpool.poolmap.chains.protocol import of_old_floor
 from nvpool.store.disk import index_records
 from nvpool.store.disk.allocator import decode_bitmap, decode_deltas, encode_bitmap, encode_deltas
-from nvpool.store.disk.index_records import NO_BLOCKS, Head, InodeRecord, Segment
+from nvpool.store.disk.index_records import NO_BLOCKS, Head, InodeRecord, IndexSegment
 from nvpool.store.disk.superblock import Superblock, decode_superblock, encode_superblock
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "store-records.json"
@@ -23,7 +23,7 @@ KEY = index_records.segment_key(0x1234567890ABCDEF, 7, 1)
 
 def segment_of(places, first_crc=1000):
     crcs = b"".join((first_crc + at).to_bytes(4, "little") if place else ZERO_CRC for at, place in enumerate(places))
-    return Segment(array("Q", places), crcs)
+    return IndexSegment(array("Q", places), crcs)
 
 
 def same(one, other):

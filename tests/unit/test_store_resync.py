@@ -25,7 +25,7 @@ from nvpool.core.ids import RequestId, version, version_parts
 from nvpool.core.units import BLOCK_BYTES, CHAINS_PER_TABLE, MIB
 from nvpool.poolmap.chains.chain_set import ChainSet
 from nvpool.poolmap.layout import chain_of
-from nvpool.poolmap.model import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
+from nvpool.poolmap.model import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, PoolSettings, Target
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.registry import listen
@@ -102,7 +102,7 @@ class Stores:
         """The next map, in which chain n of each table is chains(table, n), for these targets or all."""
         targets = tuple(Target(number, number, number, CAPACITY, (endpoint,), wish=(wish or {}).get(number, "share"))
                         for number, endpoint in self.endpoints.items())
-        self.map = PoolMap(MAP_FORMAT, "pool", "pool", self.map.epoch + 1 if self.map else 5, Settings(),
+        self.map = PoolMap(MAP_FORMAT, "pool", "pool", self.map.epoch + 1 if self.map else 5, PoolSettings(),
                            nodes=tuple(Node(t.id, f"n{t.id}", "", ()) for t in targets),
                            drives=tuple(Drive(t.id, t.id, "", CAPACITY) for t in targets), targets=targets,
                            tables=tuple(ChainTable(table, tuple(chains(table, number) for number in range(CHAINS_PER_TABLE)))

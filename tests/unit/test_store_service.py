@@ -17,7 +17,7 @@ from nvpool.core.ids import version
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.grant_revocation import taken
 from nvpool.poolmap.layout import chain_of
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target, changed
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Target, changed
 from nvpool.rpc.api import Peer
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
@@ -215,7 +215,7 @@ def a_map(epoch=5):
     node = Node(1, "n", "h", ())
     targets = tuple(Target(number, number, 1, 1 << 30, ()) for number in (1, 2))
     drives = tuple(Drive(number, 1, "", 1 << 30) for number in (1, 2))
-    return PoolMap(MAP_FORMAT, "p", "pool", epoch, Settings(), (node,), drives, targets, (build_table(targets, 1),))
+    return PoolMap(MAP_FORMAT, "p", "pool", epoch, PoolSettings(), (node,), drives, targets, (build_table(targets, 1),))
 
 
 def chunk_of(pool_map, target):
@@ -493,7 +493,7 @@ class WaitingStore(MemoryChunkStore):
 
 def test_copy_is_refused_where_its_chunk_became_shared_meanwhile():
     targets = (Target(1, 1, 1, 1 << 30, ()), Target(2, 2, 1, 1 << 30, ()))
-    pool_map = PoolMap(MAP_FORMAT, "p", "pool", 1, Settings(), (Node(1, "n1", "", ()),),
+    pool_map = PoolMap(MAP_FORMAT, "p", "pool", 1, PoolSettings(), (Node(1, "n1", "", ()),),
                        tuple(Drive(t.id, 1, f"/d{t.id}", 1 << 30) for t in targets), targets, (build_table(targets[:1], 1),))
     store = WaitingStore()
     replica = Replica(store, 1, ManualClock(), b"s" * 32)
@@ -547,4 +547,4 @@ async def test_taken_rights_are_forgotten_with_their_time(bench):
 
 
 def small_map(epoch):
-    return PoolMap(MAP_FORMAT, "p", "p", epoch, Settings())
+    return PoolMap(MAP_FORMAT, "p", "p", epoch, PoolSettings())

@@ -9,14 +9,14 @@ from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.store.chunks.api import ReadBatch
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.server import io_stats as module
-from nvpool.store.server.io_stats import ROW, Use
+from nvpool.store.server.io_stats import ROW, IoStats
 
 
 class Case:
     def __init__(self):
         self.clock = ManualClock()
         self.known = {b"mine": grants.Grant(grants.READ, 0, 7, 11, 0, 0), b"his": grants.Grant(grants.READ, 0, 8, 12, 0, 0)}
-        self.use = Use(self.clock, self.known)
+        self.use = IoStats(self.clock, self.known)
 
     def rows(self, for_s=0.0):
         reply = self.use.tell(pb.UseRequest(target=1, for_s=for_s))

@@ -10,12 +10,12 @@ from nvpool.core.units import GIB
 from nvpool.poolmap.chains.placement import Spread, build_table
 from nvpool.poolmap.chains.tables import with_table
 from nvpool.poolmap.chains.transitions import joined, only_copies, shared
-from nvpool.poolmap.model import Drive, Node, PoolMap, Settings, Target, check_map
+from nvpool.poolmap.model import Drive, Node, PoolMap, PoolSettings, Target, check_map
 
 
 def a_pool(capacities, nodes=1):
     targets = tuple(Target(n, n, 1 + n % nodes, capacity * GIB, (f"inproc://{n}",)) for n, capacity in enumerate(capacities, 1))
-    return PoolMap(2, "p", "p", 1, Settings(), tuple(Node(n, f"n{n}", "", ()) for n in range(1, nodes + 1)),
+    return PoolMap(2, "p", "p", 1, PoolSettings(), tuple(Node(n, f"n{n}", "", ()) for n in range(1, nodes + 1)),
                    tuple(Drive(t.drive, t.node, f"/d/{t.id}", t.capacity_bytes) for t in targets), targets,
                    (build_table(targets, 1),))
 

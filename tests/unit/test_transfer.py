@@ -14,7 +14,7 @@ from nvpool.core.units import clamp_time_ns
 from nvpool.sdk.transfer import import_tree as tree_import
 from nvpool.sdk.transfer.export_tree import export_tree
 from nvpool.sdk.transfer.import_tree import import_tree
-from nvpool.sdk.transfer.progress import Tally, TransferOptions
+from nvpool.sdk.transfer.progress import TransferProgress, TransferOptions
 
 MIB = 1 << 20
 
@@ -188,13 +188,13 @@ def picture(root):
 
 
 def bring_in(root, source, destination=b"/a/b", **more):
-    vfs, tally = more.pop("vfs", None) or DirectoryVfs(root), Tally()
+    vfs, tally = more.pop("vfs", None) or DirectoryVfs(root), TransferProgress()
     asyncio.run(import_tree(vfs, source, destination, tally=tally, options=TransferOptions(parallel=4, **more)))
     return tally
 
 
 def take_out(root, destination, source=b"/a/b"):
-    tally = Tally()
+    tally = TransferProgress()
     asyncio.run(export_tree(DirectoryVfs(root), source, destination, tally=tally, options=TransferOptions(parallel=4)))
     return tally
 
@@ -400,7 +400,7 @@ def test_export_of_unreadable_file_keeps_what_is_here(source, tmp_path, failing)
     async def fail(*arguments):
         raise ChecksumMismatch("block 0 is not as it was written")
     setattr(vfs, failing, fail)
-    tally = Tally()
+    tally = TransferProgress()
     asyncio.run(export_tree(vfs, b"/", out, tally=tally))
     assert tally.failed and (out / "1").read_bytes() == b"what was here before"
 
@@ -412,8 +412,8 @@ def test_export_replaces_a_link_in_one_step(tmp_path, monkeypatch):
     (tmp_path / "out" / "link").symlink_to("old")
     with monkeypatch.context() as patch:
         patch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(OSError(1, "no links here")))
-        tally = Tally()
+        tally = TransferProgress()
         asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=tally))
         assert tally.failed == 1 and os.readlink(tmp_path / "out" / "link") == "old"
-    asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=Tally()))
+    asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=TransferProgress()))
     assert os.readlink(tmp_path / "out" / "link") == "new" and os.listdir(tmp_path / "out") == ["link"]

@@ -8,7 +8,7 @@ from nvpool.core.ids import RequestId, version, version_parts
 from nvpool.poolmap.chains.protocol import (
     COUNTER_MAX,
     Answer,
-    Held,
+    MemberChunkState,
     Offer,
     after_cut,
     is_above,
@@ -54,7 +54,7 @@ def test_versions_are_given_once_also_after_an_upgrade(before, after):
             held[chunk] = after_cut(held[chunk])
         elif kind == "write":
             new = next_of_old_build(held[chunk], floor, epochs[chunk]) if is_old else \
-                next_version(Held(held[chunk], floor), epochs[chunk])
+                next_version(MemberChunkState(held[chunk], floor), epochs[chunk])
             assert new > held[chunk] and new not in given[chunk]
             assert is_old or version_parts(new)[0] == max(epochs[chunk], version_parts(held[chunk])[0])
             held[chunk] = new
@@ -70,19 +70,19 @@ def test_floor_has_the_highest_epoch_and_the_highest_counter():
 
 
 def test_counter_at_its_end_goes_on_with_the_next_epoch():
-    assert next_version(Held(version(5, COUNTER_MAX)), 5) == version(6, 1)
-    assert next_version(Held(0, version(8, COUNTER_MAX)), 5) == version(9, 1)
-    assert next_version(Held(version(6, 1), version(5, COUNTER_MAX)), 5) == version(6, 2)
+    assert next_version(MemberChunkState(version(5, COUNTER_MAX)), 5) == version(6, 1)
+    assert next_version(MemberChunkState(0, version(8, COUNTER_MAX)), 5) == version(9, 1)
+    assert next_version(MemberChunkState(version(6, 1), version(5, COUNTER_MAX)), 5) == version(6, 2)
 
 
-@pytest.mark.parametrize("held", [Held(version(12, 5)), Held(version(12, 5), version(14, 120)), Held(0, version(12, 9)),
-                                  Held(version(13, 2), version(14, 3)), Held(0, of_old_floor(version(14, 3)))])
+@pytest.mark.parametrize("held", [MemberChunkState(version(12, 5)), MemberChunkState(version(12, 5), version(14, 120)), MemberChunkState(0, version(12, 9)),
+                                  MemberChunkState(version(13, 2), version(14, 3)), MemberChunkState(0, of_old_floor(version(14, 3)))])
 @pytest.mark.parametrize("old_head", [False, True])
 def test_refused_version_is_followed_by_one_that_is_taken(held, old_head):
     place = place_in(Chain(12, (1, 2)), 2)
     above = tries = 0
     while True:
-        told = next_of_old_build(version(12, 1), above, 12) if old_head else next_version(Held(version(12, 1)), 12, above)
+        told = next_of_old_build(version(12, 1), above, 12) if old_head else next_version(MemberChunkState(version(12, 1)), 12, above)
         answer, its_version = judge(place, held, Offer(1, 12, told, held.version, 0, REQUEST))
         if answer is Answer.TAKE:
             break

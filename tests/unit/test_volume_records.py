@@ -25,7 +25,7 @@ from nvpool.meta.operations.trash import trash_key
 from nvpool.meta.state import records
 from nvpool.meta.state import volume_records as volumes
 from nvpool.meta.state.records import Inode
-from nvpool.meta.state.volume_records import ATTACHED, TRASH, USE, VOLUME, Trashed, Use, VolumeRecord, volume_key
+from nvpool.meta.state.volume_records import ATTACHED, TRASH, USE, VOLUME, Trashed, VolumeUse, VolumeRecord, volume_key
 from nvpool.rpc.api import Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
 
@@ -41,7 +41,7 @@ def golden_values():
     return {"key: volume": volume_key(VOLUME, NUMBER).hex(), "key: use": volume_key(USE, NUMBER).hex(),
             "key: attachment": volume_key(ATTACHED, NUMBER, b"docker/one").hex(),
             "volume": volumes.encode_volume(PLAIN).hex(), "volume with grants": volumes.encode_volume(FULL).hex(),
-            "use": volumes.encode_use(Use(1 << 40, 12345)).hex(), "attachment": volumes.encode_attached(T).hex(),
+            "use": volumes.encode_use(VolumeUse(1 << 40, 12345)).hex(), "attachment": volumes.encode_attached(T).hex(),
             "key: trash": trash_key(NUMBER, NUMBER + 1).hex(),
             "trash": volumes.encode_trashed(Trashed(T, T + 10**9, NUMBER, b"name")).hex(),
             "orphan that counts": records.ORPHAN_COUNTED.hex(),
@@ -105,7 +105,7 @@ async def test_fsck_finds_and_mends_what_is_wrong_with_volumes(shard):
     assert (state.files_used, state.bytes_used) == (3, 5000)
     use, record = kv.get(volume_key(USE, root)), kv.get(volume_key(VOLUME, root))
     for plant, word in (
-            (lambda: shard.put(volume_key(USE, root), volumes.encode_use(Use(7, 9))), "are counted"),
+            (lambda: shard.put(volume_key(USE, root), volumes.encode_use(VolumeUse(7, 9))), "are counted"),
             (lambda: shard.put(volume_key(USE, root), b"?"), "use of a volume"),
             (lambda: shard.put(volume_key(USE, root), None), "nothing tells the use"),
             (lambda: shard.put(volume_key(ATTACHED, root + 1, b"me"), volumes.encode_attached(T)), "attached to volume"),

@@ -12,7 +12,7 @@ from test_volumes import pool_and_client
 
 from nvpool.core.ids import partition_of
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.state.record_locks import Held
+from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.records import inode_key
 from nvpool.meta.state.transaction_records import SpanId
 from nvpool.meta.state.volume_records import ATTACHED, USE, volume_key
@@ -124,7 +124,7 @@ def test_each_step_of_a_removal_is_repeated_after_a_hold(steps):
             gone = sum(removal.step() for _ in range(steps))
             assert not removal.done
             meta._ranges.close((partition_of(volume),))
-            with pytest.raises(Held):
+            with pytest.raises(LockedRecord):
                 removal.step()
             meta._ranges.open((partition_of(volume),))
             while not removal.done:

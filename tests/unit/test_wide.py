@@ -15,7 +15,7 @@ from nvpool.core.errors import AlreadyExists, CorruptRecord, DirectoryNotEmpty, 
 from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.fsck.dump import line_of, record_of
 from nvpool.meta.state import records
-from nvpool.meta.state.striped_dirs import Counts, decode_part, encode_part, part_of
+from nvpool.meta.state.striped_dirs import StripeCounts, decode_part, encode_part, part_of
 from nvpool.poolmap.model import changed
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.partitions import partition_of_name
@@ -367,7 +367,7 @@ def test_a_pool_of_one_shard_has_wide_directories_without_parts():
 
 
 def test_a_part_is_a_record_and_a_line_of_a_dump():
-    part = part_of(5 << 51 | 9, 3, Counts(-4, 1, 7, 8, 1 << 40), mode=0o42755, uid=1, gid=2, table=2, chunk_bits=18,
+    part = part_of(5 << 51 | 9, 3, StripeCounts(-4, 1, 7, 8, 1 << 40), mode=0o42755, uid=1, gid=2, table=2, chunk_bits=18,
                    flags=records.WIDE)
     key, raw = records.part_key(part.number, 3), encode_part(part)
     assert (key.hex(), raw.hex()) == (PART_KEY, PART_VALUE)

@@ -26,7 +26,7 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.lease_calls import LeaseCalls
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST
 from nvpool.rpc.transports.inproc import InprocTransport
-from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
+from nvpool.testing.contracts.transport import RecordingHandler, echo, refused, soon, until
 
 US, SERVER = Greeting("we", "pool-a"), Greeting("the server", "pool-a")
 
@@ -129,7 +129,7 @@ def test_callers_at_once_share_one_attempt_and_one_connection():
 def test_a_lost_connection_is_forgotten_at_once_and_made_anew():
     async def check():
         transport = Recorder("a", 1)
-        kept = Kept()
+        kept = RecordingHandler()
         listener = await transport.listen("inproc://here", SERVER, kept)
         dialer = Dialer(US, transports={"a": transport})
         lost = asyncio.ensure_future(dialer.call(("a://x",), 1, b"", deadline_s=soon()))
@@ -249,7 +249,7 @@ def hasty(monkeypatch):
 def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
     """A unix socket that was out of the way is used again soon, and what is under way on TCP is answered there."""
     async def check():
-        kept = Kept()
+        kept = RecordingHandler()
         stream = await registry.listen("stream://127.0.0.1:0", SERVER, kept)
         endpoints = (f"stream+unix://{tmp_path}/s?host=here", stream.endpoint)
         dialer = Dialer(US, host_id="here")
@@ -325,7 +325,7 @@ def test_unix_socket_is_shunned_for_a_shorter_time(tmp_path, monkeypatch):
 
 def test_redialing_leaves_requests_under_way_alone(hasty):
     async def check():
-        transport, kept = Recorder("a", 1), Kept()
+        transport, kept = Recorder("a", 1), RecordingHandler()
         listener = await transport.listen("inproc://here", SERVER, kept)
         dialer = Dialer(US, transports={"a": transport})
         first = await dialer.connect(("a://x",), soon())
@@ -424,7 +424,7 @@ def test_frames_in_process_can_be_delayed_and_dropped():
 
 def test_nothing_is_delivered_in_process_before_the_senders_turn_has_ended():
     async def check():
-        kept = Kept()
+        kept = RecordingHandler()
         transport = InprocTransport()
         listener = await transport.listen("inproc://a", SERVER, kept)
         connection = await transport.connect("inproc://a", US, deadline_s=soon())

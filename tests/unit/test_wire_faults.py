@@ -34,7 +34,7 @@ from nvpool.rpc.transports import stream as stream_transport
 from nvpool.rpc.transports.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, pack_head
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.security.tls import PLAIN_TEXT
-from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
+from nvpool.testing.contracts.transport import RecordingHandler, echo, refused, soon, until
 
 US = Greeting("we", "pool-a")
 HELLO_FRAME = pack_head(HELLO, 0, 0, 0, handshake.encode_hello(Greeting("the faulty one")), 0)
@@ -224,7 +224,7 @@ REQUESTS = {
 @on_a_loop
 async def test_a_client_that(what, tmp_path, caplog):
     hello, request = REQUESTS[what]
-    kept = Kept()
+    kept = RecordingHandler()
     listener = await serve(tmp_path, kept)
     reader, writer = await raw_client(tmp_path, hello)
     good = await connect(tmp_path)
@@ -289,7 +289,7 @@ async def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(request_of, tm
 @on_a_loop
 async def test_a_long_message_counts_until_it_is_answered(tmp_path):
     bounds = Limits(Bounds(), trust=False)
-    kept = Kept()
+    kept = RecordingHandler()
     listener = await serve(tmp_path, kept, limits=bounds)
     reader, writer = await raw_client(tmp_path)
     whole = pack_head(REQUEST, 1, 1, 9999, bytes(4 << 20), 0)
@@ -373,7 +373,7 @@ async def test_nothing_is_read_from_a_client_that_does_not_take_its_answers(tmp_
 
 @on_a_loop
 async def test_no_more_payload_is_taken_from_a_client_than_can_be_worked_on(tmp_path):
-    kept = Kept()
+    kept = RecordingHandler()
     listener = await serve(tmp_path, kept)
     connection = await connect(tmp_path)
     piece = bytes(8 << 20)

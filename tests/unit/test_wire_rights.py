@@ -12,7 +12,7 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import Caller
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.config import Access, Config
+from nvpool.core.config import AccessConfig, Config
 from nvpool.core.errors import AccessDenied, InvalidRequest, NotSupported, StaleGrant
 from nvpool.core.grants import READ, WRITE, Grant, sign
 from nvpool.host.pool_directory import PoolDirectory
@@ -191,7 +191,7 @@ def test_primary_asks_who_may_ship(tmp_path):
 def test_supervisor_asks_who_may_call(tmp_path):
     async def main() -> None:
         coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
-        config = Config(access=Access(operators=str(OPERATORS)))
+        config = Config(access=AccessConfig(operators=str(OPERATORS)))
         supervisor = Supervisor(PoolDirectory(tmp_path), config, coordinator, Stop(), asyncio.Future())
         methods = [method for method in METHODS if method >= 200]
         try:

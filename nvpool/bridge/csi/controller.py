@@ -14,7 +14,7 @@ from grpc import StatusCode
 
 from nvpool.bridge.csi import requests as csi_requests
 from nvpool.bridge.csi.errors import CsiRefusal, invalid, precondition
-from nvpool.bridge.csi.requests import VOLUME_BYTES_MAX, Size
+from nvpool.bridge.csi.requests import VOLUME_BYTES_MAX, SizeRange
 from nvpool.bridge.options import Options, checked_name
 from nvpool.bridge.v1 import csi_pb2 as pb
 from nvpool.core.errors import AlreadyExists, InUse, Refused, StaleCursor
@@ -65,7 +65,7 @@ class Controller:
             raise CsiRefusal(StatusCode.RESOURCE_EXHAUSTED, "no place of accessibility_requirements is one of this pool's: its "
                              f"volumes are where {csi_requests.TOPOLOGY_KEY} is {self._pool}")
 
-    async def _made(self, name: str, size: Size, options: Options) -> Volume:
+    async def _made(self, name: str, size: SizeRange, options: Options) -> Volume:
         """Create the volume, or accept an existing one of another size within the range of the request."""
         try:
             return await self._volumes.create(name, options._replace(bytes_max=size.wanted))

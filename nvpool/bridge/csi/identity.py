@@ -25,7 +25,7 @@ def may_mount(status: str = "/proc/self/status") -> bool:
     return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
 
 
-class Identity:
+class CsiIdentity:
     def __init__(self, *, node: bool) -> None:
         self._node = node
 

@@ -19,7 +19,7 @@ from grpc import StatusCode
 
 from nvpool.bridge.csi import requests as csi_requests
 from nvpool.bridge.csi.errors import CsiRefusal, invalid, precondition
-from nvpool.bridge.csi.requests import Mode, Use
+from nvpool.bridge.csi.requests import Mode, RequestedAccess
 from nvpool.bridge.v1 import csi_pb2 as pb
 from nvpool.core.errors import InUse, NotFound, Unavailable
 
@@ -32,17 +32,17 @@ FACE = "csi/"
 """Prefix of the holder ids of this service."""
 
 
-def holder_of(use: Use, staging_path: str) -> str:
+def holder_of(use: RequestedAccess, staging_path: str) -> str:
     digest = hashlib.sha256(staging_path.encode()).hexdigest()[:32]
     return f"{FACE}{Mode.Name(use.mode)}/{'ro' if use.read_only else 'rw'}/{digest}"
 
 
-def use_of(holder: str) -> Use:
+def use_of(holder: str) -> RequestedAccess:
     _, mode, kind, _ = holder.split("/")
-    return Use(Mode.Value(mode), kind == "ro")
+    return RequestedAccess(Mode.Value(mode), kind == "ro")
 
 
-class Node:
+class CsiNode:
     def __init__(self, volumes: BridgeVolumes, pool: str) -> None:
         self._volumes, self._pool = volumes, pool
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -168,7 +168,7 @@ class Node:
     # -- steps -----------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _use(request: pb.NodeStageVolumeRequest | pb.NodePublishVolumeRequest) -> Use:
+    def _use(request: pb.NodeStageVolumeRequest | pb.NodePublishVolumeRequest) -> RequestedAccess:
         if not request.HasField("volume_capability"):
             raise invalid("volume_capability is missing; say how the volume is to be used")
         use = csi_requests.read_use(request.volume_capability)
@@ -178,7 +178,7 @@ class Node:
 
     async def _staged(self, name: str, staging_path: str) -> list[str]:
         """Return the holders that staged the volume at this path: one at most."""
-        digest = holder_of(Use(Mode.UNKNOWN, False), staging_path).rpartition("/")[2]
+        digest = holder_of(RequestedAccess(Mode.UNKNOWN, False), staging_path).rpartition("/")[2]
         return [holder for holder in await self._volumes.holders(name)
                 if holder.startswith(FACE) and holder.endswith(f"/{digest}")]
 

@@ -36,7 +36,7 @@ SUPPORTED = (*READERS, Mode.SINGLE_NODE_WRITER, Mode.MULTI_NODE_MULTI_WRITER, Mo
 """Not MULTI_NODE_SINGLE_WRITER: the bridge does not enforce that only one node writes."""
 
 
-class Use(NamedTuple):
+class RequestedAccess(NamedTuple):
     """Requested use of a volume."""
 
     mode: int
@@ -50,14 +50,14 @@ class Use(NamedTuple):
         return f"{Mode.Name(self.mode)}{' (ro)' if self.read_only and self.mode not in READERS else ''}"
 
 
-def read_use(capability: pb.VolumeCapability, what: str = "volume_capability") -> Use:
+def read_use(capability: pb.VolumeCapability, what: str = "volume_capability") -> RequestedAccess:
     """Parse a capability. INVALID_ARGUMENT: it is incomplete. `objection` checks whether it is supported."""
     if capability.WhichOneof("access_type") is None:
         raise invalid(f"{what} has no access type; set mount")
     if not capability.HasField("access_mode") or capability.access_mode.mode == Mode.UNKNOWN:
         raise invalid(f"{what} has no access mode; set one")
     mode = capability.access_mode.mode
-    return Use(mode, mode in READERS or "ro" in capability.mount.mount_flags)
+    return RequestedAccess(mode, mode in READERS or "ro" in capability.mount.mount_flags)
 
 
 def objection(capability: pb.VolumeCapability) -> str:
@@ -79,7 +79,7 @@ def objection(capability: pb.VolumeCapability) -> str:
     return ""
 
 
-def read_uses(capabilities: Iterable[pb.VolumeCapability]) -> list[Use]:
+def read_uses(capabilities: Iterable[pb.VolumeCapability]) -> list[RequestedAccess]:
     """Parse capabilities. INVALID_ARGUMENT: the list is empty, or one of them is incomplete."""
     uses = [read_use(capability, "one of volume_capabilities") for capability in capabilities]
     if not uses:
@@ -97,7 +97,7 @@ def first_objection(capabilities: Iterable[pb.VolumeCapability], *, sealed: bool
     return ""
 
 
-class Size(NamedTuple):
+class SizeRange(NamedTuple):
     """Range of sizes in bytes; 0 means that the bound is not given."""
 
     least: int
@@ -115,14 +115,14 @@ class Size(NamedTuple):
         return self.least <= bytes_max and (not self.most or bytes_max <= self.most)
 
 
-def read_size(capacity: pb.CapacityRange) -> Size:
+def read_size(capacity: pb.CapacityRange) -> SizeRange:
     """Parse a range. INVALID_ARGUMENT: a bound is negative. OUT_OF_RANGE: the range is empty."""
     least, most = capacity.required_bytes, capacity.limit_bytes
     if least < 0 or most < 0:
         raise invalid(f"a size is never below 0: required_bytes is {least}, limit_bytes {most}")
     if most and most < least:
         raise CsiRefusal(StatusCode.OUT_OF_RANGE, f"no size is {format_bytes(least)} at least and {format_bytes(most)} at most")
-    return Size(least, most)
+    return SizeRange(least, most)
 
 
 def read_parameters(parameters: Mapping[str, str]) -> Options:

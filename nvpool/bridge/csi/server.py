@@ -26,9 +26,9 @@ from grpc import StatusCode
 
 from nvpool.bridge.csi.controller import Controller
 from nvpool.bridge.csi.errors import CsiRefusal, invalid, log, status_of
-from nvpool.bridge.csi.identity import Identity
-from nvpool.bridge.csi.node import Node
-from nvpool.bridge.metrics import Counts
+from nvpool.bridge.csi.identity import CsiIdentity
+from nvpool.bridge.csi.node import CsiNode
+from nvpool.bridge.metrics import BridgeMetrics
 from nvpool.bridge.options import SOCKET_BYTES_MAX, shown
 from nvpool.bridge.v1 import csi_pb2
 from nvpool.core.clock import SYSTEM_CLOCK
@@ -70,7 +70,7 @@ def check_label(pool: str) -> None:
 class _Calls(grpc.GenericRpcHandler):
     """Dispatcher of gRPC calls to the methods of the services with the same names."""
 
-    def __init__(self, services: dict[str, object], counts: Counts) -> None:
+    def __init__(self, services: dict[str, object], counts: BridgeMetrics) -> None:
         self._counts = counts
         self._methods: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {}
         for name, service in services.items():
@@ -118,7 +118,7 @@ class _Calls(grpc.GenericRpcHandler):
 
 
 async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controller: bool = True, node: bool = True,
-                    started: Callable[[], object] | None = None, counts: Counts | None = None) -> None:
+                    started: Callable[[], object] | None = None, counts: BridgeMetrics | None = None) -> None:
     """Serve CSI until cancelled; then calls in progress have GRACE_S to finish.
 
     `volumes` has begun, and the caller owns it. `pool` is the label value of nodes that mount the pool.
@@ -130,14 +130,14 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
     """
     path = socket_path(address)
     check_label(pool)
-    services: dict[str, object] = {"Identity": Identity(node=node)}
+    services: dict[str, object] = {"Identity": CsiIdentity(node=node)}
     if controller:
         services["Controller"] = Controller(volumes, pool)
     if node:
-        services["Node"] = Node(volumes, pool)
+        services["Node"] = CsiNode(volumes, pool)
     _keep_grpc()
     await asyncio.to_thread(_make_room, path)
-    server = grpc.aio.server(handlers=[_Calls(services, counts or Counts())], options=_OPTIONS,
+    server = grpc.aio.server(handlers=[_Calls(services, counts or BridgeMetrics())], options=_OPTIONS,
                              maximum_concurrent_rpcs=CALLS_MAX)
     before = os.umask(0o177)
     try:

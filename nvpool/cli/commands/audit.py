@@ -18,14 +18,14 @@ class Since(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
     def convert(self, value: str | float, parameter: click.Parameter | None, context: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        from nvpool.cli.commands.volume import Span
+        from nvpool.cli.commands.volume import Duration
         from nvpool.core.clock import SYSTEM_CLOCK
         try:
             return datetime.datetime.fromisoformat(value).astimezone().timestamp()
         except (ValueError, OverflowError):
             pass
         try:
-            return SYSTEM_CLOCK.wall_ns() / 1e9 - Span().convert(value, parameter, context)
+            return SYSTEM_CLOCK.wall_ns() / 1e9 - Duration().convert(value, parameter, context)
         except click.BadParameter:
             self.fail(f"{value!r} is no time; write how long ago, like 90s, 12h or 7d, or a time like 2026-11-27T08:00",
                       parameter, context)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nvpool.cli.commands.drive import Size
+from nvpool.cli.commands.drive import ByteSize
 from nvpool.cli.output import Number, json_option, pool_argument, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ examples:
               help="Directory on the local drive to compare with; default: the pool's directory, else the current one.")
 @click.option("--mount", "mountpoint", type=click.Path(exists=True, file_okay=False),
               help="Mount point of the pool; default: the first in its status.")
-@click.option("--size", type=Size(), default="128M", show_default=True, help="Size of the test file.")
+@click.option("--size", type=ByteSize(), default="128M", show_default=True, help="Size of the test file.")
 @click.option("--seconds", type=Number(0.1, 600), default=2.0, show_default=True, help="Duration of each random load.")
 @json_option
 def bench(pool: str, local_directory: str | None, mountpoint: str | None, size: int, seconds: float, as_json: bool) -> None:

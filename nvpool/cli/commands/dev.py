@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nvpool.cli.commands.drive import Size
+from nvpool.cli.commands.drive import ByteSize
 from nvpool.cli.output import json_option, print_json, say
 from nvpool.core import config as configuration
 from nvpool.core.errors import AccessDenied, InvalidRequest, NotADirectory, NotFound, from_os_error
@@ -62,7 +62,7 @@ examples:
 @click.option("--standbys", type=click.IntRange(0, 4), default=0, help="Further copies of the metadata, at most one per drive.")
 @click.option("--shards", type=click.IntRange(1, 64), default=1,
               help="Number of metadata processes; each serves a part of the metadata.")
-@click.option("--size", "sizes", type=Size(), multiple=True,
+@click.option("--size", "sizes", type=ByteSize(), multiple=True,
               help="Size of a drive; may be repeated. Default: 8 and 16 GiB in turn.")
 @click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk of a new pool.")
 @click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Also mount the pool there; a missing directory is created.")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nvpool.cli.commands.drive import Size
+from nvpool.cli.commands.drive import ByteSize
 from nvpool.cli.output import json_option, print_json, say
-from nvpool.cli.pool_path import Place, PlaceType
+from nvpool.cli.pool_path import PoolPath, PlaceType
 from nvpool.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,18 +42,18 @@ example: nvpool dir show /srv/pool:/models
 """)
 @place_argument
 @json_option
-def show(place: Place, as_json: bool) -> None:
+def show(place: PoolPath, as_json: bool) -> None:
     """Show the replicas and chunk size of new files and directories in a directory."""
     _show(place, asyncio.run(_shown(place)), as_json)
 
 
-async def _shown(place: Place) -> dict[str, Any]:
+async def _shown(place: PoolPath) -> dict[str, Any]:
     from nvpool.cli.pool_path import session
     async with session(place.pool, "dir show") as client:
         return _told(place, await _directory_at(client, place))
 
 
-async def _directory_at(client: Client, place: Place) -> Attr:
+async def _directory_at(client: Client, place: PoolPath) -> Attr:
     import stat
 
     from nvpool.cli.pool_path import find
@@ -64,7 +64,7 @@ async def _directory_at(client: Client, place: Place) -> Attr:
     return attr
 
 
-def _told(place: Place, attr: Attr) -> dict[str, Any]:
+def _told(place: PoolPath, attr: Attr) -> dict[str, Any]:
     import os
 
     from nvpool.client.state.attr_cache import WIDE_FLAG
@@ -72,7 +72,7 @@ def _told(place: Place, attr: Attr) -> dict[str, Any]:
             "wide": bool(attr.flags & WIDE_FLAG)}
 
 
-def _show(place: Place, found: dict[str, Any], as_json: bool) -> None:
+def _show(place: PoolPath, found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
@@ -91,11 +91,11 @@ examples:
 @place_argument
 @click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk, on as many nodes (drives, in a pool of one "
                                                             "node).")
-@click.option("--chunk-size", type=Size(), default=0, help="A power of two from 64K to 16M.")
+@click.option("--chunk-size", type=ByteSize(), default=0, help="A power of two from 64K to 16M.")
 @click.option("--wide", is_flag=True, help="Spread the names in it over all metadata shards, for very many names. The "
                                             "directory must be empty, and stays wide; its subdirectories are not.")
 @json_option
-def set_(place: Place, replicas: int | None, chunk_size: int, wide: bool, as_json: bool) -> None:
+def set_(place: PoolPath, replicas: int | None, chunk_size: int, wide: bool, as_json: bool) -> None:
     """Set the replicas and chunk size of new files in a directory; new subdirectories inherit them.
 
     Existing files keep their layout: copy a file to give it the new one. If the pool has no chains with this number of
@@ -106,7 +106,7 @@ def set_(place: Place, replicas: int | None, chunk_size: int, wide: bool, as_jso
     _show(place, asyncio.run(_set(place, replicas or 0, chunk_size, wide)), as_json)
 
 
-async def _set(place: Place, replicas: int, chunk_bytes: int, wide: bool) -> dict[str, Any]:
+async def _set(place: PoolPath, replicas: int, chunk_bytes: int, wide: bool) -> dict[str, Any]:
     from nvpool.cli.pool_path import session
     from nvpool.client.state.types import Caller
     from nvpool.poolmap.layout import layout_of

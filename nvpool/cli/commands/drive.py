@@ -18,7 +18,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.units import format_bytes, parse_bytes
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
     """Click type of a size in bytes, as in 500G."""
 
     name = "size"
@@ -242,7 +242,7 @@ examples:
 """)
 @pool_argument
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--size", type=Size(), default=0, help="How much of it to use, like 500G; default: all of a block device, or "
+@click.option("--size", type=ByteSize(), default=0, help="How much of it to use, like 500G; default: all of a block device, or "
                                                      "nine tenths of the free space of a directory.")
 @click.option("--force", is_flag=True, help="Use a block device that is not empty; its data is lost.")
 @wait_option
@@ -361,7 +361,7 @@ examples:
 @pool_argument
 @drive_argument
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--size", type=Size(), default=0, help="How much of the new drive to use; see nvpool drive add --help.")
+@click.option("--size", type=ByteSize(), default=0, help="How much of the new drive to use; see nvpool drive add --help.")
 @click.option("--force", is_flag=True, help="Use a block device that is not empty; its data is lost.")
 @click.option("--lost", is_flag=True, help="The old drive is broken: copy its chunks from other replicas.")
 @wait_option

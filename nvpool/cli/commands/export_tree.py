@@ -8,7 +8,7 @@ import click
 
 from nvpool.cli.commands.import_tree import exclude_option, parallel_option, transfer, verify_option
 from nvpool.cli.output import json_option
-from nvpool.cli.pool_path import Place, PlaceType
+from nvpool.cli.pool_path import PoolPath, PlaceType
 
 
 @click.command("export", epilog="""
@@ -28,7 +28,7 @@ examples:
 @verify_option
 @exclude_option
 @json_option
-def export_tree(place: Place, destination: str, as_json: bool, **wishes: Any) -> int:
+def export_tree(place: PoolPath, destination: str, as_json: bool, **wishes: Any) -> int:
     """Copy a tree or file of a pool to the local path DST.
 
     The contents of the directory /path become the contents of DST, which is created if it is missing. Preserves the same

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from nvpool.cli.output import json_option, print_json, print_table, say
-from nvpool.cli.pool_path import Place, PlaceType
+from nvpool.cli.pool_path import PoolPath, PlaceType
 
 ROWS_MAX = 64
 """Rows that the table shows; --json has all."""
@@ -32,7 +32,7 @@ examples:
 """)
 @click.argument("place", metavar="POOL:/path", type=PlaceType())
 @json_option
-def info(place: Place, as_json: bool) -> None:
+def info(place: PoolPath, as_json: bool) -> None:
     """Show inode, layout, locks and chunks of a file, and the targets that store the chunks."""
     found = asyncio.run(_describe(place))
     if as_json:
@@ -41,7 +41,7 @@ def info(place: Place, as_json: bool) -> None:
     _show(place, found)
 
 
-async def _describe(place: Place) -> dict[str, Any]:
+async def _describe(place: PoolPath) -> dict[str, Any]:
     from nvpool.cli.pool_path import find, session
     from nvpool.sdk.file_layout import describe
     async with session(place.pool, "file info") as client:
@@ -52,7 +52,7 @@ def _size(found: dict[str, Any]) -> str:
     return f"{found['size']:,} entries" if found["kind"] == "directory" else f"size {found['size']:,} bytes"
 
 
-def _show(place: Place, found: dict[str, Any]) -> None:
+def _show(place: PoolPath, found: dict[str, Any]) -> None:
     from nvpool.core.units import format_bytes
     click.echo(f"{place}: {found['kind']}, {found['mode']}, owner {found['uid']}:{found['gid']}, links {found['links']}")
     click.echo(f"inode {found['inode']} (partition {found['partition']}, shard {found['shard']}), {_size(found)}")

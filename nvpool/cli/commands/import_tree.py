@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from nvpool.cli.output import json_option
-from nvpool.cli.pool_path import Place, PlaceType
+from nvpool.cli.pool_path import PoolPath, PlaceType
 
 parallel_option = click.option("--parallel", type=click.IntRange(1, 512), default=32, show_default=True,
                                help="Files copied at a time.")
@@ -39,7 +39,7 @@ examples:
               help="Also read files with the size and time of their source, and rewrite those that differ.")
 @exclude_option
 @json_option
-def import_tree(source: str, place: Place, as_json: bool, **wishes: Any) -> int:
+def import_tree(source: str, place: PoolPath, as_json: bool, **wishes: Any) -> int:
     """Copy the tree or file SRC into a pool.
 
     The contents of the directory SRC become the contents of /path, which is created if it is missing. Preserves modes, owners
@@ -49,15 +49,15 @@ def import_tree(source: str, place: Place, as_json: bool, **wishes: Any) -> int:
     return transfer("import", place, as_json, wishes, lambda vfs, **more: import_tree(vfs, source, place.path, **more))
 
 
-def transfer(verb: str, place: Place, as_json: bool, wishes: dict[str, Any], move: Callable[..., Awaitable[None]]) -> int:
+def transfer(verb: str, place: PoolPath, as_json: bool, wishes: dict[str, Any], move: Callable[..., Awaitable[None]]) -> int:
     """Run `move` in a session of the pool, show its progress and result, and return the exit code."""
     from nvpool.cli.output import print_json, say
     from nvpool.cli.pool_path import session
     from nvpool.cli.progress import Look, shown
     from nvpool.core.clock import SYSTEM_CLOCK
     from nvpool.core.units import format_bytes
-    from nvpool.sdk.transfer.progress import Tally, TransferOptions
-    tally = Tally()
+    from nvpool.sdk.transfer.progress import TransferProgress, TransferOptions
+    tally = TransferProgress()
     options = TransferOptions()._replace(**wishes)
 
     def look() -> Look:

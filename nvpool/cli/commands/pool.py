@@ -9,7 +9,7 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from nvpool.cli.commands.drive import Size, time_left, told_to_go_on, wait_option, wait_until_moved
+from nvpool.cli.commands.drive import ByteSize, time_left, told_to_go_on, wait_option, wait_until_moved
 from nvpool.cli.output import CommandFunction, Number, completed, json_option, pool_argument, print_json, say
 from nvpool.core import config as configuration
 from nvpool.core.errors import InUse, InvalidRequest, Refused
@@ -55,7 +55,7 @@ def drive_of(text: str) -> dict[str, Any]:
     path, colon, size = text.rpartition(":")
     if not colon or os.path.exists(text):
         return {"path": os.path.abspath(text), "capacity_bytes": 0}
-    return {"path": os.path.abspath(path), "capacity_bytes": Size().convert(size, None, None)}
+    return {"path": os.path.abspath(path), "capacity_bytes": ByteSize().convert(size, None, None)}
 
 
 @pool.command(epilog="""\b
@@ -68,7 +68,7 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
 @click.option("--drive", "drives", multiple=True, required=True, metavar="PATH[:SIZE]",
               help="A directory on a drive, or an empty block device, and how much of it to use; may be repeated.")
 @click.option("--name", default=None, help="Name of the pool; default: that of DIR.")
-@click.option("--chunk-size", type=Size(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
+@click.option("--chunk-size", type=ByteSize(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
 @click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True,
               help="Copies of each chunk, each on another drive (with several nodes: on another node); fixed. With 2, one "
                    "drive may fail without loss of data; with 3, two.")

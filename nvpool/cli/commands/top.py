@@ -11,7 +11,7 @@ from nvpool.cli.output import Number, json_option, on_terminal, print_json, prin
 from nvpool.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from nvpool.sdk.admin.io_stats import Rates, Seen
+    from nvpool.sdk.admin.io_stats import Rates, IoRates
 
 COLUMNS = ("reads/s", "bytes/s", "latency", "direct/s", "bytes/s", "writes/s", "bytes/s", "latency")
 
@@ -82,7 +82,7 @@ async def _watch(pool: str, by: Any, sort: str, interval_s: float, limit: int, o
                 shown.close()
 
 
-def _print_object(seen: Seen, rows: list[Rates], by: str, once: bool) -> None:
+def _print_object(seen: IoRates, rows: list[Rates], by: str, once: bool) -> None:
     import json
     told = {"interval_s": round(seen.interval_s, 3), "by": by, "silent": seen.silent, "rows": [
         {"name": row.name, "reads_s": row.reads, "read_bytes_s": row.read_bytes, "read_latency_s": row.read_s,
@@ -121,7 +121,7 @@ class _Screen:
         self._live = Live(auto_refresh=False, screen=True)
         self._live.start()
 
-    def show(self, seen: Seen, rows: list[Rates], limit: int) -> None:
+    def show(self, seen: IoRates, rows: list[Rates], limit: int) -> None:
         from rich.table import Table
         from rich.text import Text
         told = f"{len(rows)} {self._by}s, the last {seen.interval_s:.1f} s; Ctrl-C ends this"

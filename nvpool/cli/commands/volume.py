@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from nvpool.cli.commands.dir import have_chains
-from nvpool.cli.commands.drive import Size
+from nvpool.cli.commands.drive import ByteSize
 from nvpool.cli.output import json_option, pool_argument, print_json, print_table, say
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NotFound
@@ -51,11 +51,11 @@ def volume() -> None:
 
 
 name_argument = click.argument("name")
-size_option = click.option("--size", type=Size(), help="Quota in bytes, as 10GiB; 0 is none.")
+size_option = click.option("--size", type=ByteSize(), help="Quota in bytes, as 10GiB; 0 is none.")
 files_option = click.option("--files", type=click.IntRange(0), help="Quota in files, directories and links; 0 is none.")
 
 
-class Span(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
     """Click type of a duration, as in 7d. The value is in seconds."""
 
     name = "time"
@@ -135,8 +135,8 @@ examples:
 @size_option
 @files_option
 @click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk; default: as set for /volumes.")
-@click.option("--chunk-size", type=Size(), help="A power of two from 64K to 16M.")
-@click.option("--trash", type=Span(), default=0, help="Keep removed files for this time, as 7d.")
+@click.option("--chunk-size", type=ByteSize(), help="A power of two from 64K to 16M.")
+@click.option("--trash", type=Duration(), default=0, help="Keep removed files for this time, as 7d.")
 @click.option("--mode", help="Permissions of its directory, in octal (777).")
 @click.option("--encrypt", is_flag=True, help="Encrypt the contents of its files; see nvpool encryption --help.")
 @json_option
@@ -217,7 +217,7 @@ examples:
 """)
 @pool_argument
 @name_argument
-@click.option("--trash", type=Span(), help="Keep removed files for this time, as 7d; 0 removes them immediately.")
+@click.option("--trash", type=Duration(), help="Keep removed files for this time, as 7d; 0 removes them immediately.")
 @click.option("--access", type=click.Choice(["open", "listed"]), help="Admit every client of the pool, or only "
                                                                         "clients with a grant.")
 @json_option

@@ -68,7 +68,7 @@ def judge(path: Path) -> Check:
     return ok(name, f"{told} arrive" if path.arrives else f"it is not known whether {told} arrive: no datagram is answered")
 
 
-class _Asked:
+class _HostProbe:
     """Probe of one host: the sizes that TCP reports, and the socket that sends datagrams to the host."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -116,7 +116,7 @@ class _Asked:
         self.socket.close()
 
 
-def _answered(asked: Iterable[_Asked], size: Callable[[_Asked], int]) -> set[_Asked]:
+def _answered(asked: Iterable[_HostProbe], size: Callable[[_HostProbe], int]) -> set[_HostProbe]:
     """Return the probes whose hosts reply to one of TRIES datagrams in packets of `size`."""
     left, heard = set(asked), set()
     for one in left:
@@ -139,11 +139,11 @@ def looked_at(places: Iterable[tuple[str, int]]) -> Iterator[Path]:
     Hosts that can not be reached are left out, because another check reports them. Takes some seconds in all,
     independent of the number of hosts that reply.
     """
-    asked: list[_Asked] = []
+    asked: list[_HostProbe] = []
     try:
         for host, port in places:
             with contextlib.suppress(OSError):
-                asked.append(_Asked(host, port))
+                asked.append(_HostProbe(host, port))
         answer = _answered(asked, lambda _: SMALL)
         arrive = _answered(answer, lambda one: one.agreed)
         answer = arrive | _answered(answer - arrive, lambda _: SMALL)  # else a host that fell silent

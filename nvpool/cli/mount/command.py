@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from nvpool.cli.commands.drive import Size
+from nvpool.cli.commands.drive import ByteSize
 from nvpool.cli.output import Number, json_option, log_options, print_json, remember_pool, say
 from nvpool.core import config as configuration
 
@@ -45,8 +45,8 @@ examples:
 @click.option("--writeback", is_flag=True,
               help="Let the kernel cache writes and send them later. Only if no other mount or program changes these files; "
                    "others see the data after the file is closed or fsynced. Needs engine kernel.")
-@click.option("--max-read", type=Size(), help="Maximum size of a read request, engine kernel. [what the kernel allows, 1M]")
-@click.option("--read-ahead", type=Size(),
+@click.option("--max-read", type=ByteSize(), help="Maximum size of a read request, engine kernel. [what the kernel allows, 1M]")
+@click.option("--read-ahead", type=ByteSize(),
               help="How far the kernel reads ahead of a sequential reader; 0: not at all. Root only. [1M]")
 @click.option("--max-background", type=click.IntRange(1, 65535),
               help="Maximum of background requests (read-ahead, writeback), engine kernel. [128]")

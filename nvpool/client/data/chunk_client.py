@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-from nvpool.client.data.commit import PATIENCE_S, Flushing, Stored, WrittenAt
+from nvpool.client.data.commit import PATIENCE_S, StoreCommit, Stored, WrittenAt
 from nvpool.client.data.eof_tracker import Ended
 from nvpool.client.data.hedged_reads import SecondReads, settle
-from nvpool.client.data.hedging import LATE_S, Hedging, Sent
+from nvpool.client.data.hedging import LATE_S, Hedging, SentRead
 from nvpool.client.data.key_cache import VolumeKeys
 from nvpool.client.data.replica_choice import Replicas
 from nvpool.client.data.short_circuit import ShortCut
@@ -56,7 +56,7 @@ from nvpool.core.errors import (
     Unavailable,
     WrongTarget,
 )
-from nvpool.core.futures import Coming, abandon
+from nvpool.core.futures import BlocksFuture, abandon
 from nvpool.core.grants import READ, WRITE
 from nvpool.core.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.poolmap.model import Chain
@@ -113,7 +113,7 @@ class ChunkClient(BeginsWrites):
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
         self.hedging = Hedging(clock, self._is_late, self._look_for_slow)
         self._seconds = SecondReads(self, view, clock, pause=self._pause, renew=renew)
-        self._flushing = Flushing(view, clock, call=self._call, pause=self._pause)
+        self._flushing = StoreCommit(view, clock, call=self._call, pause=self._pause)
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_told: Callable[[int], str] = lambda inode: ""
@@ -178,7 +178,7 @@ class ChunkClient(BeginsWrites):
         self.begin(file, index, offset, length, future, into)
         return future
 
-    def begin(self, file: OpenInode, index: int, offset: int, length: int, future: asyncio.Future | Coming,
+    def begin(self, file: OpenInode, index: int, offset: int, length: int, future: asyncio.Future | BlocksFuture,
               into: memoryview | None = None, *, missed: bool = False) -> None:
         """As `read`, into the caller's future. `missed`: the caller has just tried a read from memory."""
         job = Read(file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s)
@@ -307,7 +307,7 @@ class ChunkClient(BeginsWrites):
             if sent is not None:
                 sent.end = end
 
-    def _answered_watched(self, sent: Sent, reply, error) -> None:
+    def _answered_watched(self, sent: SentRead, reply, error) -> None:
         self.hedging.came(sent, error is None)
         self._answered(sent.lane, sent.jobs, reply, error)
 

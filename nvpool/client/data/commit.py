@@ -42,7 +42,7 @@ PATIENCE_S = 0.5
 """Time for a reply before the pool map is followed: the target may be gone."""
 
 
-class Flushing:
+class StoreCommit:
     """Commits of chains. `call(target, method, message, deadline_s)` sends one request to a target."""
 
     def __init__(self, view: PoolView, clock: Clock, *, call: Callable[..., Awaitable],

@@ -55,7 +55,7 @@ class Extents(NamedTuple):
     runs: list[tuple[int, int]]
 
 
-class Ranges:
+class ExtentClient:
     """Extents and copies at stores."""
 
     def __init__(self, chunks: ChunkClient, dialer, clock):

@@ -12,13 +12,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from nvpool.client.data.hedging import Sent
+from nvpool.client.data.hedging import SentRead
 from nvpool.client.data.target_queue import Lane, Read
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.pool_view import PoolView
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, Stale, StaleGrant, StaleSession, Unavailable
-from nvpool.core.futures import Coming
+from nvpool.core.futures import BlocksFuture
 from nvpool.core.grants import READ
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class SecondReads:
         self._pause = pause
         self._renew = renew
 
-    def ask(self, sent: Sent) -> None:
+    def ask(self, sent: SentRead) -> None:
         """Send each of these reads to another replica, if there is one."""
         for job in sent.jobs:
             if job.future.done() or job.second:
@@ -55,15 +55,15 @@ class SecondReads:
             else:
                 self._ask(job, sent, lane, job.deadline_s)
 
-    def _ask(self, job: Read, sent: Sent, lane: Lane, deadline_s: float) -> Coming:
-        coming = Coming(0, job.length)
+    def _ask(self, job: Read, sent: SentRead, lane: Lane, deadline_s: float) -> BlocksFuture:
+        coming = BlocksFuture(0, job.length)
         coming.on_end = partial(self._came, job, sent)
         second = Read(job.file, job.index, job.offset, job.length, None, coming, deadline_s)
         second.second, second.tried = True, (*job.tried, sent.lane)
         self._chunks.send(lane, [second])
         return coming
 
-    def _came(self, job: Read, sent: Sent, found: memoryview | None, error: BaseException | None) -> None:
+    def _came(self, job: Read, sent: SentRead, found: memoryview | None, error: BaseException | None) -> None:
         if job.future.done():
             return
         if error is None:
@@ -72,12 +72,12 @@ class SecondReads:
         elif isinstance(error, NvpoolError):
             self._insist_on(job, sent)
 
-    def _insist_on(self, job: Read, sent: Sent) -> None:
+    def _insist_on(self, job: Read, sent: SentRead) -> None:
         if not job.insisted:
             job.insisted = True
             self._chunks.own(self._insist(job, sent))
 
-    async def _insist(self, job: Read, sent: Sent) -> None:
+    async def _insist(self, job: Read, sent: SentRead) -> None:
         """Ask other replicas until one has answered.
 
         At the deadline the first request ends with the error.

@@ -32,12 +32,12 @@ SMOOTHED = 1 / 16
 """Weight of a new latency in the average of its target queue."""
 
 
-class Sent:
+class SentRead:
     """A message with reads in flight. `again(sent)` sends the reads to another replica."""
 
     __slots__ = ("number", "lane", "jobs", "sent_s", "again", "cost", "end", "asked")
 
-    def __init__(self, number: int, lane: Lane, jobs: Sequence[Read], sent_s: float, again: Callable[[Sent], None],
+    def __init__(self, number: int, lane: Lane, jobs: Sequence[Read], sent_s: float, again: Callable[[SentRead], None],
                  cost: float):
         self.number = number
         self.lane = lane
@@ -66,7 +66,7 @@ class Hedging:
         self._late = late
         self._looked = looked
         self._loop = asyncio.get_running_loop()
-        self._out: dict[int, Sent] = {}
+        self._out: dict[int, SentRead] = {}
         self._number = 0
         self._credit = CREDIT_MAX
         self._times: list[float] = []
@@ -75,20 +75,20 @@ class Hedging:
         self.delay_s = DELAY_S_MAX / 4
         self.counters = {"hedged": 0, "late": 0}
 
-    def watch(self, lane: Lane, jobs: Sequence[Read], again: Callable[[Sent], None], cost: float = 0.0) -> Sent:
+    def watch(self, lane: Lane, jobs: Sequence[Read], again: Callable[[SentRead], None], cost: float = 0.0) -> SentRead:
         """Watch a message of reads that is being sent.
 
         The caller passes the result to `came` at the end, also after an error. `cost`: cost of a second
         request, in reads; infinite: only a late read is sent twice.
         """
         self._number += 1
-        sent = self._out[self._number] = Sent(self._number, lane, jobs, self._now_s(), again, cost or len(jobs))
+        sent = self._out[self._number] = SentRead(self._number, lane, jobs, self._now_s(), again, cost or len(jobs))
         self._credit = min(CREDIT_MAX, self._credit + SHARE * len(jobs))
         if self._timer is None:
             self._timer = self._loop.call_later(self.delay_s, self._look)
         return sent
 
-    def came(self, sent: Sent, good: bool) -> None:
+    def came(self, sent: SentRead, good: bool) -> None:
         """Record the end of a message.
 
         `good`: with bytes; a refusal says nothing about the latency of reads.

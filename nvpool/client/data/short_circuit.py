@@ -90,7 +90,7 @@ _ENTRY_BYTES = 400
 _NOWAIT = os.RWF_NOWAIT
 
 
-class Located:
+class BlockLocations:
     """The location of the first `blocks` blocks of a chunk on a drive.
 
     They lie from disk block `base` on, or each at its own disk block in `places` (0: a hole).
@@ -128,7 +128,7 @@ class ShortCut:
         self._wanted: dict = {}  # lane -> {(inode, index): (file, version that is here)}
         self._asked: set[tuple[int, int]] = set()
         self._distrusted: dict[tuple[int, int], float] = {}
-        self._order: deque[tuple[float, Located]] = deque()
+        self._order: deque[tuple[float, BlockLocations]] = deque()
         self._reader: WaitingReader | None = None
         self._number = 0
         self._cold_reads = 0  # misses of the page cache in a row
@@ -141,7 +141,7 @@ class ShortCut:
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
-    def read_now(self, located: Located, offset: int, length: int) -> memoryview | None:
+    def read_now(self, located: BlockLocations, offset: int, length: int) -> memoryview | None:
         """Read the whole blocks [offset, offset + length) from the page cache, or return None.
 
         The caller owns the result.
@@ -161,7 +161,7 @@ class ShortCut:
             self.note(located, found)
         return None
 
-    def look(self, located: Located, offset: int, length: int) -> memoryview | int:
+    def look(self, located: BlockLocations, offset: int, length: int) -> memoryview | int:
         """As `read_now`, but return the reason of a failure, without acting upon it.
 
         Any thread may call this.
@@ -201,20 +201,20 @@ class ShortCut:
         return wrong or into
 
     @staticmethod
-    def _decrypt(located: Located, first: int, into: memoryview) -> None:
+    def _decrypt(located: BlockLocations, first: int, into: memoryview) -> None:
         """Decrypt in place the bytes of an encrypted volume."""
         file = located.file
         if file.key is not None:
             file.key.cipher.decrypt(file.inode, located.index, first, into, into)
 
-    def good(self, located: Located, first: int, into: memoryview) -> bool:
+    def good(self, located: BlockLocations, first: int, into: memoryview) -> bool:
         """As `fits`; if the bytes are good, also decrypt `into`."""
         is_good = self.fits(located, first, into)
         if is_good:
             self._decrypt(located, first, into)
         return is_good
 
-    def fits(self, located: Located, first: int, into: memoryview) -> bool:
+    def fits(self, located: BlockLocations, first: int, into: memoryview) -> bool:
         """Whether the bytes just read are the present stored content of the blocks from `first` on."""
         wrong = self._judge(located, first, into)
         if wrong:
@@ -223,7 +223,7 @@ class ShortCut:
             self.hit(located, len(into))
         return not wrong
 
-    def _judge(self, located: Located, first: int, into: memoryview) -> int:
+    def _judge(self, located: BlockLocations, first: int, into: memoryview) -> int:
         """The fault of the bytes just read, 0 for none.
 
         The clock and the counter are checked after the read: only that proves that the read was in time.
@@ -235,14 +235,14 @@ class ShortCut:
         sums = crc32c(into).to_bytes(4, "little") if len(into) == BLOCK_BYTES else block_checksums(into)
         return 0 if sums == located.sums[4 * first:4 * first + len(sums)] else WRONG
 
-    def note(self, located: Located, wrong: int) -> None:
+    def note(self, located: BlockLocations, wrong: int) -> None:
         """Act upon the result of a look or of a check."""
         if wrong == LATE:
             self._late(located)
         elif wrong == WRONG:
             self._mismatch(located)
 
-    def hit(self, located: Located, length: int) -> None:
+    def hit(self, located: BlockLocations, length: int) -> None:
         """Count a successful look with that many bytes. Any thread may call this."""
         located.used += 1
         located.read_bytes += length
@@ -252,7 +252,7 @@ class ShortCut:
         self.counters["hits"] += 1
 
     @staticmethod
-    def runs(located: Located, first: int, count: int) -> list[tuple[int, int]] | None:
+    def runs(located: BlockLocations, first: int, count: int) -> list[tuple[int, int]] | None:
         """The blocks as (place, bytes) in order; None if one of them is a hole."""
         if located.base:
             return [(located.base + first << 12, count << 12)]
@@ -269,11 +269,11 @@ class ShortCut:
         runs.append((begin << 12, end - begin << 12))
         return runs
 
-    def _late(self, located: Located) -> None:
+    def _late(self, located: BlockLocations) -> None:
         self.counters["late"] += 1
         self._drop(located)
 
-    def _mismatch(self, located: Located) -> None:
+    def _mismatch(self, located: BlockLocations) -> None:
         self.counters["mismatches"] += 1
         file = located.file
         log.warning("a block of chunk %d of inode %d, read from target %d's drive, does not have its checksum; its store is "
@@ -302,7 +302,7 @@ class ShortCut:
         self.want(file, index, lane)
         return False
 
-    def begin(self, located: Located, offset: int, length: int, on_done: Callable[[memoryview | None], None]) -> bool:
+    def begin(self, located: BlockLocations, offset: int, length: int, on_done: Callable[[memoryview | None], None]) -> bool:
         """Submit a read of blocks that may have to come from the drive. Return whether it was submitted.
 
         `on_done` gets the bytes, or None if the caller must read through the store. The memory belongs to
@@ -329,7 +329,7 @@ class ShortCut:
                            positions, into, partial(self._came, located, first, into, number, direct))
         return True
 
-    def _came(self, located: Located, first: int, into: memoryview, number: int, direct: bool, outcome: Outcome) -> None:
+    def _came(self, located: BlockLocations, first: int, into: memoryview, number: int, direct: bool, outcome: Outcome) -> None:
         _, on_done = self.waiting.pop(number, (0.0, None))
         if direct and any(outcome):
             located.source.takes_direct = False  # perhaps this drive only needs larger blocks
@@ -470,7 +470,7 @@ class ShortCut:
                     raise CorruptFrame("places are missing in a store's answer")
                 if known is not None:
                     self._drop(known)
-                located = Located(file, index, source)
+                located = BlockLocations(file, index, source)
                 located.version, located.blocks, located.sums = version, blocks, sums[begin:place]
                 located.base, located.places = _places(runs[first:at], blocks)
                 located.bytes = _ENTRY_BYTES + len(located.sums) + 8 * len(located.places)
@@ -485,7 +485,7 @@ class ShortCut:
             self._drop(self._order.popleft()[1])
 
     @staticmethod
-    def _note_reads(located: Located) -> None:
+    def _note_reads(located: BlockLocations) -> None:
         """Queue the location's read statistics for the next request to its store.
 
         Reads that another thread counts at this moment are missed: these are only statistics.
@@ -496,7 +496,7 @@ class ShortCut:
             figures[1] += located.read_bytes
             located.told, located.read_bytes = located.used, 0
 
-    def _drop(self, located: Located) -> None:
+    def _drop(self, located: BlockLocations) -> None:
         self._note_reads(located)
         self._bytes -= located.bytes
         located.bytes = 0

@@ -13,7 +13,7 @@ from functools import lru_cache
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.core import errors
 from nvpool.core.errors import ChecksumMismatch, NvpoolError, Unavailable
-from nvpool.core.futures import Coming
+from nvpool.core.futures import BlocksFuture
 from nvpool.rpc.v1 import wire_pb2
 
 
@@ -56,7 +56,7 @@ class Read:
                  "second", "insisted")
 
     def __init__(self, file: OpenInode, index: int, offset: int, length: int, into,
-                 future: asyncio.Future | Coming, deadline_s: float):
+                 future: asyncio.Future | BlocksFuture, deadline_s: float):
         self.file = file
         self.index = index
         self.offset = offset

@@ -14,7 +14,7 @@ import asyncio
 from nvpool.client.lookup.directory_prefetch import Through
 from nvpool.client.state.attr_cache import DIVIDED_FLAG
 from nvpool.core.errors import CorruptFrame, DeadlineExceeded, NotFound
-from nvpool.core.futures import Later
+from nvpool.core.futures import ImmediateFuture
 from nvpool.core.grants import READ, allows
 from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.rpc.messages.data_codec import decoded
@@ -24,7 +24,7 @@ TOGETHER_MAX = 64
 """Names in one message: they take the shard a millisecond."""
 
 
-class Asked(Later):
+class PendingLookup(ImmediateFuture):
     """A submitted look-up of `name` in `parent`. The outcome is an Attr, or an error of `lookup`."""
 
     __slots__ = ("parent", "name", "task")
@@ -41,13 +41,13 @@ class Asked(Later):
         return super().cancel()
 
 
-class Together(Through):
+class LookupBatcher(Through):
     """The look-up operations that are submitted in batches."""
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         # shard -> (inode that determines the shard, whether by the name, look-up)
-        self._gathered: dict[int, list[tuple[int, bool, Asked]]] = {}
+        self._gathered: dict[int, list[tuple[int, bool, PendingLookup]]] = {}
         self._holding = False
 
     def hold_reads(self) -> None:
@@ -60,7 +60,7 @@ class Together(Through):
             self._send_gathered()
         super().send_reads()
 
-    def begin_lookup(self, parent: int, name: bytes) -> Asked | None:
+    def begin_lookup(self, parent: int, name: bytes) -> PendingLookup | None:
         """Submit `lookup` without a task, in a batch with the others of this event-loop iteration.
 
         None: there was no side effect, and the caller must await `lookup`. The caller has tried `lookup_now`
@@ -78,7 +78,7 @@ class Together(Through):
             return None
         if self.siblings.is_time_to_look(parent):
             self.look_through(parent)
-        asked = Asked(parent, name)
+        asked = PendingLookup(parent, name)
         if gathered is None:
             if not self._gathered and not self._holding:
                 asyncio.get_running_loop().call_soon(self._send_gathered)
@@ -93,8 +93,8 @@ class Together(Through):
         for shard, names in gathered.items():
             self._send_names(shard, names)
 
-    def _send_names(self, shard: int, names: list[tuple[int, bool, Asked]]) -> None:
-        order: dict[tuple[int, bool], list[Asked]] = {}
+    def _send_names(self, shard: int, names: list[tuple[int, bool, PendingLookup]]) -> None:
+        order: dict[tuple[int, bool], list[PendingLookup]] = {}
         for _, spread, asked in names:
             if asked.outcome is None:
                 order.setdefault((asked.parent, spread), []).append(asked)
@@ -112,7 +112,7 @@ class Together(Through):
         if not self.meta.submit(shard, wire_pb2.META_LOOKUP_MANY, request, answered):
             self._names_answered(all_asked, sent_s, None, None)
 
-    def _names_answered(self, all_asked: list[Asked], sent_s: float, reply, error: BaseException | None) -> None:
+    def _names_answered(self, all_asked: list[PendingLookup], sent_s: float, reply, error: BaseException | None) -> None:
         found = ()
         if reply is not None:
             try:
@@ -134,7 +134,7 @@ class Together(Through):
             except Exception as error:  # concerns this one name
                 asked.end(None, error)
 
-    def _believe(self, asked: Asked, one: meta_pb2.FoundName, sent_s: float) -> None:
+    def _believe(self, asked: PendingLookup, one: meta_pb2.FoundName, sent_s: float) -> None:
         code = one.error
         if code == NotFound.wire_code:
             self.cache.put_entry(asked.parent, asked.name, 0, sent_s)
@@ -162,14 +162,14 @@ class Together(Through):
             cache.put_entry(asked.parent, asked.name, inode, sent_s, lease)
         asked.end(attr, None)
 
-    def _ask_alone(self, asked: Asked) -> None:
+    def _ask_alone(self, asked: PendingLookup) -> None:
         if asked.outcome is not None:
             return
         asked.task = task = asyncio.get_running_loop().create_task(self._find_for(asked))
         self._renewals.add(task)
         task.add_done_callback(self._renewals.discard)
 
-    async def _find_for(self, asked: Asked) -> None:
+    async def _find_for(self, asked: PendingLookup) -> None:
         try:
             attr = await self._find(asked.parent, asked.name, self._name_s, self.options.fresh_s)
         except asyncio.CancelledError as error:

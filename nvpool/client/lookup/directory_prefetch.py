@@ -15,7 +15,7 @@ from itertools import compress
 from nvpool.client.vfs.names import Names
 from nvpool.core.errors import NvpoolError
 from nvpool.core.grants import READ
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1 import meta_pb2
 
 ENTRIES_MIN = 64
@@ -49,7 +49,7 @@ class Through(Names):
             while seen < names_max:
                 sent_s = self.clock.boottime_s()
                 reply = await self._ask_step(request)
-                listed = Listed(reply.packed)
+                listed = DirectoryPage(reply.packed)
                 learned += self._learn(parent, listed, reply, sent_s)
                 seen += len(listed)
                 if not reply.more or not reply.grants or not listed.names:
@@ -60,7 +60,7 @@ class Through(Names):
         finally:
             self.siblings.went_through(parent, learned)
 
-    def _learn(self, parent: int, listed: Listed, reply: meta_pb2.ListDirReply, sent_s: float) -> int:
+    def _learn(self, parent: int, listed: DirectoryPage, reply: meta_pb2.ListDirReply, sent_s: float) -> int:
         """Cache the entries of which nothing is known here; return how many there were."""
         inodes, opened = listed.inodes, self.cache.open
         if not reply.grants or not reply.lease_ms:

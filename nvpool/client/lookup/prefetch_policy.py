@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Callable
 
 from nvpool.core.clock import Clock
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 
 MISSES_MIN, MISSES_MAX = 4, 1024
 """Misses before names are prefetched: at first, and after useless prefetches."""
@@ -157,7 +157,7 @@ class Siblings:
         if known is not None:
             known.through, known.asked_for, known.learned = False, 0, max(1, learned)
 
-    def asked(self, directory: int, listed: Listed, more: bool) -> None:
+    def asked(self, directory: int, listed: DirectoryPage, more: bool) -> None:
         """Record the end of a request for several names.
 
         `listed` may be empty after an error; `more`: further names follow behind it.

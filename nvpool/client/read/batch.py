@@ -16,7 +16,7 @@ from functools import partial
 
 from nvpool.blockio.reader import read_now
 from nvpool.client.data.chunk_client import GATHER_BYTES, GATHER_READS, ChunkClient
-from nvpool.client.data.hedging import Sent
+from nvpool.client.data.hedging import SentRead
 from nvpool.client.data.target_queue import Lane, reads_struct, results_struct, submit_into
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
@@ -33,7 +33,7 @@ _SAMPLE = 8
 """First reads of a batch. They show whether the page cache is likely to have the rest."""
 
 
-class _Batch:
+class _TargetBatch:
     """The part of a read_many for one target: packed headers and destinations of the bytes."""
 
     __slots__ = ("lane", "headers", "grants", "places", "bytes", "first", "next", "straight", "future", "late")
@@ -72,7 +72,7 @@ class _Encrypted:
             cipher.decrypt_many(pieces, into)
 
 
-class BatchReader:
+class ReadBatcher:
     """The bulk reads of a client."""
 
     def __init__(self, chunks: ChunkClient, dialer, options: ClientOptions, clock: Clock):
@@ -92,7 +92,7 @@ class BatchReader:
         undefined. The caller knows the files' ends: bytes behind them read as zeros.
         """
         chunks = self._chunks
-        batches: dict[Lane, _Batch] = {}
+        batches: dict[Lane, _TargetBatch] = {}
         futures: list[asyncio.Future] = []
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
         if chunks.short.on:
@@ -114,7 +114,7 @@ class BatchReader:
                 continue
             batch = batches.get(lane)
             if batch is None:
-                batch = batches[lane] = _Batch(lane)
+                batch = batches[lane] = _TargetBatch(lane)
                 batch.first = batch.next = place
             grant = batch.grants.get(file.grant)
             if grant is None:
@@ -215,7 +215,7 @@ class BatchReader:
             encrypted.decrypt(into)
         return rest
 
-    def _send_batch(self, batch: _Batch, into: memoryview, deadline_s: float) -> asyncio.Future:
+    def _send_batch(self, batch: _TargetBatch, into: memoryview, deadline_s: float) -> asyncio.Future:
         batch.future = self._loop.create_future()
         connection = self._dialer.live(batch.lane.endpoints)
         if connection is None:
@@ -224,7 +224,7 @@ class BatchReader:
             self._submit(connection, batch, into, deadline_s)
         return batch.future
 
-    async def _send_when_connected(self, batch: _Batch, into: memoryview, deadline_s: float) -> None:
+    async def _send_when_connected(self, batch: _TargetBatch, into: memoryview, deadline_s: float) -> None:
         try:
             connection = await self._dialer.connect(batch.lane.endpoints, self._chunks.connect_until_s(deadline_s))
         except NvpoolError:
@@ -233,7 +233,7 @@ class BatchReader:
         self._submit(connection, batch, into, deadline_s)
         await asyncio.wait([batch.future])
 
-    def _submit(self, connection, batch: _Batch, into: memoryview, deadline_s: float) -> None:
+    def _submit(self, connection, batch: _TargetBatch, into: memoryview, deadline_s: float) -> None:
         count = len(batch.places)
         message = encode_read_request(self._chunks.epoch, batch.lane.target, list(batch.grants),
                                       reads_struct(count).pack(*batch.headers))
@@ -252,18 +252,18 @@ class BatchReader:
         else:
             connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, on_done=on_done, room=batch.bytes)
 
-    def _came(self, sent: Sent, on_done, reply, error) -> None:
+    def _came(self, sent: SentRead, on_done, reply, error) -> None:
         self._chunks.hedging.came(sent, error is None)
         on_done(reply, error)
 
-    def _late(self, batch: _Batch, into: memoryview, sent: Sent) -> None:
+    def _late(self, batch: _TargetBatch, into: memoryview, sent: SentRead) -> None:
         """Handle a silent target: each read of the batch goes to another replica."""
         if not batch.future.done():
             sent.end()
             batch.late = True
             self._one_by_one(batch, into)
 
-    def _batch_answered(self, batch: _Batch, into: memoryview, reply, error) -> None:
+    def _batch_answered(self, batch: _TargetBatch, into: memoryview, reply, error) -> None:
         batch.lane.in_flight -= 1
         if batch.future.done() or batch.late:
             return
@@ -304,10 +304,10 @@ class BatchReader:
         encrypted.decrypt(into)
         batch.future.set_result(None)
 
-    def _one_by_one(self, batch: _Batch, into: memoryview) -> None:
+    def _one_by_one(self, batch: _TargetBatch, into: memoryview) -> None:
         _cancelled_with(batch.future, self._chunks.own(self._read_singly(batch, into)))
 
-    async def _read_singly(self, batch: _Batch, into: memoryview) -> None:
+    async def _read_singly(self, batch: _TargetBatch, into: memoryview) -> None:
         try:
             for begin in range(0, len(batch.places), 64):
                 part = batch.places[begin:begin + 64]

@@ -21,7 +21,7 @@ from nvpool.client.state.small_file_cache import SMALL_BYTES, Contents
 from nvpool.client.write.writeback import Writer
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, Stale
-from nvpool.core.futures import Coming, Later
+from nvpool.core.futures import BlocksFuture, ImmediateFuture
 from nvpool.core.units import KIB
 
 _UNIT_BITS_MAX = 20
@@ -59,7 +59,7 @@ class Ahead:
         self.far = 0         # first unit that was never fetched in this run
 
 
-class Part(Later):
+class SmallFilePart(ImmediateFuture):
     """A read of the bytes [offset, end) of a small file, whose whole content is being fetched."""
 
     __slots__ = ("offset", "finish")
@@ -78,12 +78,12 @@ class Whole:
 
     __slots__ = ("file", "change", "size", "asked_s", "parts", "came")
 
-    def __init__(self, file: OpenInode, asked_s: float, parts: list[Part], came: Callable[[Whole, bytes], None]) -> None:
+    def __init__(self, file: OpenInode, asked_s: float, parts: list[SmallFilePart], came: Callable[[Whole, bytes], None]) -> None:
         self.file = file
         self.change = file.attr.change
         self.size = file.attr.size
         self.asked_s = asked_s
-        self.parts: list[Part] | None = parts
+        self.parts: list[SmallFilePart] | None = parts
         self.came = came
 
     def done(self) -> bool:
@@ -159,7 +159,7 @@ class Reader:
             return block if span == length else block[skip:skip + length]
         return await self._chunks.read_range(file, offset, length)
 
-    def begin_small(self, file: OpenInode, offset: int, length: int, then: Callable) -> Part | None:
+    def begin_small(self, file: OpenInode, offset: int, length: int, then: Callable) -> SmallFilePart | None:
         """Submit a read of a small file without a task. The caller has tried `content_now` before.
 
         `then` as in Later. None: there was no side effect; the file is not small, has local writes, or its
@@ -173,12 +173,12 @@ class Reader:
             if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s() and self._leases.held(file.inode) is None:
                 return None
             end = size
-        part = Part(offset, end)
+        part = SmallFilePart(offset, end)
         part.then = then
         self._want_whole(file, part)
         return part
 
-    def begin(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> Coming | None:
+    def begin(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> BlocksFuture | None:
         """Submit a random read within one chunk without a task. The caller has tried `read_now` before.
 
         None: there was no side effect; the read is sequential, spans chunks, or depends on local writes.
@@ -196,7 +196,7 @@ class Reader:
         ahead.run = ahead.reads = 0
         ahead.next = offset + length
         skip = offset & 4095
-        coming = Coming(skip, length)
+        coming = BlocksFuture(skip, length)
         self._chunks.begin(file, index, (offset & file.chunk_mask) - skip, skip + length + 4095 & -4096, coming, missed=True)
         return coming
 
@@ -296,12 +296,12 @@ class Reader:
     async def _read_whole(self, file: OpenInode) -> bytes:
         """Read a whole small file without local writes."""
         future = asyncio.get_running_loop().create_future()
-        part = Part(0, file.attr.size)
+        part = SmallFilePart(0, file.attr.size)
         part.on_end = partial(_settle, future)
         self._want_whole(file, part)
         return await future
 
-    def _want_whole(self, file: OpenInode, part: Part) -> None:
+    def _want_whole(self, file: OpenInode, part: SmallFilePart) -> None:
         whole = file.fetching
         if whole is not None and whole.change == file.attr.change:
             whole.parts.append(part)
@@ -309,7 +309,7 @@ class Reader:
         file.fetching = whole = Whole(file, self._clock.boottime_s(), [part], self._whole_came)
         self._chunks.begin(file, 0, 0, whole.size + 4095 & -4096, whole)
 
-    def go_on_with(self, begun, parts: list[Part]) -> Read:
+    def go_on_with(self, begun, parts: list[SmallFilePart]) -> Read:
         """Take over a fetch of a whole small file that another object began as `_want_whole` does.
 
         `parts` wait for it. `begun` is the file's `fetching`, unless that was ended.

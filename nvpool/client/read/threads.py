@@ -46,7 +46,7 @@ SHUN_S = 5.0
 _READ, _RESULT = reads_struct(1), results_struct(1)
 
 
-class _Way:
+class _TargetConnections:
     """The idle connections to one target, with None for each that may still be opened.
 
     Any thread may take from the deque and give to it at any time.
@@ -78,7 +78,7 @@ class ThreadReads:
         self._short = vfs.chunks.short
         self._now_s = vfs.clock.boottime_s
         self._dialer = dialer
-        self._ways: dict[int, _Way] = {}
+        self._ways: dict[int, _TargetConnections] = {}
         self._closed = False
         self.counters = {"short_cut": 0, "lanes": 0}
 
@@ -132,7 +132,7 @@ class ThreadReads:
         lane = file.lanes.get(index)
         if lane is None or span > LANE_BYTES_MAX or not file.grant_rights & READ or self._short.may_serve(lane.target):
             return None
-        way = self._ways.get(lane.target) or self._ways.setdefault(lane.target, _Way())
+        way = self._ways.get(lane.target) or self._ways.setdefault(lane.target, _TargetConnections())
         if way.not_before_s > self._now_s():
             return None
         try:

@@ -24,7 +24,7 @@ def asking() -> int:
     return getattr(asyncio.current_task(), "unique", 0)
 
 
-class Held(NamedTuple):
+class PendingSlot(NamedTuple):
     """A slot that is reserved until the kernel's request is answered."""
 
     state: object
@@ -53,7 +53,7 @@ class Once:
         self._memory = memory
         self._shards = shards
         self._give_back = give_back
-        self.held: dict[int, Held | None] = {}
+        self.held: dict[int, PendingSlot | None] = {}
         """Kernel requests with reserved slots (None: reserved by the previous process).
 
         `answered` must be called when such a request is answered.
@@ -122,7 +122,7 @@ class Once:
             self._give_back(state, early.slot, early.sequence, state.generation)
         self.on_given_up(state, early.slot)
 
-    def _over(self, held: Held) -> None:
+    def _over(self, held: PendingSlot) -> None:
         if held.state.generation == held.generation:
             self._memory.clear_slot(held.state.record, held.slot)
             self._give_back(held.state, held.slot, held.sequence, held.generation)

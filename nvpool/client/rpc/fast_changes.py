@@ -29,7 +29,7 @@ OnEnd = Callable[[Any, BaseException | None], None]
 _TO_BE_MENDED = (StaleSession, StaleEpoch, WrongShard)
 
 
-class Sent(NamedTuple):
+class SentChange(NamedTuple):
     """A change that another module has sent as `begin` does, with its slot noted before.
 
     `message` is the encoded request.
@@ -46,7 +46,7 @@ class Sent(NamedTuple):
     generation: int
 
 
-class Begun:
+class SubmittedChange:
     """A submitted change. `on_end` is called once, with (reply, None) or (None, error).
 
     `on_end` is never called before `begin` has returned. The slot is free again when `on_end` returns, unless
@@ -83,7 +83,7 @@ class Begun:
         self._number = connection.submit(self.method, self.request.SerializeToString(), deadline_s=self.deadline_s,
                                          on_done=self.answered)
 
-    def was_sent(self, sent: Sent) -> None:
+    def was_sent(self, sent: SentChange) -> None:
         """Record that the change was sent already; replaces `send`."""
         self._connection, self._number, self.generation = sent.connection, sent.number, sent.generation
 
@@ -159,7 +159,7 @@ class Begins:
     """The part of `MetaClient` that submits changes without a task."""
 
     def begin(self: MetaClient, inode: int, method: int, request, reply_type, on_end: OnEnd, *, uid: int = 0, gid: int = 0,
-              file=None, unique: int = 0) -> Begun | None:
+              file=None, unique: int = 0) -> SubmittedChange | None:
         """Submit a change without a task if nothing has to be awaited; else return None.
 
         None: there was no side effect. `unique`: the number of the kernel's request for which the change is
@@ -190,23 +190,23 @@ class Begins:
         change = request.change
         change.uid, change.gid = uid, gid
         change.session, change.slot, change.sequence, change.map_epoch = state.session, slot, sequence, pool_map.epoch
-        begun = Begun(self, on_end, inode, method, request, reply_type, file, unique, state, slot, sequence,
+        begun = SubmittedChange(self, on_end, inode, method, request, reply_type, file, unique, state, slot, sequence,
                       self._clock.boottime_s() + self._options.deadline_s)
         begun.send(connection)
         return begun
 
-    def go_on_with(self: MetaClient, sent: Sent, inode: int, method: int, request_type, reply_type, on_end: OnEnd,
-                   unique: int) -> Begun:
+    def go_on_with(self: MetaClient, sent: SentChange, inode: int, method: int, request_type, reply_type, on_end: OnEnd,
+                   unique: int) -> SubmittedChange:
         """The object that `begin` would have returned for a change sent by another module.
 
         The caller passes the result of the request to its `answered`.
         """
-        begun = Begun(self, on_end, inode, method, request_type.FromString(sent.message), reply_type, None, unique, sent.state,
+        begun = SubmittedChange(self, on_end, inode, method, request_type.FromString(sent.message), reply_type, None, unique, sent.state,
                       sent.slot, sent.sequence, sent.deadline_s)
         begun.was_sent(sent)
         return begun
 
-    async def go_on(self: MetaClient, begun: Begun):
+    async def go_on(self: MetaClient, begun: SubmittedChange):
         """Continue a submitted change that met `begun.error`, as `change` does."""
         change = begun.request.change
         return await self.change(begun.inode, begun.method, begun.request, begun.reply_type, uid=change.uid, gid=change.gid,

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 
 from nvpool.client.rpc.backoff import pause
 from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, Releasing
-from nvpool.client.rpc.exactly_once import Held, Once, asking
-from nvpool.client.rpc.fast_changes import Begins, Begun
+from nvpool.client.rpc.exactly_once import PendingSlot, Once, asking
+from nvpool.client.rpc.fast_changes import Begins, SubmittedChange
 from nvpool.client.rpc.lease_watch import keep_watch
 from nvpool.client.rpc.partition_migration import Moved
 from nvpool.client.rpc.primary_connections import Primaries
@@ -141,7 +141,7 @@ class MetaClient(Begins, Releasing):
         return True
 
     async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY,
-                     file: OpenInode | None = None, once: bool = False, begun: Begun | None = None):
+                     file: OpenInode | None = None, once: bool = False, begun: SubmittedChange | None = None):
         """Execute a change exactly once, starting at the partition of `inode`; return the reply.
 
         `request.change` is filled in here. `once`: see `client/rpc/exactly_once`. `begun`: see `go_on`.
@@ -347,7 +347,7 @@ class MetaClient(Begins, Releasing):
     def leave(self, unique: int, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
         """Release the slot, or keep it until the kernel's request for it has been answered."""
         if unique and state is not None and state.generation == generation and sequence:
-            self.once.held[unique] = Held(state, slot, sequence, generation)
+            self.once.held[unique] = PendingSlot(state, slot, sequence, generation)
         else:
             self._give_back(state, slot, sequence, generation)
 

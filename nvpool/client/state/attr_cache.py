@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import repeat
 
-from nvpool.client.state.leases import Lease, Leases
+from nvpool.client.state.leases import InodeLease, Leases
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import grants
 from nvpool.core.clock import Clock
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.poolmap.layout import Layout
-from nvpool.rpc.messages.direntries import Listed, attr_of, change_of
+from nvpool.rpc.messages.direntries import DirectoryPage, attr_of, change_of
 from nvpool.rpc.v1.meta_pb2 import Attr
 from nvpool.security.volume_keys import VolumeKey
 
@@ -151,7 +151,7 @@ class Cache:
         # an attribute value is a raw record of rpc/messages/direntries if it came from a listing
         self._attrs: dict[int, tuple[Attr | bytes, float]] = {}
         # (inode, when it was true, when it was requested, the lease on the inode from the same reply)
-        self._entries: dict[tuple[int, bytes], tuple[int, float, float, Lease | None]] = {}
+        self._entries: dict[tuple[int, bytes], tuple[int, float, float, InodeLease | None]] = {}
         # directory -> time of this client's last change of a name in it
         self._renamed_s: dict[int, float] = {}
         self._renamed_floor_s = NEVER_S
@@ -280,7 +280,7 @@ class Cache:
                 del attrs[old]
         return newest
 
-    def put_attrs(self, listed: Listed) -> bool:
+    def put_attrs(self, listed: DirectoryPage) -> bool:
         """Cache the attributes of all entries of a listing; return whether this was possible.
 
         False: nothing has changed, and the caller must call `put_attr` for each entry, because one of the
@@ -345,7 +345,7 @@ class Cache:
         known = self._entries.get((parent, name))
         return self._cover(parent, inode, known[2], known[3]) if known is not None and known[0] == inode else 0
 
-    def _cover(self, parent: int, inode: int, sent_s: float, lease: Lease | None) -> int:
+    def _cover(self, parent: int, inode: int, sent_s: float, lease: InodeLease | None) -> int:
         held = self.leases.held(inode) if inode else None
         if held is not None and (sent_s >= held.since_s or (lease is not None and held.number == lease.number)):
             return inode
@@ -356,7 +356,7 @@ class Cache:
         """Known names (directory, name) of the inode. Scans all entries, so call this in rare cases only."""
         return [place for place, known in self._entries.items() if known[0] == inode]
 
-    def put_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
+    def put_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None) -> None:
         """Cache the inode of a name. `inode` 0: the name does not exist.
 
         `lease`: the inode's lease, from the same reply. Ignored if this client has changed names of the
@@ -372,7 +372,7 @@ class Cache:
                 del self._entries[old]
 
     def put_entries(self, parent: int, names: list[bytes], inodes: list[int], sent_s: float,
-                    leases: list[Lease | None]) -> None:
+                    leases: list[InodeLease | None]) -> None:
         """As `put_entry` for each name.
 
         Names that are known already keep their place in the order of eviction.
@@ -392,7 +392,7 @@ class Cache:
         for old in too_old(self._renamed_s, _RENAMED_MAX):
             self._renamed_floor_s = max(self._renamed_floor_s, self._renamed_s.pop(old))
 
-    def put_own_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
+    def put_own_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None) -> None:
         """Cache the result of this client's own change, sent at `sent_s` and just answered.
 
         `inode` 0: no such name.

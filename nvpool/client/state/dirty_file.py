@@ -29,7 +29,7 @@ The mount state is memory that outlives the process.
 """
 
 
-class Segment:
+class DirtyExtent:
     """A dirty extent: the bytes [start, end) of the file, in consecutive parts.
 
     An extent changes only while it is dirty, never after it has been sent.
@@ -109,8 +109,8 @@ class WrittenFile:
     def __init__(self, file: OpenInode):
         self.file = file
         self.unit_bits = min(file.chunk_bits, _UNIT_BITS_MAX)
-        self.dirty: dict[int, list[Segment]] = {}     # unit -> extents, disjoint and in order
-        self.sending: dict[int, list[Segment]] = {}   # unit -> extents in flight, which share no block
+        self.dirty: dict[int, list[DirtyExtent]] = {}     # unit -> extents, disjoint and in order
+        self.sending: dict[int, list[DirtyExtent]] = {}   # unit -> extents in flight, which share no block
         self.end = 0            # of all unreported bytes: dirty, in flight, or stored
         self.stored_end = 0     # of the bytes at stores, as far as nothing older before them is missing
         self.ahead: tuple[tuple[int, int], ...] = ()  # (number, end) of extents stored before older ones
@@ -129,7 +129,7 @@ class WrittenFile:
         # append state, from the first append on; see client/write/append_reservations
         self.appended: Any = None
 
-    def segments(self) -> Iterator[Segment]:
+    def segments(self) -> Iterator[DirtyExtent]:
         """All extents; older ones come before newer ones that overlap them."""
         for units in (self.sending, self.dirty):
             if units:
@@ -163,7 +163,7 @@ class WrittenFile:
         """End of all stored and unreported bytes, with gaps or without."""
         return max(self.stored_end, *[end for _, end in self.ahead]) if self.ahead else self.stored_end
 
-    def has_stored(self, segment: Segment, end: int) -> None:
+    def has_stored(self, segment: DirtyExtent, end: int) -> None:
         """Record that stores have the extent (still listed here) up to `end`.
 
         The file must not be reported to end there while an older write that also extends the file is missing:
@@ -176,7 +176,7 @@ class WrittenFile:
         else:
             self.stored_end = max(self.stored_end, end)
 
-    def catch_up(self, stored: Segment | None = None) -> None:
+    def catch_up(self, stored: DirtyExtent | None = None) -> None:
         """Count ends that were stored ahead of older extents and are no longer ahead.
 
         `stored`: an extent that is still listed here but is at a store.
@@ -223,7 +223,7 @@ def kept(data, stays: bool = False):
     return bytearray(data)
 
 
-def cut_out(segment: Segment, first: int, last: int) -> bytes:
+def cut_out(segment: DirtyExtent, first: int, last: int) -> bytes:
     found = []
     place = 0
     for part in segment.parts:
@@ -234,7 +234,7 @@ def cut_out(segment: Segment, first: int, last: int) -> bytes:
     return found[0] if len(found) == 1 else b"".join(found)
 
 
-def prepared(segment: Segment) -> tuple[list, bytes]:
+def prepared(segment: DirtyExtent) -> tuple[list, bytes]:
     """The parts of an extent to send, and the checksums of its pieces between block borders."""
     if len(segment.parts) == 1:
         return segment.parts, piece_checksums(segment.parts[0], segment.start)

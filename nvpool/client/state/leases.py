@@ -41,7 +41,7 @@ class ShardWatch:
         self.used = False
 
 
-class Lease(NamedTuple):
+class InodeLease(NamedTuple):
     """A lease on one inode, or on many inodes of one listing.
 
     `grant` came with the lease or later: the right to read the inode, or b"". A lease that continues another
@@ -62,12 +62,12 @@ class Leases:
         self._clock = clock
         self._count_max = count_max
         self._watch_of = watch_of
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, InodeLease] = {}
         self._number = 0
         self.on_end_all: Callable[[], None] = lambda: None
         """Called when all leases of a shard end together, without a recall of each inode. Must not wait."""
 
-    def held(self, inode: int) -> Lease | None:
+    def held(self, inode: int) -> InodeLease | None:
         """The lease on the inode if it is held now; else None."""
         lease = self._leases.get(inode)
         if lease is None:
@@ -87,7 +87,7 @@ class Leases:
         return lease is not None and (
             self._clock.boottime_s() < min(lease.until_s, lease.watch.until_s) + lease.watch.linger_s)
 
-    def take(self, inode: int, lease_ms: int, sent_s: float, grant: bytes = b"") -> Lease | None:
+    def take(self, inode: int, lease_ms: int, sent_s: float, grant: bytes = b"") -> InodeLease | None:
         """Record the lease of a reply to a request sent at `sent_s`. Return the lease if it is held now."""
         watch = self._watch_of(inode)
         if not lease_ms or sent_s <= watch.floor_s or sent_s <= watch.ended.get(inode, NEVER_S):
@@ -99,7 +99,7 @@ class Leases:
         if before is not None and now_s < before.until_s:  # the earlier lease has not ended in between
             lease = before._replace(until_s=max(before.until_s, until_s), grant=grant or before.grant)
         else:
-            lease = Lease(until_s, now_s, grant, watch, self._next())
+            lease = InodeLease(until_s, now_s, grant, watch, self._next())
         leases[inode] = lease
         if len(leases) > self._count_max:
             for old in too_old(leases, self._count_max):
@@ -114,7 +114,7 @@ class Leases:
         return self._number
 
     def take_all(self, inodes: list[int], lease_ms: int, sent_s: float,
-                 grants: list[bytes] | None = None) -> list[Lease | None]:
+                 grants: list[bytes] | None = None) -> list[InodeLease | None]:
         """As `take` for each inode.
 
         Inodes without earlier state share one lease, or get one each if there are `grants`.
@@ -125,9 +125,9 @@ class Leases:
         if watch is None or sent_s <= watch.floor_s or not (
                 self._leases.keys().isdisjoint(inodes) and watch.ended.keys().isdisjoint(inodes)):
             return [self.take(inode, lease_ms, sent_s, grants[at] if grants else b"") for at, inode in enumerate(inodes)]
-        lease = Lease(sent_s + lease_ms * WATCH_SHARE / 1000, self._clock.boottime_s(), b"", watch, self._next())
+        lease = InodeLease(sent_s + lease_ms * WATCH_SHARE / 1000, self._clock.boottime_s(), b"", watch, self._next())
         until_s, since_s, _, _, number = lease
-        leases = [lease] * len(inodes) if not grants else [Lease(until_s, since_s, grant, watch, number) for grant in grants]
+        leases = [lease] * len(inodes) if not grants else [InodeLease(until_s, since_s, grant, watch, number) for grant in grants]
         self._leases.update(zip(inodes, leases, strict=True))
         for old in too_old(self._leases, self._count_max):
             del self._leases[old]

@@ -23,7 +23,7 @@ from nvpool.core.errors import DeadlineExceeded, NameTooLong, NotFound, NvpoolEr
 from nvpool.core.grants import READ
 from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.rpc.messages.data_codec import pack_inodes
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.rpc.v1.meta_pb2 import Attr
 
@@ -142,7 +142,7 @@ class Many(Files):
         try:
             sent_s = await self._met_s(inodes[0])
             reply = await self.meta.ask_shard(shard, wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply)
-            listed = Listed(reply.packed)
+            listed = DirectoryPage(reply.packed)
             grants = listed.grants(reply.grants) if reply.grants else None
         except NvpoolError:
             return

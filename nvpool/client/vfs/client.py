@@ -11,22 +11,22 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from nvpool.client.data.chunk_client import ChunkClient
-from nvpool.client.data.extents import Ranges
+from nvpool.client.data.extents import ExtentClient
 from nvpool.client.data.key_cache import VolumeKeys
 from nvpool.client.data.short_circuit import ShortCut
-from nvpool.client.read.batch import BatchReader
+from nvpool.client.read.batch import ReadBatcher
 from nvpool.client.read.reader import Reader
 from nvpool.client.reverse_paths import KnownPaths
-from nvpool.client.rpc.fast_changes import Begun, OnEnd
+from nvpool.client.rpc.fast_changes import SubmittedChange, OnEnd
 from nvpool.client.rpc.meta_client import MetaClient
 from nvpool.client.state.attr_cache import DIVIDED_FLAG, Cache, OpenInode
-from nvpool.client.state.leases import Lease
+from nvpool.client.state.leases import InodeLease
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_view import PoolView
 from nvpool.client.state.types import Caller
 from nvpool.client.write.crash_journal import Keeping
 from nvpool.client.write.fast_writes import plain_writes
-from nvpool.client.write.quota_reservations import Rooms
+from nvpool.client.write.quota_reservations import QuotaReservations
 from nvpool.client.write.writeback import Writer
 from nvpool.core import grants
 from nvpool.core.clock import Clock
@@ -77,11 +77,11 @@ class Core:
         self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report,
                              begin_report=self._begin_report, keeping=self.keeping)
         self.cache.on_cut = self.writer.was_cut
-        batches = BatchReader(self.chunks, dialer, options, clock)
+        batches = ReadBatcher(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
         self.writer.plain = plain_writes(self)
-        self.ranges = Ranges(self.chunks, dialer, clock)
-        self.rooms = Rooms(self.meta, clock)
+        self.ranges = ExtentClient(self.chunks, dialer, clock)
+        self.rooms = QuotaReservations(self.meta, clock)
         view.changed.append(self.rooms.map_changed)
         self.meta.on_restart = self._shard_restarted
         self._renewals: set[asyncio.Task] = set()
@@ -207,7 +207,7 @@ class Core:
         self._take(entry, file)
         self._leased(entry, sent_s)
 
-    def _leased(self, entry, sent_s: float) -> Lease | None:
+    def _leased(self, entry, sent_s: float) -> InodeLease | None:
         """Record the lease in a reply, if the reply has one. `sent_s`: when the request was sent."""
         if not entry.lease_ms:
             return None
@@ -276,7 +276,7 @@ class Core:
         self._reported(file, wrote, await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply,
                                                            file=file))
 
-    def _begin_report(self, file: OpenInode, end: int, stored: int, wrote: bool, on_end: OnEnd) -> Begun | None:
+    def _begin_report(self, file: OpenInode, end: int, stored: int, wrote: bool, on_end: OnEnd) -> SubmittedChange | None:
         return self.meta.begin(file.inode, wire_pb2.META_REPORT, self.report_request(file, file.cut, end, stored, wrote),
                                meta_pb2.AttrReply,
                                partial(self._begun_reported, file, wrote, on_end), file=file)

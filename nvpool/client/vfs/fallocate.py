@@ -56,7 +56,7 @@ class _Piece(NamedTuple):
     by_store: bool
 
 
-class Ranges(Files, Attributes):
+class RangeOperations(Files, Attributes):
     """The operations on ranges of open files."""
 
     _extents_seen: dict[int, _Seen] | None = None

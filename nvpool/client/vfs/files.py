@@ -18,17 +18,17 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Protocol
 
-from nvpool.client.lookup.batcher import Together
+from nvpool.client.lookup.batcher import LookupBatcher
 from nvpool.client.read.reader import EMPTY
-from nvpool.client.rpc.fast_changes import Begun, OnEnd, Sent
+from nvpool.client.rpc.fast_changes import SubmittedChange, OnEnd, SentChange
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.dirty_file import WrittenFile
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.types import Caller, FileHandle
-from nvpool.client.vfs.locks import Locks
+from nvpool.client.vfs.locks import FileLocks
 from nvpool.client.vfs.names import check_name, is_name
 from nvpool.client.write.append_reservations import open_end
-from nvpool.client.write.sender import Flush
+from nvpool.client.write.sender import CloseFlush
 from nvpool.core.errors import (
     BadHandle,
     DeadlineExceeded,
@@ -41,7 +41,7 @@ from nvpool.core.errors import (
     StaleCut,
     WritesLost,
 )
-from nvpool.core.futures import Later
+from nvpool.core.futures import ImmediateFuture
 from nvpool.core.grants import READ, WRITE
 from nvpool.poolmap.layout import check_range
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
@@ -59,7 +59,7 @@ def rights_of(flags: int) -> int:
     return rights
 
 
-class Making(Protocol):
+class CreateCallbacks(Protocol):
     """Callbacks of a submitted create, implemented by the caller of `begin_create`.
 
     One of these is called: `made` and right after it `opened`; or `found`; or `go_on`; or `failed`.
@@ -85,7 +85,7 @@ class Making(Protocol):
         """The create failed with the error that `create` would raise."""
 
 
-class Files(Together, Locks):
+class Files(LookupBatcher, FileLocks):
     """The operations on open files."""
 
     async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
@@ -216,7 +216,7 @@ class Files(Together, Locks):
             self.cache.put_own_entry(parent, name, handle.inode, sent_s, self.leases.held(handle.inode))
 
     def begin_create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int,
-                     making: Making) -> Begun | None:
+                     making: CreateCallbacks) -> SubmittedChange | None:
         """Submit `create` without a task if nothing has to be awaited first; else return None.
 
         None: there was no side effect. `unique`: the number of the kernel's request.
@@ -242,13 +242,13 @@ class Files(Together, Locks):
         return self.writer.busy and self.cache.entry(parent, name, self.options.fresh_s) != 0 \
             and not self.cache.is_absent(parent, name, self._absent_s)
 
-    def go_on_creating(self, sent: Sent, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int,
-                       making: Making) -> Begun:
+    def go_on_creating(self, sent: SentChange, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int,
+                       making: CreateCallbacks) -> SubmittedChange:
         """Continue a create that was already sent, as if `begin_create` had sent it."""
         return self.meta.go_on_with(sent, parent, wire_pb2.META_CREATE, meta_pb2.CreateRequest, meta_pb2.CreateReply,
                                     partial(self._made, making, parent, name, mode, flags, caller, sent.sent_s), unique)
 
-    def _made(self, making: Making, parent: int, name: bytes, mode: int, flags: int, caller: Caller, sent_s: float, reply,
+    def _made(self, making: CreateCallbacks, parent: int, name: bytes, mode: int, flags: int, caller: Caller, sent_s: float, reply,
               error: BaseException | None) -> None:
         if error is not None:
             making.failed(error)
@@ -308,7 +308,7 @@ class Files(Together, Locks):
         found = self.reader.read_now(file, handle.ahead, offset, size) if file.located else None
         return found if found is not None else self.reader.content_now(file, offset, size)
 
-    def begin_read(self, handle: FileHandle, offset: int, size: int) -> Later | None:
+    def begin_read(self, handle: FileHandle, offset: int, size: int) -> ImmediateFuture | None:
         """Submit the most frequent kinds of `read` without a task. None if the caller must await `read`.
 
         The caller has tried `read_now` before.
@@ -321,10 +321,10 @@ class Files(Together, Locks):
         return self.reader.begin(file, handle.ahead, offset, size) if not file.untold else None
 
     def if_told(self, handle: FileHandle, offset: int, size: int) -> Callable | None:
-        """The `then` callback of `Later` for such a read of a small file. None if no check is needed."""
+        """The `then` callback of `ImmediateFuture` for such a read of a small file. None if no check is needed."""
         return partial(self._if_told, handle, offset, size) if handle.file.untold else None
 
-    def _if_told(self, handle: FileHandle, offset: int, size: int, part: Later, found, error: BaseException | None):
+    def _if_told(self, handle: FileHandle, offset: int, size: int, part: ImmediateFuture, found, error: BaseException | None):
         """Repeat the read with `read`, which validates it, if the service may not know the open."""
         if error is not None or not handle.file.untold or self.leases.keeps_bytes(handle.file.inode):
             return found, error
@@ -333,7 +333,7 @@ class Files(Together, Locks):
         task.add_done_callback(partial(self._read_for, part))
         return None
 
-    def _read_for(self, part: Later, task: asyncio.Task) -> None:
+    def _read_for(self, part: ImmediateFuture, task: asyncio.Task) -> None:
         self._renewals.discard(task)
         if task.cancelled():
             part.cancel()
@@ -504,7 +504,7 @@ class Files(Together, Locks):
         file = handle.file
         return file.written is None and not file.lost and not self.is_locked(file.inode)
 
-    def begin_flush(self, handle: FileHandle, on_end: OnEnd) -> Flush | bool | None:
+    def begin_flush(self, handle: FileHandle, on_end: OnEnd) -> CloseFlush | bool | None:
         """Submit `flush` without a task; `on_end(None, error)` is called when it ends.
 
         Returns an object with `cancel`. True: there is nothing to do. None: there was no side effect, and the

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from nvpool.client.lookup.complete_dirs import Wholes
 from nvpool.client.vfs.bulk import Many
-from nvpool.client.vfs.fallocate import Ranges
-from nvpool.client.vfs.listing import Listing
+from nvpool.client.vfs.fallocate import RangeOperations
+from nvpool.client.vfs.listing import DirectoryListing
 from nvpool.client.vfs.takeover import TakeOver
 
 
-class Vfs(Many, Ranges, Listing, TakeOver, Wholes):
+class Vfs(Many, RangeOperations, DirectoryListing, TakeOver, Wholes):
     """All operations of a client's file system. Made by client/session."""

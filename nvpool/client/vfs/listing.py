@@ -11,14 +11,14 @@ from collections.abc import Callable
 from nvpool.client.state.types import DirHandle
 from nvpool.client.vfs.names import Names
 from nvpool.core.errors import NotADirectory
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 LIST_MAX = 1024
 """Entries in one reply; the service sends no more."""
 
 
-class Listing(Names):
+class DirectoryListing(Names):
     """The operations on directory listings."""
 
     async def opendir(self, inode: int) -> DirHandle:
@@ -29,7 +29,7 @@ class Listing(Names):
         return DirHandle(inode)
 
     async def readdir(self, directory: DirHandle, cursor: int, limit: int,
-                      answered: Callable[[int | None], None] | None = None) -> tuple[Listed, bool]:
+                      answered: Callable[[int | None], None] | None = None) -> tuple[DirectoryPage, bool]:
         """List up to `limit` entries behind `cursor`, with attributes; return them and whether more follow.
 
         Cursor 0 starts the listing. An entry that exists during the whole listing is delivered once; '.' and
@@ -59,7 +59,7 @@ class Listing(Names):
         """
         return self.leases.outdated(inodes, since_s)
 
-    def unpromised(self, listed: Listed) -> set[int]:
+    def unpromised(self, listed: DirectoryPage) -> set[int]:
         """Inodes of the listing whose names are not covered by a lease."""
         inodes = listed.inodes
         if not inodes or (listed.promised == len(inodes) and self.leases.held(inodes[-1]) is not None):

@@ -25,13 +25,13 @@ from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.types import FileHandle
 from nvpool.client.vfs.client import Core
 from nvpool.core.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, WouldBlock
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, Span, laid, weaker
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, LockRange, laid, weaker
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
 
 
-class Key(NamedTuple):
+class LockKey(NamedTuple):
     """The key of an owner's locks on a file; `kind` is RECORD (fcntl) or WHOLE (flock)."""
 
     inode: int
@@ -45,7 +45,7 @@ class _Owned:
     __slots__ = ("spans", "handles", "asking", "doubtful", "kept")
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[LockRange] = []
         self.handles: set[FileHandle] = set()  # through which the locks were acquired
         self.asking = asyncio.Lock()
         self.doubtful: list[tuple[int, int, int]] = []
@@ -57,12 +57,12 @@ class _Owned:
         """Records of the handles in the mount state, which outlives this process."""
 
 
-class Locks(Core):
+class FileLocks(Core):
     """The lock operations, and the granted locks of each owner."""
 
     def __init__(self, *arguments, **fields) -> None:
         super().__init__(*arguments, **fields)
-        self._owned: dict[Key, _Owned] = {}
+        self._owned: dict[LockKey, _Owned] = {}
         self._owners: Counter[int] = Counter()  # inode -> owners with locks on it
         self._telling: set[asyncio.Task] = set()
         self.turns = LockTurns(self.meta)
@@ -74,7 +74,7 @@ class Locks(Core):
 
     # -- public operations ---------------------------------------------------------------------------------------------
 
-    async def getlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int) -> Span | None:
+    async def getlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int) -> LockRange | None:
         """A conflicting record lock of another owner, or None.
 
         Its pid is 0 if it belongs to another client.
@@ -83,7 +83,7 @@ class Locks(Core):
         request = meta_pb2.LocksRequest(inode=handle.inode, kind=RECORD, owner=owner, start=start, end=end, mode=mode)
         reply = await self.meta.ask(handle.inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)
         for lock in reply.locks:
-            return Span(lock.start, lock.end, lock.mode, lock.pid if lock.session == request.session else 0)
+            return LockRange(lock.start, lock.end, lock.mode, lock.pid if lock.session == request.session else 0)
         return None
 
     async def locks_on(self, inode: int) -> list[meta_pb2.HeldLock]:
@@ -106,7 +106,7 @@ class Locks(Core):
         _check(start, end, mode)
         if (mode == SHARED and not handle.readable) or (mode == EXCLUSIVE and not handle.writable):
             raise BadHandle("a shared lock wants a descriptor that may read, an exclusive one a descriptor that may write")
-        return await self._lock(handle, Key(handle.inode, RECORD, owner), start, end, mode, pid, wait)
+        return await self._lock(handle, LockKey(handle.inode, RECORD, owner), start, end, mode, pid, wait)
 
     async def flock(self, handle: FileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False) -> bool:
         """Lock or unlock the whole file, as flock(2); else as `setlk`.
@@ -114,14 +114,14 @@ class Locks(Core):
         If the lock cannot be converted to the other mode, the old lock is lost.
         """
         _check(0, LAST_BYTE, mode)
-        return await self._lock(handle, Key(handle.inode, WHOLE, owner), 0, LAST_BYTE, mode, pid, wait)
+        return await self._lock(handle, LockKey(handle.inode, WHOLE, owner), 0, LAST_BYTE, mode, pid, wait)
 
     async def release_owner(self, handle: FileHandle, owner: int) -> None:
         """Release all record locks of the owner on the file, as close(2) does.
 
         This includes locks that were acquired through other descriptors.
         """
-        key = Key(handle.inode, RECORD, owner)
+        key = LockKey(handle.inode, RECORD, owner)
         if key in self._owned:
             await self._release_all(handle.file, key)
 
@@ -132,7 +132,7 @@ class Locks(Core):
 
     # -- acquiring and releasing ---------------------------------------------------------------------------------------
 
-    async def _lock(self, handle: FileHandle, key: Key, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
+    async def _lock(self, handle: FileHandle, key: LockKey, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
         file = handle.file
         if file.lost:
             raise LockLost()
@@ -154,7 +154,7 @@ class Locks(Core):
             if request.ticket:
                 self.turns.give_up(key.inode, request.ticket)
 
-    async def _ask_lock(self, handle: FileHandle, key: Key, request: meta_pb2.LockRequest) -> meta_pb2.LockReply:
+    async def _ask_lock(self, handle: FileHandle, key: LockKey, request: meta_pb2.LockRequest) -> meta_pb2.LockReply:
         """Send the lock request and record its result."""
         owned = await self._begin(key)
         try:
@@ -189,12 +189,12 @@ class Locks(Core):
             self._end(key, owned)
         return reply
 
-    async def _change_lock(self, key: Key, request: meta_pb2.LockRequest) -> tuple[meta_pb2.LockReply, int]:
+    async def _change_lock(self, key: LockKey, request: meta_pb2.LockRequest) -> tuple[meta_pb2.LockReply, int]:
         """The reply, and the session in which it was given."""
         reply = await self.meta.change(key.inode, wire_pb2.META_LOCK, request, meta_pb2.LockReply)
         return reply, request.change.session
 
-    async def _begin(self, key: Key) -> _Owned:
+    async def _begin(self, key: LockKey) -> _Owned:
         """The owner's locks, reserved for the caller until `_end`."""
         while True:
             owned = self._owned.get(key) or self._own(key)
@@ -203,17 +203,17 @@ class Locks(Core):
                 return owned
             owned.asking.release()
 
-    def _own(self, key: Key) -> _Owned:
+    def _own(self, key: LockKey) -> _Owned:
         owned = self._owned[key] = _Owned()
         self._owners[key.inode] += 1
         return owned
 
-    def _end(self, key: Key, owned: _Owned) -> None:
+    def _end(self, key: LockKey, owned: _Owned) -> None:
         if not owned.spans and not owned.doubtful:
             self._forget(key)
         owned.asking.release()
 
-    def _keep_owner(self, key: Key, owned: _Owned, handle: FileHandle) -> None:
+    def _keep_owner(self, key: LockKey, owned: _Owned, handle: FileHandle) -> None:
         """Record the owner in the mount state before the request, for a successor process. TooManyOpen.
 
         The successor asks the service which locks this owner has.
@@ -223,7 +223,7 @@ class Locks(Core):
             self.kept.locks.put(index, key.inode, key.owner, handle.number, key.kind)
             owned.kept.append(index)
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: LockKey) -> None:
         for index in self._owned[key].kept:
             self.kept.locks.give_back(index)
         del self._owned[key]
@@ -256,7 +256,7 @@ class Locks(Core):
 
     # -- interrupted requests ------------------------------------------------------------------------------------------
 
-    async def _take_back(self, key: Key, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task) -> None:
+    async def _take_back(self, key: LockKey, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task) -> None:
         """Await a request whose caller was cancelled, and undo it."""
         try:
             reply, session = await asking
@@ -287,7 +287,7 @@ class Locks(Core):
             owned.doubtful.append((start, end, mode))
             laid(owned.spans, start, end, mode, request.pid).apply(owned.spans)
 
-    async def _tell_doubtful(self, key: Key, owned: _Owned) -> None:
+    async def _tell_doubtful(self, key: LockKey, owned: _Owned) -> None:
         """Correct the locks at the service to those recorded here.
 
         The new locks are never stronger than those the service may record, so no other owner can conflict.
@@ -306,7 +306,7 @@ class Locks(Core):
                 # the request started a new session, in which nothing was locked before
                 owned.doubtful.append((start, end, UNLOCKED))
 
-    async def _release_all(self, file: OpenInode, key: Key) -> None:
+    async def _release_all(self, file: OpenInode, key: LockKey) -> None:
         """Release all locks of the owner on the file. A release that fails now is retried later."""
         try:
             await self._publish(file)
@@ -335,7 +335,7 @@ class Locks(Core):
                 await owned.asking.acquire()
                 self._behind(self._tell_later(key, owned))
 
-    async def _tell_later(self, key: Key, owned: _Owned) -> None:
+    async def _tell_later(self, key: LockKey, owned: _Owned) -> None:
         try:
             await self._tell_doubtful(key, owned)
         except NvpoolError:

@@ -11,14 +11,14 @@ from functools import partial
 
 from nvpool.client.lookup.prefetch_policy import Siblings
 from nvpool.client.lookup.striped_dirs import Wide
-from nvpool.client.rpc.fast_changes import Begun, OnEnd
+from nvpool.client.rpc.fast_changes import SubmittedChange, OnEnd
 from nvpool.client.state.attr_cache import DIVIDED_FLAG
 from nvpool.client.state.types import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from nvpool.core.errors import AccessDenied, Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError, WritesLost
 from nvpool.core.grants import READ
 from nvpool.core.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.rpc.messages.data_codec import pack_inodes
-from nvpool.rpc.messages.direntries import NOTHING_LISTED, Listed, packed
+from nvpool.rpc.messages.direntries import NOTHING_LISTED, DirectoryPage, packed
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.rpc.v1.meta_pb2 import Attr
 
@@ -203,19 +203,19 @@ class Names(Wide):
         task.add_done_callback(self._renewals.discard)
         return task
 
-    async def _ask_list(self, request: meta_pb2.ListDirRequest) -> tuple[Listed, bool, int, float]:
+    async def _ask_list(self, request: meta_pb2.ListDirRequest) -> tuple[DirectoryPage, bool, int, float]:
         """Fetch a part of a listing.
 
         Returns the entries, whether more follow, the duration of the leases, and the time of the request.
         """
         sent_s = self.clock.boottime_s()
         reply = await self._ask_step(request)
-        listed = Listed(reply.packed or packed(reply.entries))
+        listed = DirectoryPage(reply.packed or packed(reply.entries))
         if len(self.view.map.shards) > 1 and 0 in listed.changes:
             await self._look_elsewhere(listed)
         return listed, reply.more, reply.lease_ms, sent_s
 
-    async def _look_elsewhere(self, listed: Listed) -> None:
+    async def _look_elsewhere(self, listed: DirectoryPage) -> None:
         """Fetch the attributes of inodes that other shards have, one request for each shard.
 
         Entries of inodes that are gone by now stay without attributes.
@@ -229,7 +229,7 @@ class Names(Wide):
             request = meta_pb2.GetAttrManyRequest(inodes=pack_inodes(list(places)))
             sent_s = self.clock.boottime_s()
             reply = await self.meta.ask(next(iter(places)), wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply)
-            found = Listed(reply.packed)
+            found = DirectoryPage(reply.packed)
             for at, inode in enumerate(found.inodes):
                 attr = found.attr(at)
                 if attr.flags & DIVIDED_FLAG:
@@ -249,7 +249,7 @@ class Names(Wide):
 
         await asyncio.gather(*map(ask, asked.values()))
 
-    def _believe_list(self, directory: int, listed: Listed, lease_ms: int, sent_s: float) -> None:
+    def _believe_list(self, directory: int, listed: DirectoryPage, lease_ms: int, sent_s: float) -> None:
         """Cache a listing, except the inodes that this client has changed since `sent_s`."""
         inodes, promised = listed.inodes, listed.promised
         if (promised in (0, len(inodes)) and 0 not in listed.changes and not self.leases.outdated(inodes, sent_s)
@@ -354,7 +354,7 @@ class Names(Wide):
         check_name(name)
         await self._remove(parent, name, wire_pb2.META_UNLINK, caller)
 
-    def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int, on_end: OnEnd) -> Begun | None:
+    def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int, on_end: OnEnd) -> SubmittedChange | None:
         """Submit `unlink` without a task if nothing has to be awaited first; else return None.
 
         None: there was no side effect. `unique`: the number of the kernel's request. `on_end(None, error)` is

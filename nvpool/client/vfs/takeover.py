@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.types import FileHandle
 from nvpool.client.vfs.files import Files, rights_of
-from nvpool.client.vfs.locks import Key
+from nvpool.client.vfs.locks import LockKey
 from nvpool.core.errors import NotFound, NvpoolError, Unavailable
 from nvpool.core.ids import LIFE_BITS
 from nvpool.core.posix.byte_ranges import laid
@@ -104,9 +104,9 @@ class TakeOver(Files):
     async def _take_over_locks(self, handles: dict[int, FileHandle]) -> None:
         """Restore the locks that the service records for this client's owners."""
         memory = self.kept
-        keys: dict[Key, list[tuple[int, int]]] = {}
+        keys: dict[LockKey, list[tuple[int, int]]] = {}
         for index, inode, owner, number, kind in memory.locks.valid():
-            keys.setdefault(Key(inode, kind, owner), []).append((index, number))
+            keys.setdefault(LockKey(inode, kind, owner), []).append((index, number))
         held = {inode: await self._locks_of(inode) for inode in {key.inode for key in keys}}
         for key, records in keys.items():
             told = held[key.inode]

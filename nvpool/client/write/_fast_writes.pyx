@@ -23,11 +23,11 @@ from nvpool.core.errors import CorruptFrame, NotFound, StaleCut, StaleEpoch, Una
 from nvpool.core.ids import COUNTER_BITS
 from nvpool.shm.mount_state import FILE, WRITE
 from nvpool.core.units import BLOCK_BYTES, CHAINS_PER_TABLE
-from nvpool.client.rpc.fast_changes import Begun
-from nvpool.client.rpc.fast_changes import Sent as BegunSent
+from nvpool.client.rpc.fast_changes import SubmittedChange
+from nvpool.client.rpc.fast_changes import SentChange as BegunSent
 from nvpool.client.data.commit import Stored
-from nvpool.client.write.sender import Told
-from nvpool.client.state.dirty_file import Segment, WrittenFile
+from nvpool.client.write.sender import SizeReport
+from nvpool.client.state.dirty_file import DirtyExtent, WrittenFile
 from nvpool.rpc.transports._frame cimport note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.rpc.messages.data_codec import decode_write_reply
@@ -147,10 +147,10 @@ cdef bint is_stored(message) except -1:
 # -- a write -----------------------------------------------------------------------------------------------------------------
 
 
-cdef class Sent:
+cdef class SentWrite:
     """As write_call.Writing, for a file's first bytes."""
     cdef readonly object slot, sequence, cut, error
-    cdef Writes writes
+    cdef FastWrites writes
     cdef object written, segment, connection, number, place, index
     cdef object epoch           # of the chain
     cdef bint ended
@@ -199,7 +199,7 @@ cdef class Sent:
 cdef class Closing:
     """As sender.Flush, and its report too, as fast_changes.Begun."""
     cdef public object on_end
-    cdef Writes writes
+    cdef FastWrites writes
     cdef object written, number, otherwise
     cdef uint64_t end_told, stored_told
     cdef object cut_told
@@ -311,14 +311,14 @@ cdef class Closing:
                     state.wake()
 
     cdef object go_on(self):
-        """Convert the report into a `Begun` request, which continues on the slow path."""
+        """Convert the report into a `SubmittedChange` request, which continues on the slow path."""
         vfs, file, state = self.writes.vfs, self.written.file, self.state
         request = vfs.report_request(file, self.cut_told, self.end_told, self.stored_told, self.wrote_told)
         change = request.change
         # the session in which it was sent: there may be a newer one by now, which must not be refused for it
         change.session, change.slot, change.sequence, change.map_epoch = self.session, self.slot, self.sequence, self.epoch
         on_end = partial(vfs._begun_reported, file, self.wrote_told, self.reported)
-        begun = Begun(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
+        begun = SubmittedChange(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
                       self.slot, self.sequence, self.deadline_s)
         begun.was_sent(BegunSent(b"", 0.0, self.deadline_s, self.connection, self.request, state, self.slot, self.sequence,
                                  self.generation))
@@ -346,7 +346,7 @@ cdef class Closing:
         return 0
 
     cdef object told(self):
-        return Told(self.end_told, self.stored_told, self.wrote_told, self.cut_told)
+        return SizeReport(self.end_told, self.stored_told, self.wrote_told, self.cut_told)
 
     def reported(self, _, error):
         if error is None:
@@ -392,7 +392,7 @@ cdef class Closing:
 # -- shared parts ------------------------------------------------------------------------------------------------------
 
 
-cdef class Writes:
+cdef class FastWrites:
     """The fast writes and closes of one client with mount state."""
     cdef object writer, vfs, meta, chunks, dialer, keeping, memory, arena, pieces, files, clock, contents
     cdef dict open_files
@@ -511,7 +511,7 @@ cdef class Writes:
         cdef double now_s
         cdef list slots, free
         cdef bytes grant
-        cdef Sent sent
+        cdef SentWrite sent
         # All conditions are checked before any side effect.
         writer, chunks, pieces, arena = self.writer, self.chunks, self.pieces, self.arena
         unit_bits = min(<int>file.chunk_bits, <int>UNIT_BITS_MAX)
@@ -590,7 +590,7 @@ cdef class Writes:
         writer._in_flight += size
         segment_number = writer._number + 1
         writer._number = segment_number
-        segment = Segment(zero, size, [view], segment_number, now_s)
+        segment = DirtyExtent(zero, size, [view], segment_number, now_s)
         segment.due = True
         segment.records.append((kept_number, index))
         written.sending = {zero: [segment]}
@@ -602,7 +602,7 @@ cdef class Writes:
         sequence = chunks.sequence + 1
         chunks.sequence = sequence
         file.grant_used = True
-        sent = Sent.__new__(Sent)
+        sent = SentWrite.__new__(SentWrite)
         sent.slot, sent.sequence, sent.cut = slots.pop(), sequence, file.cut
         sent.writes, sent.written, sent.segment, sent.connection = self, written, segment, connection
         sent.epoch, sent.place, sent.index = chain.epoch, (table_id, number), index
@@ -613,7 +613,7 @@ cdef class Writes:
                              now_s, sent)
         return True
 
-    cdef bint was_stored(self, Sent sent) except -1:
+    cdef bint was_stored(self, SentWrite sent) except -1:
         """Record that a store has the write; False, without a side effect, if the file has more to do."""
         cdef uint64_t end, place
         cdef uint8_t *at

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvpool.client.state.dirty_file import Record, Segment, WrittenFile
+from nvpool.client.state.dirty_file import Record, DirtyExtent, WrittenFile
 from nvpool.shm.mount_state import KeptMemory, Word
 
 
@@ -60,7 +60,7 @@ class Keeping:
             self.memory.drop_write(index)
         records.clear()
 
-    def clip(self, segment: Segment, size: int) -> None:
+    def clip(self, segment: DirtyExtent, size: int) -> None:
         """Drop the parts of the extent's pieces at or behind `size`."""
         kept = []
         for record in segment.records:

@@ -30,4 +30,4 @@ if TYPE_CHECKING:
 
 def plain_writes(vfs: Core) -> Any:
     """The value of Writer.plain for this client. None without a compiled module or without mount state."""
-    return _fast_writes.Writes(vfs) if _fast_writes is not None and vfs.keeping is not None else None
+    return _fast_writes.FastWrites(vfs) if _fast_writes is not None and vfs.keeping is not None else None

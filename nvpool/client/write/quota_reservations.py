@@ -65,7 +65,7 @@ class Room:
         return sum(max(0, file.paid - file.attr.size) for file in self.files.values())
 
 
-class Rooms:
+class QuotaReservations:
     """The quota reservations of a client in all volumes."""
 
     def __init__(self, meta: MetaClient, clock: Clock) -> None:

@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nvpool.client.data.unstable_writes import Unflushed
-from nvpool.client.rpc.fast_changes import Begun, OnEnd
+from nvpool.client.rpc.fast_changes import SubmittedChange, OnEnd
 from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.dirty_file import Segment, WrittenFile, prepared
+from nvpool.client.state.dirty_file import DirtyExtent, WrittenFile, prepared
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.append_reservations import open_end
 from nvpool.client.write.crash_journal import Keeping
@@ -34,14 +34,14 @@ from nvpool.core.units import BLOCK_BYTES, WITHDRAW_ANY
 
 log = logging.getLogger(__name__)
 
-BeginReport = Callable[[OpenInode, int, int, bool, OnEnd], Begun | None]
+BeginReport = Callable[[OpenInode, int, int, bool, OnEnd], SubmittedChange | None]
 """Submits a report: (file, end, bytes that stores have, whether the file was written, on_end).
 
 `on_end` is called before the attributes of the service's reply are cached.
 """
 
 
-class Told(NamedTuple):
+class SizeReport(NamedTuple):
     """The content of a report to the service."""
 
     end: int
@@ -51,7 +51,7 @@ class Told(NamedTuple):
     withdrawn: int = 0
 
 
-class Sending:
+class WriteSender:
     """The part of `Writer` that sends; `Writer` provides the attributes declared here."""
 
     _chunks: object
@@ -104,25 +104,25 @@ class Sending:
             else:
                 del written.dirty[unit]
 
-    def _set_out(self, written: WrittenFile, unit: int, segment: Segment) -> None:
+    def _set_out(self, written: WrittenFile, unit: int, segment: DirtyExtent) -> None:
         self._in_flight += segment.end - segment.start
         written.sending.setdefault(unit, []).append(segment)
         if not self._begin(written, unit, segment):
             self._own(self._send(written, unit, segment))
 
     @staticmethod
-    def _overlaps_sending(written: WrittenFile, unit: int, segment: Segment) -> bool:
+    def _overlaps_sending(written: WrittenFile, unit: int, segment: DirtyExtent) -> bool:
         sending = written.sending.get(unit)
         if not sending:
             return False
         first, last = segment.start // BLOCK_BYTES, (segment.end - 1) // BLOCK_BYTES
         return any(s.start // BLOCK_BYTES <= last and (s.end - 1) // BLOCK_BYTES >= first for s in sending)
 
-    def _deadline_s(self, segment: Segment) -> float:
+    def _deadline_s(self, segment: DirtyExtent) -> float:
         """The deadline, counted from the write. A write that waited behind others does not get more time."""
         return max(segment.born_s + self._options.deadline_s, self._clock.boottime_s() + min(1.0, self._options.deadline_s))
 
-    def _begin(self, written: WrittenFile, unit: int, segment: Segment) -> bool:
+    def _begin(self, written: WrittenFile, unit: int, segment: DirtyExtent) -> bool:
         """Submit the extent without a task; return whether it was submitted."""
         file = written.file
         index = segment.start >> file.chunk_bits
@@ -136,7 +136,7 @@ class Sending:
         self._begun.add(writing)
         return True
 
-    def _was_sent(self, written: WrittenFile, unit: int, segment: Segment, writing: Writing,
+    def _was_sent(self, written: WrittenFile, unit: int, segment: DirtyExtent, writing: Writing,
                   error: BaseException | None) -> None:
         self._begun.discard(writing)
         if isinstance(error, asyncio.CancelledError):
@@ -150,7 +150,7 @@ class Sending:
             self._has_stored(written, segment, writing.cut)
         self._left(written, unit, segment, None if error is not None else writing)
 
-    async def _send(self, written: WrittenFile, unit: int, segment: Segment, begun: Writing | None = None) -> None:
+    async def _send(self, written: WrittenFile, unit: int, segment: DirtyExtent, begun: Writing | None = None) -> None:
         """Send the extent by the slow path. `begun`: its earlier submission, which failed."""
         file = written.file
         try:
@@ -188,7 +188,7 @@ class Sending:
         finally:
             self._left(written, unit, segment)
 
-    def _has_stored(self, written: WrittenFile, segment: Segment, cut: int) -> None:
+    def _has_stored(self, written: WrittenFile, segment: DirtyExtent, cut: int) -> None:
         """Record that a store has the extent, written under the truncate epoch `cut`."""
         if written.file.truncated <= cut:
             end = segment.end if not written.is_broken else min(segment.end, written.appended.broken)
@@ -200,7 +200,7 @@ class Sending:
         if self._keeping is not None:
             self._note(written)
 
-    def _dropped(self, written: WrittenFile, segment: Segment, error: NvpoolError) -> None:
+    def _dropped(self, written: WrittenFile, segment: DirtyExtent, error: NvpoolError) -> None:
         log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", segment.end - segment.start,
                   segment.start, written.file.inode, error)
         written.meet(error)
@@ -208,7 +208,7 @@ class Sending:
         if appended is not None and segment.end > appended.start and segment.start < open_end(written):
             self._give_up(written, max(segment.start, appended.start))
 
-    def _left(self, written: WrittenFile, unit: int, segment: Segment, stored: Writing | None = None) -> None:
+    def _left(self, written: WrittenFile, unit: int, segment: DirtyExtent, stored: Writing | None = None) -> None:
         """Remove the extent from those in flight: it was stored (`stored`, or noted before) or dropped."""
         length = segment.end - segment.start
         self._in_flight -= length
@@ -256,14 +256,14 @@ class Sending:
     # -- reports to the service ----------------------------------------------------------------------------------------
 
     @staticmethod
-    def _telling(written: WrittenFile) -> Told:
+    def _telling(written: WrittenFile) -> SizeReport:
         """The data to report now. From here on it counts as reported; `_not_told` reverses that."""
-        told = Told(written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written))
+        told = SizeReport(written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written))
         written.wrote = False
         written.stored_bytes = 0
         return told
 
-    def _was_told(self, written: WrittenFile, told: Told) -> None:
+    def _was_told(self, written: WrittenFile, told: SizeReport) -> None:
         if told.withdrawn:
             written.appended.close()
         if written.stored_end <= told.end:
@@ -271,7 +271,7 @@ class Sending:
             written.find_end()
         self._note(written)
 
-    def _not_told(self, written: WrittenFile, told: Told, error: BaseException) -> None:
+    def _not_told(self, written: WrittenFile, told: SizeReport, error: BaseException) -> None:
         if isinstance(error, NotFound):
             written.stored_end = 0  # the inode is gone: no client will ever ask for its size
             self._note(written)
@@ -280,14 +280,14 @@ class Sending:
         if not isinstance(error, StaleCut):
             written.stored_bytes += told.stored
 
-    def begin_flush(self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]) -> Flush | bool | None:
+    def begin_flush(self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]) -> CloseFlush | bool | None:
         """As Files.begin_flush. `otherwise` makes the coroutine of the slow path."""
         written = file.written
         if (written.flushing is not None or written.paused or written.error is not None or written.reporting.taken
                 or written.is_broken):
             return None
         flush = (self.plain.flush(written, self._number, on_end, otherwise) if self.plain is not None
-                 else Flush(self, written, self._number, on_end, otherwise))
+                 else CloseFlush(self, written, self._number, on_end, otherwise))
         if written.dirty or written.sending:
             for segment in written.segments():
                 segment.due = True
@@ -301,7 +301,7 @@ class Sending:
         return flush
 
 
-class Flush:
+class CloseFlush:
     """A close(2) in progress: waits for extents up to `number`, then for their report.
 
     `on_end(None, error)` is called once, before the client updates its state.
@@ -309,15 +309,15 @@ class Flush:
 
     __slots__ = ("on_end", "_writer", "_written", "_number", "_otherwise", "_told", "_report", "_task", "_ended")
 
-    def __init__(self, writer: Sending, written: WrittenFile, number: int, on_end: OnEnd,
+    def __init__(self, writer: WriteSender, written: WrittenFile, number: int, on_end: OnEnd,
                  otherwise: Callable[[], Coroutine]) -> None:
         self.on_end = on_end
         self._writer = writer
         self._written = written
         self._number = number
         self._otherwise = otherwise
-        self._told: Told | None = None
-        self._report: Begun | None = None
+        self._told: SizeReport | None = None
+        self._report: SubmittedChange | None = None
         self._task: asyncio.Task | None = None
         self._ended = False
 

@@ -6,7 +6,7 @@ one is sent after the earlier one has ended, so merges of partial blocks are nev
 the metadata service is the end of the stored bytes; it never covers an older write that is not stored yet.
 Memory is bounded over all files; writers wait for buffer space.
 
-Bytes gather in extents (class `Segment`) within units of at most 1 MiB that never cross a chunk. An extent
+Bytes gather in extents (class `DirtyExtent`) within units of at most 1 MiB that never cross a chunk. An extent
 that reaches its unit's end is sent immediately, and so are the first bytes of a new file. Other extents are
 sent when the file is flushed, after a second, or when memory is short. Used by vfs and the reader; this
 module never reads.
@@ -25,11 +25,11 @@ from nvpool.client.data.commit import Stored
 from nvpool.client.data.unstable_writes import Unflushed
 from nvpool.client.rpc.exactly_once import asking
 from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.dirty_file import Record, Segment, WrittenFile, copies, kept
+from nvpool.client.state.dirty_file import Record, DirtyExtent, WrittenFile, copies, kept
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.append_reservations import PUBLISH_S, Appended, open_end
 from nvpool.client.write.crash_journal import Keeping, KeptFile
-from nvpool.client.write.sender import BeginReport, Sending, withdrawn
+from nvpool.client.write.sender import BeginReport, WriteSender, withdrawn
 from nvpool.client.write.write_call import Writing
 from nvpool.core.clock import Clock
 from nvpool.core.errors import DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
@@ -44,7 +44,7 @@ _TAIL_BYTES = 256 * KIB
 """Small writes grow one buffer up to this size: growing larger buffers would copy too much."""
 
 
-class Writer(Sending):
+class Writer(WriteSender):
     """The writeback buffer of a client.
 
     `refresh(file, rights)` fetches new attributes and a grant. `report(file, end, bytes, wrote, sync)`
@@ -74,7 +74,7 @@ class Writer(Sending):
         self.plain: Any = None
         """The compiled fast path of client/write/fast_writes; None without it.
 
-        It accepts the first bytes of small new files, and makes the `Flush` objects.
+        It accepts the first bytes of small new files, and makes the `CloseFlush` objects.
         """
         self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None,
                                     self._was_lost)
@@ -221,7 +221,7 @@ class Writer(Sending):
             record, data = self._keeping.keep(written, 0, data, unique, True)
         self._hold(written, end)
         self._number += 1
-        segment = Segment(0, end, [kept(data, record is not None)], self._number, now_s)
+        segment = DirtyExtent(0, end, [kept(data, record is not None)], self._number, now_s)
         segment.due = True
         if record is not None:
             segment.records.append(record)
@@ -247,7 +247,7 @@ class Writer(Sending):
         elif last is None or start > last.end:
             self._hold(written, length)
             self._number += 1
-            segment = Segment(start, end, [kept(data, record is not None)], self._number, now_s)
+            segment = DirtyExtent(start, end, [kept(data, record is not None)], self._number, now_s)
             segments.append(segment)
         else:
             segment = self._merge(written, segments, start, end, data, now_s)
@@ -257,7 +257,7 @@ class Writer(Sending):
             segment.due = True
         return segment.due
 
-    def _merge(self, written: WrittenFile, segments: list[Segment], start: int, end: int, data, now_s: float) -> Segment:
+    def _merge(self, written: WrittenFile, segments: list[DirtyExtent], start: int, end: int, data, now_s: float) -> DirtyExtent:
         """Overlay the extents with `data`; the extents that it touches become one.
 
         The merged extent takes the place of the oldest one in the order of writes.
@@ -274,7 +274,7 @@ class Writer(Sending):
             whole[old.start - first:old.end - first] = old.bytes()
         whole[start - first:end - first] = data
         self._number += 1
-        segment = Segment(first, last, [whole], min([self._number, *[s.number for s in touched]]),
+        segment = DirtyExtent(first, last, [whole], min([self._number, *[s.number for s in touched]]),
                           min([now_s, *[s.born_s for s in touched]]))
         segment.due = any(s.due for s in touched)
         segment.records = sorted(record for s in touched for record in s.records)

@@ -3,7 +3,7 @@
 The messages and stubs are those that the package aetcd has generated from etcd's own definitions (protocol
 version 3.4 and later). aetcd's client is not used: it talks to one host, without certificates, and its watch
 ends with its stream. Used by the other modules of cluster/etcd; node/coordination and provision use
-`Certificates` and `answers_alone`.
+`EtcdCertificates` and `answers_alone`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NEEDS_LEADER = (("hasleader", "true"),)
 silent."""
 
 
-class Certificates(NamedTuple):
+class EtcdCertificates(NamedTuple):
     """PEM data: the CA that signed both sides, and our certificate and key."""
 
     authority: bytes
@@ -75,16 +75,16 @@ class EtcdCalls:
     `members`: "host:port" of each member, the nearest first. Plain text without `certificates`.
     """
 
-    def __init__(self, members: Sequence[str], clock: Clock, certificates: Certificates | None = None) -> None:
+    def __init__(self, members: Sequence[str], clock: Clock, certificates: EtcdCertificates | None = None) -> None:
         self._clock = clock
-        self._certificates: Certificates | None = None
+        self._certificates: EtcdCertificates | None = None
         self._members: list[_Member] = []
         self._at = 0
         self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
         self.use(members, certificates)
 
-    def use(self, members: Sequence[str], certificates: Certificates | None) -> None:
+    def use(self, members: Sequence[str], certificates: EtcdCertificates | None) -> None:
         """Use these members and certificates from now on.
 
         Calls to other members, or with the old certificates, get time to end. A stream on such a channel
@@ -277,7 +277,7 @@ async def _answer(ask: Callable[[_Member, float], Awaitable[_Answer]], member: _
     return await ask(member, timeout_s)
 
 
-async def answers_alone(address: str, certificates: Certificates | None, wait_s: float) -> bool:
+async def answers_alone(address: str, certificates: EtcdCertificates | None, wait_s: float) -> bool:
     """Whether that member answers, with or without a quorum."""
     member = _Member(address, certificates and grpc.ssl_channel_credentials(
         certificates.authority, certificates.key, certificates.certificate))

@@ -22,12 +22,12 @@ from typing import TypeVar
 
 from aetcd import rpc
 
-from nvpool.cluster.api import Lease
-from nvpool.cluster.etcd.client import END_OF_STREAM, STREAM_ERRORS, Certificates, EtcdCalls
+from nvpool.cluster.api import CoordinatorLease
+from nvpool.cluster.etcd.client import END_OF_STREAM, STREAM_ERRORS, EtcdCertificates, EtcdCalls
 from nvpool.cluster.etcd.election import LEADER, SIGN, EtcdReign, follows, read_sign
 from nvpool.cluster.etcd.election_timing import Succession
 from nvpool.cluster.etcd.leases import EtcdLease, give_up
-from nvpool.cluster.watchers import Told
+from nvpool.cluster.watchers import MapWatchers
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (
     CorruptRecord,
@@ -69,7 +69,7 @@ class EtcdCoordinator:
         self._clock = clock
         self._root = _root(pool_id)
         self._publish = publish
-        self._told = Told(pool_map)
+        self._told = MapWatchers(pool_map)
         self._map_revision = 0
         self._leases: set[EtcdLease | EtcdReign] = set()
         self._succession = Succession(only)
@@ -80,7 +80,7 @@ class EtcdCoordinator:
 
     @classmethod
     async def found(cls, members: Sequence[str], first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None, *,
-                    certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+                    certificates: EtcdCertificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
         """Create the coordinator of a pool that etcd does not know, with the map `first`. `only` as in
         `over`.
 
@@ -103,7 +103,7 @@ class EtcdCoordinator:
         return await cls.open(members, first.pool_id, publish, certificates=certificates, clock=clock, only=only)
 
     @staticmethod
-    async def answers(members: Sequence[str], certificates: Certificates | None = None, *, wait_s: float = 2.0,
+    async def answers(members: Sequence[str], certificates: EtcdCertificates | None = None, *, wait_s: float = 2.0,
                       clock: Clock = SYSTEM_CLOCK) -> None:
         """Check etcd: on return a member has answered with a quorum.
 
@@ -117,7 +117,7 @@ class EtcdCoordinator:
 
     @classmethod
     async def open(cls, members: Sequence[str], pool_id: str, publish: Callable[[bytes], None] = lambda raw: None, *,
-                   certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+                   certificates: EtcdCertificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
         """Open the coordinator of a pool that etcd knows; `only` as in `over`.
 
         CorruptRecord: there is no map of the pool, or an invalid one. Unavailable.
@@ -149,7 +149,7 @@ class EtcdCoordinator:
 
     @staticmethod
     async def overwrite(members: Sequence[str], pool_id: str, after: Callable[[PoolMap], PoolMap], *,
-                        certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+                        certificates: EtcdCertificates | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         """Replace the map in etcd by `after(map)`, whatever its epoch: for recovery.
 
         CorruptRecord: etcd has no map of the pool. Unavailable: the map may have been replaced.
@@ -164,7 +164,7 @@ class EtcdCoordinator:
             await calls.close()
 
     @staticmethod
-    async def forget(members: Sequence[str], pool_id: str, node: int, *, certificates: Certificates | None = None,
+    async def forget(members: Sequence[str], pool_id: str, node: int, *, certificates: EtcdCertificates | None = None,
                      wait_s: float = CHANGE_S, clock: Clock = SYSTEM_CLOCK) -> tuple[int, ...]:
         """Record that the pool is destroyed on this node. Return the nodes that still have it.
 
@@ -210,7 +210,7 @@ class EtcdCoordinator:
         """Whether etcd is silent, so that nothing can be changed."""
         return self._clock.boottime_s() - self._heard_s > SILENCE_S
 
-    def use(self, members: Sequence[str], certificates: Certificates | None) -> None:
+    def use(self, members: Sequence[str], certificates: EtcdCertificates | None) -> None:
         """Use these members and certificates from now on."""
         self._calls.use(members, certificates)
 
@@ -324,7 +324,7 @@ class EtcdCoordinator:
         await self._look()
         return self.pool_map
 
-    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+    async def replace(self, new: PoolMap, leader: CoordinatorLease | None = None) -> None:
         async with self._turn:
             if new.epoch != self.pool_map.epoch + 1:
                 await self._look()  # our map may be old
@@ -364,7 +364,7 @@ class EtcdCoordinator:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+    async def announce(self, name: str, value: bytes, lease_s: float) -> CoordinatorLease:
         lease = self._kept(await EtcdLease.take(self._calls, self._clock, lease_s, CHANGE_S))
         key = self._root + b"present/" + name.encode()
         try:
@@ -374,7 +374,7 @@ class EtcdCoordinator:
             raise
         return lease
 
-    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> CoordinatorLease | None:
         until_s = self._clock.boottime_s() + wait_s
         while not self._told.closed:
             free_s = self._succession.free_in_s(self._clock.boottime_s())

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from math import ceil
 
-from nvpool.cluster.api import LEASE_S_MIN, Lease
+from nvpool.cluster.api import LEASE_S_MIN, CoordinatorLease
 from nvpool.cluster.etcd.client import PAUSE_S, EtcdCalls
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Unavailable
@@ -113,7 +113,7 @@ class EtcdLease(Renewed):
         await self._calls.revoke_lease(self.number, wait_s)
 
 
-async def give_up(leases: Iterable[Lease]) -> None:
+async def give_up(leases: Iterable[CoordinatorLease]) -> None:
     """Release all leases concurrently."""
     await asyncio.gather(*(lease.release() for lease in leases))
 

@@ -28,7 +28,7 @@ _NO_ID = 0xFFFFFFFF
 _HEAD, _ENTRY = struct.Struct("<I"), struct.Struct("<HHI")
 
 
-class Entry(NamedTuple):
+class AclEntry(NamedTuple):
     """One entry of a list; `id` is the id of a named user or group."""
 
     tag: int
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     id: int = _NO_ID
 
 
-Acl = tuple[Entry, ...]
+Acl = tuple[AclEntry, ...]
 
 
 def decode_acl(value: bytes) -> Acl:
@@ -51,7 +51,7 @@ def decode_acl(value: bytes) -> Acl:
         raise TooBig(f"an access control list has {ACL_BYTES_MAX} bytes at most, not {len(value)}")
     if len(value) < _HEAD.size or (len(value) - _HEAD.size) % _ENTRY.size or _HEAD.unpack_from(value)[0] != _VERSION:
         raise InvalidRequest(f"{len(value)} bytes are no access control list of version {_VERSION}")
-    acl = tuple(Entry(tag, permissions, number if tag in (USER, GROUP) else _NO_ID)
+    acl = tuple(AclEntry(tag, permissions, number if tag in (USER, GROUP) else _NO_ID)
                 for tag, permissions, number in _ENTRY.iter_unpack(value[_HEAD.size:]))
     tags = [entry.tag for entry in acl]
     named = USER in tags or GROUP in tags

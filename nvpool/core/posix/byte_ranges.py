@@ -18,7 +18,7 @@ LAST_BYTE = (1 << 63) - 1
 """A lock up to this byte covers the file however large it becomes."""
 
 
-class Span(NamedTuple):
+class LockRange(NamedTuple):
     """Bytes `start` to `end`, both included, locked by the process `pid`."""
 
     start: int
@@ -27,18 +27,18 @@ class Span(NamedTuple):
     pid: int = 0
 
 
-class Change(NamedTuple):
+class RangeChange(NamedTuple):
     """Replacement of part of a list: `spans[first:last] = new`."""
 
     first: int
     last: int
-    new: list[Span]
+    new: list[LockRange]
 
-    def apply(self, spans: list[Span]) -> None:
+    def apply(self, spans: list[LockRange]) -> None:
         spans[self.first:self.last] = self.new
 
 
-def laid(spans: list[Span], start: int, end: int, mode: int, pid: int = 0) -> Change:
+def laid(spans: list[LockRange], start: int, end: int, mode: int, pid: int = 0) -> RangeChange:
     """Return the change to `spans` that gives [start, end] this mode; UNLOCKED removes locks."""
     first = bisect_left(spans, start - 1, key=_end_of)
     last = bisect_right(spans, end + 1, first, key=_start_of)
@@ -52,16 +52,16 @@ def laid(spans: list[Span], start: int, end: int, mode: int, pid: int = 0) -> Ch
             before.append(span._replace(end=min(span.end, start - 1)))
         if span.end > end:
             after.append(span._replace(start=max(span.start, end + 1)))
-    return Change(first, last, [*before, *([Span(low, high, mode, pid)] if mode else ()), *after])
+    return RangeChange(first, last, [*before, *([LockRange(low, high, mode, pid)] if mode else ()), *after])
 
 
-def overlapping(spans: list[Span], start: int, end: int) -> list[Span]:
+def overlapping(spans: list[LockRange], start: int, end: int) -> list[LockRange]:
     """Return the spans that contain a byte of [start, end]."""
     first = bisect_left(spans, start, key=_end_of)
     return spans[first:bisect_right(spans, end, first, key=_start_of)]
 
 
-def pieces(spans: list[Span], start: int, end: int) -> list[tuple[int, int, int]]:
+def pieces(spans: list[LockRange], start: int, end: int) -> list[tuple[int, int, int]]:
     """Divide [start, end] into parts of one mode each, unlocked parts included: (start, end, mode)."""
     found = []
     for span in overlapping(spans, start, end):
@@ -75,15 +75,15 @@ def pieces(spans: list[Span], start: int, end: int) -> list[tuple[int, int, int]
     return found
 
 
-def weaker(one: list[Span], other: list[Span], start: int, end: int) -> list[tuple[int, int, int]]:
+def weaker(one: list[LockRange], other: list[LockRange], start: int, end: int) -> list[tuple[int, int, int]]:
     """Divide [start, end] as `pieces` does; each byte gets the weaker of its modes in the two lists."""
     return [(first, last, min(mode, its)) for begin, until, mode in pieces(one, start, end)
             for first, last, its in pieces(other, begin, until)]
 
 
-def _start_of(span: Span) -> int:
+def _start_of(span: LockRange) -> int:
     return span.start
 
 
-def _end_of(span: Span) -> int:
+def _end_of(span: LockRange) -> int:
     return span.end

@@ -254,7 +254,7 @@ cdef object attr_of(const uint8_t *record):
     return attr_from(PyBytes_FromStringAndSize(<const char *>message, at - message))
 
 
-cdef class Known:
+cdef class CachedReplies:
     """Compiled part of KnownAnswers; see cached_replies.py.
 
     `engine` has the buffer, and the list of closed files that are released late.

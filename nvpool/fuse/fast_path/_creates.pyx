@@ -22,14 +22,14 @@ from nvpool.shm.mount_state import HANDLE, HANDLES_MAX, SHARD, SHARD_BYTES, SLOT
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.units import SLOTS_PER_SESSION
 from nvpool.client.state import attr_cache as cache_module
-from nvpool.client.rpc.fast_changes import Sent
+from nvpool.client.rpc.fast_changes import SentChange
 from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.leases import NEVER_S, WATCH_SHARE, Lease
+from nvpool.client.state.leases import NEVER_S, WATCH_SHARE, InodeLease
 from nvpool.client.state.types import Caller, FileHandle
 from nvpool.fuse.ops import kernel_cache as cached_ops
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import RESENT, Op, Opening
-from nvpool.rpc.transports._frame cimport Asking, Taker, note
+from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.rpc.messages.direntries import change_of
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
@@ -276,7 +276,7 @@ cdef int trim(dict known, count_max) except -1:
 
 # -- a pending file creation -----------------------------------------------------------------------------------------------
 
-cdef class Making(Taker):
+cdef class PendingCreate(ReplyTaker):
     """A pending CREATE: an entry of the engine's table, and the receiver of the reply on the connection."""
     cdef Creates creates
     cdef object connection, state
@@ -293,7 +293,7 @@ cdef class Making(Taker):
             return False
         return self.otherwise().cancel()
 
-    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         """Take the reply if it describes a new file; None: the slow path gets it."""
         if self.told or payload_bytes:
             return None
@@ -325,11 +325,11 @@ cdef class Making(Taker):
         self.told = True
         return self.creates.engine.create_otherwise(
             self.unique, self.parent, self.name, self.mode, self.flags, Caller(self.uid, self.gid, self.pid, self.umask),
-            Sent(self.message, self.sent_s, self.deadline_s, self.connection, self.number, self.state, self.slot,
+            SentChange(self.message, self.sent_s, self.deadline_s, self.connection, self.number, self.state, self.slot,
                  self.slot_sequence, self.generation))
 
 
-cdef class Way:
+cdef class CreateConnection:
     """A connection, and the frames for it that wait for the end of a burst."""
     cdef object connection
     cdef Py_ssize_t count, filled
@@ -345,7 +345,7 @@ cdef class Way:
         return 0
 
 
-cdef class Creates(Asking):
+cdef class Creates(PendingReply):
     """Compiled part of CreatesAtOnce; see creates.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
@@ -482,7 +482,7 @@ cdef class Creates(Asking):
         cdef uint32_t left_ms = <uint32_t>min(left, <double>0xFFFFFFFF)
         if not left_ms:
             return False
-        cdef Way way = self.way_of(connection)
+        cdef CreateConnection way = self.way_of(connection)
         if way.count == BURST:
             way.send()
         # The request starts here: the rest can not fail.
@@ -490,7 +490,7 @@ cdef class Creates(Asking):
         w.session, w.slot, w.sequence, w.epoch = session, slot, <uint64_t>sequence + 1, self.epoch
         w.masked = mode & umask & 0o777  # as Caller.masked
         w.mode = S_IFREG | mode & 0o7777 ^ w.masked
-        cdef Making one = Making.__new__(Making)
+        cdef PendingCreate one = PendingCreate.__new__(PendingCreate)
         one.creates, one.connection, one.state, one.name = self, connection, state, name
         one.parent, one.unique = w.parent, unique
         one.mode, one.flags, one.uid, one.gid, one.pid, one.umask = mode, flags, w.uid, w.gid, pid, umask
@@ -540,15 +540,15 @@ cdef class Creates(Asking):
                 self.cache._renamed_floor_s = max(self.cache._renamed_floor_s, renamed.pop(old))
         return 0
 
-    cdef Way way_of(self, connection):
+    cdef CreateConnection way_of(self, connection):
         cdef PyObject *found = PyDict_GetItem(self.ways, connection)
-        cdef Way way
+        cdef CreateConnection way
         if found is not NULL:
-            return <Way><object>found
+            return <CreateConnection><object>found
         for known in list(self.ways):
             if known.closed:
                 del self.ways[known]
-        way = Way.__new__(Way)
+        way = CreateConnection.__new__(CreateConnection)
         way.connection = connection
         self.ways[connection] = way
         return way
@@ -559,11 +559,11 @@ cdef class Creates(Asking):
         if waiting:
             self.waiting = []
             for way in waiting:
-                (<Way>way).send()
+                (<CreateConnection>way).send()
 
     # -- from the shard to the kernel
 
-    cdef bint take_made(self, Making one, const uint8_t *message, Py_ssize_t count) except -1:
+    cdef bint take_made(self, PendingCreate one, const uint8_t *message, Py_ssize_t count) except -1:
         """Handle a reply that describes a new file and nothing else: reply to the kernel, then update the
         caches.
 
@@ -637,7 +637,7 @@ cdef class Creates(Asking):
         self.made += 1
         return True
 
-    cdef int keep_books(self, Making one, const Born *born, uint64_t handle, inode) except -1:
+    cdef int keep_books(self, PendingCreate one, const Born *born, uint64_t handle, inode) except -1:
         """Update the caches, as Files._opened and _created and Creating.opened do."""
         cdef const Shown *file = &born.file
         cdef const Shown *directory = &born.parent
@@ -674,7 +674,7 @@ cdef class Creates(Asking):
             else:
                 until_s = one.sent_s + <double>born.lease_ms * watch_share / 1000
                 self.leases._number += 1
-                lease = tuple.__new__(Lease, (until_s, now, grant if born.grant[1] & READ_RIGHT else b"", watch,
+                lease = tuple.__new__(InodeLease, (until_s, now, grant if born.grant[1] & READ_RIGHT else b"", watch,
                                               self.leases._number))
                 self.lent[inode] = lease
                 if len(self.lent) > self.leases._count_max:
@@ -745,7 +745,7 @@ cdef class Creates(Asking):
             engine._take()
         return 0
 
-    cdef int broken(self, Making one, error) except -1:
+    cdef int broken(self, PendingCreate one, error) except -1:
         """Report a bug to the caller that waits."""
         one.told = True
         self.meta.lost_sight()

@@ -55,12 +55,12 @@ def is_of_use():
     return bool(has_instruction())
 
 
-cdef class Waiting:
+cdef class PendingLocalRead:
     """A read that is in the ring.
 
     Its memory is not used again before the drive has completed the read, even if the caller is gone by then.
     """
-    cdef Reads reads
+    cdef LocalReads reads
     cdef void *memory
     cdef size_t capacity
     cdef object located, source
@@ -90,7 +90,7 @@ cdef class Waiting:
             self.reads.engine.read_otherwise(self.unique, self.handle, self.offset, self.size)
 
 
-cdef class Reads:
+cdef class LocalReads:
     """Compiled part of PlainReading; see local_reads.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
@@ -169,7 +169,7 @@ cdef class Reads:
         cdef int drive = source.fd
         cdef bint is_cold = self._is_cold
         cdef bint direct = False
-        cdef Waiting one
+        cdef PendingLocalRead one
         cdef uint64_t pages
         one = self.spare(span)
         one.located, one.source, one.unique, one.handle, one.offset, one.size = located, source, unique, handle, offset, size
@@ -255,7 +255,7 @@ cdef class Reads:
         finally:
             PyBuffer_Release(&view)
 
-    cdef int judge(self, Waiting one) except -1:
+    cdef int judge(self, PendingLocalRead one) except -1:
         """Check the bytes that were read, as ShortCut does; returns the reason to refuse them, or 0.
 
         Good bytes are then decrypted if necessary. The clock and the counter are checked after the read.
@@ -281,7 +281,7 @@ cdef class Reads:
                                                       located.index, one.first, True)
         return 0
 
-    cdef int hit(self, Waiting one) except -1:
+    cdef int hit(self, PendingLocalRead one) except -1:
         """Count a hit, as ShortCut.hit does."""
         cdef object located = one.located, file
         located.used += 1
@@ -292,7 +292,7 @@ cdef class Reads:
         self.short_cut.counters["hits"] += 1
         return 0
 
-    cdef int tell(self, Waiting one) except -1:
+    cdef int tell(self, PendingLocalRead one) except -1:
         """Reply to the kernel with the bytes that were read."""
         cdef const char *bytes = <const char *>one.memory + one.skip
         cdef int error
@@ -332,9 +332,9 @@ cdef class Reads:
         cdef int result
         cdef Py_ssize_t count = 0
         cdef uint64_t total = 0
-        cdef Waiting one
+        cdef PendingLocalRead one
         while count < most and total < most_bytes and self.ring.take(&token, &result):
-            one = <Waiting><void *>token
+            one = <PendingLocalRead><void *>token
             Py_DECREF(one)
             self.inside -= 1
             count += 1
@@ -347,7 +347,7 @@ cdef class Reads:
                     self.engine.read_ended(one.unique, error)
         return count
 
-    cdef int ended(self, Waiting one, int result) except -1:
+    cdef int ended(self, PendingLocalRead one, int result) except -1:
         cdef int wrong = -1
         cdef object engine = self.engine
         if one.told:
@@ -372,12 +372,12 @@ cdef class Reads:
         self.give_back(one)
         return 0
 
-    cdef Waiting spare(self, uint32_t span):
+    cdef PendingLocalRead spare(self, uint32_t span):
         cdef list spares = self.small_spares if span <= PAGE else self.large_spares
-        cdef Waiting one
+        cdef PendingLocalRead one
         if spares:
-            return <Waiting>spares.pop()
-        one = Waiting.__new__(Waiting)
+            return <PendingLocalRead>spares.pop()
+        one = PendingLocalRead.__new__(PendingLocalRead)
         one.capacity = PAGE if span <= PAGE else LARGE_BYTES
         if posix_memalign(&one.memory, PAGE, one.capacity):
             one.memory = NULL
@@ -385,7 +385,7 @@ cdef class Reads:
         one.reads = self
         return one
 
-    cdef int give_back(self, Waiting one) except -1:
+    cdef int give_back(self, PendingLocalRead one) except -1:
         cdef list spares = self.small_spares if one.capacity == PAGE else self.large_spares
         one.located = one.source = None
         if len(spares) < SPARES_MAX:

@@ -20,7 +20,7 @@ from nvpool.core.errors import Stale
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.fuse.fast_path._read_requests cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
 from nvpool.fuse.protocol.constants import Op
-from nvpool.rpc.transports._frame cimport Asking, Taker, note
+from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.stream import StreamConnection
@@ -68,12 +68,12 @@ def is_of_use():
     return bool(has_instruction())
 
 
-cdef class Asked(Taker):
+cdef class PendingRead(ReplyTaker):
     """A read requested from a store.
 
     It is an entry of the engine's table, and the receiver of the connection's reply.
     """
-    cdef Reads reads
+    cdef RemoteReads reads
     cdef object file, lane, index
     cdef uint64_t unique
     cdef uint32_t size, skip, span, within
@@ -89,9 +89,9 @@ cdef class Asked(Taker):
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
 
-    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         """Take the reply if it has all requested data; None: the slow path gets it."""
-        cdef Reads reads = self.reads
+        cdef RemoteReads reads = self.reads
         if not fits(self, message, message_bytes, payload, payload_bytes):
             return None
         # The reply is complete and correct.
@@ -118,7 +118,7 @@ cdef class Asked(Taker):
                                         self.size, self.deadline_s, reply, error)
 
 
-cdef class Way:
+cdef class ReadConnection:
     """A connection, and the frames for it that wait for the end of a burst."""
     cdef object connection
     cdef Py_ssize_t count
@@ -134,7 +134,7 @@ cdef class Way:
         return 0
 
 
-cdef class Reads(Asking):
+cdef class RemoteReads(PendingReply):
     """Compiled part of FarReading; see remote_reads.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
@@ -233,7 +233,7 @@ cdef class Reads(Asking):
             return False
         if ((offset & (PAGE - 1)) + size + PAGE - 1) >> 12 > LARGE_BLOCKS_MAX:
             return False
-        cdef Asked one = <Asked>self.spares.pop() if self.spares else Asked.__new__(Asked)
+        cdef PendingRead one = <PendingRead>self.spares.pop() if self.spares else PendingRead.__new__(PendingRead)
         one.reads, one.file, one.lane, one.index = self, file, lane, key
         one.unique, one.size, one.told = unique, size, False
         one.skip = offset & (PAGE - 1)
@@ -245,7 +245,7 @@ cdef class Reads(Asking):
             self.turn = LARGE_TURN
         else:
             self.turn = TURN
-        cdef Way way = self.way_of(connection)
+        cdef ReadConnection way = self.way_of(connection)
         if way.count == BURST:
             way.send()
         cdef uint32_t number = note(connection, in_flight, one, deadline_s, one.span, method_key, now_s)
@@ -267,15 +267,15 @@ cdef class Reads(Asking):
             self.waiting.append(way)
         return True
 
-    cdef Way way_of(self, connection):
+    cdef ReadConnection way_of(self, connection):
         cdef PyObject *found = PyDict_GetItem(self.ways, connection)
-        cdef Way way
+        cdef ReadConnection way
         if found is not NULL:
-            return <Way><object>found
+            return <ReadConnection><object>found
         for known in list(self.ways):
             if known.closed:
                 del self.ways[known]
-        way = Way.__new__(Way)
+        way = ReadConnection.__new__(ReadConnection)
         way.connection = connection
         self.ways[connection] = way
         return way
@@ -286,9 +286,9 @@ cdef class Reads(Asking):
         if waiting:
             self.waiting = []
             for way in waiting:
-                (<Way>way).send()
+                (<ReadConnection>way).send()
 
-    cdef bint whole(self, Asked one, message, payload) except -1:
+    cdef bint whole(self, PendingRead one, message, payload) except -1:
         """Check a reply that was received outside the connection's buffer.
 
         If it is correct, answer the kernel.
@@ -324,7 +324,7 @@ cdef class Reads(Asking):
             engine._take()
         return 0
 
-    cdef int tell(self, Asked one, const uint8_t *blocks) except -1:
+    cdef int tell(self, PendingRead one, const uint8_t *blocks) except -1:
         """Reply to the kernel."""
         cdef int error
         engine, file = self.engine, one.file
@@ -352,7 +352,7 @@ cdef class Reads(Asking):
         self.spares.clear()
 
 
-cdef bint fits(Asked one, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+cdef bint fits(PendingRead one, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
     """Whether a reply has all requested blocks with correct checksums.
 
     The checksums are not checked if the caller is gone.

@@ -15,7 +15,7 @@ from libc.string cimport memcmp, memcpy
 
 import asyncio
 
-from nvpool.security._xts cimport BATCH, Scratch, decrypting
+from nvpool.security._xts cimport BATCH, XtsScratch, decrypting
 from nvpool.core.clock import SystemClock
 from nvpool.core.errors import Stale
 from nvpool.core.units import CHAINS_PER_TABLE
@@ -28,7 +28,7 @@ from nvpool.fuse.fast_path._leases cimport held_lease
 from nvpool.fuse.fast_path._read_requests cimport PAGE, Wanted, is_read
 from nvpool.fuse.fast_path._slots cimport assign, get, place
 from nvpool.fuse.protocol.constants import Op
-from nvpool.rpc.transports._frame cimport Asking, Taker, note
+from nvpool.rpc.transports._frame cimport PendingReply, ReplyTaker, note
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.transports.stream import StreamConnection
@@ -111,13 +111,13 @@ cdef inline const uint8_t *take_length(const uint8_t *at, const uint8_t *end, ui
 
 
 @cython.freelist(64)
-cdef class Asked:
+cdef class PendingSmallRead:
     """A read of a small file.
 
     It is an entry of the engine's table, and in its file's `fetching` it stands for a reader.Whole. `parts`
     are other reads that wait for the same bytes.
     """
-    cdef Reads reads
+    cdef SmallFileReads reads
     cdef readonly object opened, file, change
     cdef readonly list parts
     cdef readonly uint64_t unique, handle, offset, size, finish, file_bytes
@@ -136,14 +136,14 @@ cdef class Asked:
         return True
 
 
-cdef class Together(Taker):
+cdef class SmallReadBatch(ReplyTaker):
     """The reads of one message: the receiver of the connection's reply."""
-    cdef Reads reads
+    cdef SmallFileReads reads
     cdef object lane
     cdef list asked
     cdef uint32_t bytes
 
-    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         if not self.judge(message, message_bytes, payload, payload_bytes):
             return None
         self.reads.finish(self, <const char *>payload)
@@ -189,7 +189,7 @@ cdef class Together(Taker):
         if expected is NULL or length != blocks * 4 or expected + length != end:
             return False
         for at in range(count):
-            if get16(results + at * RESULT_BYTES) or get32(results + at * RESULT_BYTES + 4) != (<Asked>self.asked[at]).span:
+            if get16(results + at * RESULT_BYTES) or get32(results + at * RESULT_BYTES + 4) != (<PendingSmallRead>self.asked[at]).span:
                 return False
         at = 0
         while at < blocks:
@@ -201,7 +201,7 @@ cdef class Together(Taker):
         return True
 
 
-cdef class Reads(Asking):
+cdef class SmallFileReads(PendingReply):
     """Compiled part of SmallReading; see small_files.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
@@ -244,7 +244,7 @@ cdef class Reads(Asking):
         cdef Wanted wanted
         cdef PyObject *found
         cdef uint64_t file_bytes, end
-        cdef Asked one
+        cdef PendingSmallRead one
         if not is_read(self._buffer, count, &wanted):
             return False
         found = PyDict_GetItem(self._files, wanted.handle)
@@ -291,7 +291,7 @@ cdef class Reads(Asking):
         # The read starts here: the rest can not fail.
         if is_short:
             assign(file, file_missed, True)
-        one = Asked.__new__(Asked)
+        one = PendingSmallRead.__new__(PendingSmallRead)
         one.reads, one.opened, one.file, one.change, one.parts = self, opened, file, attr.change, []
         one.unique, one.handle, one.offset, one.size, one.finish = wanted.unique, wanted.handle, wanted.offset, wanted.size, end
         one.file_bytes = file_bytes
@@ -382,7 +382,7 @@ cdef class Reads(Asking):
     cdef int send_all(self, lane, list asked) except -1:
         """Send the reads in one message, or in several; see chunk_client."""
         cdef Py_ssize_t total = 0, parts, each, at
-        cdef Asked one
+        cdef PendingSmallRead one
         for one in asked:
             total += one.span
         parts = max((total + part_bytes - 1) // part_bytes, 2 if len(asked) >= halved_reads else 1)
@@ -402,15 +402,15 @@ cdef class Reads(Asking):
 
     cdef int send_some(self, lane, list asked) except -1:
         cdef Py_ssize_t count = len(asked), at, length
-        cdef Together together
-        cdef Asked one
+        cdef SmallReadBatch together
+        cdef PendingSmallRead one
         cdef uint8_t *begin
         cdef uint8_t *put
         cdef uint8_t head[32]
         cdef uint8_t *end
         cdef Py_ssize_t head_bytes, tail_bytes
         cdef double now_s = self.now_s()
-        cdef double deadline_s = (<Asked>asked[0]).deadline_s
+        cdef double deadline_s = (<PendingSmallRead>asked[0]).deadline_s
         cdef uint32_t left_ms = 0
         cdef bint is_plain
         cdef bytes frame, grant
@@ -444,10 +444,10 @@ cdef class Reads(Asking):
             memcpy(put + 2, PyBytes_AS_STRING(grant), GRANT_BYTES)
             put += 2 + GRANT_BYTES
         put = put_number(put, 0x22, count * READ_BYTES)
-        together = Together.__new__(Together)
+        together = SmallReadBatch.__new__(SmallReadBatch)
         together.reads, together.lane, together.asked = self, lane, asked
         for at in range(count):
-            one = <Asked>asked[at]
+            one = <PendingSmallRead>asked[at]
             put64(put, get(one.file, file_inode))
             put32(put + 8, 0)
             put32(put + 12, 0)
@@ -469,9 +469,9 @@ cdef class Reads(Asking):
 
     # -- from a store to the kernel ------------------------------------------------------------------------------------------
 
-    cdef int finish(self, Together together, const char *payload) except -1:
+    cdef int finish(self, SmallReadBatch together, const char *payload) except -1:
         """Handle bytes that are complete and correct: reply to the kernel, then cache them."""
-        cdef Asked one
+        cdef PendingSmallRead one
         cdef const char *at = payload
         cdef list asked = together.asked
         cdef double now_s = self.now_s()
@@ -504,8 +504,8 @@ cdef class Reads(Asking):
         cdef bytes made = PyBytes_FromStringAndSize(<const char *>payload, length)
         cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(made)
         cdef Py_ssize_t done, count
-        cdef Asked one
-        cdef Scratch scratch
+        cdef PendingSmallRead one
+        cdef XtsScratch scratch
         for one in asked:
             file, done = one.file, 0
             if get(file, file_encrypted):
@@ -517,7 +517,7 @@ cdef class Reads(Asking):
             at += one.span
         return made
 
-    cdef int tell(self, Asked one, const char *content, double now_s) except -1:
+    cdef int tell(self, PendingSmallRead one, const char *content, double now_s) except -1:
         cdef int error
         cdef size_t length = one.finish - one.offset
         engine = self.engine
@@ -537,7 +537,7 @@ cdef class Reads(Asking):
         self.count(stopwatch() - one.since_s)
         return 0
 
-    cdef int keep(self, Asked one, const char *content) except -1:
+    cdef int keep(self, PendingSmallRead one, const char *content) except -1:
         """Cache the bytes and wake other readers; compiled `Reader._whole_came`."""
         file = one.file
         cdef bint is_wanted = get(file, file_fetching) is one
@@ -563,7 +563,7 @@ cdef class Reads(Asking):
             kept._bytes += len(whole) + entry_bytes
         return 0
 
-    cdef int broken(self, Asked one, error) except -1:
+    cdef int broken(self, PendingSmallRead one, error) except -1:
         one.told = True
         entry = self._work.get(one.unique)
         if entry is not None and entry[0] is one:

@@ -48,9 +48,9 @@ cdef uint64_t resent = <uint64_t>1 << 63
 cdef object flush_key = int(Op.FLUSH), flush_number = Op.FLUSH
 
 
-cdef class Flushing:
+cdef class PendingFlush:
     """A pending FLUSH: an entry of the engine's table, called when it has ended."""
-    cdef Writes writes
+    cdef SmallWrites writes
     cdef object begun, unique, inode
     cdef double since_s
 
@@ -59,7 +59,7 @@ cdef class Flushing:
 
     def __call__(self, _, error):
         """Do the work of `inline_completions.Ending.ended`, and the engine's at the end of a step."""
-        cdef Writes writes = self.writes
+        cdef SmallWrites writes = self.writes
         engine, ops = writes.engine, writes.ops
         ops._changes += 1
         if error is not None:
@@ -78,7 +78,7 @@ cdef class Flushing:
         engine._some_ended()
 
 
-cdef class Writes:
+cdef class SmallWrites:
     """Fast path of one engine. `plain`: that of the engine's client, see client/write/fast_writes."""
     cdef object engine, ops, plain, vfs, writer, owners
     cdef dict files, paged
@@ -145,7 +145,7 @@ cdef class Writes:
         """
         cdef Header head
         cdef PyObject *found
-        cdef Flushing flushing
+        cdef PendingFlush flushing
         engine = self.engine
         cdef dict work = engine._work
         memcpy(&head, PyByteArray_AS_STRING(self.buffer), sizeof(Header))
@@ -159,7 +159,7 @@ cdef class Writes:
         file = handle.file
         if file.written is None or file.lost or file.inode in self.owners:
             return False
-        flushing = Flushing.__new__(Flushing)
+        flushing = PendingFlush.__new__(PendingFlush)
         flushing.writes, flushing.unique, flushing.inode = self, head.unique, file.inode
         begun = self.writer.begin_flush(file, flushing, partial(self.vfs._flush, handle))
         if begun is None:

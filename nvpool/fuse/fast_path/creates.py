@@ -22,7 +22,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nvpool.client.rpc.fast_changes import Sent
+from nvpool.client.rpc.fast_changes import SentChange
 from nvpool.client.state.types import Caller
 from nvpool.client.vfs.files import Files
 from nvpool.core.compiled import load_compiled
@@ -69,7 +69,7 @@ class CreatesAtOnce(PlainReading):
     # -- called by _creates ----------------------------------------------------------------------------------------------
 
     def create_otherwise(self, unique: int, parent: int, name: bytes, mode: int, flags: int, caller: Caller,
-                         sent: Sent) -> Creating:
+                         sent: SentChange) -> Creating:
         """Continue, on the slow path, a file creation that was started there."""
         ops = self._ops
         creating = Creating(ops, parent, name, flags, caller, unique)

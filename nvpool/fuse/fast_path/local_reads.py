@@ -26,7 +26,7 @@ from typing import Any
 from nvpool.core.clock import stopwatch_s
 from nvpool.core.compiled import load_compiled
 from nvpool.fuse.fast_path.remote_reads import FarReading
-from nvpool.fuse.ops.eager_coroutine import WAITS, Step
+from nvpool.fuse.ops.eager_coroutine import WAITS, EagerCoroutine
 
 _local_reads = load_compiled("nvpool.fuse.fast_path._local_reads")
 
@@ -68,7 +68,7 @@ class PlainReading(FarReading):
         if _local_reads is None or not _local_reads.is_of_use() or short_cut is None or not short_cut.on:
             return
         try:
-            self._plain = _local_reads.Reads(self, self._ops, short_cut)
+            self._plain = _local_reads.LocalReads(self, self._ops, short_cut)
         except OSError:  # no io_uring here
             return
         self._loop.add_reader(self._plain.fileno, self._reap)
@@ -128,7 +128,7 @@ class PlainReading(FarReading):
     def _read_otherwise(self, unique: int, handle: int, offset: int, size: int) -> None:
         if unique not in self._work:  # the read was cancelled
             return
-        step = Step(self._loop)
+        step = EagerCoroutine(self._loop)
         step.on_end = partial(self._step_ended, unique, "read", self._data)
         self._work[unique] = step, *self._work[unique][1:]
         try:

@@ -27,7 +27,7 @@ from typing import Any
 
 from nvpool.client.data.target_queue import Read
 from nvpool.core.compiled import load_compiled
-from nvpool.core.futures import Coming
+from nvpool.core.futures import BlocksFuture
 from nvpool.fuse.kernel.dispatch import KernelRequests
 from nvpool.fuse.protocol import replies
 
@@ -50,7 +50,7 @@ class FarReading(KernelRequests):
     def _begin_plain_reads(self) -> None:
         chunks = self._ops.chunks
         if _remote_reads is not None and _remote_reads.is_of_use() and chunks is not None:
-            self._far = _remote_reads.Reads(self, self._ops, chunks, self.in_work_max)
+            self._far = _remote_reads.RemoteReads(self, self._ops, chunks, self.in_work_max)
 
     def _following(self, most: int) -> tuple[int, int]:
         """Read the next request into `_buffer`.
@@ -95,7 +95,7 @@ class FarReading(KernelRequests):
     def read_answered(self, unique: int, lane, file, index: int, within: int, span: int, skip: int, size: int,
                       deadline_s: float, reply, error: BaseException | None) -> None:
         """Pass a store's reply, or an error, to the slow path, as if that had sent the request."""
-        coming = Coming(skip, size)
+        coming = BlocksFuture(skip, size)
         coming.on_end = partial(self._step_ended, unique, "read", self._data)
         self._work[unique] = coming, *self._work[unique][1:]
         self._ops.chunks.answered(lane, [Read(file, index, within, span, None, coming, deadline_s)], reply, error)

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from nvpool.client.data.target_queue import Read
-from nvpool.client.read.reader import Part
+from nvpool.client.read.reader import SmallFilePart
 from nvpool.core.compiled import load_compiled
 from nvpool.fuse.fast_path.local_reads import PlainReading
 
@@ -49,7 +49,7 @@ class SmallReading(PlainReading):
         super()._begin_plain_reads()
         below = self._ops.knows_by
         if _small_files is not None and _small_files.is_of_use() and below is not None and below.options.small_bytes:
-            self._small = _small_files.Reads(self, self._ops, below, self.in_work_max)
+            self._small = _small_files.SmallFileReads(self, self._ops, below, self.in_work_max)
 
     def _on_read(self, count: int) -> None:
         if self._small is None or not self._small.take(count):
@@ -92,7 +92,7 @@ class SmallReading(PlainReading):
         below = self._ops.knows_by
         parts = one.parts
         if not one.told:
-            part = Part(one.offset, one.finish)
+            part = SmallFilePart(one.offset, one.finish)
             part.then = below.if_told(one.opened, one.offset, one.size)
             part.on_end = partial(self._step_ended, one.unique, "read", self._data)
             self._work[one.unique] = part, *self._work[one.unique][1:]

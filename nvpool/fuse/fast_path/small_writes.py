@@ -34,7 +34,7 @@ class WritesAtOnce(KernelRequests):
         super()._begin_plain_reads()
         vfs = self._ops.knows_by
         if _small_writes is not None and vfs is not None and vfs.writer.plain is not None:
-            self._writes = _small_writes.Writes(self, self._ops, vfs, self.in_work_max)
+            self._writes = _small_writes.SmallWrites(self, self._ops, vfs, self.in_work_max)
 
     def _on_write(self, count: int) -> None:
         if self._writes is None or not self._writes.write(count):

@@ -29,7 +29,7 @@ from typing import Any
 
 from nvpool.core.clock import stopwatch_s
 from nvpool.core.errors import NvpoolError, Unavailable
-from nvpool.core.futures import Coming
+from nvpool.core.futures import BlocksFuture
 from nvpool.fuse.engines import MountOptions
 from nvpool.fuse.fast_path.cached_replies import KnownAnswers
 from nvpool.fuse.fast_path.creates import CreatesAtOnce
@@ -39,7 +39,7 @@ from nvpool.fuse.kernel.attach import attach
 from nvpool.fuse.kernel.dispatch import FIRST
 from nvpool.fuse.kernel.worker_channel import Passing
 from nvpool.fuse.mount_point import OUR_TYPE, Mount, mount_at, unmount
-from nvpool.fuse.ops.eager_coroutine import Step
+from nvpool.fuse.ops.eager_coroutine import EagerCoroutine
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import MAJOR, MINOR, MINOR_MIN, PAGE, READ_BUFFER_MIN, UNANSWERED, Init, Notice, Op
@@ -144,7 +144,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         self._mount: Mount | None = None
         self._buffers = (self._buffer,)
         self._table = self._handlers()
-        self._work: dict[int, tuple[Step | Coming, int, int, float]] = {}
+        self._work: dict[int, tuple[EagerCoroutine | BlocksFuture, int, int, float]] = {}
         """Pending requests: unique -> (step, pid of the caller, operation, start time)."""
         # Pending lock requests. The limit excludes them: they may wait forever, and must not keep out the
         # requests that they wait for.
@@ -205,7 +205,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
 
     async def serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._spare = Step(self._loop)
+        self._spare = EagerCoroutine(self._loop)
         self._ended = self._loop.create_future()
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)

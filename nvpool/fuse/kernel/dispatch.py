@@ -17,7 +17,7 @@ from nvpool.client.state.types import NOW, Caller
 from nvpool.core.clock import stopwatch_s
 from nvpool.fuse.kernel.notify import ByProcess, ByThreads
 from nvpool.fuse.metrics import Spent
-from nvpool.fuse.ops.eager_coroutine import WAITS, Step
+from nvpool.fuse.ops.eager_coroutine import WAITS, EagerCoroutine
 from nvpool.fuse.ops.operations import ASK, FuseOps, errno_of
 from nvpool.fuse.ops.page_cache_bypass import ASIDE
 from nvpool.fuse.protocol import replies, requests
@@ -64,7 +64,7 @@ class KernelRequests:
         self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
         self.notices: ByThreads | ByProcess = ByThreads()
         """Sender of notifications. The mount daemon may replace it."""
-        self._spare: Step
+        self._spare: EagerCoroutine
         self._late: list[bytes] = []  # RELEASE requests
         self._since_s = 0.0
         self._kept = 0  # of the requests read since `_since_s`: how many are pending or late
@@ -105,7 +105,7 @@ class KernelRequests:
             self._fail(unique, error, name)
         else:
             if result is WAITS:
-                self._spare = Step(step.loop)
+                self._spare = EagerCoroutine(step.loop)
                 self._keep_in_work(step, unique, name, answer)
                 return
             answer(unique, result)
@@ -379,13 +379,13 @@ class KernelRequests:
         self._list(requests.decode_read(self._buffer, count), False)
 
     def _list(self, fields: tuple, plus: bool) -> None:
-        listing = replies.Listing(min(fields[11], len(self._buffer)), plus, self._keep_entry, self._keep_attr)
+        listing = replies.ReaddirReply(min(fields[11], len(self._buffer)), plus, self._keep_entry, self._keep_attr)
         self._start(fields[2], "readdir", self._ops.readdir(fields[9], fields[10], listing.add, listing.add_all),
                     lambda unique, _: self._data(unique, listing.taken()))
 
     # -- the other requests --------------------------------------------------------------------------------------------
 
-    def _decoded(self, count: int) -> tuple[requests.Request, Any, Caller]:
+    def _decoded(self, count: int) -> tuple[requests.FuseRequest, Any, Caller]:
         request = requests.decode(self._buffer, count)
         return request, request.body, Caller(request.uid, request.gid, request.pid)
 

@@ -1,7 +1,7 @@
 """Eager coroutine runner: executes the first step immediately, without a task.
 
 Most requests are answered in their first step; those need neither a task nor an iteration of the event loop.
-`Step` runs a coroutine until it waits. If the coroutine ends before that, its result is available
+`EagerCoroutine` runs a coroutine until it waits. If the coroutine ends before that, its result is available
 immediately. Otherwise the step continues when the awaited future is done, and calls back at the end. Inside
 the coroutine the step is the current task (asyncio.timeout and TaskGroup cancel it). Used by
 `fuse/kernel/connection`, which owns all steps. Python 3.12 has eager tasks for this; 3.11 does not.
@@ -15,10 +15,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 WAITS = object()
-"""Returned by `Step.begin` if the coroutine has to wait."""
+"""Returned by `EagerCoroutine.begin` if the coroutine has to wait."""
 
 
-class Step:
+class EagerCoroutine:
     """A running coroutine.
 
     May be started once; a step whose coroutine ended without waiting may be started again with another one.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nvpool.fuse.ops.operations import FuseOps
 
 
-class Opened(NamedTuple):
+class OpenReply(NamedTuple):
     """Result of an open, for the kernel.
 
     direct_io: do not use pages; keep_cache: the cached pages are still current; no_flush: a close of the
@@ -62,7 +62,7 @@ class Ending:
 
 
 class Creating:
-    """A pending CREATE: the client's `Making` (client/vfs), with the kernel's side of it."""
+    """A pending CREATE: the client's `CreateCallbacks` (client/vfs), with the kernel's side of it."""
 
     __slots__ = ("begun", "on_end", "_ops", "_parent", "_name", "_flags", "_caller", "_unique", "_handle", "_task", "_locks")
 
@@ -101,7 +101,7 @@ class Creating:
         appending = bool(flags & os.O_APPEND) and not reads_only
         self._let_go()
         ops.name_is_kept = True  # a new file comes with a lease
-        self.on_end((attr, Opened(handle, appending, ops.options.writeback, reads_only)), None)
+        self.on_end((attr, OpenReply(handle, appending, ops.options.writeback, reads_only)), None)
 
     def opened(self, file) -> None:
         ops = self._ops

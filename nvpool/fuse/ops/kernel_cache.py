@@ -39,7 +39,7 @@ from typing import NamedTuple
 from nvpool.core.containers.bounded_map import too_old
 from nvpool.core.errors import DirectoryGone, NvpoolError
 from nvpool.fuse.ops.shared_handles import Published
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 HAS_XATTRS = 1
@@ -251,7 +251,7 @@ class CachedOps:
         if inode and self.options.entry_timeout_s and any(named.places_of(inode) for named in self._named):
             self._keep_name(inode, parent, name, inode)
 
-    def _telling_names(self, parent: int, entries: Listed, first: int, until: int, untrue: Container[int]) -> None:
+    def _telling_names(self, parent: int, entries: DirectoryPage, first: int, until: int, untrue: Container[int]) -> None:
         """Record several names at a time: the entries from `first` on and before `until`.
 
         Works as `_telling_name`. For inodes in `untrue` the kernel was given nothing that it may cache, and

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container
 
 from nvpool.core.errors import DirectoryGone, NotFound
-from nvpool.rpc.messages.direntries import NOTHING_LISTED, Listed
+from nvpool.rpc.messages.direntries import NOTHING_LISTED, DirectoryPage
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 S_IFDIR = 0o040000
@@ -40,7 +40,7 @@ def _seen(task: asyncio.Task) -> None:
         task.exception()
 
 
-def _add_each(add: Callable[[bytes, Attr, int], bool], entries: Listed, first: int, ops: ListOps,
+def _add_each(add: Callable[[bytes, Attr, int], bool], entries: DirectoryPage, first: int, ops: ListOps,
               untrue: Container[int]) -> int:
     for at in range(first, len(entries)):
         ops.name_is_kept = entries.inodes[at] not in untrue
@@ -49,7 +49,7 @@ def _add_each(add: Callable[[bytes, Attr, int], bool], entries: Listed, first: i
     return len(entries)
 
 
-class _Batch:
+class _EntryBatch:
     """Entries after `cursor`, requested at `asked_s`, when this mount had made `changes` changes.
 
     `behind`: the cursor after the last entry, known once the reply arrives; None if there are no more
@@ -85,8 +85,8 @@ class _OpenDirectory:
         self.more = True
         self.read_s = 0.0
         self.changes = -1
-        self.coming: deque[_Batch] = deque()
-        self.newest: _Batch | None = None
+        self.coming: deque[_EntryBatch] = deque()
+        self.newest: _EntryBatch | None = None
         self.batch = LIST_BATCH
 
     def try_seek(self, cursor: int) -> bool:
@@ -120,7 +120,7 @@ class ListOps:
         return any(directory.inode == inode for directory in self._directories.values())
 
     async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool],
-                      add_all: Callable[[Listed, int, set[int]], int] | None = None) -> None:
+                      add_all: Callable[[DirectoryPage, int, set[int]], int] | None = None) -> None:
         """Pass the entries after `cursor` to add(name, attr, cursor after it), until it returns False or none
         is left.
 
@@ -138,7 +138,7 @@ class ListOps:
             raise NotFound(*error.args) from None
 
     async def _list(self, directory: _OpenDirectory, cursor: int, add: Callable[[bytes, Attr, int], bool],
-                    add_all: Callable[[Listed, int, set[int]], int] | None) -> None:
+                    add_all: Callable[[DirectoryPage, int, set[int]], int] | None) -> None:
         if cursor < 2:
             own = await self._vfs.getattr(directory.inode)
             if cursor == 0 and not add(b".", Attr(inode=own.inode, mode=S_IFDIR), 1):
@@ -196,7 +196,7 @@ class ListOps:
         directory.cursor, directory.changes, directory.read_s = cursor, batch.changes, batch.asked_s
 
     def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> None:
-        batch = _Batch(cursor, self._clock.boottime_s(), self._changes)
+        batch = _EntryBatch(cursor, self._clock.boottime_s(), self._changes)
 
         def answered(behind: int | None) -> None:
             batch.behind = behind

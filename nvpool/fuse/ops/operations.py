@@ -32,7 +32,7 @@ import logging
 import os
 import stat
 
-from nvpool.client.lookup.batcher import Asked
+from nvpool.client.lookup.batcher import PendingLookup
 from nvpool.client.rpc.exactly_once import asking
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.types import RENAME_EXCHANGE, Caller, DirHandle
@@ -42,7 +42,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DirectoryGone, NotFound, NotSupported, NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.fuse.ops.handles import Handles
-from nvpool.fuse.ops.inline_completions import Creating, Ending, Opened
+from nvpool.fuse.ops.inline_completions import Creating, Ending, OpenReply
 from nvpool.fuse.ops.kernel_cache import FuseOptions
 from nvpool.fuse.ops.listing import ListOps
 from nvpool.fuse.ops.locks import LockOps
@@ -144,14 +144,14 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             return None
         return ASK if attr is None else self._telling_name(parent, name, attr)
 
-    def begin_lookup(self, parent: int, name: bytes) -> Asked | None:
+    def begin_lookup(self, parent: int, name: bytes) -> PendingLookup | None:
         """Start `lookup` without a task if possible, as `begin_read` does. Call `lookup_now` before."""
         asked = self._vfs.begin_lookup(parent, name) if name not in DOTS else None
         if asked is not None:
             asked.then = self._looked_up
         return asked
 
-    def _looked_up(self, asked: Asked, attr: Attr | None, error: BaseException | None
+    def _looked_up(self, asked: PendingLookup, attr: Attr | None, error: BaseException | None
                    ) -> tuple[Attr | None, BaseException | None]:
         if attr is not None:
             return self._telling_name(asked.parent, asked.name, attr), None
@@ -266,7 +266,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
 
     # -- open files --------------------------------------------------------------------------------------------------
 
-    async def open(self, inode: int, flags: int, caller: Caller, drop_set_ids: bool = False) -> Opened:
+    async def open(self, inode: int, flags: int, caller: Caller, drop_set_ids: bool = False) -> OpenReply:
         """Open a file. `drop_set_ids`: as in setattr, if O_TRUNC truncates the file."""
         flags = self.flags_below(flags)
         if self._is_withdrawn(inode, caller.pid):
@@ -279,7 +279,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             raise NotFound(f"inode {inode:#x} has no name any more")
         return self._opened_anew(file, flags, caller, asking())
 
-    def open_now(self, inode: int, flags: int, caller: Caller, unique: int = 0) -> Opened | None:
+    def open_now(self, inode: int, flags: int, caller: Caller, unique: int = 0) -> OpenReply | None:
         """The result of `open` if no server must be queried, else None.
 
         `unique`: number of the kernel's request.
@@ -289,18 +289,18 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         file = self._vfs.open_now(inode, flags)
         return None if file is None else self._opened_anew(file, flags, caller, unique)
 
-    def _opened_anew(self, file, flags: int, caller: Caller, unique: int) -> Opened:
+    def _opened_anew(self, file, flags: int, caller: Caller, unique: int) -> OpenReply:
         if self._told.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
         return self._opened(file, flags, caller, unique)
 
-    async def create_unnamed(self, parent: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
+    async def create_unnamed(self, parent: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, OpenReply]:
         """Create an unnamed file (O_TMPFILE); see `Files.create_unnamed`."""
         flags = self.flags_below(flags)
         attr, file = await self._vfs.create_unnamed(parent, mode, flags, caller)
         return self._telling(attr), self._opened(file, flags & ~os.O_TMPFILE, caller, asking())
 
-    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
+    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, OpenReply]:
         flags = self.flags_below(flags)
         with self._changing_names(parent):
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
@@ -344,7 +344,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         ending.begun = self._vfs.begin_flush(file, ending.ended)
         return ending if ending.begun not in (None, True) else ending.begun
 
-    def _opened(self, file, flags: int, caller: Caller, unique: int) -> Opened:
+    def _opened(self, file, flags: int, caller: Caller, unique: int) -> OpenReply:
         keeps = self._keeps_pages(file.attr)
         if flags & os.O_TRUNC:
             self._changes += 1
@@ -362,7 +362,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         appending = self._keep_open(handle, file, flags, caller)
         if keeps and file.inode not in self._paged:
             self._paging(file.inode)
-        return Opened(handle, appending, self.options.writeback or keeps,
+        return OpenReply(handle, appending, self.options.writeback or keeps,
                       # Without data to flush, NOFLUSH saves a request at each close. But a close also ends
                       # record locks, so FLUSH is needed while there are any. A lock that is taken later
                       # through this descriptor ends with the open file instead.
@@ -590,11 +590,11 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         """
         self._told_of_before({file.inode for file in self._files.values()})
 
-    def open_again(self, handle: int) -> Opened:
+    def open_again(self, handle: int) -> OpenReply:
         """The result of `open` in the predecessor, as it was returned or would have been."""
-        return Opened(handle, handle in self._appending, False)
+        return OpenReply(handle, handle in self._appending, False)
 
-    async def create_again(self, handle: int) -> tuple[Attr, Opened]:
+    async def create_again(self, handle: int) -> tuple[Attr, OpenReply]:
         attr = await self.getattr(self._files[handle].inode)
         self.name_is_kept = False
         return attr, self.open_again(handle)

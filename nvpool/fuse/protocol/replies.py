@@ -13,7 +13,7 @@ from collections import namedtuple
 from collections.abc import Container, Sequence
 
 from nvpool.fuse.protocol.constants import EXPIRE_ONLY, Notice
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 
 _HEADER = "=IiQ"
 HEADER = struct.Struct(_HEADER)
@@ -156,7 +156,7 @@ def statx(unique: int, attr, keep: Times, birth_ns: int = 0) -> bytes:
 
 # -- listings ----------------------------------------------------------------------------------------------------------------
 
-class Listing:
+class ReaddirReply:
     """Reply to READDIR (`plus` False) or READDIRPLUS in at most `room` bytes."""
 
     __slots__ = ("_buffer", "_at", "_times", "_plus")
@@ -178,7 +178,7 @@ class Listing:
                  attr.mtime_ns, attr.ctime_ns, 0, 0, attr.rdev)
         return self._add_looked_up((name,), (words,), 0, 1) == 1
 
-    def add_all(self, listed: Listed, first: int, unknown: Container[int]) -> int:
+    def add_all(self, listed: DirectoryPage, first: int, unknown: Container[int]) -> int:
         """Add each entry from the `first` on, as `add` does.
 
         Returns the index of the first entry that did not fit, or of the end.

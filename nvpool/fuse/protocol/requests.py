@@ -36,7 +36,7 @@ class Malformed(Exception):
         self.unique = unique
 
 
-class Request(NamedTuple):
+class FuseRequest(NamedTuple):
     """Any request.
 
     `body` has the fields of its structure, or is None; `payload` is the data that follows: bytes, or pairs to
@@ -145,7 +145,7 @@ for _opcode, _made in FORMS.items():
     LENGTH_MIN[_opcode] = HEADER_BYTES + _made.struct.size + 2 * _made.names
 
 
-def decode(buffer, count: int, *, setxattr_extended: bool = False) -> Request:
+def decode(buffer, count: int, *, setxattr_extended: bool = False) -> FuseRequest:
     """The request in the first `count` bytes of `buffer`. Its payload is a view of the buffer, its names are
     copies.
 
@@ -159,7 +159,7 @@ def decode(buffer, count: int, *, setxattr_extended: bool = False) -> Request:
     end = count - 8 * extension_words
     form = FORMS.get(opcode)
     if form is None:
-        return Request(opcode, unique, node, uid, gid, pid, None, (), bytes(buffer[HEADER_BYTES:count]))
+        return FuseRequest(opcode, unique, node, uid, gid, pid, None, (), bytes(buffer[HEADER_BYTES:count]))
     if setxattr_extended and opcode == Op.SETXATTR:
         form = SETXATTR_EXTENDED
     place = HEADER_BYTES + form.struct.size
@@ -186,7 +186,7 @@ def decode(buffer, count: int, *, setxattr_extended: bool = False) -> Request:
         case field:
             if len(payload) != getattr(body, field):
                 raise Malformed(unique, f"{len(payload)} bytes where {getattr(body, field)} are announced")
-    return Request(opcode, unique, node, uid, gid, pid, body, tuple(names), payload, bytes(view[end:count]))
+    return FuseRequest(opcode, unique, node, uid, gid, pid, body, tuple(names), payload, bytes(view[end:count]))
 
 
 def _name(view: memoryview, place: int, end: int, unique: int) -> bytes:
@@ -197,7 +197,7 @@ def _name(view: memoryview, place: int, end: int, unique: int) -> bytes:
     return text[:length]
 
 
-def flags_of(request: Request) -> int:
+def flags_of(request: FuseRequest) -> int:
     """The 64 flags of an INIT request."""
     flags = request.body.flags
     if flags & 1 << 30 and len(request.payload) >= _INIT_MORE.size:
@@ -205,7 +205,7 @@ def flags_of(request: Request) -> int:
     return flags
 
 
-def encode(request: Request, *, setxattr_extended: bool = False) -> bytes:
+def encode(request: FuseRequest, *, setxattr_extended: bool = False) -> bytes:
     """The request as the kernel would send it."""
     form = SETXATTR_EXTENDED if setxattr_extended and request.opcode == Op.SETXATTR else FORMS.get(request.opcode)
     parts = [form.struct.pack(*(request.body or ()))] if form is not None else []

@@ -16,11 +16,11 @@ from nvpool.core.errors import CorruptRecord, InvalidRequest, NoSpace, NvpoolErr
 from nvpool.kv.api import Effect
 from nvpool.kv.data_dir import EngineDirectory
 from nvpool.kv.engine import LmdbKv
-from nvpool.kv.journal import Journal, Record, decode, encode
+from nvpool.kv.journal import Journal, JournalRecord, decode, encode
 from nvpool.kv.lmdb_env import LmdbTree, Mark
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.replication.commit_mark import read_mark
-from nvpool.kv.replication_log import RETAIN_BYTES, History, Position, Tail, runs_of
+from nvpool.kv.replication_log import RETAIN_BYTES, ReplicationHistory, Position, Tail, runs_of
 
 NOTHING = Tail(Position(0, 0))
 
@@ -28,7 +28,7 @@ NOTHING = Tail(Position(0, 0))
 class MemberKv(LmdbKv):
     """An LmdbKv with log shipping; kv/api and kv/engine have the rest of the contract."""
 
-    history: History | None
+    history: ReplicationHistory | None
 
     @classmethod
     async def open_member(cls, path: str | os.PathLike[str], options: LmdbOptions, *, keep: int | None = None,
@@ -58,9 +58,9 @@ class MemberKv(LmdbKv):
     _keep: int | None = None
     _begin: Position | None = None
     _retain_bytes = RETAIN_BYTES
-    _remembered: History | None = None
+    _remembered: ReplicationHistory | None = None
 
-    def _chosen(self, records: list[Record], last: Mark) -> tuple[list[Record], int, int]:
+    def _chosen(self, records: list[JournalRecord], last: Mark) -> tuple[list[JournalRecord], int, int]:
         mark = self._tree.mark()
         base = self._begin or (Position(mark.sequence, mark.term) if mark is not None else Position(0, 0))
         if self._keep is not None:
@@ -68,7 +68,7 @@ class MemberKv(LmdbKv):
                 raise InvalidRequest(f"{self.path} can not go back to change {self._keep}: "
                                      f"it has {base.sequence} to {last.sequence}")
             records = [record for record in records if record.sequence <= self._keep]
-        remembered = self._remembered = History(base, self._retain_bytes)
+        remembered = self._remembered = ReplicationHistory(base, self._retain_bytes)
         for record in records:
             remembered.note(record.sequence, record.term, encode(record.term, 0, record.sequence, dict(record.effects)))
         return records, *remembered.last
@@ -86,7 +86,7 @@ class MemberKv(LmdbKv):
         if not on:
             self.history = None
         elif self.history is None:
-            self.history = History(self.last, self._retain_bytes)
+            self.history = ReplicationHistory(self.last, self._retain_bytes)
 
     # -- changes of another engine ---------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class MemberKv(LmdbKv):
         if term != self.term:
             self._term_before, self._term_began, self.term = self.last.term, self._sequence, term
 
-    def append(self, record: Record) -> None:
+    def append(self, record: JournalRecord) -> None:
         """Apply the next change of another engine's journal. On return it survives kill -9; on error nothing
         has changed.
 
@@ -227,7 +227,7 @@ def _empty(path: Path) -> None:
         directory.release()
 
 
-def records_of(payload: bytes | memoryview) -> list[Record]:
+def records_of(payload: bytes | memoryview) -> list[JournalRecord]:
     """Return the records of a shipped group; CorruptRecord if a record is invalid."""
     view, offset, found = memoryview(payload), 0, []
     while offset < len(view):

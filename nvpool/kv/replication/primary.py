@@ -10,7 +10,7 @@ does not wait for another change's group.
 A standby that is far behind is filled from scratch: the records are read in steps, and each step is sent
 after all changes that were made before it was read, so filling needs no snapshot.
 
-`Shipping` gets the engine of the primary (kv/replication/member), one `Standby` for each other member, and
+`Shipping` gets the engine of the primary (kv/replication/member), one `StandbyLink` for each other member, and
 `ask`, which changes the map. Used by meta/primary. One event loop owns a `Shipping`. A `Shipping` ends with
 `close`, or reports through `on_deposed` that a later term has begun.
 """
@@ -63,7 +63,7 @@ class ShippingOptions:
     """Time limit for opening, replaying or emptying a standby's records."""
 
 
-class Standby(Protocol):
+class StandbyLink(Protocol):
     """A remote standby, as the primary calls it; kv/replication/standby describes the methods.
 
     A failed connection raises the errors of its transport.
@@ -94,7 +94,7 @@ leader."""
 
 
 class _Peer:
-    def __init__(self, number: int, standby: Standby, up: bool, now_s: float) -> None:
+    def __init__(self, number: int, standby: StandbyLink, up: bool, now_s: float) -> None:
         self.number = number
         self.standby = standby
         self.counts = self.may_be_up = up
@@ -135,7 +135,7 @@ class Shipping:
     def term(self) -> int:
         return self._kv.term
 
-    def use(self, members: dict[int, tuple[Callable[[], Standby], bool]]) -> None:
+    def use(self, members: dict[int, tuple[Callable[[], StandbyLink], bool]]) -> None:
         """Set the other members: for each, how to reach it, and whether the map marks it as up.
 
         New members are followed from now on; removed members are dropped. For known members, the map has the

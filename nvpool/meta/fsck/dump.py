@@ -27,7 +27,7 @@ from nvpool.kv.api import KEY_BYTES_MAX
 from nvpool.meta.operations.trash import inode_of_trash_key, trash_key
 from nvpool.meta.state import records
 from nvpool.meta.state.records import HASH_AT, NAME_AT
-from nvpool.meta.state.striped_dirs import Counts, decode_part, encode_part, part_of
+from nvpool.meta.state.striped_dirs import StripeCounts, decode_part, encode_part, part_of
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.volume_records import (
     ATTACHED,
@@ -36,7 +36,7 @@ from nvpool.meta.state.volume_records import (
     USE,
     VOLUME,
     Trashed,
-    Use,
+    VolumeUse,
     VolumeRecord,
     decode_attached,
     decode_trashed,
@@ -154,7 +154,7 @@ def _part_line(key: bytes, raw: bytes) -> dict:
 
 
 def _part_record(line: dict) -> tuple[bytes, bytes]:
-    part = part_of(line["inode"], line["shard"], Counts(*(line[field] for field in Counts._fields)),
+    part = part_of(line["inode"], line["shard"], StripeCounts(*(line[field] for field in StripeCounts._fields)),
                    **{field: line[field] for field in _PART_FIELDS})
     return records.part_key(part.number, part.shard), encode_part(part)
 
@@ -189,7 +189,7 @@ def _volume_record(line: dict) -> tuple[bytes, bytes]:
 
 
 def _use_record(line: dict) -> tuple[bytes, bytes]:
-    return volume_key(USE, line["inode"]), encode_use(Use(line["bytes"], line["files"]))
+    return volume_key(USE, line["inode"]), encode_use(VolumeUse(line["bytes"], line["files"]))
 
 
 def _trash_record(line: dict) -> tuple[bytes, bytes]:
@@ -207,7 +207,7 @@ def _identity_line(key: bytes, raw: bytes) -> dict:
 
 
 def _identity_record(line: dict) -> tuple[bytes, bytes]:
-    identity = records.Identity(line["shard"], bytes.fromhex(line["name_key"]), True)
+    identity = records.ShardIdentity(line["shard"], bytes.fromhex(line["name_key"]), True)
     return records.IDENTITY_KEY, records.encode_identity(identity)
 
 
@@ -216,7 +216,7 @@ def _bounds_line(key: bytes, raw: bytes) -> dict:
 
 
 def _bounds_record(line: dict) -> tuple[bytes, bytes]:
-    return records.BOUNDS_KEY, records.encode_bounds(records.Bounds(line["inode"], line["session"]))
+    return records.BOUNDS_KEY, records.encode_bounds(records.IssuedNumbers(line["inode"], line["session"]))
 
 
 def _counts_line(key: bytes, raw: bytes) -> dict:

@@ -17,10 +17,10 @@ from nvpool.core.ids import ROOT_INODE, partition_of
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Kv
 from nvpool.meta.fsck import dump
-from nvpool.meta.fsck.walker import Fsck, Mend, Problem
+from nvpool.meta.fsck.walker import Fsck, Mend, ShardProblem
 from nvpool.meta.state import records
 from nvpool.meta.state.ids import Numbers
-from nvpool.meta.state.striped_dirs import Counts, decode_part, take_in
+from nvpool.meta.state.striped_dirs import StripeCounts, decode_part, take_in
 from nvpool.meta.state.transaction import View
 from nvpool.rpc.messages.fsck_sums import (
     pack_copies,
@@ -41,7 +41,7 @@ LOAD_BATCH = 500
 _CURSOR = struct.Struct("<QI")
 
 
-class Answer(NamedTuple):
+class JobReply(NamedTuple):
     """Reply message and payload."""
 
     message: Any
@@ -55,7 +55,7 @@ class _Run:
         self.work = work
         self.steps = 0
         self.used_s = 0.0
-        self.last: Answer | None = None
+        self.last: JobReply | None = None
 
 
 class Runs:
@@ -107,7 +107,7 @@ class Runs:
         run.used_s = self._clock.boottime_s()
         return number, run, steps == run.steps - 1
 
-    def stepped(self, number: int, run: _Run, answer: Answer, done: bool) -> Answer:
+    def stepped(self, number: int, run: _Run, answer: JobReply, done: bool) -> JobReply:
         run.steps += 1
         answer.message.cursor = _CURSOR.pack(number, run.steps)
         answer.message.done = done
@@ -131,7 +131,7 @@ Carry = Callable[[Mend], Awaitable[None]]
 
 
 async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, numbers: Numbers, make: Any,
-                    carry: Carry) -> Answer:
+                    carry: Carry) -> JobReply:
     while kv.full:
         await kv.room()
     if request.cursor:
@@ -152,10 +152,10 @@ async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, num
     reply = pb.FsckReply(checked=work.checked, sums=pack_sums(work.sums), above=pack_numbers(work.tree.take_above()),
                          copies=pack_copies(work.copies), passed=pack_partitions(work.passed))
     await _tell_problems(reply, work, problems, carry)
-    return runs.stepped(number, run, Answer(reply), work.done)
+    return runs.stepped(number, run, JobReply(reply), work.done)
 
 
-async def settle_sums(request: pb.FsckSumsRequest, kv: Kv, work: Fsck, carry: Carry) -> Answer:
+async def settle_sums(request: pb.FsckSumsRequest, kv: Kv, work: Fsck, carry: Carry) -> JobReply:
     """Check inodes of this shard by the sums that all shards together have of them."""
     sums = unpack_sums(request.sums)
     while kv.full:
@@ -164,7 +164,7 @@ async def settle_sums(request: pb.FsckSumsRequest, kv: Kv, work: Fsck, carry: Ca
     problems = work.settle_sums(sums, uneven)
     reply = pb.FsckReply(done=True, passed=pack_partitions(work.passed))
     await _tell_problems(reply, work, problems, carry)
-    return Answer(reply)
+    return JobReply(reply)
 
 
 def _partitions(raw: bytes) -> tuple[int, ...] | None:
@@ -177,7 +177,7 @@ def _partitions(raw: bytes) -> tuple[int, ...] | None:
     return partitions
 
 
-async def _tell_problems(reply: pb.FsckReply, work: Fsck, problems: list[Problem], carry: Carry) -> None:
+async def _tell_problems(reply: pb.FsckReply, work: Fsck, problems: list[ShardProblem], carry: Carry) -> None:
     for at, decide in work.pending:
         problem = problems[at]
         try:
@@ -188,7 +188,7 @@ async def _tell_problems(reply: pb.FsckReply, work: Fsck, problems: list[Problem
         reply.problems.add(kind=problem.kind, text=problem.text[:1000], repaired=problem.repaired, inode=problem.inode)
 
 
-def dump_step(runs: Runs, request: pb.DumpRequest, view: View, shard: int) -> Answer:
+def dump_step(runs: Runs, request: pb.DumpRequest, view: View, shard: int) -> JobReply:
     if request.cursor:
         number, run, again = runs.find(request.cursor, dump.Dump)
         if again:
@@ -199,7 +199,7 @@ def dump_step(runs: Runs, request: pb.DumpRequest, view: View, shard: int) -> An
     if run.work.done:
         raise StaleCursor("this dump has ended; begin it again")
     lines, count = run.work.step(request.limit)
-    return runs.stepped(number, run, Answer(pb.DumpReply(records=count), lines), run.work.done)
+    return runs.stepped(number, run, JobReply(pb.DumpReply(records=count), lines), run.work.done)
 
 
 class Load:
@@ -209,15 +209,15 @@ class Load:
     same partitions. It keeps the records of its own partitions.
     """
 
-    def __init__(self, kv: Kv, identity: records.Identity, view: View, has_root: bool) -> None:
+    def __init__(self, kv: Kv, identity: records.ShardIdentity, view: View, has_root: bool) -> None:
         self._kv = kv
         self._identity = identity
         self._view = view
         self._has_root = has_root
         self._inodes = 0
         self._counted: int | None = None
-        self._bounds = records.Bounds(0, 0)
-        self._parts: dict[int, list[Counts]] = {}
+        self._bounds = records.IssuedNumbers(0, 0)
+        self._parts: dict[int, list[StripeCounts]] = {}
         self.records = 0
 
     async def begin(self) -> None:
@@ -240,14 +240,14 @@ class Load:
             self.records += 1
             if key == records.IDENTITY_KEY:
                 found = records.decode_identity(raw)
-                self._identity = records.Identity(self._identity.shard, found.name_key, True)
+                self._identity = records.ShardIdentity(self._identity.shard, found.name_key, True)
             elif records.is_part_key(key):
                 part = decode_part(key, raw)
                 if not self._view.is_elsewhere(partition_of(part.number)):
                     self._parts.setdefault(part.number, []).append(part.counts)
             elif key == records.BOUNDS_KEY:
                 found_bounds = records.decode_bounds(raw)
-                self._bounds = records.Bounds(max(self._bounds.inode, found_bounds.inode),
+                self._bounds = records.IssuedNumbers(max(self._bounds.inode, found_bounds.inode),
                                               max(self._bounds.session, found_bounds.session))
             else:
                 if key == records.COUNTS_KEY:
@@ -280,7 +280,7 @@ class Load:
                            (records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=False)))])
         await self._kv.sync()
 
-    async def _take_parts(self, number: int, parts: list[Counts]) -> None:
+    async def _take_parts(self, number: int, parts: list[StripeCounts]) -> None:
         """Merge the stripes of a directory into its record.
 
         The directory starts undivided, however many shards the pool has now.

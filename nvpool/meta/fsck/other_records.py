@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from nvpool.core.errors import CorruptRecord, InvalidRequest, TooBig
 from nvpool.core.posix import acl
-from nvpool.core.posix.byte_ranges import Span
+from nvpool.core.posix.byte_ranges import LockRange
 from nvpool.meta.state import records
 from nvpool.meta.state.lock_table import Owner
 from nvpool.meta.state.records import Inode
@@ -158,7 +158,7 @@ class OtherRecords:
                 locks.forget(number)
                 return [(key, None)]
             self._found("lock", f"{here} is locked, and it is no file", forget)
-        elif Span(start, end, mode, pid) not in locks.spans_of(number, who):
+        elif LockRange(start, end, mode, pid) not in locks.spans_of(number, who):
             self._found("lock", f"{here} is locked by session {session:#x}, and nobody knows", lambda: [(key, None)])
         elif session not in self._sessions.by_number and session not in locks.dead:
             def end() -> list:

@@ -10,7 +10,7 @@ from nvpool.core.errors import DirectoryGone, InvalidRequest, NotFound
 from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
-from nvpool.meta.state.striped_dirs import Part
+from nvpool.meta.state.striped_dirs import StripeView
 from nvpool.meta.state.transaction import Draft, View
 from nvpool.poolmap.shards.partitions import partition_of_directory
 
@@ -83,7 +83,7 @@ def without_dangling(view: View, number: int, key: bytes, now_ns: int) -> Draft:
 def _count_less(draft: Draft, key: bytes, subdirectory: bool) -> None:
     """Reduce the counts of the directory in which the entry `key` was."""
     directory = draft.holder(records.directory_of_key(key))
-    directory.size = directory.size - 1 if isinstance(directory, Part) else max(0, directory.size - 1)
+    directory.size = directory.size - 1 if isinstance(directory, StripeView) else max(0, directory.size - 1)
     if subdirectory:
         directory.links = max(2, directory.links - 1)
     draft.stamp(directory, content=True)

@@ -61,7 +61,7 @@ class Tree:
         """Climb from the directory; return whether it is below itself."""
         try:
             above = self.climb(number)
-        except _Loop:
+        except _DirectoryCycle:
             return True
         if above and above not in self._told:
             if len(self._told) >= ROOTED_MAX:
@@ -77,7 +77,7 @@ class Tree:
         """
         try:
             return self.climb(number)
-        except _Loop:
+        except _DirectoryCycle:
             return 0
 
     def climb(self, number: int, way: list[Inode] | None = None) -> int:
@@ -96,7 +96,7 @@ class Tree:
             if inode is None or not inode.is_directory or not inode.links:
                 return 0  # the sums report an inode without a name, and a missing directory
             if at in seen:
-                raise _Loop
+                raise _DirectoryCycle
             seen.add(at)
             path.append(at)
             if way is not None:
@@ -108,7 +108,7 @@ class Tree:
         return found
 
 
-class _Loop(Exception):
+class _DirectoryCycle(Exception):
     """The climb has met a directory twice. For this module only."""
 
 
@@ -130,7 +130,7 @@ async def climb(request: pb.FsckClimbRequest, tree: Tree, kv: Kv, is_here: Calla
     way: list[Inode] = []
     try:
         above = tree.climb(numbers[0], way)
-    except _Loop:
+    except _DirectoryCycle:
         above = 0
     return pb.FsckClimbReply(above=pack_numbers([above]),
                              way=pack_numbers([number for one in way for number in (one.number, one.parent, one.change)]))

@@ -16,7 +16,7 @@ from nvpool.meta.state.volume_records import (
     TRASH,
     USE,
     VOLUME,
-    Use,
+    VolumeUse,
     decode_attached,
     decode_trashed,
     decode_use,
@@ -40,7 +40,7 @@ class VolumeChecks:
             return
         size = inode.size if inode.is_file else 0
         if inode.links:
-            use = self._uses.setdefault(inode.volume, Use())
+            use = self._uses.setdefault(inode.volume, VolumeUse())
             use.files += 1
             use.bytes += size
         else:
@@ -49,7 +49,7 @@ class VolumeChecks:
     def _tally_orphan(self, number: int, raw: bytes) -> None:
         volume, size = self._nameless.pop(number, (0, 0))
         if volume and raw == records.ORPHAN_COUNTED:
-            use = self._uses.setdefault(volume, Use())
+            use = self._uses.setdefault(volume, VolumeUse())
             use.files += 1
             use.bytes += size
 
@@ -98,10 +98,10 @@ class VolumeChecks:
             return
         if self._kv.get(volume_key(USE, number)) is None and self._tallies and not self._unread:
             self._found("volume", f"nothing tells the use of volume {record.name}",
-                        lambda: [(volume_key(USE, number), encode_use(self._uses.get(number, Use())))])
+                        lambda: [(volume_key(USE, number), encode_use(self._uses.get(number, VolumeUse())))])
 
     def _use(self, key: bytes, raw: bytes, number: int) -> None:
-        there = self._uses.pop(number, Use())
+        there = self._uses.pop(number, VolumeUse())
         if (now := self._kv.get(key)) is None:
             return
         if self._kv.get(volume_key(VOLUME, number)) is None:
@@ -118,7 +118,7 @@ class VolumeChecks:
         if more_bytes or more_files:
             def recount() -> list:
                 use = decode_use(now)
-                return [(key, encode_use(Use(use.bytes + more_bytes, use.files + more_files)))]
+                return [(key, encode_use(VolumeUse(use.bytes + more_bytes, use.files + more_files)))]
             self._found("counts", f"volume {number} holds {there.files} files with {there.bytes} bytes, {told.files} with "
                                   f"{told.bytes} are counted", recount)
 

@@ -40,8 +40,8 @@ from nvpool.meta.state import records
 from nvpool.meta.state.records import HASH_AT, NAME_AT, Inode
 from nvpool.meta.state.striped_dirs import COPIED_FLAGS, part_here
 from nvpool.meta.state.transaction import Draft, View
-from nvpool.meta.state.volume_records import REMOVING, Use
-from nvpool.rpc.messages.fsck_sums import MASK, Copy, Sum
+from nvpool.meta.state.volume_records import REMOVING, VolumeUse
+from nvpool.rpc.messages.fsck_sums import MASK, DirectoryCopy, Sum
 
 STEP_LIMIT, STEP_LIMIT_MAX = 500, 5000
 """Records in a step: five hundred of them hold the event loop for about five milliseconds."""
@@ -53,7 +53,7 @@ _NUMBERED = frozenset((records.INODE, records.XATTR, records.ORPHAN, records.COL
 Mend = Callable[..., Draft]  # (view, now_ns=)
 
 
-class Problem(NamedTuple):
+class ShardProblem(NamedTuple):
     """A problem that a check has found."""
 
     kind: str
@@ -131,7 +131,7 @@ class Fsck(OtherRecords, VolumeChecks):
         self.passed: set[int] = set()
         """Partitions that were not ours, or closed, at this step. Their records must be checked again
         elsewhere."""
-        self.copies: list[Copy] = []
+        self.copies: list[DirectoryCopy] = []
         """Copies of attributes found in this step."""
         self._tallies = partitions is None
         self._walk = view.snapshot() if partitions is None else _Anew(kv, partitions, self.is_here, self.passed)
@@ -142,10 +142,10 @@ class Fsck(OtherRecords, VolumeChecks):
         """Repairs that need other shards, with the indexes of their problems in this step's list."""
         self.sums: list[Sum] = []
         """Sums of this step that one shard of several can not settle alone."""
-        self._problems: list[Problem] = []
+        self._problems: list[ShardProblem] = []
         self._sums: dict[int, list[int]] = {}
         self._strays: dict[int, bytes] = {}
-        self._uses: dict[int, Use] = {}
+        self._uses: dict[int, VolumeUse] = {}
         self._nameless: dict[int, tuple[int, int]] = {}
         self._inodes = 0
         self._counted: int | None = view.inode_count
@@ -165,7 +165,7 @@ class Fsck(OtherRecords, VolumeChecks):
             self._part, records.DAMAGED: lambda key, raw: None, **dict.fromkeys((records.HELD, records.DECIDED),
             self._spanning)}
 
-    def step(self, limit: int) -> list[Problem]:
+    def step(self, limit: int) -> list[ShardProblem]:
         """Check the next records.
 
         There is no wait inside, so records that are read stay valid to the end of the step.
@@ -228,7 +228,7 @@ class Fsck(OtherRecords, VolumeChecks):
         """Whether the partition's records are ours to read and to repair now."""
         return not self._view.is_elsewhere(partition) and self._view.serves(partition)
 
-    def settle_sums(self, sums: list[Sum], uneven: tuple[int, ...] = ()) -> list[Problem]:
+    def settle_sums(self, sums: list[Sum], uneven: tuple[int, ...] = ()) -> list[ShardProblem]:
         """Report what is wrong by the sums that all shards together have of inodes of this shard.
 
         `uneven`: wide directories of which a stripe has other attributes. Inodes in partitions that are
@@ -277,7 +277,7 @@ class Fsck(OtherRecords, VolumeChecks):
                 repaired = effects is not None
             except NvpoolError as error:
                 text = f"{text}; not repaired: {error}"
-        self._problems.append(Problem(kind, text, repaired))
+        self._problems.append(ShardProblem(kind, text, repaired))
 
     def _unreadable(self, error: CorruptRecord) -> None:
         """Report that the walk's next record is damaged.
@@ -361,7 +361,7 @@ class Fsck(OtherRecords, VolumeChecks):
             self._copy(inode, 0)
 
     def _copy(self, inode: Inode, shard: int) -> None:
-        self.copies.append(Copy(inode.number, shard, inode.flags & COPIED_FLAGS, inode.mode, inode.uid, inode.gid, inode.table,
+        self.copies.append(DirectoryCopy(inode.number, shard, inode.flags & COPIED_FLAGS, inode.mode, inode.uid, inode.gid, inode.table,
                                 inode.chunk_bits))
 
     def _tally_dentry(self, key: bytes, number: int, kind: int) -> None:

@@ -29,8 +29,8 @@ from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Kv
 from nvpool.meta.operations.xattr import XATTRS_MAX
 from nvpool.meta.state import records
-from nvpool.meta.state.quota import Account, account
-from nvpool.meta.state.record_locks import Held
+from nvpool.meta.state.quota import QuotaAccount, account
+from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.volume_records import VOLUME, volume_key
 from nvpool.meta.store_client import Targets
@@ -163,7 +163,7 @@ class Collector:
         effects: list[tuple[bytes, bytes | None]] = []
         buried, queued = [], set()
         count = self._view.inode_count
-        counted: dict[int, Account] = {}
+        counted: dict[int, QuotaAccount] = {}
         for number in inodes:
             if not self._may_go(number):
                 continue
@@ -216,7 +216,7 @@ class Collector:
             return
         raw = self._kv.get(records.inode_key(inode))
         effects: list[tuple[bytes, bytes | None]] = [(key, records.ORPHAN_VALUE)]
-        counted: dict[int, Account] = {}
+        counted: dict[int, QuotaAccount] = {}
         try:
             uncounted = raw is None or self._uncount(records.decode_inode(inode, raw), counted)
             if uncounted and not self._kv.full:  # otherwise it counts until it is deleted
@@ -224,7 +224,7 @@ class Collector:
         except CorruptRecord:
                 pass  # left to fsck
 
-    def _uncount(self, inode: records.Inode, counted: dict[int, Account]) -> bool:
+    def _uncount(self, inode: records.Inode, counted: dict[int, QuotaAccount]) -> bool:
         """Remove an inode from the usage of its volume.
 
         False: it can not be deleted yet, because it is the root of an existing volume, or because a
@@ -237,7 +237,7 @@ class Collector:
         if inode.volume not in counted:
             try:
                 found = account(self._view, inode.volume)
-            except Held:
+            except LockedRecord:
                 return False
             if found is None or found.record is None:
                 return True

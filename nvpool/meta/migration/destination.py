@@ -29,7 +29,7 @@ from nvpool.meta.sessions.table import inodes_of
 from nvpool.meta.state import records
 from nvpool.meta.state.migration_records import (
     COMING_RANGE,
-    Coming,
+    IncomingMigration,
     arrived_key,
     arrived_range,
     arrived_session_of_key,
@@ -51,14 +51,14 @@ RETRY_S = 0.05
 log = logging.getLogger(__name__)
 
 
-class Taker:
+class MigrationDestination:
     """Destination side of migrations; there may be one from each source."""
 
     def __init__(self, inside: Inside, leaving: Leaving) -> None:
         self._inside = inside
         self._leaving = leaving
         self._map: PoolMap | None = None
-        self._coming: dict[int, Coming] = {}
+        self._coming: dict[int, IncomingMigration] = {}
         self._opened: dict[int, dict[int, list[int]]] = {}
         """Source -> session -> its open inodes, once for each handle. In memory only, like all open files."""
         self._waits_s: dict[int, float] = {}
@@ -108,7 +108,7 @@ class Taker:
     def _lock(self, giver: int) -> asyncio.Lock:
         return self._at_work.setdefault(giver, asyncio.Lock())
 
-    def _is_ours(self, coming: Coming) -> bool:
+    def _is_ours(self, coming: IncomingMigration) -> bool:
         owners, shard = self._map.shard_of_partition, self._inside.shard
         ours = [owners[partition] == shard for partition in coming.partitions]
         if any(ours) and not (all(ours) and coming.whole):
@@ -198,7 +198,7 @@ class Taker:
         for partition in partitions:
             await self._leaving.remove(partition)
         self._inside.ranges.set_strange(partitions, True)
-        coming = Coming(request.term, request.attempt, 0, 0, False, partitions)
+        coming = IncomingMigration(request.term, request.attempt, 0, 0, False, partitions)
         await self._apply([(coming_key(giver), encode_coming(coming))])
         self._coming[giver], self._opened[giver] = coming, {}
         return MoveReply()
@@ -209,7 +209,7 @@ class Taker:
             await kv.room()
         kv.apply(effects, reclaims=reclaims)
 
-    async def _lay(self, request: MoveRequest, coming: Coming, payload: bytes | memoryview) -> None:
+    async def _lay(self, request: MoveRequest, coming: IncomingMigration, payload: bytes | memoryview) -> None:
         kv, giver, effects, inodes = self._inside.kv, request.giver, [], coming.inodes
         if len(payload):
             record = decode(memoryview(payload), 0)
@@ -239,7 +239,7 @@ class Taker:
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
-    def _take_up(self, giver: int, coming: Coming) -> None:
+    def _take_up(self, giver: int, coming: IncomingMigration) -> None:
         """Take up the partitions, which are ours now, in one step: nothing here waits."""
         inside, kv = self._inside, self._inside.kv
         arrived = kv.scan(*arrived_range(giver), SESSIONS_MAX)

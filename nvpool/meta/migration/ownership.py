@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable
 from nvpool.core.errors import Unavailable, WrongShard
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Kv
-from nvpool.kv.snapshot import Snapshot
+from nvpool.kv.snapshot import EngineSnapshot
 from nvpool.meta.state.migration_records import COMING, SEEN
-from nvpool.meta.state.record_locks import Held, Hold
+from nvpool.meta.state.record_locks import LockedRecord, Hold
 from nvpool.meta.state.records import INODE, SHARD, kind_of
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import TURN_KEY, SpanId, partition_of_held
@@ -24,7 +24,7 @@ REPEAT_S = 0.02
 """Retry delay for a client that knows a newer map than this shard."""
 
 
-class _Closed(Hold):
+class _ClosedPartitions(Hold):
     """Lock of whole partitions for a migration. A transaction that meets it releases its locks and waits."""
 
     def __init__(self, shard: int) -> None:
@@ -34,7 +34,7 @@ class _Closed(Hold):
         return False
 
 
-class Ranges:
+class PartitionOwnership:
     """`get`, `get_many` and `scan` are the engine's reads for requests.
 
     They may be replaced at each `changed`.
@@ -43,7 +43,7 @@ class Ranges:
     def __init__(self, kv: Kv, view: View) -> None:
         self._kv = kv
         self._view = view
-        self._closed: dict[int, _Closed] = {}
+        self._closed: dict[int, _ClosedPartitions] = {}
         self.strange: set[int] = set()
         """Partitions whose records are here but not ours: arriving, or left."""
         self.gone: Callable[[], Collection[int]] = tuple
@@ -64,7 +64,7 @@ class Ranges:
     def check_partition(self, partition: int) -> None:
         closed = self._closed.get(partition)
         if closed is not None:
-            raise Held(closed)
+            raise LockedRecord(closed)
         if partition in self.strange:
             owners = self._view.owners
             if owners and owners[partition] == self._view.shard:
@@ -88,7 +88,7 @@ class Ranges:
 
     def close(self, partitions: Collection[int]) -> None:
         """Stop all reads and changes of the partitions until `open`."""
-        self._closed.update(dict.fromkeys(partitions, _Closed(self._view.shard)))
+        self._closed.update(dict.fromkeys(partitions, _ClosedPartitions(self._view.shard)))
         self._look_through()
 
     def open(self, partitions: Collection[int]) -> None:
@@ -132,7 +132,7 @@ class OurSnapshot:
     """Snapshot (kv/api) without partitions that were not ours when it was taken, and without migration
     records."""
 
-    def __init__(self, snapshot: Snapshot, strange: frozenset[int], gone: frozenset[int]) -> None:
+    def __init__(self, snapshot: EngineSnapshot, strange: frozenset[int], gone: frozenset[int]) -> None:
         self._snapshot = snapshot
         self._strange = strange
         self._gone = gone

@@ -13,7 +13,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import Unreachable, WrongShard
 from nvpool.meta.deferred_replies import Waits
 from nvpool.meta.migration.cleanup import Leaving
-from nvpool.meta.migration.destination import Taker
+from nvpool.meta.migration.destination import MigrationDestination
 from nvpool.meta.migration.sessions import bring_all
 from nvpool.meta.migration.shard_context import Inside
 from nvpool.meta.migration.source import Giver, packed
@@ -21,7 +21,7 @@ from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
 from nvpool.poolmap.model import PoolMap, decode_map
 from nvpool.rpc.api import Call
 from nvpool.rpc.messages.data_codec import decoded
-from nvpool.rpc.target_calls import Dialer
+from nvpool.rpc.target_calls import TargetDialer
 from nvpool.rpc.v1 import moving_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
@@ -29,12 +29,12 @@ SEND_S = 10.0
 ASK_S = 5.0
 
 
-class Moving:
+class MigrationService:
     """Migrations from and to this shard."""
 
     METHODS = (wire.META_MOVE,)
 
-    def __init__(self, inside: Inside, dialer: Dialer | None, clock: Clock, secret: bytes, authority: ServiceRight,
+    def __init__(self, inside: Inside, dialer: TargetDialer | None, clock: Clock, secret: bytes, authority: ServiceRight,
                  waits: Waits, term: int) -> None:
         """`term`: the term in which this process serves; 0: the term in the first map."""
         self._inside = inside
@@ -46,7 +46,7 @@ class Moving:
         self._map: PoolMap | None = None
         self._leaving = Leaving(inside)
         inside.ranges.gone = self._leaving.partitions
-        self.taker = Taker(inside, self._leaving)
+        self.taker = MigrationDestination(inside, self._leaving)
         self.giver = Giver(inside, self._leaving, send=self._send, ask_moved=self._ask_moved, term=term)
 
     # -- life --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from nvpool.core.clock import Clock
 from nvpool.kv.api import Kv
 from nvpool.meta.gc.collector import Collector
 from nvpool.meta.gc.truncations import Cuts
-from nvpool.meta.migration.ownership import Ranges
+from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.sessions.lease_table import Watches
 from nvpool.meta.sessions.lock_waiters import LockWaits
 from nvpool.meta.sessions.table import Sessions
@@ -24,7 +24,7 @@ class Inside(NamedTuple):
     shard: int
     kv: Kv
     view: View
-    ranges: Ranges
+    ranges: PartitionOwnership
     numbers: Numbers
     sessions: Sessions
     locks: LockWaits

@@ -8,7 +8,7 @@ from nvpool.core.names import VOLUMES
 from nvpool.meta.operations.unlink import check_empty
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
-from nvpool.meta.state.striped_dirs import Part
+from nvpool.meta.state.striped_dirs import StripeView
 from nvpool.meta.state.transaction import Draft, View
 from nvpool.rpc.v1 import meta_pb2
 
@@ -104,7 +104,7 @@ def _check_loop(draft: Draft, inode: Inode, new_parent: Inode) -> None:
         return
     at, view = new_parent, draft.view
     view.take_turn()
-    if isinstance(at, Part) and at.number != inode.number:
+    if isinstance(at, StripeView) and at.number != inode.number:
         at = view.ancestor(at.number)
     for _ in range(DEPTH_MAX):
         if at.number == inode.number:

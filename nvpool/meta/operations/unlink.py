@@ -8,7 +8,7 @@ from __future__ import annotations
 from nvpool.core.errors import DirectoryNotEmpty, InUse, IsADirectory
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
-from nvpool.meta.state.striped_dirs import Part
+from nvpool.meta.state.striped_dirs import StripeView
 from nvpool.meta.state.transaction import Draft, View
 from nvpool.rpc.v1 import meta_pb2
 
@@ -53,7 +53,7 @@ def check_empty(draft: Draft, directory: Inode) -> None:
     if directory.volume == directory.number:
         raise InUse("it is a volume: nvpool volume rm POOL NAME removes it")
     # a stripe is loaded for a name in the directory, so it is not empty
-    empty = not isinstance(directory, Part)
+    empty = not isinstance(directory, StripeView)
     if empty and directory.flags & records.WIDE:
         draft.take_parts(directory)
         empty = not directory.size

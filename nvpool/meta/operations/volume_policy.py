@@ -24,7 +24,7 @@ from nvpool.meta.state.volume_records import (
     SEALED,
     USE,
     VOLUME,
-    Use,
+    VolumeUse,
     VolumeRecord,
     attached_range,
     decode_use,
@@ -73,7 +73,7 @@ def begin_volume(draft: Draft, root: Inode, request: pb.CreateRequest) -> None:
         record = record._replace(flags=ENCRYPTED, wrapped_key=draft.view.pool_keys.new())
         draft.then = partial(draft.view.access.note, root.number, record)
     draft.effects[volume_key(VOLUME, root.number)] = encode_volume(record)
-    draft.effects[volume_key(USE, root.number)] = encode_use(Use())
+    draft.effects[volume_key(USE, root.number)] = encode_use(VolumeUse())
 
 
 def check_limits(bytes_max: int, files_max: int) -> None:
@@ -81,7 +81,7 @@ def check_limits(bytes_max: int, files_max: int) -> None:
         raise InvalidRequest(f"a quota is {NUMBER_MAX} at most; 0 is none")
 
 
-def read_volume(view: View, number: int) -> tuple[VolumeRecord, Use]:
+def read_volume(view: View, number: int) -> tuple[VolumeRecord, VolumeUse]:
     """Record and usage of a volume.
 
     NotFound: it is no volume. WrongShard: another shard owns its partition.
@@ -92,9 +92,9 @@ def read_volume(view: View, number: int) -> tuple[VolumeRecord, Use]:
     return decode_volume(raw), use_of(view, number)
 
 
-def use_of(view: View, number: int) -> Use:
+def use_of(view: View, number: int) -> VolumeUse:
     raw = view.get(volume_key(USE, number))
-    return decode_use(raw) if raw is not None else Use()
+    return decode_use(raw) if raw is not None else VolumeUse()
 
 
 def attachments(view: View, number: int) -> list[str]:
@@ -102,7 +102,7 @@ def attachments(view: View, number: int) -> list[str]:
     return [key[KEY_BYTES:].decode(errors="replace") for key, _ in pairs]
 
 
-def state_of(view: View, number: int, record: VolumeRecord, use: Use) -> pb.VolumeState:
+def state_of(view: View, number: int, record: VolumeRecord, use: VolumeUse) -> pb.VolumeState:
     state = pb.VolumeState(inode=number, name=record.name, bytes_max=record.bytes_max, files_max=record.files_max,
                            bytes_used=use.bytes, files_used=use.files, sealed=bool(record.flags & SEALED),
                            trash_s=record.trash_s, listed=bool(record.flags & LISTED), removing=bool(record.flags & REMOVING),
@@ -117,7 +117,7 @@ def state_of(view: View, number: int, record: VolumeRecord, use: Use) -> pb.Volu
     return state
 
 
-def limited(record: VolumeRecord, use: Use, promised: int, request: pb.VolumeRequest) -> VolumeRecord:
+def limited(record: VolumeRecord, use: VolumeUse, promised: int, request: pb.VolumeRequest) -> VolumeRecord:
     """Record after SET.
 
     InvalidRequest: the quota would be below the usage. ReadOnly: the volume is sealed.

@@ -16,14 +16,14 @@ from typing import Any
 from nvpool.core.errors import Busy, InUse, InvalidRequest, NvpoolError, Refused
 from nvpool.kv.metrics import measure_engine
 from nvpool.meta.fsck.dump import Dump
-from nvpool.meta.fsck.jobs import Answer, Load, dump_step, fsck_step, settle_sums
+from nvpool.meta.fsck.jobs import JobReply, Load, dump_step, fsck_step, settle_sums
 from nvpool.meta.fsck.repair import undivided
 from nvpool.meta.fsck.tree import climb
 from nvpool.meta.fsck.walker import Fsck, Mend
 from nvpool.meta.operations import lookup as lookup_operations
 from nvpool.meta.operations.listing import attributes, listing
 from nvpool.meta.state import records
-from nvpool.meta.state.record_locks import Held
+from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.shard_identity import has_root, take_identity
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
@@ -35,7 +35,7 @@ PARTS_AT_ONCE, PARTS_COUNTED_MAX = 100, 1000
 _log = logging.getLogger(__name__)
 
 
-class Answers:
+class AdminHandlers:
     """Part of `MetaService` for listings, status, checks, dumps and loads."""
 
     reason = ""
@@ -112,7 +112,7 @@ class Answers:
                             note(found)
                         call.reply(found.SerializeToString())
                     await asyncio.sleep(0)
-            except Held as held:
+            except LockedRecord as held:
                 await held.wait()
                 self.handle(call)
 
@@ -165,7 +165,7 @@ class Answers:
 
         self._waits.add(call, run, lambda: None)
 
-    def _answer(self, call: Call, work: Coroutine[Any, Any, Answer], then: Callable[[], None] | None = None) -> None:
+    def _answer(self, call: Call, work: Coroutine[Any, Any, JobReply], then: Callable[[], None] | None = None) -> None:
         async def run() -> None:
             answer = await work
             if then is not None:
@@ -196,8 +196,8 @@ class Answers:
         request = pb.FsckClimbRequest.FromString(call.message)
         work = self._make_fsck(False, ())
 
-        async def run() -> Answer:
-            return Answer(await climb(request, work.tree, self._kv, work.is_here, self._mend))
+        async def run() -> JobReply:
+            return JobReply(await climb(request, work.tree, self._kv, work.is_here, self._mend))
 
         self._answer(call, run(), self._watches.end_all if request.loose else None)
 
@@ -227,7 +227,7 @@ class Answers:
     def _load(self, call: Call) -> None:
         self._answer(call, self._load_step(pb.LoadRequest.FromString(call.message), bytes(call.payload)))
 
-    async def _load_step(self, request: pb.LoadRequest, payload: bytes) -> Answer:
+    async def _load_step(self, request: pb.LoadRequest, payload: bytes) -> JobReply:
         if request.first:
             if self._state == "serving" and (self._view.inode_count > 1 or self._sessions.by_number):
                 raise InUse("metadata can only be loaded into a new pool: this one has files, or clients that are connected; "
@@ -251,7 +251,7 @@ class Answers:
             self._loading = None
             self._assemble()
             await self._take_up()
-        return Answer(pb.LoadReply(records=load.records))
+        return JobReply(pb.LoadReply(records=load.records))
 
     def _status(self, call: Call) -> None:
         call.reply(self.status_reply().SerializeToString())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import StaleEpoch, Unavailable
-from nvpool.kv.replication_log import History
+from nvpool.kv.replication_log import ReplicationHistory
 from nvpool.rpc.api import Buffer, Call
 
 HELD_MAX = 16_384
@@ -23,7 +23,7 @@ HELD_MAX = 16_384
 class Gate:
     """The commit gate of one primary."""
 
-    def __init__(self, history: History, clock: Clock, needs_lease: Callable[[], bool]) -> None:
+    def __init__(self, history: ReplicationHistory, clock: Clock, needs_lease: Callable[[], bool]) -> None:
         self._history = history
         self._clock = clock
         self._needs_lease = needs_lease

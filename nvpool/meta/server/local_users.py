@@ -53,7 +53,7 @@ from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Decision, Draft, View
 from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials
 from nvpool.rpc.messages import data_codec
-from nvpool.rpc.messages.direntries import Listed
+from nvpool.rpc.messages.direntries import DirectoryPage
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
@@ -117,7 +117,7 @@ class LocalUsers:
 
     def note_listing(self, credentials: Credentials, directory: int, reply: pb.ListDirReply) -> None:
         """Remember that the user has met the files of this listing in the directory."""
-        listed = Listed(reply.packed)
+        listed = DirectoryPage(reply.packed)
         for inode, name in (*zip(listed.inodes, listed.names, strict=True), *((one.inode, one.name) for one in reply.entries)):
             self.met(credentials.uid, inode, directory, name)
 

@@ -56,7 +56,7 @@ from nvpool.rpc.api import Call
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.lease_calls import LeaseCalls
 from nvpool.rpc.messages.data_codec import decoded
-from nvpool.rpc.stats import Answers
+from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
@@ -99,7 +99,7 @@ class _AtOnce:
     def __init__(self, member: ShardMember) -> None:
         self._member = member
 
-    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side: Any = None) -> int:
+    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None) -> int:
         service = self._member._service
         if service is None or self._member.handle != service.handle:
             return 0

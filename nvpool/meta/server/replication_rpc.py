@@ -24,7 +24,7 @@ from nvpool.core.errors import (
     Unavailable,
 )
 from nvpool.kv.replication.standby import Done, Group, StandbyKv
-from nvpool.kv.replication_log import Position, Run, Tail
+from nvpool.kv.replication_log import Position, TermRun, Tail
 from nvpool.meta.service_auth import AuthorityCheck
 from nvpool.rpc.api import Call, Connection
 from nvpool.rpc.connection_pool import Dialer
@@ -65,7 +65,7 @@ class WireStandby:
     async def begin(self, term: int) -> Tail:
         self._connection = await self._dialer.connect(self._endpoints(), self._clock.boottime_s() + SHIP_S)
         reply = await self._follow(term, STEP.BEGIN)
-        return Tail(Position(reply.stored, reply.stored_term), tuple(Run(run.term, run.first, run.last) for run in reply.runs))
+        return Tail(Position(reply.stored, reply.stored_term), tuple(TermRun(run.term, run.first, run.last) for run in reply.runs))
 
     async def keep(self, term: int, sequence: int) -> None:
         await self._follow(term, STEP.KEEP, sequence)

@@ -38,15 +38,15 @@ from nvpool.meta.deferred_replies import Waits
 from nvpool.meta.fsck.jobs import Load, Runs
 from nvpool.meta.gc.collector import Collector, partitions_with_remains
 from nvpool.meta.gc.truncations import Cuts
-from nvpool.meta.migration.ownership import Ranges
-from nvpool.meta.migration.service import Moving
+from nvpool.meta.migration.ownership import PartitionOwnership
+from nvpool.meta.migration.service import MigrationService
 from nvpool.meta.migration.shard_context import Inside
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.server.admin_handlers import Answers
+from nvpool.meta.server.admin_handlers import AdminHandlers
 from nvpool.meta.server.dispatch import CHANGES, QUERIES, SPANNING
 from nvpool.meta.server.fast_path import answers_at_once
 from nvpool.meta.server.local_users import LocalUsers, check_shards
-from nvpool.meta.sessions.append_order import AppendInProgress, Appends
+from nvpool.meta.sessions.append_order import AppendInProgress, AppendOrder
 from nvpool.meta.sessions.handlers import SessionAnswers
 from nvpool.meta.sessions.lease_table import Watches
 from nvpool.meta.sessions.lock_waiters import HOLD_BEYOND_GRANTS_S, LockWaits
@@ -55,11 +55,11 @@ from nvpool.meta.snapshot_barrier import Moment
 from nvpool.meta.state import records
 from nvpool.meta.state.ids import Numbers
 from nvpool.meta.state.lock_table import LockTable
-from nvpool.meta.state.quota import Rooms
-from nvpool.meta.state.record_locks import Held
+from nvpool.meta.state.quota import QuotaLedger
+from nvpool.meta.state.record_locks import LockedRecord
 from nvpool.meta.state.session_records import encode_slot
 from nvpool.meta.state.shard_identity import take_identity
-from nvpool.meta.state.striped_dirs import Part
+from nvpool.meta.state.striped_dirs import StripeView
 from nvpool.meta.state.transaction import CutInProgress, Decision, Draft, View, fill_attr
 from nvpool.meta.store_client import Targets
 from nvpool.meta.transactions.service import Spanning
@@ -70,17 +70,17 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partitions import partition_of_name
 from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
-from nvpool.rpc.target_calls import Dialer
+from nvpool.rpc.target_calls import TargetDialer
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.security.volume_keys import PoolKeys
 
 _log = logging.getLogger(__name__)
 
-class MetaService(Answers, SessionAnswers, VolumeAnswers):
+class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
     """The metadata service of one shard; its other parts are in the base classes."""
 
-    def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: Dialer | None = None,
+    def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: TargetDialer | None = None,
                  pool_keys: PoolKeys | None = None, clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
                  take_right: TakeRight | None = None, callers: Callers | None = None) -> None:
         """`take_right`: as in `Revocations`."""
@@ -135,7 +135,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                      self._run_removals()):
             self._own(work)
 
-    def _assemble(self) -> records.Identity:
+    def _assemble(self) -> records.ShardIdentity:
         identity = take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns())
         locks = LockTable(self._clock, self._options.grant_s + HOLD_BEYOND_GRANTS_S)
         locks.client_of = self._sessions.client_of
@@ -143,7 +143,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._view = View(self._kv, identity, self._secret, self._options.grant_s, locks)
         self._view.is_open = lambda inode: inode in self._sessions.holders
         self._view.pool_keys = self._pool_keys
-        self._view.rooms, self._view.appends = Rooms(self._clock, self._options.watch_s), Appends(self._clock)
+        self._view.rooms, self._view.appends = QuotaLedger(self._clock, self._options.watch_s), AppendOrder(self._clock)
         self._removals.clear()
         self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
         self._collector = Collector(self._kv, self._view, self._targets, self._clock, self._options.linger_s,
@@ -156,7 +156,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                                 self._options.lease_s)
         self._watches.map_epoch = lambda: self._map.epoch if self._map is not None else 0
         self._view.promise, self._view.lease_ms = self._watches.lend, self._watches.lease_ms
-        self._ranges = Ranges(self._kv, self._view)
+        self._ranges = PartitionOwnership(self._kv, self._view)
         self._locks.serves = self._ranges.serves
         self._spanning = Spanning(self._shard, self._incarnation, self._kv, self._view, self._numbers, self._targets,
                                   self._clock, self._secret, self._own, self._waits, self._ranges, self._recall,
@@ -165,7 +165,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._moment = Moment(self._spanning.coordinator.all_told)
         if self._map is not None:
             self._spanning.use_map(self._map)
-        self._moving = Moving(
+        self._moving = MigrationService(
             Inside(self._shard, self._kv, self._view, self._ranges, self._numbers, self._sessions, self._locks, self._collector,
                    self._cuts, self._watches, self._clock, self.update_map, self.take_volumes, self.forget_volumes,
                    self._spanning.holds.quiet),
@@ -300,7 +300,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 self._refuse_by_state(call.method)
             try:
                 route(call)
-            except Held as held:
+            except LockedRecord as held:
                 self._later(call, held.wait)
         except NvpoolError as error:
             if isinstance(error, Refused):
@@ -351,7 +351,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
             **dict.fromkeys(Spanning.METHODS, lambda call: self._spanning.handle(call)),
-            **dict.fromkeys(Moving.METHODS, lambda call: self._moving.handle(call)),
+            **dict.fromkeys(MigrationService.METHODS, lambda call: self._moving.handle(call)),
         }
         routes.update((method, self._change_route(*route, SPANNING.get(method))) for method, route in CHANGES.items())
         routes.update((method, self._query_route(*route)) for method, route in QUERIES.items())
@@ -530,7 +530,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             draft.then()
         if draft.parent is not None or draft.opened or draft.linked:
             beside = type(draft.reply)()
-            if draft.parent is not None and not isinstance(draft.parent, Part):
+            if draft.parent is not None and not isinstance(draft.parent, StripeView):
                 fill_attr(beside.parent, draft.parent)
             lent = draft.opened or draft.linked or (draft.born and draft.reply.entry.attr.inode)
             if lent:

@@ -57,7 +57,7 @@ class _Open:
         self.waiting: list[asyncio.Future[None]] = []
 
 
-class Appends:
+class AppendOrder:
     """Open append reservations of a shard's files."""
 
     def __init__(self, clock: Clock, append_s: float = APPEND_S) -> None:

@@ -17,7 +17,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord
 from nvpool.core.grants import CLOCK_SKEW_S
 from nvpool.core.ids import partition_of
-from nvpool.core.posix.byte_ranges import Span
+from nvpool.core.posix.byte_ranges import LockRange
 from nvpool.kv.api import Effect, Kv
 from nvpool.meta.sessions.table import Sessions, inodes_of
 from nvpool.meta.state import records
@@ -68,7 +68,7 @@ class LockWaits:
                     try:
                         kind, session, owner, start = records.lock_of_key(key)
                         self._table.load(records.inode_of_key(key), Owner(kind, session, owner),
-                                         Span(start, *records.decode_lock(raw)))
+                                         LockRange(start, *records.decode_lock(raw)))
                     except CorruptRecord:
                         continue
                 first = pairs[-1][0] + b"\0"

@@ -23,7 +23,7 @@ class Numbers:
 
     def __init__(self, kv: Kv) -> None:
         self._kv = kv
-        self.bounds = records.Bounds(0, 0)
+        self.bounds = records.IssuedNumbers(0, 0)
         """Upper bounds of the numbers that may be given; they are synced."""
         self.next_session = 0
         self._reserving: asyncio.Task | None = None
@@ -31,13 +31,13 @@ class Numbers:
     async def begin(self) -> int:
         """Reserve numbers from the stored bounds on; return the first inode counter to give."""
         raw = self._kv.get(records.BOUNDS_KEY)
-        stored = records.decode_bounds(raw) if raw is not None else records.Bounds(2, 1)
+        stored = records.decode_bounds(raw) if raw is not None else records.IssuedNumbers(2, 1)
         self.next_session = stored.session
         await self._raise(stored)
         return stored.inode
 
-    async def _raise(self, beginning: records.Bounds) -> None:
-        bounds = records.Bounds(min(beginning.inode + RESERVED, COUNTER_MASK), beginning.session + RESERVED)
+    async def _raise(self, beginning: records.IssuedNumbers) -> None:
+        bounds = records.IssuedNumbers(min(beginning.inode + RESERVED, COUNTER_MASK), beginning.session + RESERVED)
         while self._kv.full:
             await self._kv.room()
         sequence = self._kv.apply([(records.BOUNDS_KEY, records.encode_bounds(bounds))], reclaims=True)
@@ -61,4 +61,4 @@ class Numbers:
 
         Needed after damage, and when partitions come from a shard that gave numbers up to this counter.
         """
-        await self._raise(records.Bounds(max(counter + 1, self.bounds.inode), self.next_session))
+        await self._raise(records.IssuedNumbers(max(counter + 1, self.bounds.inode), self.next_session))

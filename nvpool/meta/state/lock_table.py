@@ -26,7 +26,7 @@ from typing import NamedTuple
 from nvpool.core.clock import Clock
 from nvpool.core.errors import TooManyLocks, WouldDeadlock
 from nvpool.core.ids import partition_of
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, UNLOCKED, WHOLE, Change, Span, laid, overlapping
+from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, UNLOCKED, WHOLE, RangeChange, LockRange, laid, overlapping
 from nvpool.meta.state import records
 from nvpool.rpc.limits import raise_it
 from nvpool.rpc.stats import TALLY
@@ -72,7 +72,7 @@ class Waiter:
         return self.turn_s < math.inf
 
 
-class Step(NamedTuple):
+class LockDecision(NamedTuple):
     """A decided request.
 
     `waiter`: leaves the queue if the lock is granted, else is in the queue from now on.
@@ -81,7 +81,7 @@ class Step(NamedTuple):
     inode: int
     owner: Owner
     granted: bool
-    change: Change | None = None
+    change: RangeChange | None = None
     effects: tuple[tuple[bytes, bytes | None], ...] = ()
     waiter: Waiter | None = None
 
@@ -90,17 +90,17 @@ class InTheWay(NamedTuple):
     """A conflicting range and its owner. `waits`: the owner waits for it and does not have it yet."""
 
     owner: Owner
-    span: Span
+    span: LockRange
     waits: bool = False
 
 
-class _File:
+class _LockedFile:
     """Locked ranges and queue of one file."""
 
     __slots__ = ("spans", "queue")
 
     def __init__(self) -> None:
-        self.spans: dict[Owner, list[Span]] = {}
+        self.spans: dict[Owner, list[LockRange]] = {}
         self.queue: list[Waiter] = []
 
 
@@ -114,7 +114,7 @@ class LockTable:
         self._now_s = clock.boottime_s
         # random: tickets from before a restart must be unknown
         self._next_ticket = int.from_bytes(clock.secret(7), "big")
-        self.files: dict[int, _File] = {}
+        self.files: dict[int, _LockedFile] = {}
         self.counts: dict[int, int] = {}
         """Number of locked ranges by session."""
         self._of_session: dict[int, dict[tuple[int, Owner], None]] = {}
@@ -132,7 +132,7 @@ class LockTable:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def decide(self, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int = 0, wait: bool = False,
-               ticket: int = 0) -> Step:
+               ticket: int = 0) -> LockDecision:
         """Decide a lock request; nothing is changed. WouldDeadlock, TooManyLocks."""
         file = self.files.get(inode)
         waiter = self._waiters.get(ticket)
@@ -148,7 +148,7 @@ class LockTable:
             # each other for ever
             step = self._take(inode, owner, start, end, UNLOCKED, pid, None)._replace(granted=False)
         else:
-            step = Step(inode, owner, False)
+            step = LockDecision(inode, owner, False)
         if not wait:
             return step
         if owner.kind == RECORD and self._closes_a_circle(file, asker):
@@ -159,7 +159,7 @@ class LockTable:
         asker.ticket = asker.ticket or self._next_ticket
         return step._replace(waiter=asker)
 
-    def _take(self, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int, waiter: Waiter | None) -> Step:
+    def _take(self, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int, waiter: Waiter | None) -> LockDecision:
         spans = self.spans_of(inode, owner)
         change = laid(spans, start, end, mode, pid)
         old, new = spans[change.first:change.last], change.new
@@ -173,9 +173,9 @@ class LockTable:
         effects = [(records.lock_key(inode, *owner, span.start), None) for span in old if span.start not in begins]
         effects += [(records.lock_key(inode, *owner, span.start), records.encode_lock(span.end, span.mode, span.pid))
                     for span in new if span not in old]
-        return Step(inode, owner, True, change, tuple(effects), waiter)
+        return LockDecision(inode, owner, True, change, tuple(effects), waiter)
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: LockDecision) -> None:
         """Update the table after a decided step is in the records, and report new turns."""
         waiter = step.waiter
         if step.change is not None:
@@ -188,10 +188,10 @@ class LockTable:
                 self._join(waiter)
         self._give_turns(step.inode)
 
-    def _change(self, inode: int, owner: Owner, change: Change) -> None:
+    def _change(self, inode: int, owner: Owner, change: RangeChange) -> None:
         file = self.files.get(inode)
         if file is None:
-            file = self.files[inode] = _File()
+            file = self.files[inode] = _LockedFile()
         spans = file.spans.setdefault(owner, [])
         before = len(spans)
         change.apply(spans)
@@ -208,7 +208,7 @@ class LockTable:
                 self.counts.pop(session, None)
         self._tidy(inode, file)
 
-    def _tidy(self, inode: int, file: _File) -> None:
+    def _tidy(self, inode: int, file: _LockedFile) -> None:
         if not file.spans and not file.queue:
             self.files.pop(inode, None)
 
@@ -222,7 +222,7 @@ class LockTable:
             yield from self._conflicts(file, owner, start, end, mode)
 
     @staticmethod
-    def _conflicts(file: _File, owner: Owner, start: int, end: int, mode: int) -> Iterator[InTheWay]:
+    def _conflicts(file: _LockedFile, owner: Owner, start: int, end: int, mode: int) -> Iterator[InTheWay]:
         for other, spans in file.spans.items():
             if other.kind == owner.kind and other != owner:
                 for span in overlapping(spans, start, end):
@@ -230,7 +230,7 @@ class LockTable:
                         yield InTheWay(other, span)
         for waiter in file.queue:
             if waiter.has_turn and _stand_against(waiter, owner, start, end, mode):
-                yield InTheWay(waiter.owner, Span(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
+                yield InTheWay(waiter.owner, LockRange(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
 
     def locks_on(self, inode: int) -> Iterator[InTheWay]:
         """All locks that are held or waited for."""
@@ -238,12 +238,12 @@ class LockTable:
         if file is not None:
             for owner, spans in file.spans.items():
                 yield from (InTheWay(owner, span) for span in spans)
-            yield from (InTheWay(waiter.owner, Span(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
+            yield from (InTheWay(waiter.owner, LockRange(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
                         for waiter in file.queue)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def _is_blocked(self, file: _File, asker: Waiter, wait: bool) -> bool:
+    def _is_blocked(self, file: _LockedFile, asker: Waiter, wait: bool) -> bool:
         if next(self._conflicts(file, asker.owner, asker.start, asker.end, asker.mode), None) is not None:
             return True
         if not wait or asker.has_turn or asker.owner in file.spans or self._now_s() - asker.born_s >= FAIR_S:
@@ -255,7 +255,7 @@ class LockTable:
                 return True
         return False
 
-    def _closes_a_circle(self, file: _File, asker: Waiter) -> bool:
+    def _closes_a_circle(self, file: _LockedFile, asker: Waiter) -> bool:
         """Whether the request closes a deadlock: a conflicting owner waits, directly or not, for the asker's
         lock."""
         seen: set[Owner] = set()
@@ -279,7 +279,7 @@ class LockTable:
         self._waits_by_session[waiter.owner.session] = self._waits_by_session.get(waiter.owner.session, 0) + 1
         file = self.files.get(waiter.inode)
         if file is None:
-            file = self.files[waiter.inode] = _File()
+            file = self.files[waiter.inode] = _LockedFile()
         file.queue.append(waiter)
 
     def _leave(self, waiter: Waiter) -> None:
@@ -336,21 +336,21 @@ class LockTable:
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
-    def load(self, inode: int, owner: Owner, span: Span) -> None:
+    def load(self, inode: int, owner: Owner, span: LockRange) -> None:
         """Load a range from the records, in their order.
 
         A range that contradicts earlier ones is left to fsck.
         """
         spans = self.spans_of(inode, owner)
         if span.start <= span.end and (not spans or spans[-1].end < span.start):
-            self._change(inode, owner, Change(len(spans), len(spans), [span]))
+            self._change(inode, owner, RangeChange(len(spans), len(spans), [span]))
 
     @property
     def sessions(self) -> list[int]:
         """Sessions that have locks."""
         return list(self._of_session)
 
-    def spans_of(self, inode: int, owner: Owner) -> list[Span]:
+    def spans_of(self, inode: int, owner: Owner) -> list[LockRange]:
         file = self.files.get(inode)
         return file.spans.get(owner, []) if file is not None else []
 
@@ -361,7 +361,7 @@ class LockTable:
             for waiter in list(file.queue):
                 self._leave(waiter)
             for owner, spans in list(file.spans.items()):
-                self._change(inode, owner, Change(0, len(spans), []))
+                self._change(inode, owner, RangeChange(0, len(spans), []))
 
     def sessions_in(self, partitions: frozenset[int]) -> set[int]:
         """Sessions that have locks on inodes of these partitions."""
@@ -388,7 +388,7 @@ class LockTable:
         """
         for inode, owner in list(self._of_session.get(old, ())):
             spans = list(self.files[inode].spans[owner])
-            self._change(inode, owner, Change(0, len(spans), []))
+            self._change(inode, owner, RangeChange(0, len(spans), []))
             for span in spans:
                 self.load(inode, owner._replace(session=new), span)
 
@@ -403,13 +403,13 @@ class LockTable:
             self.dead[session] = self._now_s() + (self.hold_s if hold_s is None else hold_s)
         return self.counts.get(session, 0)
 
-    def ended(self, limit: int, serves: Callable[[int], bool] = lambda partition: True) -> list[Step]:
+    def ended(self, limit: int, serves: Callable[[int], bool] = lambda partition: True) -> list[LockDecision]:
         """Releases of locks whose time has come, about `limit` ranges in all.
 
         Empty if no locks are left to release, except in partitions that this shard does not serve at the
         moment.
         """
-        steps: list[Step] = []
+        steps: list[LockDecision] = []
         for session, until_s in list(self.dead.items()):
             if session not in self._of_session:
                 del self.dead[session]
@@ -421,7 +421,7 @@ class LockTable:
                         continue
                     spans = self.files[inode].spans[owner][:limit]
                     limit -= len(spans)
-                    steps.append(Step(inode, owner, True, Change(0, len(spans), []),
+                    steps.append(LockDecision(inode, owner, True, RangeChange(0, len(spans), []),
                                       tuple((records.lock_key(inode, *owner, span.start), None) for span in spans)))
         return steps
 

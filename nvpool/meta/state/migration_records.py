@@ -35,7 +35,7 @@ GONE_RANGE = _PREFIX.pack(GONE), _PREFIX.pack(GONE + 1)
 COMING_RANGE = _PREFIX.pack(COMING), _PREFIX.pack(COMING + 1)
 
 
-class Coming(NamedTuple):
+class IncomingMigration(NamedTuple):
     """State of one migration to this shard.
 
     `number`: last message that is in the records. `inodes`: number of inodes among the received records.
@@ -60,17 +60,17 @@ def giver_of_key(key: bytes) -> int:
     return _GIVER_KEY.unpack(key)[1]
 
 
-def encode_coming(coming: Coming) -> bytes:
+def encode_coming(coming: IncomingMigration) -> bytes:
     return (_COMING.pack(_VERSION, coming.term, coming.attempt, coming.number, coming.inodes, coming.whole)
             + struct.pack(f"<{len(coming.partitions)}H", *coming.partitions))
 
 
-def decode_coming(raw: bytes) -> Coming:
+def decode_coming(raw: bytes) -> IncomingMigration:
     if len(raw) < _COMING.size or (len(raw) - _COMING.size) % 2 or raw[0] != _VERSION:
         raise CorruptRecord("the record of a hand-over can not be read")
     _, term, attempt, number, inodes, whole = _COMING.unpack_from(raw)
     count = (len(raw) - _COMING.size) // 2
-    return Coming(term, attempt, number, inodes, whole, struct.unpack_from(f"<{count}H", raw, _COMING.size))
+    return IncomingMigration(term, attempt, number, inodes, whole, struct.unpack_from(f"<{count}H", raw, _COMING.size))
 
 
 def arrived_key(giver: int, session: int) -> bytes:

@@ -1,6 +1,6 @@
 """Volume quotas: usage is counted in the transaction of each change and checked against the limits.
 
-`Rooms` holds the quota reservations of sessions: bytes beside the usage that clients may write before they
+`QuotaLedger` holds the quota reservations of sessions: bytes beside the usage that clients may write before they
 report them. Reservations are in the memory of this shard only. After a restart, or after a partition has
 migrated here, sessions state their reservations again; until they had the time for that, no new reservation
 is made. Called by `transaction.Draft` and `meta/volumes/handlers`; nothing here waits.
@@ -14,13 +14,13 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, QuotaExceeded
 from nvpool.core.ids import partition_of
 from nvpool.core.units import format_bytes
-from nvpool.meta.state.volume_records import Use, VolumeRecord, decode_use, decode_volume, encode_use, keys_of
+from nvpool.meta.state.volume_records import VolumeUse, VolumeRecord, decode_use, decode_volume, encode_use, keys_of
 
 if TYPE_CHECKING:
     from nvpool.meta.state.transaction import View
 
 
-class Rooms:
+class QuotaLedger:
     """Quota reservations of sessions, by volume."""
 
     def __init__(self, clock: Clock, grace_s: float) -> None:
@@ -79,7 +79,7 @@ class Rooms:
             del self.by_volume[volume]
 
 
-class Account:
+class QuotaAccount:
     """One volume during one change: its limits and its usage, read once."""
 
     __slots__ = ("number", "record", "use", "_view", "_use_key", "grown")
@@ -91,7 +91,7 @@ class Account:
         raw = view.get(volume_key)
         self.record: VolumeRecord | None = decode_volume(raw) if raw is not None else None
         raw = view.get(self._use_key)
-        self.use = decode_use(raw) if raw is not None else Use()
+        self.use = decode_use(raw) if raw is not None else VolumeUse()
         self.grown: tuple[int, int] | None = None
 
     def effect(self) -> tuple[bytes, bytes | None]:
@@ -136,10 +136,10 @@ def _purging(record: VolumeRecord) -> str:
     return f" and purge its trash (nvpool trash purge POOL {record.name})" if record.trash_s else ""
 
 
-def account(view: View, number: int) -> Account | None:
+def account(view: View, number: int) -> QuotaAccount | None:
     """Account of a volume; None if its records can not be read: then nothing is counted, and fsck reports
     it."""
     try:
-        return Account(view, number)
+        return QuotaAccount(view, number)
     except CorruptRecord:
         return None

@@ -42,7 +42,7 @@ class Hold:
         return (order, span) < (self.order, self.span)
 
 
-class Held(Exception):
+class LockedRecord(Exception):
     """A record is locked. Only the service sees it, waits, and decides again."""
 
     def __init__(self, hold: Hold) -> None:
@@ -67,11 +67,11 @@ async def when_free(read: Callable[[], T]) -> T:
     while True:
         try:
             return read()
-        except Held as held:
+        except LockedRecord as held:
             await held.wait()
 
 
-class Reads(Protocol):
+class RecordReads(Protocol):
     """Read interface of requests: a Kv that checks whether the data is ours and open
     (`meta/migration/ownership`)."""
 
@@ -89,7 +89,7 @@ class Reads(Protocol):
 class Holds:
     """All record locks of a shard."""
 
-    def __init__(self, kv: Reads, view: View, clock: Callable[[], float]) -> None:
+    def __init__(self, kv: RecordReads, view: View, clock: Callable[[], float]) -> None:
         """`kv` serves reads of records that are not locked.
 
         After a change of its `get`, `get_many` or `scan` call `look_through`.
@@ -145,17 +145,17 @@ class Holds:
 
     def _get(self, key: bytes) -> bytes | None:
         if key in self._by_key:
-            raise Held(self._by_key[key])
+            raise LockedRecord(self._by_key[key])
         return self._kv.get(key)
 
     def _get_many(self, keys: list[bytes]) -> list[bytes | None]:
         for key in keys:
             if key in self._by_key:
-                raise Held(self._by_key[key])
+                raise LockedRecord(self._by_key[key])
         return self._kv.get_many(keys)
 
     def _scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         for key, hold in self._by_key.items():
             if first <= key < end:
-                raise Held(hold)
+                raise LockedRecord(hold)
         return self._kv.scan(first, end, limit)

@@ -469,7 +469,7 @@ class Collect(NamedTuple):
     chunk_bits: int
 
 
-class Identity(NamedTuple):
+class ShardIdentity(NamedTuple):
     """Identity of a shard: its number, the pool's name key, and whether a load was started and not
     finished."""
 
@@ -478,7 +478,7 @@ class Identity(NamedTuple):
     loading: bool = False
 
 
-class Bounds(NamedTuple):
+class IssuedNumbers(NamedTuple):
     """Upper bounds: numbers below them may have been given; a start continues with them."""
 
     inode: int
@@ -540,21 +540,21 @@ def decode_lock(raw: bytes) -> tuple[int, int, int]:
     return end, mode, pid
 
 
-def encode_identity(identity: Identity) -> bytes:
+def encode_identity(identity: ShardIdentity) -> bytes:
     return _IDENTITY.pack(_VERSION, *identity)
 
 
-def decode_identity(raw: bytes) -> Identity:
+def decode_identity(raw: bytes) -> ShardIdentity:
     shard, name_key, loading = _fields(_IDENTITY, raw, "the shard's identity")
-    return Identity(shard, name_key, bool(loading))
+    return ShardIdentity(shard, name_key, bool(loading))
 
 
-def encode_bounds(bounds: Bounds) -> bytes:
+def encode_bounds(bounds: IssuedNumbers) -> bytes:
     return _BOUNDS.pack(_VERSION, *bounds)
 
 
-def decode_bounds(raw: bytes) -> Bounds:
-    return Bounds(*_fields(_BOUNDS, raw, "the bounds of numbers"))
+def decode_bounds(raw: bytes) -> IssuedNumbers:
+    return IssuedNumbers(*_fields(_BOUNDS, raw, "the bounds of numbers"))
 
 
 def encode_counts(inodes: int) -> bytes:

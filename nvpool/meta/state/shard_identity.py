@@ -14,7 +14,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partitions import NAME_KEY_BYTES
 
 
-def take_identity(kv: Kv, shard: int, secret: bytes, pool_map: PoolMap | None, now_ns: int) -> records.Identity:
+def take_identity(kv: Kv, shard: int, secret: bytes, pool_map: PoolMap | None, now_ns: int) -> records.ShardIdentity:
     """Read the identity from the records.
 
     An empty shard gets an identity, and the root directory if it owns the root's partition. WrongFormat: the
@@ -27,7 +27,7 @@ def take_identity(kv: Kv, shard: int, secret: bytes, pool_map: PoolMap | None, n
             raise WrongFormat(f"these are the records of shard {identity.shard}, not of shard {shard}")
         return identity
     # Stored, and used from here on: a new grant secret must not change the places of names.
-    identity = records.Identity(shard, hashlib.blake2b(secret, digest_size=NAME_KEY_BYTES, person=b"nvpool names").digest())
+    identity = records.ShardIdentity(shard, hashlib.blake2b(secret, digest_size=NAME_KEY_BYTES, person=b"nvpool names").digest())
     settings = pool_map.settings if pool_map is not None else None
     layout = layout_of(settings.chunk_bytes, settings.replicas) if settings is not None else Layout()
     root = records.Inode(ROOT_INODE, stat.S_IFDIR | 0o755, 2, atime_ns=now_ns, mtime_ns=now_ns, ctime_ns=now_ns,

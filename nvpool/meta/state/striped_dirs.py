@@ -35,7 +35,7 @@ LINKS_BASE = 1 << 40
 """Link count of a stripe in memory: readers of the count only check that the directory was not removed."""
 
 
-class Counts(NamedTuple):
+class StripeCounts(NamedTuple):
     """Effect of one shard's changes of names on a directory."""
 
     entries: int
@@ -45,7 +45,7 @@ class Counts(NamedTuple):
     change: int
 
 
-class Part(Inode):
+class StripeView(Inode):
     """A directory as seen by changes of names at this shard.
 
     `size` counts from 0 and may be negative, `links` counts from LINKS_BASE. `whole` is the directory's
@@ -55,37 +55,37 @@ class Part(Inode):
     __slots__ = ("shard", "whole")
 
     @property
-    def counts(self) -> Counts:
-        return Counts(self.size, self.links - LINKS_BASE, self.mtime_ns, self.ctime_ns, self.change)
+    def counts(self) -> StripeCounts:
+        return StripeCounts(self.size, self.links - LINKS_BASE, self.mtime_ns, self.ctime_ns, self.change)
 
 
-def new_part(directory: Inode, shard: int) -> Part:
-    part = part_of(directory.number, shard, Counts(0, 0, 0, 0, 0), mode=directory.mode, uid=directory.uid, gid=directory.gid,
+def new_part(directory: Inode, shard: int) -> StripeView:
+    part = part_of(directory.number, shard, StripeCounts(0, 0, 0, 0, 0), mode=directory.mode, uid=directory.uid, gid=directory.gid,
                    table=directory.table, chunk_bits=directory.chunk_bits, flags=directory.flags & COPIED_FLAGS)
     part.whole = directory
     return part
 
 
-def part_of(number: int, shard: int, counts: Counts, **copied: int) -> Part:
-    part = Part(number, links=LINKS_BASE + counts.subdirectories, size=counts.entries, mtime_ns=counts.mtime_ns,
+def part_of(number: int, shard: int, counts: StripeCounts, **copied: int) -> StripeView:
+    part = StripeView(number, links=LINKS_BASE + counts.subdirectories, size=counts.entries, mtime_ns=counts.mtime_ns,
                 ctime_ns=counts.ctime_ns, change=counts.change, **copied)
     part.shard, part.whole = shard, None
     return part
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: StripeView) -> bytes:
     return _PART.pack(_VERSION, part.flags, part.mode, part.uid, part.gid, part.table, part.chunk_bits, *part.counts)
 
 
-def decode_part(key: bytes, raw: bytes) -> Part:
+def decode_part(key: bytes, raw: bytes) -> StripeView:
     if len(raw) != _PART.size or raw[0] != _VERSION:
         raise CorruptRecord(f"the part {key.hex()} of a directory can not be read")
     number, shard = records.part_of_key(key)
     _, flags, mode, uid, gid, table, chunk_bits, *counts = _PART.unpack(raw)
-    return part_of(number, shard, Counts(*counts), mode=mode, uid=uid, gid=gid, table=table, chunk_bits=chunk_bits, flags=flags)
+    return part_of(number, shard, StripeCounts(*counts), mode=mode, uid=uid, gid=gid, table=table, chunk_bits=chunk_bits, flags=flags)
 
 
-def part_here(key: bytes, raw: bytes, shard: int) -> Part:
+def part_here(key: bytes, raw: bytes, shard: int) -> StripeView:
     """As `decode_part`. CorruptRecord: the stripe is not that shard's."""
     part = decode_part(key, raw)
     if part.shard != shard:
@@ -93,7 +93,7 @@ def part_here(key: bytes, raw: bytes, shard: int) -> Part:
     return part
 
 
-def take_in(directory: Inode, counts: Counts) -> None:
+def take_in(directory: Inode, counts: StripeCounts) -> None:
     """Merge a stripe's counts into the directory's record. Only all stripes together give a valid size."""
     directory.size += counts.entries
     directory.links += counts.subdirectories
@@ -104,7 +104,7 @@ def take_in(directory: Inode, counts: Counts) -> None:
 
 def effects_of(inode: Inode) -> dict[bytes, bytes]:
     """Effects that store a changed inode or stripe."""
-    if not isinstance(inode, Part):
+    if not isinstance(inode, StripeView):
         return {records.inode_key(inode.number): records.encode_inode(inode)}
     made = {records.part_key(inode.number, inode.shard): encode_part(inode)}
     whole = inode.whole

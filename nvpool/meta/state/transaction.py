@@ -26,13 +26,13 @@ from nvpool.core.ids import COUNTER_BITS, inode_number
 from nvpool.core.posix.acl import Acl, encode_acl
 from nvpool.core.units import NAME_BYTES_MAX, PARTITION_COUNT
 from nvpool.kv.api import Kv
-from nvpool.meta.sessions.append_order import Appends
+from nvpool.meta.sessions.append_order import AppendOrder
 from nvpool.meta.state import records, striped_dirs
 from nvpool.meta.state.lock_table import LockTable
-from nvpool.meta.state.quota import Account, Rooms, account
+from nvpool.meta.state.quota import QuotaAccount, QuotaLedger, account
 from nvpool.meta.state.records import DIVIDED, TRASHED, WIDE, Inode, Intent
-from nvpool.meta.state.striped_dirs import Part
-from nvpool.meta.state.volume_access import Access
+from nvpool.meta.state.striped_dirs import StripeView
+from nvpool.meta.state.volume_access import VolumeAccess
 from nvpool.meta.state.volume_records import TRASH, Trashed, encode_trashed, volume_key
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partitions import name_hasher, partition_of_name
@@ -62,7 +62,7 @@ class CutInProgress(Exception):
 class View:
     """Typed reads of one shard's current records, and other facts that decisions need."""
 
-    def __init__(self, kv: Kv, identity: records.Identity, grant_secret: bytes, grant_s: float, locks: LockTable) -> None:
+    def __init__(self, kv: Kv, identity: records.ShardIdentity, grant_secret: bytes, grant_s: float, locks: LockTable) -> None:
         self.locks = locks
         self.get = kv.get
         self.get_many = kv.get_many
@@ -82,7 +82,7 @@ class View:
         self.serves: Callable[[int], bool] = lambda partition: True
         """Whether this shard owns the partition, and is not migrating it to another shard."""
         self.check_partition: Callable[[int], None] = lambda partition: None
-        """Raises if the partition's records are here but closed to requests: see `Ranges`."""
+        """Raises if the partition's records are here but closed to requests: see `PartitionOwnership`."""
         self.cutting: dict[int, Any] = {}
         """Inodes whose truncation is decided, but not done by all targets yet."""
         self.owners: tuple[int, ...] = ()
@@ -92,9 +92,9 @@ class View:
         self.lease_ms = 0
         self.promise: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: ()
         """Gives leases: `Watches.lend`."""
-        self.rooms: Rooms | None = None
-        self.appends: Appends | None = None
-        self.access = Access()
+        self.rooms: QuotaLedger | None = None
+        self.appends: AppendOrder | None = None
+        self.access = VolumeAccess()
         self.trashes: set[int] = set()
         """Volumes whose trash may not be empty."""
         self.is_open: Callable[[int], bool] = lambda inode: False
@@ -211,17 +211,17 @@ class View:
         found = self.directory(number)
         return (self._part(number) or striped_dirs.new_part(found, self.shard)) if found.flags & DIVIDED else found
 
-    def _part(self, number: int) -> Part | None:
+    def _part(self, number: int) -> StripeView | None:
         key = records.part_key(number, self.shard)
         raw = self.get(key)
         return striped_dirs.decode_part(key, raw) if raw is not None else None
 
-    def counts_of_part(self, number: int) -> striped_dirs.Counts | None:
+    def counts_of_part(self, number: int) -> striped_dirs.StripeCounts | None:
         """Counts of this shard's stripe of the directory."""
         part = self._part(number)
         return part.counts if part is not None else None
 
-    def parts_of(self, number: int) -> list[Part]:
+    def parts_of(self, number: int) -> list[StripeView]:
         """Stripes of the directory at all shards. WrongShard: there may be other shards that have one."""
         if any(shard != self.shard for shard in self.shards):
             raise WrongShard(f"other shards have parts of directory {number}")
@@ -361,7 +361,7 @@ class Draft:
         self.parent: Inode | None = None
         """Directory whose attributes go with the first answer, because the kernel asks for them after each
         change of a name. The stored answer does not contain them."""
-        self.accounts: dict[int, Account] | None = None
+        self.accounts: dict[int, QuotaAccount] | None = None
         """Accounts of the volumes whose usage changes."""
 
     def inode(self, number: int) -> Inode:
@@ -408,7 +408,7 @@ class Draft:
         directory.flags &= ~DIVIDED
         self.dirty[directory.number] = directory
 
-    def account(self, volume: int) -> Account | None:
+    def account(self, volume: int) -> QuotaAccount | None:
         """Account of a volume that this change updates; None if it can not be read."""
         if self.accounts is None:
             self.accounts = {}
@@ -420,7 +420,7 @@ class Draft:
     def resized(self, inode: Inode, size: int, session: int = 0, reported: bool = False) -> None:
         """Set the file's size, and count the change in its volume if it has one.
 
-        QuotaExceeded. `reported`: as in `Account.grow`.
+        QuotaExceeded. `reported`: as in `QuotaAccount.grow`.
         """
         if inode.volume and size != inode.size and (found := self.account(inode.volume)) is not None:
             grown = size - inode.size

@@ -55,7 +55,7 @@ def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
         raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")
 
 
-class Access:
+class VolumeAccess:
     """Access checks of one shard, for the asker on whose behalf the shard decides now."""
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ class Trashed(NamedTuple):
     name: bytes
 
 
-class Use:
+class VolumeUse:
     """Usage of a volume, as counted in one change."""
 
     __slots__ = ("bytes", "files")
@@ -157,14 +157,14 @@ def decode_volume(raw: bytes) -> VolumeRecord:
     return volume
 
 
-def encode_use(use: Use) -> bytes:
+def encode_use(use: VolumeUse) -> bytes:
     return _USE.pack(_VERSION, use.bytes if use.bytes > 0 else 0, use.files if use.files > 0 else 0)
 
 
-def decode_use(raw: bytes) -> Use:
+def decode_use(raw: bytes) -> VolumeUse:
     if len(raw) != _USE.size or raw[0] != _VERSION:
         raise CorruptRecord("the use of a volume can not be read")
-    return Use(*_USE.unpack(raw)[1:])
+    return VolumeUse(*_USE.unpack(raw)[1:])
 
 
 def encode_attached(since_ns: int) -> bytes:

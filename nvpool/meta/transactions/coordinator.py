@@ -30,7 +30,7 @@ from nvpool.core.errors import Busy, NvpoolError, Stale, Unavailable
 from nvpool.core.ids import ROOT_INODE, partition_of
 from nvpool.kv.api import Effect, Kv
 from nvpool.meta.state import records
-from nvpool.meta.state.record_locks import Held, Holds, Reads, until_free
+from nvpool.meta.state.record_locks import LockedRecord, Holds, RecordReads, until_free
 from nvpool.meta.state.transaction import CutInProgress, Draft, View
 from nvpool.meta.state.transaction import Decision as Decide
 from nvpool.meta.state.transaction_records import (
@@ -48,8 +48,8 @@ from nvpool.meta.state.transaction_records import (
 )
 from nvpool.meta.transactions.lock_hints import foreseen
 from nvpool.meta.transactions.participant import durable
-from nvpool.meta.transactions.peer_shards import Peers, effect_messages, id_message
-from nvpool.meta.transactions.view import Need, Range, Span, SpanView, partition_of_range
+from nvpool.meta.transactions.peer_shards import PeerShards, effect_messages, id_message
+from nvpool.meta.transactions.view import Need, Range, CrossShardTransaction, SpanView, partition_of_range
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
@@ -66,7 +66,7 @@ ROUNDS_MAX = 100_000
 """Limit for the rounds of gathering records; no path is deeper."""
 
 
-class _Asked:
+class _ShardRequest:
     """Records that one HOLD requests from a shard."""
 
     def __init__(self) -> None:
@@ -77,10 +77,10 @@ class _Asked:
         self.named: list[int] = []
 
 
-class Coordinator:
+class TransactionCoordinator:
     """Coordinator of the cross-shard transactions that this shard decides."""
 
-    def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, reads: Reads, holds: Holds, peers: Peers,
+    def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, reads: RecordReads, holds: Holds, peers: PeerShards,
                  clock: Clock, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
         self._shard = shard
         self._incarnation = incarnation
@@ -114,20 +114,20 @@ class Coordinator:
 
     # -- up to the decision --------------------------------------------------------------------------------------------
 
-    def begin(self, identity: int) -> Span:
+    def begin(self, identity: int) -> CrossShardTransaction:
         """Start a transaction on behalf of that client. The caller must call `end` in every case."""
         self._number += 1
-        span = Span(SpanId(self._shard, self._incarnation, self._number), self._clock.wall_ns(), identity)
+        span = CrossShardTransaction(SpanId(self._shard, self._incarnation, self._number), self._clock.wall_ns(), identity)
         self._active.add(span.id)
         return span
 
-    def end(self, span: Span) -> None:
+    def end(self, span: CrossShardTransaction) -> None:
         """End a transaction; if it was not committed, release its locks at all shards that can be reached."""
         if not span.decided:
             self._give_back(span)
         self._active.discard(span.id)
 
-    async def decide(self, span: Span, decide: Decide, request: Any) -> Draft:
+    async def decide(self, span: CrossShardTransaction, decide: Decide, request: Any) -> Draft:
         """Draft of the transaction; all records of other shards that it needs are locked.
 
         Nothing has waited since it was decided. A caller that continues without a wait may commit it; a
@@ -145,7 +145,7 @@ class Coordinator:
                 return decide(SpanView(self._view, span), request, self._clock.wall_ns())
             except Need as need:
                 await self._gather(span, need, until_s)
-            except Held as held:
+            except LockedRecord as held:
                 if (span.shards or span.turn) and not held.hold.gives_way_to(span.order, span.id):
                     await self._begin_again(span, until_s)
                 await until_free(held.hold)
@@ -158,7 +158,7 @@ class Coordinator:
                     raise Unavailable(f"inode {wait.inode} is still being cut", retry_after_s=0.2) from None
         raise Unavailable("a change over several shards needs more of them than can be")
 
-    async def _gather(self, span: Span, need: Need, until_s: float) -> None:
+    async def _gather(self, span: CrossShardTransaction, need: Need, until_s: float) -> None:
         """Lock and fetch what the decision needs.
 
         On Busy and other passing errors it starts again, up to a limit.
@@ -177,7 +177,7 @@ class Coordinator:
     def _root_shard(self) -> int:
         return self._view.owner_of(partition_of(ROOT_INODE))
 
-    async def _turn_here(self, span: Span, until_s: float) -> bool:
+    async def _turn_here(self, span: CrossShardTransaction, until_s: float) -> bool:
         """Take the turn if this shard gives it; return whether it does.
 
         On return we have the turn, or have started again.
@@ -196,11 +196,11 @@ class Coordinator:
                 await until_free(other)
         return True
 
-    def _by_shard(self, need: Need) -> dict[int, _Asked]:
+    def _by_shard(self, need: Need) -> dict[int, _ShardRequest]:
         owner_of, asked = self._view.owner_of, {}
 
-        def of(shard: int) -> _Asked:
-            return asked.setdefault(shard, _Asked())
+        def of(shard: int) -> _ShardRequest:
+            return asked.setdefault(shard, _ShardRequest())
 
         for key in need.keys:
             of(self._owner(key)).keys.append(key)
@@ -222,7 +222,7 @@ class Coordinator:
             return records.part_of_key(key)[1]
         return self._shard if key[0] & 0x80 else self._view.owner_of(records.partition_of_key(key))
 
-    async def _hold(self, span: Span, shard: int, what: _Asked) -> None:
+    async def _hold(self, span: CrossShardTransaction, shard: int, what: _ShardRequest) -> None:
         request = pb.HoldRequest(id=id_message(span.id), order=span.order, keys=what.keys, looks=what.looks,
                                  births=what.births, identity=span.identity, named=what.named)
         if any(map(records.is_part_key, what.keys)):
@@ -240,7 +240,7 @@ class Coordinator:
         span.named.update(((number, shard), found) for number, found in zip(what.named, reply.named, strict=True))
         span.records.update((records.inode_key(number), None) for number in reply.births)
 
-    async def _begin_again(self, span: Span, until_s: float, error: NvpoolError | None = None) -> None:
+    async def _begin_again(self, span: CrossShardTransaction, until_s: float, error: NvpoolError | None = None) -> None:
         """Release all locks and start again after a pause.
 
         If the time is over, this raises Unavailable with `error`, or because other transactions are in the
@@ -257,7 +257,7 @@ class Coordinator:
             longest = max(longest, 0.1)
         await asyncio.sleep(longest * (0.5 + self._clock.random().random()) / 1.5)
 
-    def _give_back(self, span: Span) -> None:
+    def _give_back(self, span: CrossShardTransaction) -> None:
         if span.turn == self._shard:
             self._holds.release(span.id)
         for shard in span.shards:
@@ -279,7 +279,7 @@ class Coordinator:
 
     # -- from the decision on --------------------------------------------------------------------------------------------
 
-    def split(self, span: Span, draft: Draft) -> tuple[dict[bytes, bytes | None], Decision | None]:
+    def split(self, span: CrossShardTransaction, draft: Draft) -> tuple[dict[bytes, bytes | None], Decision | None]:
         """Split the draft: our effects, with the decision among them, and the decision.
 
         The decision is None if no other shard has effects. A caller that can not apply them calls
@@ -308,11 +308,11 @@ class Coordinator:
         ours[decided_key(span.id)] = encode_decision(decision)
         return ours, decision
 
-    def not_written(self, span: Span) -> None:
+    def not_written(self, span: CrossShardTransaction) -> None:
         """Note that the engine has refused the change of `split`: no part of it exists anywhere."""
         span.decided = False
 
-    def committed(self, span: Span, decision: Decision | None) -> None:
+    def committed(self, span: CrossShardTransaction, decision: Decision | None) -> None:
         """Note that the change of `split` has just been applied, and start to notify other shards."""
         if decision is None:
             return

@@ -22,7 +22,7 @@ from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Effect, Kv
 from nvpool.meta.state import records
 from nvpool.meta.state.ids import Numbers
-from nvpool.meta.state.record_locks import Hold, Holds, Reads, until_free
+from nvpool.meta.state.record_locks import Hold, Holds, RecordReads, until_free
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import (
     SpanId,
@@ -33,7 +33,7 @@ from nvpool.meta.state.transaction_records import (
     partition_of_held,
     range_of,
 )
-from nvpool.meta.transactions.peer_shards import Peers, effects_of, id_message, id_of
+from nvpool.meta.transactions.peer_shards import PeerShards, effects_of, id_message, id_of
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
@@ -63,7 +63,7 @@ async def durable(kv: Kv, sequence: int | None = None) -> None:
 class Participant:
     """This shard's part in transactions that other shards coordinate."""
 
-    def __init__(self, kv: Kv, view: View, reads: Reads, holds: Holds, numbers: Numbers, peers: Peers, clock: Clock,
+    def __init__(self, kv: Kv, view: View, reads: RecordReads, holds: Holds, numbers: Numbers, peers: PeerShards, clock: Clock,
                  recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
                  orphaned: Callable[[int], None]) -> None:
         """`recall(identity, inodes)` recalls the leases of all other clients.

@@ -17,17 +17,17 @@ from nvpool.meta.state.transaction_records import SpanId
 from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partition_moves import shards_given
 from nvpool.rpc.messages.data_codec import decoded
-from nvpool.rpc.target_calls import Dialer
+from nvpool.rpc.target_calls import TargetDialer
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 SHARD_MAX = 0xFFFF
 """Highest shard number: keys have two bytes for it."""
 
 
-class Peers:
+class PeerShards:
     """Client of all other shards."""
 
-    def __init__(self, dialer: Dialer | None, clock: Clock, right: ServiceRight) -> None:
+    def __init__(self, dialer: TargetDialer | None, clock: Clock, right: ServiceRight) -> None:
         self._dialer = dialer
         self._clock = clock
         self._right = right

@@ -16,12 +16,12 @@ from nvpool.kv.api import Kv
 from nvpool.meta.deferred_replies import Waits
 from nvpool.meta.service_auth import AuthorityCheck
 from nvpool.meta.state.ids import Numbers
-from nvpool.meta.state.record_locks import Holds, Reads
+from nvpool.meta.state.record_locks import Holds, RecordReads
 from nvpool.meta.state.transaction import View
 from nvpool.meta.store_client import Targets
-from nvpool.meta.transactions.coordinator import Coordinator
+from nvpool.meta.transactions.coordinator import TransactionCoordinator
 from nvpool.meta.transactions.participant import Participant
-from nvpool.meta.transactions.peer_shards import Peers, id_of
+from nvpool.meta.transactions.peer_shards import PeerShards, id_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import meta_pb2 as pb
@@ -34,13 +34,13 @@ class Spanning:
     METHODS = (wire.META_HOLD, wire.META_SETTLE, wire.META_OUTCOME)
 
     def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, numbers: Numbers, targets: Targets, clock: Clock,
-                 secret: bytes, spawn: Callable[[Coroutine], asyncio.Task], waits: Waits, reads: Reads,
+                 secret: bytes, spawn: Callable[[Coroutine], asyncio.Task], waits: Waits, reads: RecordReads,
                  recall: Callable[[int, list[int]], Callable[[], Awaitable] | None], orphaned: Callable[[int], None]) -> None:
         self._waits = waits
         self._check = AuthorityCheck(clock, secret)
         self.holds = Holds(reads, view, clock.boottime_s)
-        self._peers = Peers(targets.dialer, clock, targets.authority)
-        self.coordinator = Coordinator(shard, incarnation, kv, view, reads, self.holds, self._peers, clock, spawn)
+        self._peers = PeerShards(targets.dialer, clock, targets.authority)
+        self.coordinator = TransactionCoordinator(shard, incarnation, kv, view, reads, self.holds, self._peers, clock, spawn)
         self.participant = Participant(kv, view, reads, self.holds, numbers, self._peers, clock, recall, orphaned)
         self.under_way: dict[tuple[int, int], asyncio.Future[None]] = {}
         """By session and slot: cross-shard transactions that run now on behalf of clients."""

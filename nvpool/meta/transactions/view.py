@@ -9,7 +9,7 @@ from __future__ import annotations
 from nvpool.core.ids import COUNTER_BITS
 from nvpool.meta.state import records
 from nvpool.meta.state.records import WIDE, Inode
-from nvpool.meta.state.striped_dirs import Part, decode_part, new_part
+from nvpool.meta.state.striped_dirs import StripeView, decode_part, new_part
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import SpanId
 
@@ -35,7 +35,7 @@ class Need(Exception):
         self.named = named
 
 
-class Span:
+class CrossShardTransaction:
     """A cross-shard transaction before its commit: records fetched so far, and shards with locks for it."""
 
     __slots__ = ("id", "order", "identity", "shards", "records", "looks", "ranges", "births", "turn", "decided", "tries",
@@ -65,7 +65,7 @@ class Span:
 class SpanView(View):
     """Extends the view `base` of this shard. Each attempt of a decision creates a new one."""
 
-    def __init__(self, base: View, span: Span) -> None:
+    def __init__(self, base: View, span: CrossShardTransaction) -> None:
         self.__dict__.update(base.__dict__)
         self._base = base
         self._span = span
@@ -129,7 +129,7 @@ class SpanView(View):
                 found = new_part(found, self.shard)
         return found
 
-    def parts_of(self, number: int) -> list[Part]:
+    def parts_of(self, number: int) -> list[StripeView]:
         keys = [records.part_key(number, shard) for shard in self.shards]
         self._need_held(keys)
         return [decode_part(key, raw) for key in keys if (raw := self.get(key)) is not None]

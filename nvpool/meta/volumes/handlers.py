@@ -26,7 +26,7 @@ from nvpool.core.ids import partition_of
 from nvpool.core.names import check_holder
 from nvpool.core.units import MIB, PARTITION_COUNT
 from nvpool.meta.operations import trash, volume_policy
-from nvpool.meta.state.record_locks import Held, when_free
+from nvpool.meta.state.record_locks import LockedRecord, when_free
 from nvpool.meta.state.volume_access import check_trash, check_wish
 from nvpool.meta.state.volume_records import (
     ATTACHMENTS_MAX,
@@ -205,7 +205,7 @@ class VolumeAnswers:
         reply.volume.CopyFrom(volume_policy.state_of(self._view, number, *volume_policy.read_volume(self._view, number)))
         call.reply(reply.SerializeToString())
 
-    def _carry_out(self, request: _Wish, record: VolumeRecord, use: volume_policy.Use) -> None:
+    def _carry_out(self, request: _Wish, record: VolumeRecord, use: volume_policy.VolumeUse) -> None:
         """Apply the command. Nothing waits in here."""
         number, wish, access = request.inode, request.wish, self._view.access
         if wish in (_Wish.ATTACH, _Wish.DETACH):
@@ -374,7 +374,7 @@ class VolumeAnswers:
             try:
                 await self._purge_asked(request, session, reply)
                 break
-            except Held as held:
+            except LockedRecord as held:
                 await held.wait()
         await self._kv.sync()
 
@@ -430,7 +430,7 @@ class VolumeAnswers:
                 for at in range(0, len(over), STEP):
                     gone += await self._purge(volume, over[at:at + STEP], 0)
                     await asyncio.sleep(0)
-            except Held:
+            except LockedRecord:
                 continue  # tried again at the next round
             except NvpoolError as error:
                 _log.warning("the trash of volume %d is left as it is: %s", volume, error)
@@ -461,7 +461,7 @@ class VolumeAnswers:
                         and await self._may_change(number, 0, removal.next):
                     gone += removal.step()
                     await asyncio.sleep(0)
-            except Held:
+            except LockedRecord:
                 continue  # tried again at the next round
             except NvpoolError as error:
                 _log.warning("volume %s can not be removed further yet: %s", record.name, error)

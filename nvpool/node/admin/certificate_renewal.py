@@ -14,17 +14,17 @@ from nvpool.client.certificate_renewal import Signed
 from nvpool.core.errors import AccessDenied, NvpoolError
 from nvpool.core.member_names import RENEW_S
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.node.admin.certificate_store import Certificates
+from nvpool.node.admin.certificate_store import CertificateStore
 from nvpool.poolmap.model import PoolMap
 from nvpool.provision.tokens import hosts_of, read_authority
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.runtime.audit_events import ourselves
 from nvpool.runtime.audit_log import AuditLog
-from nvpool.security.tls import ETCD_SECRET, Identity, settle_key
+from nvpool.security.tls import ETCD_SECRET, TlsIdentity, settle_key
 
 
-async def keep_renewed(directory: PoolDirectory, identity: Identity, pool_map: Callable[[], PoolMap], dialer: Dialer,
-                       audit: AuditLog, certificates: Certificates) -> None:
+async def keep_renewed(directory: PoolDirectory, identity: TlsIdentity, pool_map: Callable[[], PoolMap], dialer: Dialer,
+                       audit: AuditLog, certificates: CertificateStore) -> None:
     """Renew periodically; see client/certificate_renewal. `certificates` records the reason of a failure."""
     async def renew() -> bool:
         try:
@@ -47,14 +47,14 @@ def settle_keys(directory: PoolDirectory) -> None:
         settle_key(directory.secret / below)
 
 
-async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, dialer: Dialer, *,
+async def renew_once(directory: PoolDirectory, identity: TlsIdentity, pool_map: PoolMap, dialer: Dialer, *,
                      left_s: float = RENEW_S, new_key: bool = False) -> bool:
     """Renew once if due; see client/certificate_renewal."""
     return await client_renewal.renew_once(directory, identity, pool_map, dialer, left_s=left_s, new_key=new_key,
                                      sign=partial(_sign, directory, identity, pool_map))
 
 
-def _sign(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, request: bytes) -> Signed | None:
+def _sign(directory: PoolDirectory, identity: TlsIdentity, pool_map: PoolMap, request: bytes) -> Signed | None:
     member = identity.own_member()
     node = next((one for one in pool_map.nodes if one.member == member), None)
     try:

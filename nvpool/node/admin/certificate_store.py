@@ -40,7 +40,7 @@ class Issued(msgspec.Struct, frozen=True):
     ends_s: float
 
 
-class Certificates:
+class CertificateStore:
     """Certificates of one node. `trouble` is the reason why the last renewal failed; empty: it succeeded."""
 
     def __init__(self, directory: PoolDirectory, clock: Clock = SYSTEM_CLOCK) -> None:

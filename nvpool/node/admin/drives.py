@@ -305,7 +305,7 @@ class Drives:
                 "chains_to_move": sum(coming(new).values())}
 
 
-class Progress:
+class MoveProgress:
     """Progress of data movement, with the speed of the last minute."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK):

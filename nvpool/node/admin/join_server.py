@@ -21,7 +21,7 @@ from nvpool.core.errors import AccessDenied, InvalidRequest, from_os_error
 from nvpool.core.member_names import SQUASH_ROOT, new_member
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.meta.service_auth import AuthorityCheck
-from nvpool.node.admin.certificate_store import Certificates
+from nvpool.node.admin.certificate_store import CertificateStore
 from nvpool.node.coordination.map_backend import MapKeeper
 from nvpool.poolmap.model import Node, PoolMap, encode_map
 from nvpool.poolmap.nodes.etcd_membership import lets_in
@@ -44,7 +44,7 @@ class Reception:
 
     def __init__(self, directory: PoolDirectory, keeper: MapKeeper,
                  change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]], audit: AuditLog,
-                 certificates: Certificates):
+                 certificates: CertificateStore):
         self._directory = directory
         self._keeper = keeper
         self._change = change

@@ -24,7 +24,7 @@ from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.node.coordination.leadership import Leading
 from nvpool.node.coordination.map_backend import used_ports
 from nvpool.node.coordination.shard_members import members_told
-from nvpool.poolmap.model import PoolMap, Shard, ShardWanted, Standby
+from nvpool.poolmap.model import PoolMap, Shard, ShardWanted, StandbyMember
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.members import SHARDS_MAX, STANDBYS_MAX, process_name
 from nvpool.provision.create import endpoints_for, free_ports, make_standby_place
@@ -129,7 +129,7 @@ class MetaShards:
         own = endpoints(0)
         beside = [str(places[(number - 1 + at) % len(places)]) for at in range(wanted)]
         return Shard(number, self._node, own, standbys=tuple(
-            Standby(member, self._node, endpoints(member),
+            StandbyMember(member, self._node, endpoints(member),
                     path=make_standby_place(self._directory, place, pool_map.pool_id, number, member))
             for member, place in enumerate(beside, 1)))
 

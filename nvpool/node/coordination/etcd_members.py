@@ -29,7 +29,7 @@ from nvpool.node.coordination.map_backend import MapKeeper
 from nvpool.node.coordination.peer_maps import ASK_S, away, newest_elsewhere
 from nvpool.poolmap.model import EtcdMember, Node, PoolMap
 from nvpool.poolmap.nodes import etcd_membership
-from nvpool.poolmap.nodes.etcd_membership import Change, Remove, of_node
+from nvpool.poolmap.nodes.etcd_membership import MapChange, Remove, of_node
 from nvpool.poolmap.nodes.lifecycle import still_counted_on
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.messages.data_codec import decoded
@@ -289,7 +289,7 @@ class EtcdKeeper:
         step = etcd_membership.next_step(pool_map, found, here, gone)
         if step is None:
             return False
-        if isinstance(step, Change):
+        if isinstance(step, MapChange):
             return await self._leading.change_as_leader(step.decide) is not pool_map
         if self._leading.manager is None or etcd is not self._etcd or etcd.pool_map is not pool_map:
             raise StaleLease("another one may lead by now")

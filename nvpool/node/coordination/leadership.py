@@ -14,7 +14,7 @@ from math import isinf
 
 from google.protobuf.message import DecodeError
 
-from nvpool.cluster.api import LEASE_S_MIN, WATCH_S_MAX, Coordinator, Lease
+from nvpool.cluster.api import LEASE_S_MIN, WATCH_S_MAX, MapCoordinator, CoordinatorLease
 from nvpool.cluster.manager import LEASE_S, Manager, change
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (
@@ -65,7 +65,7 @@ log = logging.getLogger("nvpool.node.coordination.leadership")
 class Reign:
     """Uninterrupted leadership of one node."""
 
-    lease: Lease
+    lease: CoordinatorLease
     bounded: bool = False
     """Whether all leases that were granted before this leadership have ended.
 
@@ -81,7 +81,7 @@ class Reign:
 class Leading:
     """Leadership of one node. `manager` is set while this node leads."""
 
-    def __init__(self, coordinator: Coordinator, node: int, dialer: Dialer, pid_of: Callable[[int], int | None],
+    def __init__(self, coordinator: MapCoordinator, node: int, dialer: Dialer, pid_of: Callable[[int], int | None],
                  replace_after_s: float = 0.0, clock: Clock = SYSTEM_CLOCK):
         """Create the leadership task of one node.
 
@@ -131,7 +131,7 @@ class Leading:
         told, self._another = self._another, asyncio.get_running_loop().create_future()
         told.set_result(None)
 
-    def _begun(self, lease: Lease) -> Reign:
+    def _begun(self, lease: CoordinatorLease) -> Reign:
         former, now_s = lease.former, self._clock.boottime_s()
         seen_s = now_s - self._since_s.get(former, now_s) if former is not None else 0.0
         bounded = not self._unbounded and former is not None and max(seen_s, lease.former_led_s) > LEASE_S

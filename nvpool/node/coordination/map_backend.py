@@ -21,13 +21,13 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from nvpool.cluster.api import Coordinator
+from nvpool.cluster.api import MapCoordinator
 from nvpool.cluster.embedded import EmbeddedCoordinator
-from nvpool.cluster.etcd.client import Certificates
+from nvpool.cluster.etcd.client import EtcdCertificates
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
 from nvpool.cluster.switchable import HeldMap, Relay
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.config import Config, Network
+from nvpool.core.config import Config, NetworkConfig
 from nvpool.core.endpoint import host_port
 from nvpool.core.errors import BadConfiguration, CorruptRecord, InvalidRequest, NvpoolError, Refused, StaleIdentity, Unavailable
 from nvpool.core.programs import Program, command
@@ -86,7 +86,7 @@ class MapKeeper:
         location = read_map_location(directory)
         if location.kind != "etcd":
             kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=on_fence)
-            inner: Coordinator = await EmbeddedCoordinator.open(kv, directory.publish)
+            inner: MapCoordinator = await EmbeddedCoordinator.open(kv, directory.publish)
             if location.kind == "moving":
                 held = HeldMap(inner.pool_map, "the pool map is on its way into etcd; try again")
                 await inner.close()
@@ -245,13 +245,13 @@ class MapKeeper:
             self._directory.publish(encode_map(pool_map))
             self.use(clients(pool_map))
 
-    def certificates(self) -> Certificates | None:
+    def certificates(self) -> EtcdCertificates | None:
         external = self._location.external
         if external == "plain" or (not external and self._config.network.plain_text):
             return None
         secret = self._directory.secret / (EXTERNAL_SECRET if external else ETCD_SECRET)
         try:
-            return Certificates(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE)),
+            return EtcdCertificates(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE)),
                                 read_key(secret))
         except OSError as error:
             raise BadConfiguration(f"{error.filename} can not be read: {error.strerror}") from None
@@ -463,7 +463,7 @@ def used_ports(pool_map: PoolMap) -> set[int]:
         int(at.rpartition(":")[2]) for one in pool_map.etcd for at in (one.client, one.peer) if at}
 
 
-def _places_for_etcd(network: Network, pool_map: PoolMap) -> tuple[str, str]:
+def _places_for_etcd(network: NetworkConfig, pool_map: PoolMap) -> tuple[str, str]:
     """Client and peer address for an etcd member. BadConfiguration: node.toml names no address."""
     if not network.host:
         raise BadConfiguration("a pool of several nodes keeps its map in etcd, which needs an address of this machine: set "

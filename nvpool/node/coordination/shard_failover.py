@@ -12,7 +12,7 @@ poolmap/shards/partition_moves and poolmap/grant_revocation decide the changes. 
 A standby is asked for its records before it is promoted, and is demoted if it has lost them. An empty member
 never becomes primary: a shard rather waits than serves without changes that were acknowledged.
 
-No lease is granted for longer than the leader's own lease is certainly valid (`Lease.left_s`). So when
+No lease is granted for longer than the leader's own lease is certainly valid (`CoordinatorLease.left_s`). So when
 another node leads, all earlier leases have ended and need not be waited for again. A new leader that has seen
 the former leader for a whole lease gives primaries only the time to send a heartbeat, and gives none to those
 on the former leader's node, which is probably dead as a whole. A new leader that has not seen it (its

@@ -23,7 +23,7 @@ from nvpool.host.pool_directory import PoolDirectory, sync_directory
 from nvpool.node.coordination.leadership import Leading
 from nvpool.node.coordination.map_backend import used_ports
 from nvpool.node.coordination.standby_checks import StuckStandbys
-from nvpool.poolmap.model import PoolMap, Shard, Standby
+from nvpool.poolmap.model import PoolMap, Shard, StandbyMember
 from nvpool.poolmap.shards import placement as shard_placement
 from nvpool.poolmap.shards.members import (
     endpoints_of,
@@ -99,7 +99,7 @@ class ShardPlaces:
         if failed is not None:
             raise failed
 
-    async def _make(self, shard: Shard, standby: Standby) -> None:
+    async def _make(self, shard: Shard, standby: StandbyMember) -> None:
         """Create a directory, choose ports and record them in the map. An interrupted call starts again."""
         directory, name = self._directory, process_name(shard.id, standby.member)
         if not await asyncio.to_thread(os.path.exists, standby.path):

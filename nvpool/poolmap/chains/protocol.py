@@ -38,7 +38,7 @@ from nvpool.core.ids import version as make_version
 from nvpool.poolmap.model import Chain
 
 
-class Place(NamedTuple):
+class ChainPosition(NamedTuple):
     """Position of a target in a chain, at one epoch of the chain.
 
     `members` receive each write, in this order. The first `full` of them are targets; the rest are joining.
@@ -68,10 +68,10 @@ class Place(NamedTuple):
         return self.members[self.number - 1] if self.number else 0
 
 
-def place_in(chain: Chain, target: int) -> Place | None:
+def place_in(chain: Chain, target: int) -> ChainPosition | None:
     """Return the position of a target in a chain; None if the target is not a member."""
     members = (*chain.targets, *chain.joining)
-    return Place(chain.epoch, members, len(chain.targets), members.index(target)) if target in members else None
+    return ChainPosition(chain.epoch, members, len(chain.targets), members.index(target)) if target in members else None
 
 
 Deciders = frozenset[int]
@@ -96,7 +96,7 @@ class Offer(NamedTuple):
     last: int = 0
 
 
-class Held(NamedTuple):
+class MemberChunkState(NamedTuple):
     """State of a chunk on a member.
 
     `floor` is the version floor of the inode, see `raised`. `cut` is the newest known truncate epoch of the
@@ -124,7 +124,7 @@ class Answer(Enum):
     NOT_OURS = auto()       # the sender is not our predecessor
 
 
-def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
+def judge(place: ChainPosition | None, held: MemberChunkState, offer: Offer) -> tuple[Answer, int]:
     """Return how a member at `place`, whose chunk is in state `held`, answers an offer.
 
     The number is the version to exceed for TOO_LOW, otherwise 0.
@@ -181,7 +181,7 @@ def of_old_floor(highest: int) -> int:
     return make_version(epoch, max(_OLD_FLOOR_COUNTER, counter if counter <= COUNTER_MAX else 0)) if highest else 0
 
 
-def next_version(held: Held, epoch: int, above: int = 0) -> int:
+def next_version(held: MemberChunkState, epoch: int, above: int = 0) -> int:
     """Return the next version of a chunk from the head of a chain at this epoch.
 
     The version is above the chunk's version, its inode's floor and `above`. The version has the chain's
@@ -228,7 +228,7 @@ class Next(Enum):
     DROP = auto()
 
 
-def next_step(before: Place, now: Place | None, deciders: Deciders) -> Next:
+def next_step(before: ChainPosition, now: ChainPosition | None, deciders: Deciders) -> Next:
     """Return what a member does with a pending write after the chain has changed.
 
     The member stood at `before` and stands at `now`; `deciders` are the current ones. OFFER: a decider is
@@ -244,7 +244,7 @@ def next_step(before: Place, now: Place | None, deciders: Deciders) -> Next:
     return Next.COMMIT if taking_part(now, deciders).is_last else Next.OFFER
 
 
-def deciders_now(before: Place, now: Place, deciders: Deciders) -> Deciders:
+def deciders_now(before: ChainPosition, now: ChainPosition, deciders: Deciders) -> Deciders:
     """Return the deciders of a pending write at the new position.
 
     A joining member that was a decider stays one, unless it may have left and returned since the chain was
@@ -254,7 +254,7 @@ def deciders_now(before: Place, now: Place, deciders: Deciders) -> Deciders:
     return kept.union(now.members[:now.full])
 
 
-def gained(deciders: Deciders, now: Place) -> bool:
+def gained(deciders: Deciders, now: ChainPosition) -> bool:
     """Return whether a joining member is not a decider.
 
     A write that is pending on the last target is decided without that member. So the member must not compare
@@ -263,7 +263,7 @@ def gained(deciders: Deciders, now: Place) -> bool:
     return not deciders.issuperset(now.members)
 
 
-def taking_part(now: Place, deciders: Deciders) -> Place:
+def taking_part(now: ChainPosition, deciders: Deciders) -> ChainPosition:
     """Return `now`, reduced to the members that take part in a pending write.
 
     From the last target on, only deciders take part. A target before that offers the write to its successor
@@ -277,6 +277,6 @@ def taking_part(now: Place, deciders: Deciders) -> Place:
     return now._replace(members=now.members[:count])
 
 
-def until(place: Place, last: int) -> Place:
+def until(place: ChainPosition, last: int) -> ChainPosition:
     """Return `place` in the chain shortened to end with `last`; unchanged if `last` is not a member."""
     return place._replace(members=place.members[:place.members.index(last) + 1]) if last in place.members else place

@@ -45,13 +45,13 @@ class Remove(NamedTuple):
     id: str
 
 
-class Change(NamedTuple):
+class MapChange(NamedTuple):
     """Step: change the map with `decide`, which returns the same map if the change no longer applies."""
 
     decide: Callable[[PoolMap], PoolMap]
 
 
-Step = Add | Promote | Remove | Change
+Step = Add | Promote | Remove | MapChange
 
 
 def of_node(pool_map: PoolMap, node: int) -> EtcdMember | None:
@@ -162,22 +162,22 @@ def _step_of(entry: EtcdMember, it: Found | None, pool_map: PoolMap, here: Colle
     if entry.state in ("leaving", "lost") or node not in pool_map.node_by_id:
         if it is not None:
             return Remove(it.id)
-        return Change(lambda newest: without(newest, node, generation))
+        return MapChange(lambda newest: without(newest, node, generation))
     if entry.state == "up":
         if it is None:
-            return Change(lambda newest: without(newest, node, generation))
-        return None if entry.id else Change(lambda newest: put(newest, node, generation, id=it.id))
+            return MapChange(lambda newest: without(newest, node, generation))
+        return None if entry.id else MapChange(lambda newest: put(newest, node, generation, id=it.id))
     if node in away:
-        return Change(lambda newest: put(newest, node, generation, state="leaving"))
+        return MapChange(lambda newest: put(newest, node, generation, state="leaving"))
     if entry.state == "ready":
         if it is None:
             return Add(entry.peer)
-        return Change(lambda newest: put(newest, node, generation, state="added", id=it.id))
+        return MapChange(lambda newest: put(newest, node, generation, state="added", id=it.id))
     if entry.state == "added":
         if it is None:
-            return Change(lambda newest: without(newest, node, generation))
+            return MapChange(lambda newest: without(newest, node, generation))
         if not it.learns:
-            return Change(lambda newest: put(newest, node, generation, state="up"))
+            return MapChange(lambda newest: put(newest, node, generation, state="up"))
         return Promote(it.id) if it.started and node in here else None
     return None
 
@@ -201,18 +201,18 @@ def _who_else(pool_map: PoolMap, entries: tuple[EtcdMember, ...], here: Collecti
     others.sort(key=lambda node: (bool(node.rack) and node.rack in racks, node.id))
     if len(staying) < count and others and (stuck or len(staying) + len(others) >= count):
         new = others[0].id
-        return Change(lambda newest: wanted(newest, new))
+        return MapChange(lambda newest: wanted(newest, new))
     lost = [node for node in staying if node in away]
     if lost and (others or len(staying) > count) and _may_go(lost[0], set(staying), here):
-        return Change(lambda newest: leaving(newest, lost[0]))
+        return MapChange(lambda newest: leaving(newest, lost[0]))
     drained = [node for node in staying if node not in willing]
     if drained and (others or len(staying) > count):
         if _may_go(drained[0], set(staying), here):
-            return Change(lambda newest: leaving(newest, drained[0]))
+            return MapChange(lambda newest: leaving(newest, drained[0]))
         if others:
-            return Change(lambda newest: wanted(newest, others[0].id))
+            return MapChange(lambda newest: wanted(newest, others[0].id))
     if len(staying) > count:
         last = max(staying, key=lambda node: (node not in here, node))
         if _may_go(last, set(staying), here):
-            return Change(lambda newest: leaving(newest, last))
+            return MapChange(lambda newest: leaving(newest, last))
     return None

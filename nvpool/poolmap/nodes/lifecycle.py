@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from nvpool.core.errors import InUse, InvalidRequest
 from nvpool.poolmap.chains import transitions
 from nvpool.poolmap.chains.rebalance import check_room, with_goals
-from nvpool.poolmap.model import Node, NodeWish, PoolMap, Shard, Standby, Target
+from nvpool.poolmap.model import Node, NodeWish, PoolMap, Shard, StandbyMember, Target
 from nvpool.poolmap.nodes.membership import node_removed, node_revoked
 from nvpool.poolmap.shards.members import members, node_and_path
 from nvpool.poolmap.shards.placement import check_places
 
-S = TypeVar("S", Target, Shard, Standby)
+S = TypeVar("S", Target, Shard, StandbyMember)
 """A process of the pool: has a node and endpoints."""
 
 

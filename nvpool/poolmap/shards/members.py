@@ -17,7 +17,7 @@ import msgspec
 
 from nvpool.core.errors import InvalidRequest, StaleMember, StaleTerm, Unavailable
 from nvpool.core.units import PARTITION_COUNT
-from nvpool.poolmap.model import PartitionRange, PoolMap, Shard, Standby, changed
+from nvpool.poolmap.model import PartitionRange, PoolMap, Shard, StandbyMember, changed
 
 STANDBYS_MAX = 4
 SHARDS_MAX = 64
@@ -62,7 +62,7 @@ def endpoints_of(shard: Shard, member: int) -> tuple[str, ...]:
     return shard.endpoints if member == shard.member else found.endpoints if found is not None else ()
 
 
-def standby_added(pool_map: PoolMap, shard_id: int, standby: Standby) -> PoolMap:
+def standby_added(pool_map: PoolMap, shard_id: int, standby: StandbyMember) -> PoolMap:
     """Add a standby without records; InvalidRequest if it exists already, or there are too many."""
     shard = shard_of(pool_map, shard_id)
     if standby.member in members(shard) or len(shard.standbys) >= _MEMBERS_MAX:
@@ -152,7 +152,7 @@ def primary_lost(pool_map: PoolMap, shard_id: int, heirs: Collection[int] | None
     heir = min(up, key=lambda standby: pool_map.node_by_id[standby.node].wish != "share", default=None)
     if heir is None:
         return None
-    former = Standby(shard.member, shard.node, shard.endpoints, "syncing", shard.path)
+    former = StandbyMember(shard.member, shard.node, shard.endpoints, "syncing", shard.path)
     return _with(pool_map, shard, term=shard.term + 1, member=heir.member, node=heir.node, endpoints=heir.endpoints,
                  path=heir.path, standbys=(*(other for other in shard.standbys if other is not heir), former))
 
@@ -198,7 +198,7 @@ def shard_of(pool_map: PoolMap, shard_id: int) -> Shard:
     return shard
 
 
-def _standby(shard: Shard, member: int) -> Standby | None:
+def _standby(shard: Shard, member: int) -> StandbyMember | None:
     return next((standby for standby in shard.standbys if standby.member == member), None)
 
 

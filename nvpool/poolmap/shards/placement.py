@@ -17,26 +17,26 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from nvpool.core.errors import InvalidRequest
-from nvpool.poolmap.model import Drive, PoolMap, Shard, Standby, changed
+from nvpool.poolmap.model import Drive, PoolMap, Shard, StandbyMember, changed
 from nvpool.poolmap.shards import members as shard_members
 from nvpool.poolmap.shards.members import members, node_and_path, shard_of, standby_added, standby_removed
 
 
-class Place(NamedTuple):
+class ShardLocation(NamedTuple):
     """A drive of a node; drive 0 is the pool directory of the node."""
 
     node: int
     drive: int
 
 
-def place_of(pool_map: PoolMap, shard: Shard, member: int) -> Place:
+def place_of(pool_map: PoolMap, shard: Shard, member: int) -> ShardLocation:
     """Return the place of a member: beside the store of a drive, or in the pool directory of its node."""
     node, path = node_and_path(shard, member)
     # Of several drives with one path, only the last may still be present.
     for drive in reversed(pool_map.drives):
         if path and drive.node == node and (path == drive.path or os.path.dirname(path) == os.path.dirname(drive.path)):
-            return Place(node, drive.id)
-    return Place(node, 0)
+            return ShardLocation(node, drive.id)
+    return ShardLocation(node, 0)
 
 
 def store_beside(pool_map: PoolMap, shard: Shard, member: int) -> str:
@@ -63,13 +63,13 @@ def only_beside(pool_map: PoolMap, drive: int) -> list[int]:
         for member in (shard.member, *(standby.member for standby in shard.standbys if standby.state == "up")))]
 
 
-def good_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> list[Place]:
+def good_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> list[ShardLocation]:
     """Return the drives beside which a standby may be created.
 
     Their nodes stay, and their targets are up and, if `serving` is given, serving.
     """
     stays = {node.id for node in pool_map.nodes if node.wish == "share"}
-    return [Place(target.node, target.drive) for target in pool_map.targets
+    return [ShardLocation(target.node, target.drive) for target in pool_map.targets
             if target.node in stays and target.wish == "share" and target.state == "up"
             and (serving is None or target.id in serving)]
 
@@ -79,7 +79,7 @@ def misplaced(pool_map: PoolMap, shard: Shard) -> list[int]:
     return [member for member in members(shard) if not _stays(pool_map, place_of(pool_map, shard, member))]
 
 
-def _stays(pool_map: PoolMap, place: Place) -> bool:
+def _stays(pool_map: PoolMap, place: ShardLocation) -> bool:
     if pool_map.node_by_id[place.node].wish != "share":
         return False
     targets = [target for target in pool_map.targets if target.node == place.node and target.state != "gone"]
@@ -140,7 +140,7 @@ def next_step(pool_map: PoolMap, serving: Collection[int] | None = None,
     return pool_map
 
 
-def _step(pool_map: PoolMap, shard: Shard, places: list[Place], stuck: Collection[int] = ()) -> PoolMap:
+def _step(pool_map: PoolMap, shard: Shard, places: list[ShardLocation], stuck: Collection[int] = ()) -> PoolMap:
     bad = {*misplaced(pool_map, shard), *stuck}
     staying = [standby for standby in shard.standbys if standby.member not in bad]
     leaving = [standby for standby in shard.standbys if standby.member in bad]
@@ -160,7 +160,7 @@ def _step(pool_map: PoolMap, shard: Shard, places: list[Place], stuck: Collectio
     return _improved(pool_map, shard, places)
 
 
-def _spread(pool_map: PoolMap, places: Iterable[Place]) -> tuple[int, int]:
+def _spread(pool_map: PoolMap, places: Iterable[ShardLocation]) -> tuple[int, int]:
     nodes = {place.node for place in places}
     return len({_rack(pool_map, node) for node in nodes}), len(nodes)
 
@@ -169,7 +169,7 @@ def _rack(pool_map: PoolMap, node: int) -> str:
     return pool_map.node_by_id[node].rack or f"node {node}"
 
 
-def _chosen(pool_map: PoolMap, shard: Shard, places: list[Place]) -> Place | None:
+def _chosen(pool_map: PoolMap, shard: Shard, places: list[ShardLocation]) -> ShardLocation | None:
     """Return the best place for one more member: the widest spread, then the fewest members of any shard."""
     taken = [place_of(pool_map, shard, member) for member in members(shard)]
     everywhere = Counter(place_of(pool_map, one, member) for one in pool_map.shards for member in members(one))
@@ -179,18 +179,18 @@ def _chosen(pool_map: PoolMap, shard: Shard, places: list[Place]) -> Place | Non
     bad = set(misplaced(pool_map, shard))
     good = [place_of(pool_map, shard, member) for member in members(shard) if member not in bad]
 
-    def rank(place: Place):
+    def rank(place: ShardLocation):
         racks, nodes = _spread(pool_map, [*good, place])
         return -racks, -nodes, on_node[place.node], everywhere[place], place
 
     return min((place for place in places if place not in taken), key=rank, default=None)
 
 
-def _added(pool_map: PoolMap, shard: Shard, places: list[Place]) -> PoolMap:
+def _added(pool_map: PoolMap, shard: Shard, places: list[ShardLocation]) -> PoolMap:
     place = _chosen(pool_map, shard, places)
     if place is None:
         return pool_map
-    return standby_added(pool_map, shard.id, Standby(max(members(shard)) + 1, place.node, (),
+    return standby_added(pool_map, shard.id, StandbyMember(max(members(shard)) + 1, place.node, (),
                                                      path=_drive(pool_map, place.drive).path))
 
 
@@ -198,15 +198,15 @@ def _drive(pool_map: PoolMap, number: int) -> Drive:
     return next(drive for drive in pool_map.drives if drive.id == number)
 
 
-def _lessened(pool_map: PoolMap, shard: Shard, staying: list[Standby]) -> PoolMap:
+def _lessened(pool_map: PoolMap, shard: Shard, staying: list[StandbyMember]) -> PoolMap:
     """Remove the standby that adds least to the spread.
 
     The standby stays while it is up and another remaining standby is not.
     """
-    def left(without: Standby) -> list[Standby]:
+    def left(without: StandbyMember) -> list[StandbyMember]:
         return [standby for standby in staying if standby is not without]
 
-    def rank(standby: Standby):
+    def rank(standby: StandbyMember):
         places = [place_of(pool_map, shard, member) for member in (shard.member, *(one.member for one in left(standby)))]
         return _spread(pool_map, places), standby.state != "up", standby.member
 
@@ -216,7 +216,7 @@ def _lessened(pool_map: PoolMap, shard: Shard, staying: list[Standby]) -> PoolMa
     return standby_removed(pool_map, shard.id, going.member)
 
 
-def _improved(pool_map: PoolMap, shard: Shard, places: list[Place]) -> PoolMap:
+def _improved(pool_map: PoolMap, shard: Shard, places: list[ShardLocation]) -> PoolMap:
     """Add a standby if this lets the members spread over more racks or nodes.
 
     A later step removes another standby when the new one is up.

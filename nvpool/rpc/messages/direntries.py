@@ -1,6 +1,6 @@
 """Packed directory entries with attributes: the part of LIST that is encoded for every listed name.
 
-An entry is ENTRY followed by its name; entries follow one another. `Listed` is a received batch: values that
+An entry is ENTRY followed by its name; entries follow one another. `DirectoryPage` is a received batch: values that
 are needed of all entries are lists, and an Attr is made only for entries that a caller reads one by one.
 Encoded by meta/operations/listing, decoded by client and fuse. This module knows nothing of files, leases or
 the kernel.
@@ -32,7 +32,7 @@ _CHANGE_WORD = struct.Struct("<Q")
 _CHANGE_AT = struct.calcsize("<QQIIIIQQqqq")
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """One entry of a Listed. `kind` is the S_IFMT bits >> 12."""
 
     name: bytes
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     attr: Attr
 
 
-class Listed:
+class DirectoryPage:
     """A batch of directory entries, in order.
 
     `words[n]` is the ENTRY tuple of the n-th entry and `records[n]` its bytes without the name. `promised` is
@@ -78,11 +78,11 @@ class Listed:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __getitem__(self, at: int) -> Entry:
+    def __getitem__(self, at: int) -> DirectoryEntry:
         found = self.words[at]
-        return Entry(self.names[at], found[_CURSOR], found[_INODE], found[2] >> 12, self.attr(at))
+        return DirectoryEntry(self.names[at], found[_CURSOR], found[_INODE], found[2] >> 12, self.attr(at))
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[DirectoryEntry]:
         return map(self.__getitem__, range(len(self.names)))
 
     def attr(self, at: int) -> Attr:
@@ -109,9 +109,9 @@ class Listed:
     def is_promised(self, at: int) -> bool:
         return bool(self.words[at][_PROMISED])
 
-    def only(self, places: list[int]) -> Listed:
+    def only(self, places: list[int]) -> DirectoryPage:
         """Batch of the entries at these positions."""
-        part = Listed(b"")
+        part = DirectoryPage(b"")
         for name in ("names", "words", "records", "inodes", "changes"):
             of_all = getattr(self, name)
             setattr(part, name, [of_all[at] for at in places])
@@ -147,4 +147,4 @@ def change_of(record: bytes) -> int:
     return _CHANGE_WORD.unpack_from(record, _CHANGE_AT)[0]
 
 
-NOTHING_LISTED = Listed(b"")
+NOTHING_LISTED = DirectoryPage(b"")

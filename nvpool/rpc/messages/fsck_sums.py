@@ -48,7 +48,7 @@ class Sum(NamedTuple):
         return not (self.names or self.subdirs or self.entries or self.parents)
 
 
-class Copy(NamedTuple):
+class DirectoryCopy(NamedTuple):
     """Attributes of a striped directory, from its own record (`shard` 0) or a shard's stripe."""
 
     inode: int
@@ -80,13 +80,13 @@ def unpack_sums(raw: bytes) -> list[Sum]:
     return found
 
 
-def pack_copies(copies: Iterable[Copy]) -> bytes:
+def pack_copies(copies: Iterable[DirectoryCopy]) -> bytes:
     return b"".join([_COPY.pack(*one) for one in copies])
 
 
-def unpack_copies(raw: bytes) -> list[Copy]:
+def unpack_copies(raw: bytes) -> list[DirectoryCopy]:
     """Decode copies. CorruptFrame: the bytes are not complete copies."""
-    return [Copy(*one) for one in _unpack(_COPY, raw)]
+    return [DirectoryCopy(*one) for one in _unpack(_COPY, raw)]
 
 
 def pack_numbers(numbers: Collection[int]) -> bytes:

@@ -5,7 +5,7 @@ frames."""
 from libc.stdint cimport uint8_t
 
 
-cdef class Asking:
+cdef class PendingReply:
     """Sender of many requests that continues when some of its replies have been taken.
 
     `go_on` is called after the last reply that arrived, and also after each `turn` replies if more arrived;
@@ -16,12 +16,12 @@ cdef class Asking:
     cdef int go_on(self) except -1
 
 
-cdef class Taker:
+cdef class ReplyTaker:
     """An `on_done` that may take replies directly from the receive buffer.
 
     Only for requests without `into`."""
 
-    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes)
+    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes)
 
 
 cdef object note(connection, dict in_flight, on_done, double deadline_s, room, method, double now_s)

@@ -70,13 +70,13 @@ def read_head(bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint32_t whole
     return at[2], at[4] | at[5] << 8, get32(at + 8), get32(at + 12), message, payload_bytes
 
 
-cdef class Asking:
+cdef class PendingReply:
     cdef int go_on(self) except -1:
         return 0
 
 
-cdef class Taker:
-    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+cdef class ReplyTaker:
+    cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         """Take a successful reply directly from the connection's buffer, which holds message and payload.
 
         Returns the sender that should continue, or None. None means that nothing was taken; the object is
@@ -100,7 +100,7 @@ def hear(connection, reader, Py_ssize_t count):
     cdef dict in_flight
     cdef tuple entry
     cdef PyObject *found
-    cdef Asking asking, last = None
+    cdef PendingReply asking, last = None
     cdef bint takes, is_system
     cdef double took_s
     if reader._sink is not None or reader.stalled:
@@ -127,7 +127,7 @@ def hear(connection, reader, Py_ssize_t count):
                 break
             entry = <tuple><object>found
             who = entry[0]
-            takes = isinstance(who, Taker)
+            takes = isinstance(who, ReplyTaker)
             message, message_bytes, payload_bytes = frame + HEADER_BYTES, get32(frame + 16), get32(frame + 20)
             if (not takes and (payload_bytes or message_bytes > TABLES_BYTES_MAX)
                     or crc_of(message, message_bytes) != get32(frame + 24)):
@@ -139,7 +139,7 @@ def hear(connection, reader, Py_ssize_t count):
             asking = None
             try:
                 if takes:
-                    asking = (<Taker>who).take(message, message_bytes, message + message_bytes, payload_bytes)
+                    asking = (<ReplyTaker>who).take(message, message_bytes, message + message_bytes, payload_bytes)
                 if asking is None:
                     tell(who, message, message_bytes, payload_bytes)
             except Exception as error:

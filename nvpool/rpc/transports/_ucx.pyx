@@ -176,7 +176,7 @@ cdef class Slab:
             p_ucp_mem_unmap(self.context.at, self.handle)
 
 
-cdef class Place:
+cdef class Region:
     """Part of a Slab for one payload, reused when nothing refers to it.
 
     The references include memoryviews. `home` is the list that receives the offset, from which the part is
@@ -204,7 +204,7 @@ cdef class Place:
             home.append((self.key, self.slab, self.offset))
 
 
-cdef class Worker:
+cdef class UcxWorker:
     cdef readonly Context context
     cdef void *at
 
@@ -245,7 +245,7 @@ cdef class Worker:
                 return True
         return False
 
-    def spin(self, Flush flush, int turns):
+    def spin(self, UcxFlush flush, int turns):
         """Make progress until `flush` has ended, at most `turns` times; return whether it has ended."""
         cdef int at
         for at in range(turns):
@@ -267,15 +267,15 @@ cdef class Worker:
             p_ucp_worker_destroy(self.at)
 
 
-cdef class Key:
+cdef class RemoteKey:
     """Key to memory [base, base + length) of the peer, through one Endpoint."""
     cdef void *at
     cdef uint64_t base, length
-    cdef Endpoint endpoint
+    cdef UcxEndpoint endpoint
     cdef int windows
     cdef bint dropped
 
-    def __init__(self, Endpoint endpoint, bytes raw, uint64_t base, uint64_t length):
+    def __init__(self, UcxEndpoint endpoint, bytes raw, uint64_t base, uint64_t length):
         self.endpoint, self.base, self.length = endpoint, base, length
         check(p_ucp_ep_rkey_unpack(endpoint.at, <const char *>raw, &self.at), "key")
 
@@ -311,7 +311,7 @@ cdef class Window:
 
     The window stays valid after the peer has gone or its key was dropped; bytes written then reach nobody.
     """
-    cdef Key key
+    cdef RemoteKey key
     cdef char *base
     cdef size_t length
 
@@ -327,7 +327,7 @@ cdef class Window:
             self.key.drop()
 
 
-cdef class Flush:
+cdef class UcxFlush:
     """Completion of a batch of puts. It keeps the sent buffers alive."""
     cdef void *request
     cdef object kept
@@ -351,16 +351,16 @@ cdef class Flush:
             p_ucp_request_free(self.request)
 
 
-cdef class Endpoint:
+cdef class UcxEndpoint:
     """Endpoint to a peer's worker.
 
     `peer_errors`: UCX reports the death of the peer; not all its transports can.
     """
-    cdef readonly Worker worker
+    cdef readonly UcxWorker worker
     cdef void *at
     cdef int *status
 
-    def __init__(self, Worker worker, bytes address, bint peer_errors):
+    def __init__(self, UcxWorker worker, bytes address, bint peer_errors):
         cdef nv_ep_params params
         cdef int status
         self.worker = worker
@@ -382,7 +382,7 @@ cdef class Endpoint:
         """Error that UCX has reported for this endpoint, or ""."""
         return p_ucs_status_string(self.status[0]).decode() if self.status[0] else ""
 
-    def put(self, Key key, uint64_t offset, parts):
+    def put(self, RemoteKey key, uint64_t offset, parts):
         """Write `parts`, one after the other, to `offset` of the key's memory; return their Flush.
 
         The parts must not change until the Flush has ended. UcxError: the rest will not be written, but a
@@ -393,7 +393,7 @@ cdef class Endpoint:
         cdef size_t *lengths = <size_t *>malloc(count * sizeof(size_t) + 1)
         cdef Py_buffer view
         cdef void *request
-        cdef Flush flush
+        cdef UcxFlush flush
         if pieces == NULL or lengths == NULL:
             free(pieces)
             free(lengths)
@@ -416,7 +416,7 @@ cdef class Endpoint:
         finally:
             free(pieces)
             free(lengths)
-        flush = Flush.__new__(Flush)
+        flush = UcxFlush.__new__(UcxFlush)
         if nv_is_pointer(request):
             flush.request, flush.kept = request, parts
         elif request != NULL:

@@ -42,7 +42,7 @@ from nvpool.rpc.limits import Limits, Share
 from nvpool.rpc.multiplexer import Answerer, Asker
 from nvpool.rpc.transports.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.security.tls import Identity, member_at, member_of_uris, refusal_of, security
+from nvpool.security.tls import TlsIdentity, member_at, member_of_uris, refusal_of, security
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class _Sending:
 class GrpcConnection(_Sending, Asker):
     """Client end: a channel with one stream, a reading task and a writing task."""
 
-    def __init__(self, endpoint: str, target: str, greeting: Greeting, clock: Clock, identity: Identity | None = None,
+    def __init__(self, endpoint: str, target: str, greeting: Greeting, clock: Clock, identity: TlsIdentity | None = None,
                  member: str = "") -> None:
         """With `identity` the connection uses TLS and accepts only `member` as the server."""
         Asker.__init__(self, asyncio.get_running_loop(), Peer(endpoint, endpoint, False, member), clock)
@@ -267,7 +267,7 @@ class GrpcConnection(_Sending, Asker):
         await asyncio.shield(self._ending)
 
 
-class _Served(_Sending, Answerer):
+class _GrpcServed(_Sending, Answerer):
     """Server end of one stream; lives as long as its coroutine in the gRPC server."""
 
     def __init__(self, listener: GrpcListener, context) -> None:
@@ -433,7 +433,7 @@ class _Served(_Sending, Answerer):
 class GrpcListener:
     """`api.Listener` over a grpc.aio server with one service."""
 
-    def __init__(self, greeting: Greeting, handler: Handler, clock: Clock, identity: Identity | None = None) -> None:
+    def __init__(self, greeting: Greeting, handler: Handler, clock: Clock, identity: TlsIdentity | None = None) -> None:
         """With `identity` the listener uses TLS.
 
         Peers without a certificate are refused, whatever the greeting allows.
@@ -444,14 +444,14 @@ class GrpcListener:
         self.handler = handler
         self.clock = clock
         self.limits = greeting.limits or Limits(clock=clock)
-        self.connections: set[_Served] = set()
+        self.connections: set[_GrpcServed] = set()
         self.closing = False
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("nvpool.v1.Exchange", {
             "Frames": grpc.stream_stream_rpc_method_handler(self._frames)}),))
 
     async def _frames(self, _requests, context) -> None:
-        await _Served(self, context).serve()
+        await _GrpcServed(self, context).serve()
 
     async def start(self, endpoint: str) -> None:
         where = parse_endpoint(endpoint)
@@ -504,7 +504,7 @@ class GrpcTransport:
             await connection.close()
         raise raised
 
-    async def _whom(self, identity: Identity, endpoint: str, deadline_s: float) -> str:
+    async def _whom(self, identity: TlsIdentity, endpoint: str, deadline_s: float) -> str:
         """Member that serves at the endpoint; raises unless that member is in the pool."""
         where = parse_endpoint(endpoint)
         try:
@@ -527,7 +527,7 @@ class GrpcTransport:
         return listener
 
 
-def _credentials(identity: Identity) -> grpc.ServerCredentials:
+def _credentials(identity: TlsIdentity) -> grpc.ServerCredentials:
     """TLS credentials of a server.
 
     The server presents `identity`'s current certificate and requires a client certificate of the same CA."""

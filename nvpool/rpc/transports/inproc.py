@@ -55,7 +55,7 @@ class InprocTransport:
         hello = check_hello(encode_hello(greeting), listener.greeting)
         check_hello(encode_hello(listener.greeting), greeting)
         asking = InprocConnection(self, endpoint, listener.greeting.name)
-        asking._served = _Served(asking, listener, Peer(hello.name, "inproc", True))
+        asking._served = _InprocServed(asking, listener, Peer(hello.name, "inproc", True))
         listener.connections.add(asking._served)
         return asking
 
@@ -81,7 +81,7 @@ class InprocConnection(Asker):
     def __init__(self, transport: InprocTransport, endpoint: str, name: str) -> None:
         super().__init__(asyncio.get_running_loop(), Peer(name, endpoint, True), transport.clock)
         self._carry = transport.carry
-        self._served: _Served
+        self._served: _InprocServed
 
     def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
         self._carry(self.peer.address, REQUEST, method, self._served.take, number, method, deadline_ms, bytes(message),
@@ -109,7 +109,7 @@ class InprocConnection(Asker):
         self.lose("closed here")
 
 
-class _Served(Answerer):
+class _InprocServed(Answerer):
     def __init__(self, asking: InprocConnection, listener: InprocListener, peer: Peer) -> None:
         super().__init__(listener.handler, peer, listener.transport.clock, transport="inproc")
         self._asking = asking
@@ -144,7 +144,7 @@ class InprocListener:
         self.transport = transport
         self.greeting = greeting
         self.handler = handler
-        self.connections: set[_Served] = set()
+        self.connections: set[_InprocServed] = set()
         self._name = name
 
     async def close(self, drain_s: float = 0.0) -> None:

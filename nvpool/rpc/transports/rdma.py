@@ -55,7 +55,7 @@ from nvpool.rpc.api import MESSAGE_BYTES_MAX, Buffer, Connection, Greeting
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.transports import ucx
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, pack_head
-from nvpool.rpc.transports.rdma_buffers import PLACE_BYTES_MAX, Rooms
+from nvpool.rpc.transports.rdma_buffers import PLACE_BYTES_MAX, RegisteredBuffers
 from nvpool.rpc.transports.stream import (
     GATHER_IN_FLIGHT,
     StreamConnection,
@@ -103,7 +103,7 @@ _TURNS = 256
 _SPINS_A_US = 10
 
 
-class Settings(NamedTuple):
+class RdmaSettings(NamedTuple):
     """RDMA settings of a server; the client accepts what the server offers."""
 
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
@@ -117,7 +117,7 @@ class Settings(NamedTuple):
     """Time to poll for the end of a write before waiting for an event."""
 
 
-OFF = Settings()
+OFF = RdmaSettings()
 
 
 class _Turning:
@@ -194,7 +194,7 @@ class RdmaConnection(StreamConnection):
         self.placed_bytes = 0
         """Payload bytes that arrived by one-sided writes, for statistics."""
         self._turning: _Turning | None = None
-        self._rooms: Rooms | None = None
+        self._rooms: RegisteredBuffers | None = None
         self._places: dict[int, Any] = {}       # by request, until the store has answered it
         self._quarantined: dict[int, float] = {}  # those of them whose requests have ended here: time limit
         self._quarantine_timer: asyncio.TimerHandle | None = None
@@ -211,7 +211,7 @@ class RdmaConnection(StreamConnection):
         try:
             context = ucx.context(offers[0])
             self._turning = _Turning(context)
-            self._rooms = Rooms(context, self._tell_key, self._forget_key)
+            self._rooms = RegisteredBuffers(context, self._tell_key, self._forget_key)
             async with asyncio.timeout(min(UPGRADE_S, max(0.0, deadline_s - self._now_s()))):
                 self._say(BEGIN, b"")
                 self._endpoint = reach(self._turning.worker, await self._works, offers[0])
@@ -507,7 +507,7 @@ class RdmaServed(StreamServed):
 class RdmaListener(StreamListener):
     """Listener with one UCX worker for all its connections."""
 
-    def __init__(self, settings: Settings, *arguments) -> None:
+    def __init__(self, settings: RdmaSettings, *arguments) -> None:
         super().__init__(*arguments)
         self._settings = settings
         self.transports = settings.transports if settings.transports != "auto" else ucx.LOCAL if self.local else ucx.NETWORK
@@ -554,7 +554,7 @@ class _Rdma:
 
     _asking = RdmaConnection
 
-    def __init__(self, settings: Settings = OFF, *, strict: bool = True) -> None:
+    def __init__(self, settings: RdmaSettings = OFF, *, strict: bool = True) -> None:
         super().__init__()
         self._settings = settings
         self._strict = strict

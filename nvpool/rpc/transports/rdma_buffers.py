@@ -1,6 +1,6 @@
 """Registered buffers of one RDMA connection: memory that the server writes payloads to, reused.
 
-A buffer (`Place`) is handed out for one request. It returns by itself when nothing refers to it any more, but
+A buffer (`Region`) is handed out for one request. It returns by itself when nothing refers to it any more, but
 only if the server has confirmed that it no longer writes there; until then the connection keeps a reference.
 The memory of a connection that has ended is never handed out again: it is unregistered when its last reader
 has released it. The memory is bounded per connection and per process; without free memory the payload travels
@@ -27,7 +27,7 @@ PROCESS_BYTES_MAX = 512 * MIB
 _in_process = [0]
 
 
-class Rooms:
+class RegisteredBuffers:
     """Registered buffers of one connection.
 
     `tell_key(number, slab)` and `forget_key(number)` send the key, or its end, to the server, before any

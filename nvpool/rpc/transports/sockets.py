@@ -23,7 +23,7 @@ from nvpool.core.errors import (
 )
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.handshake import HELLO_S
-from nvpool.security.tls import Identity, refusal_of
+from nvpool.security.tls import TlsIdentity, refusal_of
 
 SOCKET_BUFFER_BYTES = 1 << 20
 """Buffer size of unix sockets: with their default of 208 KiB a 1 MiB reply stops four times for its reader.
@@ -69,7 +69,7 @@ def set_socket_options(sock) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, RESENT_S * 1000)
 
 
-def tls_options(identity: Identity | None, greeting: Greeting, *, serving: bool) -> dict:
+def tls_options(identity: TlsIdentity | None, greeting: Greeting, *, serving: bool) -> dict:
     """TLS arguments for the loop's create_connection and create_server; empty without an identity."""
     if identity is None:
         return {}

@@ -45,7 +45,7 @@ from nvpool.rpc.transports.fast_replies import AnswersAtOnce, HearsAtOnce
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.rpc.transports.sockets import GOODBYE_S, connect_error, is_socket, listen_error, set_socket_options, tls_options
 from nvpool.rpc.transports.tls_server import TlsServer
-from nvpool.security.tls import Identity, member_of, refusal_of, security
+from nvpool.security.tls import TlsIdentity, member_of, refusal_of, security
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class _End(asyncio.BufferedProtocol):
             self._transport.abort()
             await self._gone
 
-    def _member(self, identity: Identity, *, as_server: bool) -> str:
+    def _member(self, identity: TlsIdentity, *, as_server: bool) -> str:
         """Return the peer's member name from its certificate, and watch the certificate from now on.
 
         Returns "" if the peer presented none. AccessDenied, StaleIdentity: the certificate is refused.
@@ -218,7 +218,7 @@ class StreamConnection(HearsAtOnce, _End, Asker):
     """Client end, made by the transports' `connect`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, greeting: Greeting, endpoint: str, local: bool, clock: Clock,
-                 identity: Identity | None = None) -> None:
+                 identity: TlsIdentity | None = None) -> None:
         """With `identity` the connection uses TLS."""
         Asker.__init__(self, loop, Peer(endpoint, endpoint, local), clock)
         _End.__init__(self, loop)
@@ -449,7 +449,7 @@ class StreamListener:
     """`api.Listener` of both stream transports."""
 
     def __init__(self, greeting: Greeting, handler: Handler, local: bool, clock: Clock,
-                 identity: Identity | None = None) -> None:
+                 identity: TlsIdentity | None = None) -> None:
         """With `identity` the listener uses TLS."""
         self.endpoint = ""
         self.greeting = greeting
@@ -528,7 +528,7 @@ class StreamTransport:
 
     _asking: type[StreamConnection] = StreamConnection
 
-    def _listening(self, greeting: Greeting, handler: Handler, identity: Identity | None) -> StreamListener:
+    def _listening(self, greeting: Greeting, handler: Handler, identity: TlsIdentity | None) -> StreamListener:
         return StreamListener(greeting, handler, self.local, self._clock, identity)
 
     async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:

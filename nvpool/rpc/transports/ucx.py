@@ -48,7 +48,7 @@ _contexts: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
 Error: type[Exception] = _ucx.UcxError if _ucx is not None else NotSupported
 if _ucx is not None:
-    Endpoint, Flush, Key, Place, Slab, Worker = _ucx.Endpoint, _ucx.Flush, _ucx.Key, _ucx.Place, _ucx.Slab, _ucx.Worker
+    Endpoint, Flush, Key, Place, Slab, Worker = _ucx.UcxEndpoint, _ucx.UcxFlush, _ucx.RemoteKey, _ucx.Region, _ucx.Slab, _ucx.UcxWorker
 
 
 def library() -> tuple[str, bool] | None:

@@ -33,7 +33,7 @@ AWAY_S = 15.0
 """Time for a shard to start, fail over to a standby, or leave the pool."""
 
 
-class Asking:
+class AdminCalls:
     def __init__(self, client: Client) -> None:
         self._client = client
 

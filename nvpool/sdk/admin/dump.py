@@ -32,10 +32,10 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.poolmap.shards.partition_moves import ranges_of
 from nvpool.rpc.api import PAYLOAD_BYTES_MAX
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import Asking
-from nvpool.sdk.admin.snapshot_barrier import Begun, walk_at_all
+from nvpool.sdk.admin.calls import AdminCalls
+from nvpool.sdk.admin.snapshot_barrier import BarrierCursors, walk_at_all
 from nvpool.sdk.fsck.check import check_metadata
-from nvpool.sdk.fsck.report import Checkup, Problem
+from nvpool.sdk.fsck.report import Checkup, PoolProblem
 
 if TYPE_CHECKING:
     from nvpool.client.session import Client
@@ -59,7 +59,7 @@ class Loaded:
     """Result of a load: the records loaded, and the problems found in the pool afterwards."""
 
     records: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[PoolProblem] = field(default_factory=list)
     """Inconsistencies between the records. All are repaired except the last `left` ones."""
     left: int = 0
     files_sampled: int = 0
@@ -69,7 +69,7 @@ class Loaded:
     """Reason why the contents of some files could not be looked for."""
 
 
-class _File(NamedTuple):
+class _DumpedFile(NamedTuple):
     inode: int
     table: int
 
@@ -78,7 +78,7 @@ class _Sample:
     """Sample of up to SAMPLE_MAX files with contents, spread evenly over any number of records."""
 
     def __init__(self) -> None:
-        self._kept: list[_File] = []
+        self._kept: list[_DumpedFile] = []
         self._stride = 0  # lines skipped between two sampled files
         self._left = 0
 
@@ -92,7 +92,7 @@ class _Sample:
                 if row["type"] != "inode" or not stat.S_ISREG(row["mode"]) or not row["links"] or not row["size"] \
                         or not row["blocks"]:
                     continue
-                self._kept.append(_File(row["inode"], row["table"]))
+                self._kept.append(_DumpedFile(row["inode"], row["table"]))
             except (msgspec.DecodeError, LookupError, TypeError):
                 continue  # the shard reports what is wrong with the line
             self._left = self._stride
@@ -100,7 +100,7 @@ class _Sample:
                 del self._kept[1::2]
                 self._stride = 2 * self._stride + 1
 
-    def files(self) -> list[_File]:
+    def files(self) -> list[_DumpedFile]:
         return [self._kept[at * len(self._kept) // SAMPLE_MAX] for at in range(SAMPLE_MAX)] \
             if len(self._kept) > SAMPLE_MAX else self._kept
 
@@ -117,7 +117,7 @@ async def dump(client: Client, path: str, on_records: Callable[[int], None] = la
     """
     part, count = f"{path}.part-{os.getpid()}", 0
 
-    async def write(begun: Begun) -> None:
+    async def write(begun: BarrierCursors) -> None:
         nonlocal count
         count = await _write(client, begun, file, on_records)
 
@@ -140,8 +140,8 @@ async def dump(client: Client, path: str, on_records: Callable[[int], None] = la
     return count
 
 
-async def _write(client: Client, begun: Begun, file: BinaryIO, on_records: Callable[[int], None]) -> int:
-    pool_map, asking, count = client.pool_map, Asking(client), 0
+async def _write(client: Client, begun: BarrierCursors, file: BinaryIO, on_records: Callable[[int], None]) -> int:
+    pool_map, asking, count = client.pool_map, AdminCalls(client), 0
     header = {"pool": pool_map.pool_id, "name": pool_map.name, "settings": msgspec.to_builtins(pool_map.settings),
               "shards": list(begun.cursors),
               "partitions": _division(begun.holders), "software": f"nvpool {VERSION}",
@@ -215,7 +215,7 @@ async def load(client: Client, path: str, on_records: Callable[[int], None] = la
     After the last record the pool serves. Then a check repairs the pool, and the contents of some files are
     looked for. If this call ends before that, `nvpool fsck --repair` does the same check.
     """
-    pool_map, asking, loaded, sample = client.pool_map, Asking(client), Loaded(), _Sample()
+    pool_map, asking, loaded, sample = client.pool_map, AdminCalls(client), Loaded(), _Sample()
     try:
         with open(path, "rb") as file:  # noqa: ASYNC230
             header = read_header(file)
@@ -276,7 +276,7 @@ async def _settle(client: Client, loaded: Loaded) -> None:
         loaded.problems += checkup.problems
 
 
-async def _look_for(asking: Asking, file: _File, loaded: Loaded) -> None:
+async def _look_for(asking: AdminCalls, file: _DumpedFile, loaded: Loaded) -> None:
     """Look for data of the file on any target, and count the result in `loaded`."""
     table = asking.pool_map.table_by_id.get(file.table)
     likely = table.chains[chain_of(file.inode, 0)].targets if table else ()

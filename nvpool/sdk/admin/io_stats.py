@@ -55,7 +55,7 @@ class Rates(NamedTuple):
         return self.read_bytes + self.write_bytes + self.direct_bytes
 
 
-class Seen(NamedTuple):
+class IoRates(NamedTuple):
     rates: list[Rates]
     """Rates of each client, volume or target, the busiest first."""
     interval_s: float
@@ -78,7 +78,7 @@ class UseWatch:
         self._volume_of: dict[int, int] = {}
         self._volumes: dict[int, str] = {}
 
-    async def look(self, next_s: float) -> Seen:
+    async def look(self, next_s: float) -> IoRates:
         """Poll all targets; return the rates since the last poll, none the first time. `next_s`: seconds
         until the next poll. AccessDenied: only nodes may see the traffic of all clients."""
         client = self._client
@@ -108,7 +108,7 @@ class UseWatch:
         rates = [Rates(name, r, rb, rs / r if r else 0.0, w, wb, ws / w if w else 0.0, d, db)
                  for name, (r, rb, rs, w, wb, ws, d, db) in summed.items()]
         rates.sort(key=lambda one: (one.bytes, one.operations), reverse=True)
-        return Seen(rates, sum(intervals) / len(intervals) if intervals else 0.0, silent)
+        return IoRates(rates, sum(intervals) / len(intervals) if intervals else 0.0, silent)
 
     async def _ask(self, target: int, endpoints: tuple[str, ...], next_s: float) -> _Told | None:
         request = data_pb2.UseRequest(target=target, for_s=next_s + COUNT_MORE_S)

@@ -17,7 +17,7 @@ from nvpool.core.units import PARTITION_COUNT
 from nvpool.rpc.messages.fsck_sums import unpack_bits
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.rpc.v1.meta_pb2 import MomentReply, MomentRequest
-from nvpool.sdk.admin.calls import AWAY_S, Asking
+from nvpool.sdk.admin.calls import AWAY_S, AdminCalls
 
 if TYPE_CHECKING:
     from nvpool.client.session import Client
@@ -33,14 +33,14 @@ ANEW_MAX = 10
 """Restarts of one walk. A pool whose shards change more often during a walk needs an operator first."""
 
 
-class Begun(NamedTuple):
+class BarrierCursors(NamedTuple):
     cursors: dict[int, bytes]
     """Cursor of the check or dump on each shard."""
     holders: tuple[int, ...]
     """Shard of each partition at the barrier: the walk of that shard covers the partition."""
 
 
-async def walk_at_all(client: Client, walk: Callable[[Begun], Awaitable[None]], anew: Callable[[str], None], *,
+async def walk_at_all(client: Client, walk: Callable[[BarrierCursors], Awaitable[None]], anew: Callable[[str], None], *,
                       dump: bool = False, repair: bool = False) -> None:
     """Start a check or a dump on all shards, and run `walk` on it.
 
@@ -53,13 +53,13 @@ async def walk_at_all(client: Client, walk: Callable[[Begun], Awaitable[None]], 
         try:
             return await walk(begun)
         except BaseException as error:
-            await _forget(Asking(client), begun)
+            await _forget(AdminCalls(client), begun)
             if times == ANEW_MAX or not isinstance(error, Unavailable | Stale | NotFound):
                 raise
             anew(str(error) or type(error).__name__)
 
 
-async def _forget(asking: Asking, begun: Begun) -> None:
+async def _forget(asking: AdminCalls, begun: BarrierCursors) -> None:
     """End the walks on the shards, to free their slots. A shard that does not get the message frees its
     slot itself after a while."""
     async def forget(shard: int) -> None:
@@ -71,7 +71,7 @@ async def _forget(asking: Asking, begun: Begun) -> None:
     await _all(forget, list(begun.cursors))
 
 
-async def begin_at_all(client: Client, *, dump: bool = False, repair: bool = False) -> Begun:
+async def begin_at_all(client: Client, *, dump: bool = False, repair: bool = False) -> BarrierCursors:
     """Start a check or a dump on each shard, at one barrier for all shards.
 
     Changes of clients wait for some round trips meanwhile, two seconds at most; none is refused.
@@ -84,14 +84,14 @@ async def begin_at_all(client: Client, *, dump: bool = False, repair: bool = Fal
     while True:
         await client.refresh_map()
         try:
-            return await _try(Asking(client), client.clock, dump, repair)
+            return await _try(AdminCalls(client), client.clock, dump, repair)
         except (Unavailable, Stale) as error:
             if client.clock.boottime_s() - since_s >= (TRY_S if isinstance(error, Busy | Stale) else AWAY_S):
                 raise
             await asyncio.sleep(max(PAUSE_S, error.retry_after_s) * (0.5 + client.clock.random().random()))
 
 
-async def _try(asking: Asking, clock: Clock, dump: bool, repair: bool) -> Begun:
+async def _try(asking: AdminCalls, clock: Clock, dump: bool, repair: bool) -> BarrierCursors:
     number = int.from_bytes(clock.secret(8), "little") | 1
     shards = [shard.id for shard in asking.pool_map.shards]
     begun: dict[int, bytes] = {}
@@ -119,7 +119,7 @@ async def _try(asking: Asking, clock: Clock, dump: bool, repair: bool) -> Begun:
         holders = {partition: shard for shard, part in zip(shards, parts, strict=True) for partition in part}
         if len(holders) != PARTITION_COUNT or sum(map(len, parts)) != PARTITION_COUNT:
             raise Busy("partitions were just being handed over")
-        return Begun(begun, tuple(holders[partition] for partition in range(PARTITION_COUNT)))
+        return BarrierCursors(begun, tuple(holders[partition] for partition in range(PARTITION_COUNT)))
     except BaseException:
         await _all(drop, shards)
         raise

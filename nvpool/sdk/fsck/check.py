@@ -33,12 +33,12 @@ from nvpool.core.errors import CorruptRecord, Disconnected, NotFound, NvpoolErro
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import Chain
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.admin.calls import AdminCalls
 from nvpool.sdk.file_layout import CHUNKS_AT_ONCE, chunks_on
 from nvpool.sdk.fsck.lost_files import lost_files
 from nvpool.sdk.fsck.metadata import check_names
 from nvpool.sdk.fsck.replicas import Copies, service_right
-from nvpool.sdk.fsck.report import Checkup, Problem
+from nvpool.sdk.fsck.report import Checkup, PoolProblem
 
 if TYPE_CHECKING:
     from nvpool.client.session import Client
@@ -72,7 +72,7 @@ async def check_metadata(client: Client, checkup: Checkup, *, repair: bool = Fal
 class _Check:
     def __init__(self, client: Client, checkup: Checkup, repair: bool, grant_secret: bytes | None) -> None:
         self._client, self._vfs = client, client.vfs
-        self._asking = Asking(client)
+        self._asking = AdminCalls(client)
         self._paths = PathFinder(lambda: client.pool_map, client.dialer, client.clock)
         self._map = client.pool_map
         self._checkup = checkup
@@ -129,7 +129,7 @@ class _Check:
         try:
             await self._chunks_of(target, inode, attr)
         except CorruptRecord as error:
-            self._checkup.note(Problem("index", f"target {target}, inode {inode}", str(error), inode=inode))
+            self._checkup.note(PoolProblem("index", f"target {target}, inode {inode}", str(error), inode=inode))
         return None
 
     async def _chunks_of(self, target: int, inode: int, attr: meta_pb2.Attr) -> None:
@@ -145,11 +145,11 @@ class _Check:
             if chain is not None and target in chain.targets:
                 held.append(chunk)
             elif not chunk.leaving and (chain is None or not _is_looked_for(target, chain, attr.table)):
-                self._checkup.note(Problem("misplaced", where, "is not in a chain of this target: nobody looks for it here"))
+                self._checkup.note(PoolProblem("misplaced", where, "is not in a chain of this target: nobody looks for it here"))
             if chunk.cut > attr.cut:
                 # A truncate may be in progress: then the shard's record is newer by now.
                 if chunk.cut > (await self._fresh(inode)).cut:
-                    self._checkup.note(Problem("cut", where, f"knows cut {chunk.cut}, its inode only {attr.cut}: metadata went "
+                    self._checkup.note(PoolProblem("cut", where, f"knows cut {chunk.cut}, its inode only {attr.cut}: metadata went "
                                                              f"back in time"))
         await self._copies.look(target, inode, attr.table, held)
 
@@ -177,7 +177,7 @@ class _Check:
             text = f"{len(left)} chunks ({sum(chunk.blocks for chunk in left) * 4} KiB) of a file that does not exist"
             if self._repair and not self._secret:
                 text += "; run this on a node of the pool, with its directory as POOL, to remove them"
-            self._checkup.note(Problem("leaked", f"target {target}, inode {inode}", text, repaired))
+            self._checkup.note(PoolProblem("leaked", f"target {target}, inode {inode}", text, repaired))
 
     async def _remove(self, target: int, inode: int, secret: bytes) -> bool:
         request = data_pb2.RemoveRequest(map_epoch=self._map.epoch, target=target, authority=service_right(secret),
@@ -193,7 +193,7 @@ class _Check:
     async def _lost(self) -> None:
         """Report files whose last copy was on drives that are lost."""
         async for path, inode, chunks in lost_files(self._client):
-            self._checkup.note(Problem("lost", f"inode {inode}", f"{chunks} of its chunks were on lost drives only (file "
+            self._checkup.note(PoolProblem("lost", f"inode {inode}", f"{chunks} of its chunks were on lost drives only (file "
                                                                  f"{printable(path)})"))
 
     # -- every block -----------------------------------------------------------------------------------------------------
@@ -206,11 +206,11 @@ class _Check:
             self._checkup.blocks += reply.blocks
             for bad in reply.bad:
                 where = f"target {target}, chunk {bad.index} of inode {bad.inode}, block {bad.block}"
-                self._checkup.note(Problem("bad block", where, bad.text or "its checksum does not fit", inode=bad.inode))
+                self._checkup.note(PoolProblem("bad block", where, bad.text or "its checksum does not fit", inode=bad.inode))
             for text in reply.problems:
-                self._checkup.note(Problem("index", f"target {target}", text))
+                self._checkup.note(PoolProblem("index", f"target {target}", text))
             for text in reply.mended:
-                self._checkup.note(Problem("index", f"target {target}", text, repaired=True))
+                self._checkup.note(PoolProblem("index", f"target {target}", text, repaired=True))
             cursor, done = reply.cursor, reply.done
 
     async def _name_files(self) -> None:

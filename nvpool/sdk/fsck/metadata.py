@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from nvpool.core.errors import NotFound, Stale
 from nvpool.core.ids import partition_of
 from nvpool.rpc.messages.fsck_sums import (
-    Copy,
+    DirectoryCopy,
     Sum,
     pack_numbers,
     pack_partitions,
@@ -33,9 +33,9 @@ from nvpool.rpc.messages.fsck_sums import (
     unpack_sums,
 )
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import Asking
-from nvpool.sdk.admin.snapshot_barrier import Begun, walk_at_all
-from nvpool.sdk.fsck.report import PROBLEMS_KEPT_MAX, Checkup, Problem
+from nvpool.sdk.admin.calls import AdminCalls
+from nvpool.sdk.admin.snapshot_barrier import BarrierCursors, walk_at_all
+from nvpool.sdk.fsck.report import PROBLEMS_KEPT_MAX, Checkup, PoolProblem
 from nvpool.sdk.fsck.tree import Climbs
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ async def check_names(client: Client, checkup: Checkup, repair: bool) -> None:
 class _Names:
     def __init__(self, client: Client, checkup: Checkup, repair: bool) -> None:
         self._client = client
-        self._asking = Asking(client)
+        self._asking = AdminCalls(client)
         self._checkup = checkup
         self._repair = repair
         self._sums: dict[int, Sum] = {}
-        self._copies: dict[int, dict[int, Copy]] = {}
+        self._copies: dict[int, dict[int, DirectoryCopy]] = {}
         """Attributes of striped directories, by shard."""
         self._noted: set[tuple[str, str]] = set()
         self._is_whole = True
@@ -82,7 +82,7 @@ class _Names:
         self._checkup.records, self._is_whole = 0, True
         self._sums, self._copies, self._climbs = {}, {}, Climbs(self._client, self._asking)
 
-    async def _walk_all(self, begun: Begun) -> None:
+    async def _walk_all(self, begun: BarrierCursors) -> None:
         before, passed = self._checkup.records, set()
         for shard, cursor in begun.cursors.items():
             passed |= await self._walk(shard, meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP), before)
@@ -90,7 +90,7 @@ class _Names:
         await self._look_again(passed)
         await self._climb()
 
-    def _note(self, problem: Problem) -> None:
+    def _note(self, problem: PoolProblem) -> None:
         if (problem.kind, problem.text) in self._noted:
             return  # reported by both shards, before and after its partition moved
         if len(self._noted) < PROBLEMS_KEPT_MAX:
@@ -112,7 +112,7 @@ class _Names:
                 self._copies.setdefault(copy.inode, {})[copy.shard] = copy
             for problem in reply.problems:
                 self._is_whole &= problem.kind != "unreadable"
-                self._note(Problem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
+                self._note(PoolProblem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
             passed.update(unpack_partitions(reply.passed))
             self._climbs.add(unpack_numbers(reply.above))
             if self._climbs.waiting >= CLIMBS_AT_ONCE:
@@ -124,7 +124,7 @@ class _Names:
         turns = 0
         while passed:
             if turns >= TURNS_MAX:
-                self._note(Problem("moving", "", f"{len(passed)} partitions moved each time they were to be looked at"))
+                self._note(PoolProblem("moving", "", f"{len(passed)} partitions moved each time they were to be looked at"))
                 return
             await self._pause(turns)
             left: set[int] = set()
@@ -188,7 +188,7 @@ class _Names:
                     left_sums += [one for one in some if partition_of(one.inode) in passed]
                     left_uneven += [inode for inode in wide if partition_of(inode) in passed]
                     for problem in reply.problems:
-                        self._note(Problem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
+                        self._note(PoolProblem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
             sums, uneven = left_sums, left_uneven
 
 

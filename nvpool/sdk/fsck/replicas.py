@@ -23,9 +23,9 @@ from nvpool.core.errors import CorruptRecord, Disconnected, NotFound, NvpoolErro
 from nvpool.core.ids import version_parts
 from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
-from nvpool.sdk.admin.calls import Asking
+from nvpool.sdk.admin.calls import AdminCalls
 from nvpool.sdk.file_layout import chunks_on
-from nvpool.sdk.fsck.report import Checkup, Problem
+from nvpool.sdk.fsck.report import Checkup, PoolProblem
 
 if TYPE_CHECKING:
     from nvpool.client.session import Client
@@ -40,7 +40,7 @@ Name = tuple[int, int, int]
 """Inode, chunk index, chain table."""
 
 
-class Copy(NamedTuple):
+class ReplicaCopy(NamedTuple):
     """One target's copy of a chunk; all zero if there is none."""
 
     version: int = 0
@@ -51,9 +51,9 @@ class Copy(NamedTuple):
         return f"version {'.'.join(map(str, version_parts(self.version)))} of {self.blocks} blocks" if self.version else "none"
 
 
-class Seen(NamedTuple):
+class ChunkReplicas(NamedTuple):
     chain_epoch: int
-    copies: dict[int, Copy]
+    copies: dict[int, ReplicaCopy]
     """Copies by target, for the targets that can read their record."""
 
     @property
@@ -68,13 +68,13 @@ def service_right(secret: bytes) -> bytes:
 
 
 class Copies:
-    def __init__(self, client: Client, asking: Asking, checkup: Checkup, secret: bytes | None) -> None:
+    def __init__(self, client: Client, asking: AdminCalls, checkup: Checkup, secret: bytes | None) -> None:
         """With `secret`, differences are repaired."""
         self._client = client
         self._asking = asking
         self._checkup = checkup
         self._secret = secret
-        self._suspects: dict[Name, Seen] = {}
+        self._suspects: dict[Name, ChunkReplicas] = {}
         self._settled: set[Name] = set()
         """The first chunks that were reported: the scan of the next member meets them again."""
 
@@ -89,9 +89,9 @@ class Copies:
         there = {member: await self._held(member, inode, held[0].index, held[-1].index) for member in others}
         for index, chunk in here.items():
             chain = chains[chain_of(inode, index)]
-            copies = {member: found.get(index, Copy()) for member in chain.targets
+            copies = {member: found.get(index, ReplicaCopy()) for member in chain.targets
                       if (found := there.get(member)) is not None}
-            seen = Seen(chain.epoch, copies | {target: Copy(chunk.version, chunk.blocks, chunk.end)})
+            seen = ChunkReplicas(chain.epoch, copies | {target: ReplicaCopy(chunk.version, chunk.blocks, chunk.end)})
             name = inode, index, table
             if not seen.even and name not in self._settled:
                 self._suspects[name] = seen
@@ -112,7 +112,7 @@ class Copies:
             if await self._exists(name[0]):
                 await self._tell(name, seen)
 
-    async def _tell(self, name: Name, seen: Seen) -> None:
+    async def _tell(self, name: Name, seen: ChunkReplicas) -> None:
         inode, index, table = name
         if len(self._settled) < SUSPECTS_MAX:
             self._settled.add(name)
@@ -130,20 +130,20 @@ class Copies:
                 raise
             except NvpoolError as error:
                 told = f"{told}; not repaired: {error or type(error).__name__}"
-        self._checkup.note(Problem("copies", f"chunk {index} of inode {inode}", f"is not the same at all of its chain: {told}",
+        self._checkup.note(PoolProblem("copies", f"chunk {index} of inode {inode}", f"is not the same at all of its chain: {told}",
                                    repaired, inode))
 
-    async def _seen(self, name: Name) -> Seen:
+    async def _seen(self, name: Name) -> ChunkReplicas:
         inode, index, table = name
         chain = self._client.pool_map.table_by_id[table].chains[chain_of(inode, index)]
         copies = {}
         for target in chain.targets:
             found = await self._held(target, inode, index, index)
             if found is not None:
-                copies[target] = found.get(index, Copy())
-        return Seen(chain.epoch, copies)
+                copies[target] = found.get(index, ReplicaCopy())
+        return ChunkReplicas(chain.epoch, copies)
 
-    async def _held(self, target: int, inode: int, first: int, last: int) -> dict[int, Copy] | None:
+    async def _held(self, target: int, inode: int, first: int, last: int) -> dict[int, ReplicaCopy] | None:
         """Chunks of the target by index. None: the target cannot read its record, which another check
         reports."""
         found = {}
@@ -151,7 +151,7 @@ class Copies:
             async for chunk in chunks_on(self._asking, target, inode, first):
                 if chunk.index > last:
                     break
-                found[chunk.index] = Copy(chunk.version, chunk.blocks, chunk.end)
+                found[chunk.index] = ReplicaCopy(chunk.version, chunk.blocks, chunk.end)
         except CorruptRecord:
             return None
         return found

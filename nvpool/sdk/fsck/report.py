@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 PROBLEMS_KEPT_MAX = 10_000
 
 
-class Problem(NamedTuple):
+class PoolProblem(NamedTuple):
     kind: str
     where: str
     text: str
@@ -30,11 +30,11 @@ class Checkup:
     """Blocks of all targets at the start of the check."""
     begun_anew: list[str] = field(default_factory=list)
     """Reasons of the restarts of the metadata pass: a new primary, or a removed shard."""
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[PoolProblem] = field(default_factory=list)
     found: int = 0
     unrepaired: int = 0
 
-    def note(self, problem: Problem) -> None:
+    def note(self, problem: PoolProblem) -> None:
         self.found += 1
         self.unrepaired += not problem.repaired
         if len(self.problems) < PROBLEMS_KEPT_MAX:

@@ -22,8 +22,8 @@ from nvpool.core.ids import partition_of
 from nvpool.rpc.messages.fsck_sums import pack_numbers, unpack_numbers
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.rpc.v1.meta_pb2 import FsckClimbReply, FsckClimbRequest
-from nvpool.sdk.admin.calls import Asking
-from nvpool.sdk.fsck.report import Problem
+from nvpool.sdk.admin.calls import AdminCalls
+from nvpool.sdk.fsck.report import PoolProblem
 
 if TYPE_CHECKING:
     from nvpool.client.session import Client
@@ -39,7 +39,7 @@ Step = tuple[int, int, int]  # directory, parent, counter of changes
 
 
 class Climbs:
-    def __init__(self, client: Client, asking: Asking) -> None:
+    def __init__(self, client: Client, asking: AdminCalls) -> None:
         self._client = client
         self._asking = asking
         self._waiting: set[int] = set()
@@ -53,7 +53,7 @@ class Climbs:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def loops(self, repair: bool) -> AsyncIterator[Problem]:
+    async def loops(self, repair: bool) -> AsyncIterator[PoolProblem]:
         """Walk upwards from all added directories, and iterate over the loops found."""
         above = await self._climb()
         for start in _met_again(above):
@@ -140,7 +140,7 @@ class Climbs:
             at = found
         return []
 
-    async def _told(self, way: list[Step], repair: bool) -> Problem:
+    async def _told(self, way: list[Step], repair: bool) -> PoolProblem:
         directory, parent, _ = min(way)
         text, repaired = f"directory {directory} is below itself, over several shards", False
         if repair:
@@ -148,7 +148,7 @@ class Climbs:
                 repaired = await self._loosened(directory, parent)
             except NvpoolError as error:
                 text = f"{text}; not repaired: {error}"
-        return Problem("loop", f"{len(way)} directories", text, repaired)
+        return PoolProblem("loop", f"{len(way)} directories", text, repaired)
 
     async def _loosened(self, directory: int, parent: int) -> bool:
         """Move the directory to /lost+found; the shard with its name does that. The name of an entry of a

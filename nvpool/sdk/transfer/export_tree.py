@@ -22,13 +22,13 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB
-from nvpool.sdk.transfer.progress import PIECE_BYTES, Tally, TransferOptions
+from nvpool.sdk.transfer.progress import PIECE_BYTES, TransferProgress, TransferOptions
 from nvpool.sdk.transfer.workers import Crew, Folder
 
 if TYPE_CHECKING:
     from nvpool.client.vfs.filesystem import Vfs
     from nvpool.rpc.api import Buffer
-    from nvpool.rpc.messages.direntries import Listed
+    from nvpool.rpc.messages.direntries import DirectoryPage
     from nvpool.rpc.v1.meta_pb2 import Attr
 
 LISTED_AT_ONCE = 1000
@@ -36,7 +36,7 @@ _ZEROS = bytes(64 * KIB)
 """Aligned runs of zeros of this size become holes."""
 
 
-async def export_tree(vfs: Vfs, source: bytes, destination: str | bytes | os.PathLike[str], *, tally: Tally,
+async def export_tree(vfs: Vfs, source: bytes, destination: str | bytes | os.PathLike[str], *, tally: TransferProgress,
                       options: TransferOptions | None = None) -> None:
     """Copy `source`, a path in the pool, to the local `destination`; missing parents are created.
 
@@ -59,7 +59,7 @@ class _Follow(TypedDict, total=False):
 
 
 class _Export:
-    def __init__(self, vfs: Vfs, tally: Tally, options: TransferOptions) -> None:
+    def __init__(self, vfs: Vfs, tally: TransferProgress, options: TransferOptions) -> None:
         self._vfs = vfs
         self._tally = tally
         self._options = options
@@ -110,7 +110,7 @@ class _Export:
                         self._tally.bytes_total += entry.attr.size
         self._tally.counted = True
 
-    async def _entries(self, inode: int) -> AsyncIterator[Listed]:
+    async def _entries(self, inode: int) -> AsyncIterator[DirectoryPage]:
         """Iterate over batches of the directory's entries with their attributes."""
         handle = await self._vfs.opendir(inode)
         try:

@@ -28,7 +28,7 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.core.posix import acl
 from nvpool.core.units import clamp_time_ns
 from nvpool.sdk.paths import write_all
-from nvpool.sdk.transfer.progress import PIECE_BYTES, Tally, TransferOptions, count_local, xattrs_of
+from nvpool.sdk.transfer.progress import PIECE_BYTES, TransferProgress, TransferOptions, count_local, xattrs_of
 from nvpool.sdk.transfer.workers import Crew, Folder
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 LISTED_AT_ONCE = 1000
 
 
-async def import_tree(vfs: Vfs, source: str | bytes | os.PathLike[str], destination: bytes, *, tally: Tally,
+async def import_tree(vfs: Vfs, source: str | bytes | os.PathLike[str], destination: bytes, *, tally: TransferProgress,
                       options: TransferOptions | None = None) -> None:
     """Copy the local `source` to `destination`, a path in the pool; missing parents are created.
 
@@ -62,7 +62,7 @@ class _Owner(TypedDict, total=False):
 
 
 class _Import:
-    def __init__(self, vfs: Vfs, tally: Tally, options: TransferOptions) -> None:
+    def __init__(self, vfs: Vfs, tally: TransferProgress, options: TransferOptions) -> None:
         self._vfs = vfs
         self._tally = tally
         self._options = options

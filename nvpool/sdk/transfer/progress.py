@@ -46,7 +46,7 @@ class Failure(NamedTuple):
 
 
 @dataclass
-class Tally:
+class TransferProgress:
     files: int = 0
     """Completed files, including those that were skipped."""
     bytes: int = 0
@@ -82,7 +82,7 @@ class Tally:
         return found
 
 
-def count_local(path: bytes, tally: Tally, options: TransferOptions) -> None:
+def count_local(path: bytes, tally: TransferProgress, options: TransferOptions) -> None:
     """Add all regular files at and below `path` to the totals. Runs in a thread. Unreadable entries are
     not counted."""
     waiting = [path]

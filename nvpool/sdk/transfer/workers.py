@@ -16,7 +16,7 @@ from functools import partial
 from typing import Generic, ParamSpec, TypeVar
 
 from nvpool.core.errors import Bug, NoSpace, NvpoolError, QuotaExceeded, Unavailable
-from nvpool.sdk.transfer.progress import Tally
+from nvpool.sdk.transfer.progress import TransferProgress
 
 _Place = TypeVar("_Place")
 _Found = TypeVar("_Found")
@@ -52,7 +52,7 @@ class Folder(Generic[_Place, _Found]):
 
 
 class Crew(Generic[_Place, _Found]):
-    def __init__(self, tally: Tally, parallel: int,
+    def __init__(self, tally: TransferProgress, parallel: int,
                  finish_folder: Callable[[Folder[_Place, _Found]], Awaitable[None]]) -> None:
         self.tally = tally
         self._parallel = parallel

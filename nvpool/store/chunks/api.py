@@ -171,7 +171,7 @@ class ReadBatch:
         self.work = None
 
 
-class Located(NamedTuple):
+class LocatedBlocks(NamedTuple):
     """Location and checksums of the first blocks of a chunk. `runs` have the layout of LocateReply."""
 
     version: int
@@ -322,7 +322,7 @@ class ChunkStore(Protocol):
     lender: Lender | None
     """The issuer of location leases, or None if this store can issue none."""
 
-    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, Located] | None:
+    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, LocatedBlocks] | None:
         """Issue a location lease for the first `blocks` blocks of a chunk.
 
         Returns (life, slot, stamp, location) for clients of this host that read the drive themselves

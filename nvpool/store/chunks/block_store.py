@@ -52,7 +52,7 @@ from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.host.processes import boot_id
 from nvpool.kv.api import Effect, Kv
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.poolmap.chains.protocol import Held, next_version
+from nvpool.poolmap.chains.protocol import MemberChunkState, next_version
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks import copy_range, staged_writes, store_status
 from nvpool.store.chunks import truncate as store_truncate
@@ -69,14 +69,14 @@ from nvpool.store.chunks.api import (
     check_table,
 )
 from nvpool.store.chunks.index import Chunk, Index
-from nvpool.store.chunks.location_leases import Lender, Located, located
+from nvpool.store.chunks.location_leases import Lender, LocatedBlocks, located
 from nvpool.store.chunks.partial_writes import Merger
-from nvpool.store.chunks.read_batch import BatchReader, Readings
+from nvpool.store.chunks.read_batch import BlockBatchReader, Readings
 from nvpool.store.chunks.recovery import ReplayCheck, settle_rejected
 from nvpool.store.chunks.transfer import WholeChunks
 from nvpool.store.chunks.verify import Scrub
 from nvpool.store.disk import write_verifier
-from nvpool.store.disk.allocator import Allocator, Transaction, Waiting
+from nvpool.store.disk.allocator import Allocator, Transaction, SpacePending
 from nvpool.store.disk.bad_blocks import Quarantine
 from nvpool.store.disk.device import Device, FileDevice
 from nvpool.store.disk.index_records import (
@@ -87,7 +87,7 @@ from nvpool.store.disk.index_records import (
     SEGMENT_MASK,
     Head,
     InodeRecord,
-    Segment,
+    IndexSegment,
     bad_key,
     encode_flushed,
     encode_segment,
@@ -181,7 +181,7 @@ class BlockChunkStore(WholeChunks):
         self.index = Index(kv, self.options.cached_segments)
         self.allocator = Allocator(kv, self.block_count, int(self.block_count * self.options.reserve_share))
         self.quarantine = Quarantine(kv, f"target {self.target} ({self.path})")
-        self.reader = BatchReader(self.index, self.device, self.readings, self.quarantine)
+        self.reader = BlockBatchReader(self.index, self.device, self.readings, self.quarantine)
         self.merger = Merger(self.index, self.device, self.readings, self.quarantine.note)
         settled = settle_rejected(kv, self.allocator, self.lender.until(0))
         if settled:
@@ -202,7 +202,7 @@ class BlockChunkStore(WholeChunks):
             batch.work.sequence = self.kv.sequence
         return batch
 
-    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, Located] | None:
+    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, LocatedBlocks] | None:
         if self.fenced_because or self._closed:
             self._refuse()
         if (inode, index) in self.quarantine.chunks or self.allocator.scarce:
@@ -287,7 +287,7 @@ class BlockChunkStore(WholeChunks):
             transaction = Transaction()
             try:
                 runs = allocator.allocate(transaction, count, grows=0 in old)
-            except Waiting:
+            except SpacePending:
                 raise MustWait(self.make_room) from None
         try:
             if placed is None:
@@ -342,7 +342,7 @@ class BlockChunkStore(WholeChunks):
 
     def next_version(self, chunk: Chunk, record: InodeRecord, epoch: int, given: int) -> int:
         if not given:
-            return next_version(Held(chunk.version, record.floor), epoch)
+            return next_version(MemberChunkState(chunk.version, record.floor), epoch)
         if given <= chunk.version:
             raise StaleEpoch(f"chunk {chunk.index} of inode {chunk.inode} has version {chunk.version} already, not {given}")
         return given
@@ -354,13 +354,13 @@ class BlockChunkStore(WholeChunks):
         return await copy_range.copy(self, source, inode, index, offset, length, cut, request, epoch, given_up,
                                  table)
 
-    def segments_at(self, chunk: Chunk, first: int, places: array, sums: bytes) -> list[tuple[int, Segment, int, int]]:
+    def segments_at(self, chunk: Chunk, first: int, places: array, sums: bytes) -> list[tuple[int, IndexSegment, int, int]]:
         """Build the segments of a chunk with new blocks from `first` on.
 
         The blocks lie at `places` (0: a hole) and have the checksums `sums`. The result is the argument of
         `apply_segments`; all of these blocks are fresh.
         """
-        segments: list[tuple[int, Segment, int, int]] = []
+        segments: list[tuple[int, IndexSegment, int, int]] = []
         block, end = first, first + len(places)
         while block < end:
             number, within = block >> SEGMENT_BITS, block & SEGMENT_MASK
@@ -384,7 +384,7 @@ class BlockChunkStore(WholeChunks):
                 at += blocks << 12
         self._written += sum(map(len, buffers))
 
-    def apply_segments(self, transaction: Transaction, chunk: Chunk, segments: list[tuple[int, Segment, int, int]],
+    def apply_segments(self, transaction: Transaction, chunk: Chunk, segments: list[tuple[int, IndexSegment, int, int]],
                        head: Head, overwritten: range, *, reclaims: bool = False) -> None:
         """Apply one change: these segments, the head of the chunk, the free map.
 

@@ -17,7 +17,7 @@ from nvpool.core.ids import RequestId, is_done
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.chunks.api import ALL_INODES, MustWait, check_table
 from nvpool.store.chunks.read_batch import READ, RESULT
-from nvpool.store.disk.allocator import Transaction, Waiting
+from nvpool.store.disk.allocator import Transaction, SpacePending
 from nvpool.store.disk.index_records import Head, with_request
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
         try:
             grows = any(new and not before for new, before in zip(there, old, strict=True))
             runs = store.allocator.allocate(transaction, sum(there), grows=grows) if content else []
-        except Waiting:
+        except SpacePending:
             await store.make_room()
             continue
         try:

@@ -23,7 +23,7 @@ from nvpool.store.disk.index_records import (
     SEGMENT_MASK,
     Head,
     InodeRecord,
-    Segment,
+    IndexSegment,
     blocks_there,
     decode_inode,
     decode_segment,
@@ -55,7 +55,7 @@ class Chunk:
         self.cut = 0
         self.requests: tuple[tuple[int, int, int], ...] = ()
         self.table = 1
-        self.segments: list[Segment | None] = []
+        self.segments: list[IndexSegment | None] = []
 
 
 class Index:
@@ -114,7 +114,7 @@ class Index:
             chunk.segments.append(segment)
         return chunk
 
-    def segment(self, chunk: Chunk, number: int) -> Segment:
+    def segment(self, chunk: Chunk, number: int) -> IndexSegment:
         segments = chunk.segments
         if number < len(segments):
             found = segments[number]
@@ -143,7 +143,7 @@ class Index:
         return places
 
     @staticmethod
-    def store(chunk: Chunk, number: int, segment: Segment) -> None:
+    def store(chunk: Chunk, number: int, segment: IndexSegment) -> None:
         """Set the cached state of a segment."""
         segments = chunk.segments
         if number >= len(segments):

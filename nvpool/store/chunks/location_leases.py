@@ -48,7 +48,7 @@ from nvpool.core.errors import CorruptRecord, NotSupported, from_os_error
 from nvpool.host.processes import boot_id
 from nvpool.kv.api import Kv
 from nvpool.rpc.messages.data_codec import LENT
-from nvpool.store.chunks.api import Located
+from nvpool.store.chunks.api import LocatedBlocks
 from nvpool.store.chunks.index import Chunk, Index
 from nvpool.store.chunks.read_batch import extend_runs
 from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_BLOCKS
@@ -293,7 +293,7 @@ class Lender:
             await asyncio.sleep(min(left_s, 0.05))
 
 
-def located(index: Index, chunk: Chunk, blocks: int) -> Located:
+def located(index: Index, chunk: Chunk, blocks: int) -> LocatedBlocks:
     """Return the locations of the first `blocks` blocks of a chunk. Trailing holes may be omitted."""
     runs: list[list[int]] = []
     sums: list[bytes] = []
@@ -314,4 +314,4 @@ def located(index: Index, chunk: Chunk, blocks: int) -> Located:
                 extend_runs(runs, place, 1)
         sums.append(segment.crcs[:4 * have])
         at = start + have
-    return Located(chunk.version, at, array("Q", [place << 12 | count - 1 for place, count in runs]), b"".join(sums))
+    return LocatedBlocks(chunk.version, at, array("Q", [place << 12 | count - 1 for place, count in runs]), b"".join(sums))

@@ -27,7 +27,7 @@ from nvpool.core.errors import (
 from nvpool.core.ids import RequestId, is_done
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.poolmap.chains.chain_set import ChainSet
-from nvpool.poolmap.chains.protocol import Held, after_cut, next_version, raised
+from nvpool.poolmap.chains.protocol import MemberChunkState, after_cut, next_version, raised
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import (
     ALL_INODES,
@@ -210,7 +210,7 @@ class MemoryChunkStore:
     @staticmethod
     def _next(version: int, floor: int, epoch: int, given: int = 0) -> int:
         if not given:
-            return next_version(Held(version, floor), epoch)
+            return next_version(MemberChunkState(version, floor), epoch)
         if given <= version:
             raise StaleEpoch(f"the chunk has version {version} already, not {given}")
         return given

@@ -108,7 +108,7 @@ The look-up saves 3 % of 7 µs for each read with 8 reads, and 11 % with 1,024.
 """
 
 
-class BatchReader:
+class BlockBatchReader:
     def __init__(self, index: Index, device: Device, readings: Readings, quarantine: Quarantine):
         self._index = index
         self._device = device

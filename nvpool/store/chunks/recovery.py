@@ -47,7 +47,7 @@ from nvpool.store.disk.index_records import (
     FLUSHED_KEY,
     NO_BLOCKS,
     Head,
-    Segment,
+    IndexSegment,
     decode_flushed,
     decode_rejected,
     decode_segment,
@@ -197,10 +197,10 @@ def _merged(changes: list[list[Effect]], segments: dict[bytes, list[_Block]]) ->
     return found
 
 
-def _segment_of(blocks: list[_Block]) -> Segment:
+def _segment_of(blocks: list[_Block]) -> IndexSegment:
     while blocks and not blocks[-1].place:
         blocks = blocks[:-1]
-    return Segment(array("Q", [b.place for b in blocks]), b"".join([b.checksum for b in blocks])) if blocks else NO_BLOCKS
+    return IndexSegment(array("Q", [b.place for b in blocks]), b"".join([b.checksum for b in blocks])) if blocks else NO_BLOCKS
 
 
 def settle_rejected(kv: Kv, allocator: Allocator, until: float = 0.0) -> int:
@@ -242,7 +242,7 @@ def _settle(kv: Kv, allocator: Allocator, until: float, aside: bytes, rejected: 
     while disk and not disk[-1]:
         disk.pop()
         crcs.pop()
-    merged = Segment(disk, b"".join(crcs)) if disk else NO_BLOCKS
+    merged = IndexSegment(disk, b"".join(crcs)) if disk else NO_BLOCKS
     head_key = segment_key(inode, index, 0)
     effects: list[Effect] = [(aside, None)]
     if number == 0:
@@ -259,7 +259,7 @@ def _settle(kv: Kv, allocator: Allocator, until: float, aside: bytes, rejected: 
     allocator.commit(transaction, kv.apply(effects, reclaims=True))  # the store must open on a full drive too
 
 
-def _of_no_write(head: Head, merged: Segment) -> Head:
+def _of_no_write(head: Head, merged: IndexSegment) -> Head:
     """Return the head of a chunk whose bytes are the result of no single write.
 
     31 bits of the version are a checksum of these bytes: two targets that lost different writes get different

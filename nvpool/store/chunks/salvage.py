@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from nvpool.core.errors import CorruptRecord
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.chunks.api import ChunkCopy, check_copy
-from nvpool.store.disk.allocator import Transaction, Waiting
-from nvpool.store.disk.index_records import SEGMENT_BLOCKS, Segment, decode_segment, segment_key
+from nvpool.store.disk.allocator import Transaction, SpacePending
+from nvpool.store.disk.index_records import SEGMENT_BLOCKS, IndexSegment, decode_segment, segment_key
 
 if TYPE_CHECKING:
     from nvpool.store.chunks.block_store import BlockChunkStore
@@ -22,7 +22,7 @@ _SEGMENTS_MAX = CHUNK_BYTES_MAX // BLOCK_BYTES // SEGMENT_BLOCKS
 _TRIES_MAX = 1000
 
 
-def _segments(store: BlockChunkStore, inode: int, index: int) -> tuple[list[Segment], bool]:
+def _segments(store: BlockChunkStore, inode: int, index: int) -> tuple[list[IndexSegment], bool]:
     """Return the readable segments of the chunk, and whether all records are readable."""
     found, whole = [], True
     for number in range(_SEGMENTS_MAX):
@@ -54,7 +54,7 @@ async def install_over(store: BlockChunkStore, copy: ChunkCopy) -> bool:
             if count:
                 runs = store.allocator.allocate(transaction, count, grows=False)
             break
-        except Waiting:
+        except SpacePending:
             await store.make_room()
     else:
         return False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from nvpool.core.errors import Busy
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import MustWait, Placed
-from nvpool.store.disk.allocator import Transaction, Waiting
+from nvpool.store.disk.allocator import Transaction, SpacePending
 
 if TYPE_CHECKING:
     from nvpool.store.chunks.block_store import BlockChunkStore
@@ -30,7 +30,7 @@ async def place(store: BlockChunkStore, inode: int, index: int, offset: int, buf
             grows = 0 in store.index.places(store.index.chunk(inode, index), offset >> 12, count)
             runs = store.allocator.allocate(transaction, count, grows=grows)
             break
-        except Waiting:
+        except SpacePending:
             await store.make_room()
     else:
         raise Busy("the store did not find room for the write")
@@ -57,7 +57,7 @@ async def prepare(store: BlockChunkStore, inode: int, index: int, offset: int, b
             grows = 0 in store.index.places(chunk, offset >> 12, count)
             runs = store.allocator.allocate(transaction, count, grows=grows)
             break
-        except Waiting:
+        except SpacePending:
             await store.make_room()
         except MustWait as wait:
             await wait.until()

@@ -35,7 +35,7 @@ from nvpool.store.chunks.api import (
     check_copy,
 )
 from nvpool.store.chunks.index import SEGMENTS_MAX
-from nvpool.store.disk.allocator import Transaction, Waiting
+from nvpool.store.disk.allocator import Transaction, SpacePending
 from nvpool.store.disk.index_records import (
     NOTE_KEY,
     SEGMENT_BITS,
@@ -43,7 +43,7 @@ from nvpool.store.disk.index_records import (
     TABLE_MAX,
     Head,
     InodeRecord,
-    Segment,
+    IndexSegment,
     bad_key,
     decode_inode,
     decode_segment,
@@ -241,7 +241,7 @@ class WholeChunks:
             try:
                 runs = self.allocator.allocate(transaction, count, grows=count > old)
                 break
-            except Waiting:
+            except SpacePending:
                 await self.make_room()
         else:
             raise Busy("the store did not find room for the chunk")
@@ -351,7 +351,7 @@ class WholeChunks:
             transaction = Transaction()
             try:
                 runs = self.allocator.allocate(transaction, 1, grows=False) if not is_hole else [(0, 1)]
-            except Waiting:
+            except SpacePending:
                 await self.make_room()
                 continue
             try:
@@ -406,7 +406,7 @@ def _runs(numbers: list[int]) -> tuple[tuple[int, int], ...]:
     return tuple((first, count) for first, count in runs)
 
 
-def _segments(copy: ChunkCopy, taken: list[tuple[int, int]]) -> list[tuple[int, Segment]]:
+def _segments(copy: ChunkCopy, taken: list[tuple[int, int]]) -> list[tuple[int, IndexSegment]]:
     """Return the segments of the copy with its blocks at these places; segment 0 is always included."""
     blocks = [block for first, count in copy.runs for block in range(first, first + count)]
     places = [place for first, count in taken for place in range(first, first + count)]
@@ -418,4 +418,4 @@ def _segments(copy: ChunkCopy, taken: list[tuple[int, int]]) -> list[tuple[int, 
             crcs.append(_ZERO_CRC)
         disk.append(place)
         crcs.append(copy.checksums[n * 4:n * 4 + 4])
-    return [(number, Segment(disk, b"".join(crcs))) for number, (disk, crcs) in found.items()]
+    return [(number, IndexSegment(disk, b"".join(crcs))) for number, (disk, crcs) in found.items()]

@@ -26,7 +26,7 @@ from nvpool.poolmap.chains.protocol import after_cut, raised
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import LOST_CHECKSUM, MustWait
 from nvpool.store.chunks.index import SEGMENTS_MAX
-from nvpool.store.disk.allocator import Transaction, Waiting
+from nvpool.store.disk.allocator import Transaction, SpacePending
 from nvpool.store.disk.index_records import (
     SEGMENT_BITS,
     Head,
@@ -238,7 +238,7 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
             edges = _zeroed_edges(store, chunk, begin, end, cipher)
             written = [block for block in edges.values() if block]
             runs = store.allocator.allocate(transaction, len(written), grows=False) if written else []
-        except Waiting:
+        except SpacePending:
             await store.make_room()
             continue
         except MustWait as wait:

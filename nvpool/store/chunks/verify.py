@@ -27,7 +27,7 @@ from nvpool.core.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.store.chunks.api import BadBlock, ScrubStep
 from nvpool.store.disk.allocator import GROUP_BITS, GROUP_BLOCKS, Transaction
-from nvpool.store.disk.index_records import SEGMENT_BITS, Segment, decode_segment, split_segment_key
+from nvpool.store.disk.index_records import SEGMENT_BITS, IndexSegment, decode_segment, split_segment_key
 
 if TYPE_CHECKING:
     from nvpool.store.chunks.block_store import BlockChunkStore
@@ -118,7 +118,7 @@ class Scrub:
             self._store.quarantine.note(inode, index, number << SEGMENT_BITS, f"can not be found: {error}")
             return kv.scan(first, error.key, _READ_BLOCKS // 64), error.key
 
-    def _against_map(self, key: bytes, segment: Segment, repair: bool, problems: list[str], mended: list[str]) -> None:
+    def _against_map(self, key: bytes, segment: IndexSegment, repair: bool, problems: list[str], mended: list[str]) -> None:
         inode, index, number = split_segment_key(key)
         allocator = self._store.allocator
         for at, place in enumerate(segment.disk):
@@ -151,7 +151,7 @@ class Scrub:
         log.warning("target %d: block %d is marked as used: the index names it", store.target, place)
         return True
 
-    async def _check(self, key: bytes, segment: Segment, bad: list[BadBlock]) -> int:
+    async def _check(self, key: bytes, segment: IndexSegment, bad: list[BadBlock]) -> int:
         store = self._store
         inode, index, number = split_segment_key(key)
         blocks = [(at, place) for at, place in enumerate(segment.disk) if 0 < place < store.block_count]
@@ -174,7 +174,7 @@ class Scrub:
                 bad.append(BadBlock(inode, index, block, text))
         return len(blocks)
 
-    def _still_there(self, key: bytes, at: int, segment: Segment) -> bool:
+    def _still_there(self, key: bytes, at: int, segment: IndexSegment) -> bool:
         raw = self._store.kv.get(key)
         if raw is None:
             return False

@@ -77,7 +77,7 @@ Run = tuple[int, int]
 """First disk block and count. Runs that this module allocates lie within one group."""
 
 
-class Waiting(Exception):
+class SpacePending(Exception):
     """There is space, but it is held until the changes that freed it are durable: flush, then repeat."""
 
 
@@ -274,7 +274,7 @@ class Allocator:
             raise NoSpace("the target is full")
         if count > self._available:
             if count <= self._available + self.held_blocks:
-                raise Waiting
+                raise SpacePending
             raise NoSpace("the target is full")
         large = count >= LARGE_RUN_BLOCKS
         group = self._large if large else self._small

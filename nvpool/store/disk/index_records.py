@@ -87,7 +87,7 @@ FLUSHED_KEY = b"S"
 NOTE_KEY = b"W"
 
 
-class Segment:
+class IndexSegment:
     """64 decoded blocks of a chunk; never changed once made.
 
     `disk[n]` is the disk block of block n, 0 for a hole (disk block 0 is the superblock). `crcs` has four
@@ -105,7 +105,7 @@ class Segment:
             self.base = disk[0]
 
 
-NO_BLOCKS = Segment(array("Q"), b"")
+NO_BLOCKS = IndexSegment(array("Q"), b"")
 
 
 class Head(NamedTuple):
@@ -187,7 +187,7 @@ def check_format(key: bytes, raw: bytes, least: int) -> None:
         raise WrongFormat(f"the index record {key.hex()} has format {raw[0]}, this nvpool knows {_FORMAT}")
 
 
-def encode_segment(segment: Segment, head: Head | None, fresh: int = 0, fresh_blocks: int = 0) -> bytes:
+def encode_segment(segment: IndexSegment, head: Head | None, fresh: int = 0, fresh_blocks: int = 0) -> bytes:
     """Encode a segment; `head` is given for segment 0 and for no other."""
     disk = segment.disk
     if segment.base and head is not None and len(head.requests) < 2 and not fresh and fresh_blocks == len(disk):
@@ -245,7 +245,7 @@ def _number(value: int) -> bytes:
     return bytes(out)
 
 
-def _encode_small(segment: Segment, head: Head) -> bytes:
+def _encode_small(segment: IndexSegment, head: Head) -> bytes:
     numbers = (head.version >> 32, head.version & 0xFFFFFFFF, head.cut, segment.base)
     parts = [bytes((_SMALL | head.table - 1 << 4, len(segment.disk) | (128 if head.requests else 0))), *map(_number, numbers)]
     for session, slot, sequence in head.requests:
@@ -254,7 +254,7 @@ def _encode_small(segment: Segment, head: Head) -> bytes:
     return b"".join(parts)
 
 
-def _decode_small(key: bytes, body: bytes) -> tuple[Segment, Head]:
+def _decode_small(key: bytes, body: bytes) -> tuple[IndexSegment, Head]:
     at = 2
 
     def number() -> int:
@@ -280,11 +280,11 @@ def _decode_small(key: bytes, body: bytes) -> tuple[Segment, Head]:
         raise CorruptRecord(f"the index record {key.hex()} is too short") from None
     if len(body) - at != 4 * blocks or not 0 < blocks <= SEGMENT_BLOCKS or not base:
         raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
-    return Segment(array("Q", range(base, base + blocks)), body[at:]), Head(epoch << 32 | counter, cut, requests,
+    return IndexSegment(array("Q", range(base, base + blocks)), body[at:]), Head(epoch << 32 | counter, cut, requests,
                                                                            (body[0] >> 4) + 1)
 
 
-def decode_segment(key: bytes, body: bytes) -> tuple[Segment, Head | None]:
+def decode_segment(key: bytes, body: bytes) -> tuple[IndexSegment, Head | None]:
     """Decode a segment record.
 
     CorruptRecord: the record contradicts itself. WrongFormat: it has another version.
@@ -330,7 +330,7 @@ def decode_segment(key: bytes, body: bytes) -> tuple[Segment, Head | None]:
     except struct.error:
         raise CorruptRecord(f"the index record {key.hex()} is too short") from None
     if not flags & HOLES:
-        return (Segment(disk, crcs) if disk else NO_BLOCKS), head
+        return (IndexSegment(disk, crcs) if disk else NO_BLOCKS), head
     placed = array("Q", bytes(8 * present.bit_length()))
     spread = [_ZERO_CRC] * len(placed)
     source = 0
@@ -339,10 +339,10 @@ def decode_segment(key: bytes, body: bytes) -> tuple[Segment, Head | None]:
             placed[block] = disk[source]
             spread[block] = crcs[source * 4:source * 4 + 4]
             source += 1
-    return Segment(placed, b"".join(spread)), head
+    return IndexSegment(placed, b"".join(spread)), head
 
 
-def replaced(segment: Segment, start: int, places: array, crcs: bytes) -> Segment:
+def replaced(segment: IndexSegment, start: int, places: array, crcs: bytes) -> IndexSegment:
     """Return the segment with the blocks from `start` on at `places` (0: a hole) with checksums `crcs`."""
     end = start + len(places)
     disk = segment.disk
@@ -359,13 +359,13 @@ def replaced(segment: Segment, start: int, places: array, crcs: bytes) -> Segmen
     return _trimmed(new_disk, b"".join((new_crcs, crcs, segment.crcs[end * 4:])))
 
 
-def _trimmed(disk: array, crcs: bytes) -> Segment:
+def _trimmed(disk: array, crcs: bytes) -> IndexSegment:
     count = len(disk)
     while count and not disk[count - 1]:
         count -= 1
     if not count:
         return NO_BLOCKS
-    return Segment(disk[:count], bytes(crcs[:count * 4]))
+    return IndexSegment(disk[:count], bytes(crcs[:count * 4]))
 
 
 def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:

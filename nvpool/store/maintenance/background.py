@@ -17,7 +17,7 @@ from nvpool.store.chunks.api import ChunkStore
 from nvpool.store.maintenance.orphan_chunks import Strays
 from nvpool.store.maintenance.repair import Repair
 from nvpool.store.maintenance.scrub import INTERVAL_S, SCRUB_BYTES_PER_S, Rounds
-from nvpool.store.replication.peer_connections import Dialer
+from nvpool.store.replication.peer_connections import PeerDialer
 from nvpool.store.replication.resync import Resync
 from nvpool.store.replication.transfer_client import OtherTargets
 from nvpool.store.throttle import Throttle
@@ -30,7 +30,7 @@ The limit is a fifth of the bytes that one core of a store moves, so that servin
 
 
 class Upkeep:
-    def __init__(self, store: ChunkStore, target: int, dialer: Dialer, secret: bytes, clock: Clock, *,
+    def __init__(self, store: ChunkStore, target: int, dialer: PeerDialer, secret: bytes, clock: Clock, *,
                  bytes_per_s: float = RESYNC_BYTES_PER_S, scrub_interval_s: float = INTERVAL_S,
                  scrub_bytes_per_s: float = SCRUB_BYTES_PER_S, busy: Callable[[], bool] = bool,
                  on_fail: Callable[[str], None] = lambda reason: None,

@@ -48,7 +48,7 @@ class Round(msgspec.Struct):
     mended: int = 0
 
 
-class Kept(msgspec.Struct):
+class ScrubState(msgspec.Struct):
     """Stored state of the schedule.
 
     `since_ms` is the time when this target was first seen; the first round is due from there.
@@ -74,7 +74,7 @@ class Rounds:
         self._interval_ms = int(interval_s * 1000)
         self._throttle = Throttle(bytes_per_s, clock, busy)
         self._on_fail = on_fail
-        self._kept: Kept | None = None
+        self._kept: ScrubState | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task | None = None
         self._saved_s = 0.0
@@ -97,12 +97,12 @@ class Rounds:
         return self._clock.wall_ns() // 1_000_000
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> ScrubState:
         if self._kept is None:
             try:
-                self._kept = msgspec.json.decode(self._store.note(), type=Kept)
+                self._kept = msgspec.json.decode(self._store.note(), type=ScrubState)
             except msgspec.MsgspecError:  # nothing stored yet
-                self._kept = Kept(self._now_ms())
+                self._kept = ScrubState(self._now_ms())
         return self._kept
 
     def _save(self) -> None:

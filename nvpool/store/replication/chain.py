@@ -39,10 +39,10 @@ from nvpool.core.errors import (
 from nvpool.core.ids import is_done
 from nvpool.poolmap.chains.protocol import (
     Answer,
-    Held,
+    MemberChunkState,
     Next,
     Offer,
-    Place,
+    ChainPosition,
     deciders_now,
     gained,
     is_refusal,
@@ -55,7 +55,7 @@ from nvpool.poolmap.chains.protocol import (
 from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.store.chunks.api import ChunkStore, MustWait, Placed
-from nvpool.store.replication.peer_connections import Name, Peers, Sending, Write
+from nvpool.store.replication.peer_connections import Name, ReplicaPeers, PendingForward, Write
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Pending:
     __slots__ = ("write", "version", "base", "place", "whole", "deciders", "last", "older", "dropped", "decided", "waiter",
                  "sending")
 
-    def __init__(self, write: Write, version: int, base: int, place: Place, decided: asyncio.Future):
+    def __init__(self, write: Write, version: int, base: int, place: ChainPosition, decided: asyncio.Future):
         self.write = write
         self.version = version
         self.base = base
@@ -100,7 +100,7 @@ class Pending:
         self.decided = decided
         """Completes with the committed version, or with the error."""
         self.waiter: asyncio.Future | None = None
-        self.sending: Sending | None = None
+        self.sending: PendingForward | None = None
 
 
 class ChainWrites:
@@ -113,8 +113,8 @@ class ChainWrites:
     * `rebuild(inode, index, table)` does the same for an unreadable chunk.
     """
 
-    def __init__(self, store: ChunkStore, target: int, peers: Peers, clock: Clock, *,
-                 place_of: Callable[[int, int, int], Place | None], ask_map: Callable[[], None]):
+    def __init__(self, store: ChunkStore, target: int, peers: ReplicaPeers, clock: Clock, *,
+                 place_of: Callable[[int, int, int], ChainPosition | None], ask_map: Callable[[], None]):
         self._store = store
         self._target = target
         self._peers = peers
@@ -281,13 +281,13 @@ class ChainWrites:
 
     # -- head and successors -----------------------------------------------------------------------------------------
 
-    def _held(self, name: Name) -> Held:
+    def _held(self, name: Name) -> MemberChunkState:
         pending = self.pending.get(name)
         version, floor, cut, requests = self._store.held(*name)
         cutting = self._cutting.get(name[0])
-        return Held(version, floor, max(cut, *cutting) if cutting else cut, requests, pending.version if pending else 0)
+        return MemberChunkState(version, floor, max(cut, *cutting) if cutting else cut, requests, pending.version if pending else 0)
 
-    def _begin(self, write: Write, version: int, base: int, place: Place) -> Pending:
+    def _begin(self, write: Write, version: int, base: int, place: ChainPosition) -> Pending:
         pending = Pending(write, version, base, place, asyncio.get_running_loop().create_future())
         self.pending[write.name] = pending
         self._store.changing(*write.name)
@@ -389,7 +389,7 @@ class ChainWrites:
         await asyncio.wait([pending.waiter], timeout=pause_s)
         pending.waiter = None
 
-    async def _offer(self, pending: Pending, place: Place) -> bool:
+    async def _offer(self, pending: Pending, place: ChainPosition) -> bool:
         """Offer the write to the successor and wait for the outcome.
 
         Returns True if the successor and all members after it have committed, and False if the chain changed

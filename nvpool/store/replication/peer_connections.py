@@ -93,18 +93,18 @@ def peer_write(request: pb.PeerWriteRequest, payload: memoryview, key: VolumeKey
 OnDone = Callable[[pb.PeerWriteReply | None, BaseException | None], None]
 
 
-class Dialer(Protocol):
+class PeerDialer(Protocol):
     def live(self, endpoints: tuple[str, ...]) -> Any: ...
 
     async def connect(self, endpoints: tuple[str, ...], deadline_s: float) -> Any: ...
 
 
-class Sending:
+class PendingForward:
     """A request that waits for its turn, is in flight, or has ended."""
 
     __slots__ = ("way", "request", "payload", "on_done", "connection", "number", "ended")
 
-    def __init__(self, way: _Way, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone) -> None:
+    def __init__(self, way: _SuccessorConnection, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone) -> None:
         self.way = way
         self.request = request
         self.payload = payload
@@ -114,26 +114,26 @@ class Sending:
         self.ended = False
 
 
-class _Way:
+class _SuccessorConnection:
     """Queue to one successor on one hop."""
 
     __slots__ = ("target", "waiting", "bytes", "count")
 
     def __init__(self, target: int) -> None:
         self.target = target
-        self.waiting: deque[Sending] = deque()
+        self.waiting: deque[PendingForward] = deque()
         self.bytes = 0
         self.count = 0
 
 
-class Peers:
-    def __init__(self, target: int, dialer: Dialer, clock: Clock, secret: bytes) -> None:
+class ReplicaPeers:
+    def __init__(self, target: int, dialer: PeerDialer, clock: Clock, secret: bytes) -> None:
         self._target = target
         self._dialer = dialer
         self._clock = clock
         self._secret = secret
         self._map: PoolMap | None = None
-        self._ways: dict[tuple[int, int], _Way] = {}
+        self._ways: dict[tuple[int, int], _SuccessorConnection] = {}
         self._process = int.from_bytes(clock.secret(4), "little")
         self._links: dict[int, tuple[object, int]] = {}
         self._tasks: set[asyncio.Task] = set()
@@ -143,7 +143,7 @@ class Peers:
     def use_map(self, pool_map: PoolMap) -> None:
         self._map = pool_map
 
-    def write(self, to: int, hop: int, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone) -> Sending:
+    def write(self, to: int, hop: int, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone) -> PendingForward:
         """Send a peer write when it is its turn.
 
         `on_done` is called once, in a later event-loop iteration, with the answer or the error, unless
@@ -151,13 +151,13 @@ class Peers:
         """
         way = self._ways.get((to, min(hop, HOP_MAX)))
         if way is None:
-            way = self._ways[to, min(hop, HOP_MAX)] = _Way(to)
-        sending = Sending(way, request, payload, on_done)
+            way = self._ways[to, min(hop, HOP_MAX)] = _SuccessorConnection(to)
+        sending = PendingForward(way, request, payload, on_done)
         way.waiting.append(sending)
         self._pump(way)
         return sending
 
-    def give_up(self, sending: Sending) -> None:
+    def give_up(self, sending: PendingForward) -> None:
         """Stop waiting: `on_done` is not called any more. The request may have been carried out."""
         if sending.ended:
             return
@@ -193,7 +193,7 @@ class Peers:
         own, other = known.get(self._target), known.get(target)
         return None if own is None or other is None or other.is_over or other.node == own.node else other.endpoints
 
-    def _pump(self, way: _Way) -> None:
+    def _pump(self, way: _SuccessorConnection) -> None:
         while way.waiting and way.count < ON_WAY_MAX and (
                 not way.count or way.bytes + len(way.waiting[0].payload) <= ON_WAY_BYTES):
             sending = way.waiting.popleft()
@@ -208,7 +208,7 @@ class Peers:
             else:
                 self._send(sending, connection)
 
-    async def _connect_and_send(self, sending: Sending, target) -> None:
+    async def _connect_and_send(self, sending: PendingForward, target) -> None:
         try:
             if target is None:
                 raise WrongTarget(f"the pool map has no target {sending.way.target}")
@@ -223,7 +223,7 @@ class Peers:
         if not sending.ended:
             self._send(sending, connection)
 
-    def _send(self, sending: Sending, connection) -> None:
+    def _send(self, sending: PendingForward, connection) -> None:
         request = sending.request
         known, number = self._links.get(sending.way.target, (None, 0))
         if known is not connection:
@@ -236,7 +236,7 @@ class Peers:
                                            deadline_s=self._clock.boottime_s() + CALL_S,
                                            on_done=lambda reply, error: self._answered(sending, reply, error))
 
-    def _answered(self, sending: Sending, reply, error: BaseException | None) -> None:
+    def _answered(self, sending: PendingForward, reply, error: BaseException | None) -> None:
         if error is None:
             try:
                 answer = pb.PeerWriteReply.FromString(bytes(reply.message))
@@ -246,14 +246,14 @@ class Peers:
         else:
             self._ended(sending, None, error)
 
-    def _ended(self, sending: Sending, answer: pb.PeerWriteReply | None, error: BaseException | None) -> None:
+    def _ended(self, sending: PendingForward, answer: pb.PeerWriteReply | None, error: BaseException | None) -> None:
         if sending.ended:
             return
         sending.ended = True
         sending.on_done(answer, error)
         self._left(sending)
 
-    def _left(self, sending: Sending) -> None:
+    def _left(self, sending: PendingForward) -> None:
         way = sending.way
         way.count -= 1
         way.bytes -= len(sending.payload)

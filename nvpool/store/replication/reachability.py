@@ -20,7 +20,7 @@ from collections.abc import Callable
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, Unavailable
 from nvpool.rpc.connection_pool import Dialer
-from nvpool.store.replication.peer_connections import Peers
+from nvpool.store.replication.peer_connections import ReplicaPeers
 
 LOOK_S = 0.5
 CONNECT_S = 1.5
@@ -33,7 +33,7 @@ class Reach:
     `unreachable` is the set to report. `on_change` is called when the set has changed.
     """
 
-    def __init__(self, peers: Peers, dialer: Dialer, clock: Clock, *, on_change: Callable[[], None]) -> None:
+    def __init__(self, peers: ReplicaPeers, dialer: Dialer, clock: Clock, *, on_change: Callable[[], None]) -> None:
         """Create a prober. `dialer` must not be shared, since each probe makes a new connection."""
         self._peers = peers
         self._dialer = dialer

@@ -59,7 +59,7 @@ Chain = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ResyncProgress:
     """Progress of the whole current resync of this target.
 
     `*_left` counts the work known so far; `seconds_left` is -1 while it is unknown.
@@ -131,7 +131,7 @@ class Resync:
         self.guard = Guard()
         self.equal: dict[Chain, int] = {}
         """Joined chains that are complete here, with their epoch at that time. For the manager."""
-        self.progress = Progress()
+        self.progress = ResyncProgress()
         self._map: PoolMap | None = None
         self._joining: dict[Chain, tuple[int, int]] = {}  # epoch, source
         self._passes: dict[int, _Pass] = {}

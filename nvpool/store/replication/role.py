@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from nvpool.core.clock import Clock
 from nvpool.core.errors import BytesLost, InvalidRequest, NotSupported, WrongTarget
 from nvpool.core.ids import RequestId
-from nvpool.poolmap.chains.protocol import Offer, Place, place_in
+from nvpool.poolmap.chains.protocol import Offer, ChainPosition, place_in
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.security.volume_keys import VolumeKey
@@ -22,7 +22,7 @@ from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import ChunkStore, Placed
 from nvpool.store.replication.chain import ChainWrites, Pending
 from nvpool.store.replication.lost_blocks import Losing
-from nvpool.store.replication.peer_connections import Dialer, Peers, Write
+from nvpool.store.replication.peer_connections import PeerDialer, ReplicaPeers, Write
 
 
 class Replica:
@@ -31,7 +31,7 @@ class Replica:
     `dialer` None: other targets cannot be reached, so this target does not write chunks that they hold too.
     """
 
-    def __init__(self, store: ChunkStore, target: int, clock: Clock, secret: bytes, *, dialer: Dialer | None = None,
+    def __init__(self, store: ChunkStore, target: int, clock: Clock, secret: bytes, *, dialer: PeerDialer | None = None,
                  ask_map: Callable[[], None] = lambda: None):
         self._store = store
         self._target = target
@@ -40,11 +40,11 @@ class Replica:
 
         0 stands for a chain without this target. Table 0 has the highest epoch of all tables.
         """
-        self._places: dict[int, list[Place | None]] = {}
+        self._places: dict[int, list[ChainPosition | None]] = {}
         self.shares = False
         """Whether any chain of this target has another member."""
         self.losing = Losing(store, target)
-        self.peers = None if dialer is None else Peers(target, dialer, clock, secret)
+        self.peers = None if dialer is None else ReplicaPeers(target, dialer, clock, secret)
         self.writes: ChainWrites | None = None if self.peers is None else ChainWrites(
             store, target, self.peers, clock, place_of=self.place, ask_map=ask_map)
         self.pending: dict[tuple[int, int], Pending] = {} if self.writes is None else self.writes.pending
@@ -68,7 +68,7 @@ class Replica:
             self.peers.use_map(pool_map)
             self.writes.map_changed()
 
-    def place(self, table: int, inode: int, index: int) -> Place | None:
+    def place(self, table: int, inode: int, index: int) -> ChainPosition | None:
         """Return the position of this target in the chunk's chain."""
         places = self._places.get(table or 1)
         return places[chain_of(inode, index)] if places is not None else None

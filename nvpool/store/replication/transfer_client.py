@@ -35,7 +35,7 @@ Wanted = tuple[int, int, int]
 """Inode, chunk index, chain table."""
 
 
-class Listed(NamedTuple):
+class ChunkListing(NamedTuple):
     chunks: list[ChunkVersion]
     inodes: list[InodeCut]
     end: tuple[int, int] | None
@@ -63,7 +63,7 @@ class OtherTargets:
     def update_map(self, pool_map: PoolMap) -> None:
         self._calls.use_map(pool_map)
 
-    async def versions(self, target: int, chains: ChainSet, after: tuple[int, int] | None, limit: int = 0) -> Listed:
+    async def versions(self, target: int, chains: ChainSet, after: tuple[int, int] | None, limit: int = 0) -> ChunkListing:
         """List chunks of these chains on the target, after `after`.
 
         Any NvpoolError: of the connection, or as the target answers.
@@ -77,7 +77,7 @@ class OtherTargets:
         end = (reply.end_inode, reply.end_index) if reply.more else None
         if end is not None and after is not None and end <= after:
             raise CorruptFrame(f"target {target} goes in circles with its versions")
-        return Listed(chunks, inodes, end, reply.busy, reply.used_bytes)
+        return ChunkListing(chunks, inodes, end, reply.busy, reply.used_bytes)
 
     async def fetch(self, target: int, wanted: Sequence[Wanted]) -> tuple[list[Fetched], bool]:
         """Fetch chunks: the first ones of `wanted`, at least one, each complete.

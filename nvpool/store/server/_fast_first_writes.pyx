@@ -22,7 +22,7 @@ from nvpool.core.grants import CLOCK_SKEW_S, ENCRYPTED, SERVICE, WRITE
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.store.disk.allocator import DELTAS_MAX, ROOMY_BLOCKS, encode_bitmap
 from nvpool.store.chunks.index import Chunk
-from nvpool.store.disk.index_records import TABLE_MAX, Segment
+from nvpool.store.disk.index_records import TABLE_MAX, IndexSegment
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
 from nvpool.rpc.transports.frame import pack_head
 from nvpool.rpc.error_codec import encode_error
@@ -79,7 +79,7 @@ cdef uint64_t chain_count = CHAINS_PER_TABLE
 cdef uint32_t table_max = TABLE_MAX
 cdef Py_ssize_t deltas_max = DELTAS_MAX, roomy_blocks = ROOMY_BLOCKS
 cdef array.array no_places = array.array("Q"), no_deltas = array.array("I")
-cdef object new_chunk = Chunk.__new__, new_segment = Segment.__new__
+cdef object new_chunk = Chunk.__new__, new_segment = IndexSegment.__new__
 
 
 cdef bytes numbered(uint8_t kind, uint64_t inode):
@@ -415,7 +415,7 @@ cdef class NewWrites:
         # Like Index.chunk and BlockChunkStore.apply_segments.
         cdef array.array disk = array.clone(no_places, 1, False)
         disk.data.as_ulonglongs[0] = place
-        segment = new_segment(Segment)
+        segment = new_segment(IndexSegment)
         segment.disk, segment.base = disk, place
         cdef uint8_t[4] sums
         put32(sums, r.checksum)

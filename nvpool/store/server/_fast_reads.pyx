@@ -167,7 +167,7 @@ cdef class Cold:
         self.cancelled = True
 
 
-cdef class Reads:
+cdef class FastReads:
     """Compiled version of fast_reads.PlainReads."""
 
     cdef public uint64_t epoch

@@ -49,8 +49,8 @@ from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_MASK
 if TYPE_CHECKING:
     from nvpool.core import grants
     from nvpool.core.clock import Clock
-    from nvpool.rpc.stats import Answers
-    from nvpool.store.server.io_stats import Use
+    from nvpool.rpc.stats import ReplyStats
+    from nvpool.store.server.io_stats import IoStats
     from nvpool.store.server.serving_lease import Tenure
 
 _fast_reads = load_compiled("nvpool.store.server._fast_reads")
@@ -75,7 +75,7 @@ class PlainReads:
     """
 
     def __init__(self, target: int, grants: dict[bytes, grants.Grant], store: BlockChunkStore, pending: dict, tenure: Tenure,
-                 use: Use, clock: Clock) -> None:
+                 use: IoStats, clock: Clock) -> None:
         """Create the fast path of one target.
 
         `grants` has the verified grants by their bytes. `pending` has the chunks with an undecided write.
@@ -91,7 +91,7 @@ class PlainReads:
         self._use = use
         self._clock = clock
 
-    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side: Any = None) -> int:
+    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None) -> int:
         """Answer the frames at the beginning of `buffer`, as far as this is possible immediately.
 
         `end` bytes of the buffer are valid. Appends a reply frame for each answered frame to `out`, and
@@ -192,10 +192,10 @@ async def close(reads: Any, drain_s: float) -> None:
     reads.close()
 
 
-Reads = PlainReads if _fast_reads is None else _fast_reads.Reads
+Reads = PlainReads if _fast_reads is None else _fast_reads.FastReads
 
 
-def reads_at_once(target: int, grants: dict[bytes, grants.Grant], store: ChunkStore, pending: dict, tenure: Tenure, use: Use,
+def reads_at_once(target: int, grants: dict[bytes, grants.Grant], store: ChunkStore, pending: dict, tenure: Tenure, use: IoStats,
                   clock: Clock) -> Any | None:
     """Create the fast reads of a store, or return None.
 

@@ -37,7 +37,7 @@ Larger values are a client error and would spoil the figures of other clients.
 """
 
 
-class Use:
+class IoStats:
     def __init__(self, clock: Clock, known: dict[bytes, grants.Grant]) -> None:
         """Create empty statistics. `known` maps the bytes of verified grants to the grants."""
         self._clock = clock

@@ -65,14 +65,14 @@ from nvpool.store.chunks.read_batch import READ
 from nvpool.store.maintenance.background import RESYNC_BYTES_PER_S, Upkeep
 from nvpool.store.maintenance.scrub import INTERVAL_S, SCRUB_BYTES_PER_S
 from nvpool.store.replication.lost_blocks import Owners
-from nvpool.store.replication.peer_connections import Dialer, peer_write
+from nvpool.store.replication.peer_connections import PeerDialer, peer_write
 from nvpool.store.replication.role import Replica
 from nvpool.store.replication.transfer_server import Giving
 from nvpool.store.server.admin_handlers import Orders
 from nvpool.store.server.fast_first_writes import answer_new_writes
 from nvpool.store.server.fast_reads import close as close_at_once
 from nvpool.store.server.fast_reads import reads_at_once
-from nvpool.store.server.io_stats import Use
+from nvpool.store.server.io_stats import IoStats
 from nvpool.store.server.serving_lease import Tenure
 from nvpool.store.server.single_write import WritesOne
 from nvpool.store.server.status import Telling
@@ -90,7 +90,7 @@ TEND_S = 1.0
 class StoreService(WritesOne, Telling):
     def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
                  refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
-                 dialer: Dialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
+                 dialer: PeerDialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
                  scrub_interval_s: float = INTERVAL_S, scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
                  on_fail: Callable[[str], None] = lambda reason: None, tenure: Tenure | None = None,
                  callers: Callers | None = None, pool_keys: PoolKeys | None = None):
@@ -113,7 +113,7 @@ class StoreService(WritesOne, Telling):
         self._stale_below = 0
         self._rights = Rights(grant_secret, clock, self._rights_taken)
         self.grant, self._grants = self._rights.grant, self._rights.known
-        self.use = Use(clock, self._grants)
+        self.use = IoStats(clock, self._grants)
         self._tasks: set[asyncio.Task] = set()
         self._reads: set[Call] = set()
         """Reads that wait for the drive; they have no task."""

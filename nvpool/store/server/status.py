@@ -19,13 +19,13 @@ from nvpool.rpc.access_control import Callers
 from nvpool.rpc.api import Call
 from nvpool.rpc.peer_roles import Role
 from nvpool.rpc.v1 import data_pb2 as pb
-from nvpool.store.server.io_stats import Use
+from nvpool.store.server.io_stats import IoStats
 
 CHUNKS_DESCRIBED_MAX, INODES_LISTED_MAX = 4096, 65_536
 
 
 class Telling:
-    use: Use
+    use: IoStats
     _callers: Callers
 
     def _status(self, call: Call) -> None:

@@ -8,7 +8,7 @@ import random
 from nvpool.core import errors
 from nvpool.core.ids import RequestId, version, version_parts
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX, KIB, MIB
-from nvpool.testing.contracts.chunk_store import Check, Subject, content, get, is_sound, put, refused, some_bytes
+from nvpool.testing.contracts.chunk_store import Check, ChunkStoreSubject, content, get, is_sound, put, refused, some_bytes
 
 CHECKS: list[Check] = []
 
@@ -18,7 +18,7 @@ def check(function: Check) -> Check:
     return function
 
 
-async def holds(subject: Subject, expected: dict[int, bytes | bytearray]) -> None:
+async def holds(subject: ChunkStoreSubject, expected: dict[int, bytes | bytearray]) -> None:
     """Chunks of inode 1 hold these bytes and behind them zeros, also after a death."""
     for _ in range(2):
         for index, data in expected.items():
@@ -37,7 +37,7 @@ async def fill(store) -> None:
 
 
 @check
-async def a_hole_is_zeros_and_gives_its_blocks_back(subject: Subject) -> None:
+async def a_hole_is_zeros_and_gives_its_blocks_back(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = bytearray(some_bytes(MIB))
     await put(store, 1, 0, 0, bytes(data))
@@ -59,7 +59,7 @@ async def a_hole_is_zeros_and_gives_its_blocks_back(subject: Subject) -> None:
 
 
 @check
-async def a_hole_over_chunks_takes_what_lies_between_and_nothing_else(subject: Subject) -> None:
+async def a_hole_over_chunks_takes_what_lies_between_and_nothing_else(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(MIB)
     for index in range(6):
@@ -77,7 +77,7 @@ async def a_hole_over_chunks_takes_what_lies_between_and_nothing_else(subject: S
 
 
 @check
-async def a_write_from_before_a_hole_does_not_bring_bytes_back(subject: Subject) -> None:
+async def a_write_from_before_a_hole_does_not_bring_bytes_back(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(MIB)
     request = RequestId(7, 1, 1)
@@ -95,7 +95,7 @@ async def a_write_from_before_a_hole_does_not_bring_bytes_back(subject: Subject)
 
 
 @check
-async def a_hole_is_durable_when_it_is_answered(subject: Subject) -> None:
+async def a_hole_is_durable_when_it_is_answered(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(MIB)
     for index in range(3):
@@ -111,7 +111,7 @@ async def a_hole_is_durable_when_it_is_answered(subject: Subject) -> None:
 
 
 @check
-async def a_bad_block_at_the_edge_of_a_hole_stays_bad_and_one_in_it_is_gone(subject: Subject) -> None:
+async def a_bad_block_at_the_edge_of_a_hole_stays_bad_and_one_in_it_is_gone(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, some_bytes(5 * BLOCK_BYTES))
     await store.flush()
@@ -124,7 +124,7 @@ async def a_bad_block_at_the_edge_of_a_hole_stays_bad_and_one_in_it_is_gone(subj
 
 
 @check
-async def a_hole_can_be_made_where_there_is_no_room(subject: Subject) -> None:
+async def a_hole_can_be_made_where_there_is_no_room(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await fill(store)
     await store.cut(1, 5000, 1, 20, MIB + 6000)
@@ -135,7 +135,7 @@ async def a_hole_can_be_made_where_there_is_no_room(subject: Subject) -> None:
 
 
 @check
-async def extents_name_what_is_no_hole(subject: Subject) -> None:
+async def extents_name_what_is_no_hole(subject: ChunkStoreSubject) -> None:
     store = subject.store
     assert store.extents(1, 0, 1 << 32) == ([], 1 << 32)
     await put(store, 1, 0, 0, some_bytes(70 * BLOCK_BYTES))
@@ -153,7 +153,7 @@ async def extents_name_what_is_no_hole(subject: Subject) -> None:
 
 
 @check
-async def many_extents_are_told_in_steps(subject: Subject) -> None:
+async def many_extents_are_told_in_steps(subject: ChunkStoreSubject) -> None:
     store = subject.store
     for index in range(1100):
         await put(store, 1, index, 0, b"x")
@@ -167,7 +167,7 @@ async def many_extents_are_told_in_steps(subject: Subject) -> None:
 
 
 @check
-async def what_is_copied_is_there_twice_and_neither_follows_the_other(subject: Subject) -> None:
+async def what_is_copied_is_there_twice_and_neither_follows_the_other(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = bytearray(some_bytes(MIB))
     await put(store, 1, 3, 0, bytes(data))
@@ -191,7 +191,7 @@ async def what_is_copied_is_there_twice_and_neither_follows_the_other(subject: S
 
 
 @check
-async def holes_are_copied_as_holes(subject: Subject) -> None:
+async def holes_are_copied_as_holes(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(3 * BLOCK_BYTES)
     await put(store, 1, 0, 10 * BLOCK_BYTES, data)
@@ -208,7 +208,7 @@ async def holes_are_copied_as_holes(subject: Subject) -> None:
 
 
 @check
-async def a_copy_is_refused_as_a_write_is(subject: Subject) -> None:
+async def a_copy_is_refused_as_a_write_is(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, some_bytes(MIB))
     for source, offset, length in ((0, 0, 0), (1, 0, 4096), (0, 1, 4096), (0, 0, 4095), (0, CHUNK_BYTES_MAX, 4096),
@@ -234,7 +234,7 @@ async def a_copy_is_refused_as_a_write_is(subject: Subject) -> None:
 
 
 @check
-async def a_full_store_copies_nothing_that_grows(subject: Subject) -> None:
+async def a_full_store_copies_nothing_that_grows(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await fill(store)
     await refused(errors.NoSpace, store.copy((1, 0, 0), 2, 0, 0, MIB))
@@ -244,7 +244,7 @@ async def a_full_store_copies_nothing_that_grows(subject: Subject) -> None:
 
 
 @check
-async def writes_holes_and_copies_in_any_order_are_what_a_model_says(subject: Subject) -> None:
+async def writes_holes_and_copies_in_any_order_are_what_a_model_says(subject: ChunkStoreSubject) -> None:
     store = subject.store
     dice = random.Random(11)
     model = {name: bytearray(MIB) for name in ((1, 0), (1, 1), (2, 0))}

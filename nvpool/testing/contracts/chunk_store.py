@@ -1,4 +1,4 @@
-"""The suite every ChunkStore passes: for each `check` of CHECKS, `await check(subject)` with a `Subject` of its own.
+"""The suite every ChunkStore passes: for each `check` of CHECKS, `await check(subject)` with a `ChunkStoreSubject` of its own.
 
 A subject makes the store under test and knows how it dies. Called by tests/contract/test_chunkstore.py and by authors of other
 stores. Checks raise AssertionError; they never wait for time to pass.
@@ -23,7 +23,7 @@ CAPACITY_BYTES = 40 * MIB
 """Of a subject's store."""
 
 
-class Subject(Protocol):
+class ChunkStoreSubject(Protocol):
     store: ChunkStore
     """An empty one of CAPACITY_BYTES at first."""
 
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
     data: bytes
 
 
-Check = Callable[[Subject], Awaitable[None]]
+Check = Callable[[ChunkStoreSubject], Awaitable[None]]
 CHECKS: list[Check] = []
 
 
@@ -124,7 +124,7 @@ async def is_sound(store: ChunkStore) -> None:
 
 
 @check
-async def a_new_one_is_empty(subject: Subject) -> None:
+async def a_new_one_is_empty(subject: ChunkStoreSubject) -> None:
     store = subject.store
     assert await get(store, 1, 0) == Outcome(0, 0, 0, b"")
     assert store.inodes(0, 10) == ([], False) and store.describe(1, 0, 10) == ([], False)
@@ -133,7 +133,7 @@ async def a_new_one_is_empty(subject: Subject) -> None:
 
 
 @check
-async def what_is_written_is_read_with_the_checksums_of_its_writer(subject: Subject) -> None:
+async def what_is_written_is_read_with_the_checksums_of_its_writer(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(MIB)
     first = await put(store, 7, 3, 0, data)
@@ -147,7 +147,7 @@ async def what_is_written_is_read_with_the_checksums_of_its_writer(subject: Subj
 
 
 @check
-async def a_batch_is_answered_in_order_and_each_read_by_itself(subject: Subject) -> None:
+async def a_batch_is_answered_in_order_and_each_read_by_itself(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(64 * KIB)
     await put(store, 1, 0, 0, data)
@@ -162,7 +162,7 @@ async def a_batch_is_answered_in_order_and_each_read_by_itself(subject: Subject)
 
 
 @check
-async def nobody_reads_without_a_right(subject: Subject) -> None:
+async def nobody_reads_without_a_right(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, some_bytes(4 * KIB))
     reads = b"".join(READ.pack(1, 0, 0, 4 * KIB, grant, 0) for grant in range(5))
@@ -174,7 +174,7 @@ async def nobody_reads_without_a_right(subject: Subject) -> None:
 
 
 @check
-async def a_batch_that_is_none_is_refused(subject: Subject) -> None:
+async def a_batch_that_is_none_is_refused(subject: ChunkStoreSubject) -> None:
     for reads in (b"x" * 23, b"".join(READ.pack(1, 0, 0, CHUNK_BYTES_MAX, 0, 0) for _ in range(3))):
         try:
             subject.store.read_now(reads, [ALL_INODES])
@@ -184,7 +184,7 @@ async def a_batch_that_is_none_is_refused(subject: Subject) -> None:
 
 
 @check
-async def pieces_of_any_size_are_merged_with_what_is_there(subject: Subject) -> None:
+async def pieces_of_any_size_are_merged_with_what_is_there(subject: ChunkStoreSubject) -> None:
     store = subject.store
     random_ = random.Random(5)
     expected = bytearray(MIB)
@@ -199,7 +199,7 @@ async def pieces_of_any_size_are_merged_with_what_is_there(subject: Subject) -> 
 
 
 @check
-async def holes_are_zeros_and_cost_nothing(subject: Subject) -> None:
+async def holes_are_zeros_and_cost_nothing(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(100)
     await put(store, 1, 0, CHUNK_BYTES_MAX - 100, data)
@@ -215,7 +215,7 @@ async def holes_are_zeros_and_cost_nothing(subject: Subject) -> None:
 
 
 @check
-async def a_piece_that_is_not_what_its_writer_summed_changes_nothing(subject: Subject) -> None:
+async def a_piece_that_is_not_what_its_writer_summed_changes_nothing(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(12 * KIB)
     await put(store, 1, 0, 0, data)
@@ -230,7 +230,7 @@ async def a_piece_that_is_not_what_its_writer_summed_changes_nothing(subject: Su
 
 
 @check
-async def a_write_outside_of_a_chunk_is_refused(subject: Subject) -> None:
+async def a_write_outside_of_a_chunk_is_refused(subject: ChunkStoreSubject) -> None:
     for offset, length in ((CHUNK_BYTES_MAX, 1), (CHUNK_BYTES_MAX - 1, 2), (-1, 1), (0, 0)):
         data = bytes(length)
         await refused(errors.InvalidRequest, subject.store.write(1, 0, offset, memoryview(data), bytes(4)))
@@ -238,7 +238,7 @@ async def a_write_outside_of_a_chunk_is_refused(subject: Subject) -> None:
 
 
 @check
-async def a_chain_table_that_no_record_can_name_is_refused_and_nothing_is_written(subject: Subject) -> None:
+async def a_chain_table_that_no_record_can_name_is_refused_and_nothing_is_written(subject: ChunkStoreSubject) -> None:
     store, data = subject.store, memoryview(bytes(4 * KIB))
     sums = piece_checksums(data, 0)
     await put(store, 1, 0, 0, some_bytes(4 * KIB), table=TABLE_MAX)
@@ -253,7 +253,7 @@ async def a_chain_table_that_no_record_can_name_is_refused_and_nothing_is_writte
 
 
 @check
-async def what_an_earlier_process_of_a_session_sent_does_not_come_behind_a_later_one(subject: Subject) -> None:
+async def what_an_earlier_process_of_a_session_sent_does_not_come_behind_a_later_one(subject: ChunkStoreSubject) -> None:
     store, life = subject.store, 1 << LIFE_BITS
     await put(store, 1, 0, 0, b"a" * 8192, request=RequestId(9, 1, life + 70))
     last = await put(store, 1, 0, 4096, b"b" * 4096, request=RequestId(9, 2, 2 * life + 1))
@@ -265,7 +265,7 @@ async def what_an_earlier_process_of_a_session_sent_does_not_come_behind_a_later
 
 
 @check
-async def a_repeated_request_is_answered_from_its_record(subject: Subject) -> None:
+async def a_repeated_request_is_answered_from_its_record(subject: ChunkStoreSubject) -> None:
     store = subject.store
     first = await put(store, 1, 0, 0, b"a" * 4096, request=RequestId(9, 1, 5))
     second = await put(store, 1, 0, 0, b"b" * 4096, request=RequestId(9, 2, 1))
@@ -285,7 +285,7 @@ async def a_repeated_request_is_answered_from_its_record(subject: Subject) -> No
 
 
 @check
-async def versions_grow_with_the_epoch_and_never_return(subject: Subject) -> None:
+async def versions_grow_with_the_epoch_and_never_return(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(4096)
     assert await put(store, 1, 0, 0, data, epoch=3) == version(3, 1)
@@ -302,7 +302,7 @@ async def versions_grow_with_the_epoch_and_never_return(subject: Subject) -> Non
 
 
 @check
-async def a_version_has_the_epoch_of_its_own_chain(subject: Subject) -> None:
+async def a_version_has_the_epoch_of_its_own_chain(subject: ChunkStoreSubject) -> None:
     """Chunks of one inode belong to chains with different epochs, also after a cut."""
     for _ in range(5):
         await put(subject.store, 1, 0, 0, b"old", epoch=3)
@@ -315,7 +315,7 @@ async def a_version_has_the_epoch_of_its_own_chain(subject: Subject) -> None:
 
 
 @check
-async def a_write_that_knew_an_older_cut_is_refused(subject: Subject) -> None:
+async def a_write_that_knew_an_older_cut_is_refused(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(4096)
     await put(store, 1, 0, 0, data)
@@ -333,7 +333,7 @@ async def a_write_that_knew_an_older_cut_is_refused(subject: Subject) -> None:
 
 
 @check
-async def cut_bytes_are_never_seen_again(subject: Subject) -> None:
+async def cut_bytes_are_never_seen_again(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(MIB)
     for index in range(4):
@@ -357,7 +357,7 @@ async def cut_bytes_are_never_seen_again(subject: Subject) -> None:
 
 
 @check
-async def a_cut_that_comes_again_leaves_what_was_written_after_it(subject: Subject) -> None:
+async def a_cut_that_comes_again_leaves_what_was_written_after_it(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(MIB)
     for index in range(3):
@@ -383,7 +383,7 @@ async def a_cut_that_comes_again_leaves_what_was_written_after_it(subject: Subje
 
 
 @check
-async def what_is_cut_and_grown_again_is_zeros(subject: Subject) -> None:
+async def what_is_cut_and_grown_again_is_zeros(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, b"x" * 9000)
     await store.cut(1, 5000, 1, 20)
@@ -392,7 +392,7 @@ async def what_is_cut_and_grown_again_is_zeros(subject: Subject) -> None:
 
 
 @check
-async def removed_inodes_are_gone_and_their_room_is_back(subject: Subject) -> None:
+async def removed_inodes_are_gone_and_their_room_is_back(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(MIB)
     for index in range(3):
@@ -414,7 +414,7 @@ async def removed_inodes_are_gone_and_their_room_is_back(subject: Subject) -> No
 
 
 @check
-async def chunks_and_inodes_are_listed_in_steps(subject: Subject) -> None:
+async def chunks_and_inodes_are_listed_in_steps(subject: ChunkStoreSubject) -> None:
     store = subject.store
     for inode in (5, 3, 1 << 62, 4):
         for index in (0, 2, 1 << 31):
@@ -429,7 +429,7 @@ async def chunks_and_inodes_are_listed_in_steps(subject: Subject) -> None:
 
 
 @check
-async def a_full_one_refuses_and_works_again_when_there_is_room(subject: Subject) -> None:
+async def a_full_one_refuses_and_works_again_when_there_is_room(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(MIB)
     written = 0
@@ -465,7 +465,7 @@ async def a_full_one_refuses_and_works_again_when_there_is_room(subject: Subject
 
 
 @check
-async def what_was_answered_survives_the_death_of_the_process(subject: Subject) -> None:
+async def what_was_answered_survives_the_death_of_the_process(subject: ChunkStoreSubject) -> None:
     store = subject.store
     expected = {}
     for turn in range(40):
@@ -483,7 +483,7 @@ async def what_was_answered_survives_the_death_of_the_process(subject: Subject) 
 
 
 @check
-async def what_was_flushed_survives_the_loss_of_power(subject: Subject) -> None:
+async def what_was_flushed_survives_the_loss_of_power(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(MIB)
     await put(store, 1, 0, 0, data)
@@ -503,7 +503,7 @@ async def what_was_flushed_survives_the_loss_of_power(subject: Subject) -> None:
 
 
 @check
-async def a_failed_sync_fences(subject: Subject) -> None:
+async def a_failed_sync_fences(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, b"old" * 2000)
     await store.flush()
@@ -524,7 +524,7 @@ async def a_failed_sync_fences(subject: Subject) -> None:
 
 
 @check
-async def a_failed_write_leaves_nothing_half_done(subject: Subject) -> None:
+async def a_failed_write_leaves_nothing_half_done(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(64 * KIB)
     before = await put(store, 1, 0, 0, data)
@@ -541,7 +541,7 @@ async def a_failed_write_leaves_nothing_half_done(subject: Subject) -> None:
 
 
 @check
-async def a_flipped_bit_is_never_returned_once_it_is_looked_at(subject: Subject) -> None:
+async def a_flipped_bit_is_never_returned_once_it_is_looked_at(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(64 * KIB)
     await put(store, 1, 0, 0, data)
@@ -570,7 +570,7 @@ async def a_flipped_bit_is_never_returned_once_it_is_looked_at(subject: Subject)
 
 
 @check
-async def a_scrub_goes_in_steps(subject: Subject) -> None:
+async def a_scrub_goes_in_steps(subject: ChunkStoreSubject) -> None:
     store = subject.store
     for inode in range(1, 20):
         await put(store, inode, 0, 0, some_bytes(20_000, inode))

@@ -11,7 +11,7 @@ from nvpool.core.units import BLOCK_BYTES, KIB, MIB
 from nvpool.poolmap.chains.chain_set import ChainSet
 from nvpool.poolmap.layout import chain_of
 from nvpool.store.chunks.api import ChunkCopy, ChunkState, ChunkStore, InodeCut
-from nvpool.testing.contracts.chunk_store import Check, Subject, content, get, is_sound, put, refused, scrubbed, some_bytes
+from nvpool.testing.contracts.chunk_store import Check, ChunkStoreSubject, content, get, is_sound, put, refused, scrubbed, some_bytes
 
 CHECKS: list[Check] = []
 
@@ -58,7 +58,7 @@ async def everything(store: ChunkStore) -> dict[tuple[int, int], ChunkCopy]:
 
 
 @check
-async def versions_are_listed_in_order_in_steps(subject: Subject) -> None:
+async def versions_are_listed_in_order_in_steps(subject: ChunkStoreSubject) -> None:
     store = subject.store
     given = {}
     for inode in (3, 1, 7, 1 << 62):
@@ -75,7 +75,7 @@ async def versions_are_listed_in_order_in_steps(subject: Subject) -> None:
 
 
 @check
-async def versions_are_listed_of_the_chains_that_are_asked_for(subject: Subject) -> None:
+async def versions_are_listed_of_the_chains_that_are_asked_for(subject: ChunkStoreSubject) -> None:
     store = subject.store
     for inode in range(1, 40):
         await put(store, inode, 0, 0, b"x", table=1 + inode % 3)
@@ -93,7 +93,7 @@ async def versions_are_listed_of_the_chains_that_are_asked_for(subject: Subject)
 
 
 @check
-async def the_cuts_of_inodes_are_listed_too(subject: Subject) -> None:
+async def the_cuts_of_inodes_are_listed_too(subject: ChunkStoreSubject) -> None:
     store = subject.store
     for inode in (1, 2, 3):
         await put(store, inode, 0, 0, some_bytes(20_000), epoch=4)
@@ -107,7 +107,7 @@ async def the_cuts_of_inodes_are_listed_too(subject: Subject) -> None:
 
 
 @check
-async def a_chunk_is_the_same_in_the_store_that_it_is_copied_to(subject: Subject) -> None:
+async def a_chunk_is_the_same_in_the_store_that_it_is_copied_to(subject: ChunkStoreSubject) -> None:
     store = subject.store
     request = RequestId(9, 3, 77)
     await put(store, 1, 0, 5000, some_bytes(70_000), epoch=3, request=request, cut=2, table=2)
@@ -132,7 +132,7 @@ async def a_chunk_is_the_same_in_the_store_that_it_is_copied_to(subject: Subject
 
 
 @check
-async def what_is_fetched_in_parts_is_the_whole(subject: Subject) -> None:
+async def what_is_fetched_in_parts_is_the_whole(subject: ChunkStoreSubject) -> None:
     store = subject.store
     for place in (0, 70, 71, 140, 255):
         await put(store, 1, 0, place * BLOCK_BYTES, some_bytes(BLOCK_BYTES, place))
@@ -153,7 +153,7 @@ async def what_is_fetched_in_parts_is_the_whole(subject: Subject) -> None:
 
 
 @check
-async def a_copy_replaces_whatever_is_there(subject: Subject) -> None:
+async def a_copy_replaces_whatever_is_there(subject: ChunkStoreSubject) -> None:
     """Also what has a higher version, and blocks where the copy has none."""
     store = subject.store
     old = some_bytes(900 * KIB, 5)
@@ -178,7 +178,7 @@ async def a_copy_replaces_whatever_is_there(subject: Subject) -> None:
 
 
 @check
-async def a_chunk_that_changed_meanwhile_is_left_alone(subject: Subject) -> None:
+async def a_chunk_that_changed_meanwhile_is_left_alone(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, b"old")
     seen, absent = store.state(1, 0), store.state(1, 1)
@@ -197,7 +197,7 @@ async def a_chunk_that_changed_meanwhile_is_left_alone(subject: Subject) -> None
 
 
 @check
-async def an_installed_chunk_survives_what_a_written_one_survives(subject: Subject) -> None:
+async def an_installed_chunk_survives_what_a_written_one_survives(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, some_bytes(300 * KIB, 8), epoch=2)
     await put(store, 2, 0, 0, some_bytes(8192, 9), epoch=2)
@@ -226,7 +226,7 @@ async def get_version(store: ChunkStore, inode: int) -> int:
 
 
 @check
-async def a_bad_block_is_bad_in_the_copy_too(subject: Subject) -> None:
+async def a_bad_block_is_bad_in_the_copy_too(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, some_bytes(40_960))
     await put(store, 1, 0, 600 * KIB, some_bytes(8192, 3))
@@ -254,7 +254,7 @@ async def a_bad_block_is_bad_in_the_copy_too(subject: Subject) -> None:
 
 
 @check
-async def what_does_not_fit_or_makes_no_sense_is_refused_and_changes_nothing(subject: Subject) -> None:
+async def what_does_not_fit_or_makes_no_sense_is_refused_and_changes_nothing(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, b"here")
     good = a_copy(1, 0, version(5, 1), {0: some_bytes(4096), 2: some_bytes(4096, 2)})
@@ -278,7 +278,7 @@ async def what_does_not_fit_or_makes_no_sense_is_refused_and_changes_nothing(sub
 
 
 @check
-async def cuts_are_raised_and_never_lowered(subject: Subject) -> None:
+async def cuts_are_raised_and_never_lowered(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, b"x")
     await store.cut(2, 0, 9, 20)
@@ -295,7 +295,7 @@ async def cuts_are_raised_and_never_lowered(subject: Subject) -> None:
 
 
 @check
-async def a_decided_write_is_carried_out_whatever_was_raised(subject: Subject) -> None:
+async def a_decided_write_is_carried_out_whatever_was_raised(subject: ChunkStoreSubject) -> None:
     """Other members of the chain have it; and the cut, when it comes here, takes it away."""
     store = subject.store
     await put(store, 1, 0, 0, b"first", version=version(12, 1))
@@ -309,7 +309,7 @@ async def a_decided_write_is_carried_out_whatever_was_raised(subject: Subject) -
 
 
 @check
-async def a_discarded_chunk_is_gone_and_its_neighbours_are_not(subject: Subject) -> None:
+async def a_discarded_chunk_is_gone_and_its_neighbours_are_not(subject: ChunkStoreSubject) -> None:
     store = subject.store
     for index in range(3):
         await put(store, 1, index, 0, some_bytes(500 * KIB, index))
@@ -323,7 +323,7 @@ async def a_discarded_chunk_is_gone_and_its_neighbours_are_not(subject: Subject)
 
 
 @check
-async def a_bad_block_is_mended_by_bytes_that_fit_its_checksum_and_by_no_others(subject: Subject) -> None:
+async def a_bad_block_is_mended_by_bytes_that_fit_its_checksum_and_by_no_others(subject: ChunkStoreSubject) -> None:
     store = subject.store
     data = some_bytes(40_960)
     request = RequestId(1, 1, 1)
@@ -350,7 +350,7 @@ async def a_bad_block_is_mended_by_bytes_that_fit_its_checksum_and_by_no_others(
         await subject.lose_power()
 
 
-async def two_replicas(subject: Subject, data: bytes, bad: tuple[int, ...], before: tuple[int, ...] = (1, 2)) -> None:
+async def two_replicas(subject: ChunkStoreSubject, data: bytes, bad: tuple[int, ...], before: tuple[int, ...] = (1, 2)) -> None:
     """Chunks of two inodes, as if of two stores; of the first one some blocks are bad."""
     for inode in before:
         await put(subject.store, inode, 0, 0, data, epoch=4)
@@ -370,7 +370,7 @@ def what_it_is(copy: ChunkCopy) -> tuple:
 
 
 @check
-async def a_bad_block_that_is_cut_is_good_again_by_who_has_cut_it_too(subject: Subject) -> None:
+async def a_bad_block_that_is_cut_is_good_again_by_who_has_cut_it_too(subject: ChunkStoreSubject) -> None:
     zeros_first = some_bytes(3 * BLOCK_BYTES) + bytes(2000) + some_bytes(40_960, 2)
     for size, end, data, bad, rounds in (
             (3 * BLOCK_BYTES + 1000, 0, some_bytes(40_960), (3,), 1),
@@ -414,7 +414,7 @@ async def a_bad_block_that_is_cut_is_good_again_by_who_has_cut_it_too(subject: S
 
 
 @check
-async def a_block_that_is_bad_after_a_cut_is_mended_as_any_other(subject: Subject) -> None:
+async def a_block_that_is_bad_after_a_cut_is_mended_as_any_other(subject: ChunkStoreSubject) -> None:
     await two_replicas(subject, some_bytes(40_960), ())
     for inode in (1, 2):
         await subject.store.cut(inode, 3 * BLOCK_BYTES + 1000, 1, 20)
@@ -425,7 +425,7 @@ async def a_block_that_is_bad_after_a_cut_is_mended_as_any_other(subject: Subjec
 
 
 @check
-async def a_bad_block_that_is_cut_can_only_be_written_as_a_whole(subject: Subject) -> None:
+async def a_bad_block_that_is_cut_can_only_be_written_as_a_whole(subject: ChunkStoreSubject) -> None:
     data = some_bytes(40_960)
     await two_replicas(subject, data, (3,), (1,))
     await subject.store.cut(1, 3 * BLOCK_BYTES + 1000, 1, 20)

@@ -1,4 +1,4 @@
-"""The suite every Kv passes: for each `check` of CHECKS, `await check(subject)` with a `Subject` of its own.
+"""The suite every Kv passes: for each `check` of CHECKS, `await check(subject)` with a `KvSubject` of its own.
 
 A subject makes the Kv under test and knows how it dies. Called by tests/contract/test_kv.py and by authors of other
 engines. Checks raise AssertionError; they never wait for time to pass.
@@ -15,7 +15,7 @@ from nvpool.kv.api import KEY_BYTES_MAX, KEY_END, VALUE_BYTES_MAX, Kv
 from nvpool.kv.id_allocator import NumberBounds
 
 
-class Subject(Protocol):
+class KvSubject(Protocol):
     kv: Kv
     """An empty one at first."""
 
@@ -26,7 +26,7 @@ class Subject(Protocol):
         """Let the next fdatasync of the journal fail."""
 
 
-Check = Callable[[Subject], Awaitable[None]]
+Check = Callable[[KvSubject], Awaitable[None]]
 CHECKS: list[Check] = []
 
 
@@ -56,7 +56,7 @@ def everything(kv: Kv) -> dict[bytes, bytes]:
 
 
 @check
-async def each_change_is_told_to_who_wants_to_know_and_nothing_that_was_refused(subject: Subject) -> None:
+async def each_change_is_told_to_who_wants_to_know_and_nothing_that_was_refused(subject: KvSubject) -> None:
     kv, told = subject.kv, []
     kv.on_apply = told.append
     kv.apply([(b"a", b"1"), (b"b", None)])
@@ -67,7 +67,7 @@ async def each_change_is_told_to_who_wants_to_know_and_nothing_that_was_refused(
 
 
 @check
-async def a_new_one_is_empty(subject: Subject) -> None:
+async def a_new_one_is_empty(subject: KvSubject) -> None:
     kv = subject.kv
     assert kv.get(b"key") is None and kv.scan(b"", KEY_END, 10) == [] and kv.scan_back(b"", KEY_END, 10) == []
     assert kv.sequence == kv.synced_sequence == 0 and not kv.full
@@ -76,7 +76,7 @@ async def a_new_one_is_empty(subject: Subject) -> None:
 
 
 @check
-async def a_change_is_seen_at_once_and_numbered_without_a_gap(subject: Subject) -> None:
+async def a_change_is_seen_at_once_and_numbered_without_a_gap(subject: KvSubject) -> None:
     kv = subject.kv
     assert kv.apply([(b"a", b"1"), (b"b", b"")]) == 1
     assert kv.get(b"a") == b"1" and kv.get(b"b") == b"" and kv.get(b"c") is None
@@ -86,7 +86,7 @@ async def a_change_is_seen_at_once_and_numbered_without_a_gap(subject: Subject) 
 
 
 @check
-async def scans_are_ordered_and_bounded_over_all_layers(subject: Subject) -> None:
+async def scans_are_ordered_and_bounded_over_all_layers(subject: KvSubject) -> None:
     kv = subject.kv
     keys = [b"%03d" % number for number in range(300)]
     kv.apply([(key, b"old" + key) for key in keys])
@@ -109,7 +109,7 @@ async def scans_are_ordered_and_bounded_over_all_layers(subject: Subject) -> Non
 
 
 @check
-async def the_longest_keys_and_values_are_kept(subject: Subject) -> None:
+async def the_longest_keys_and_values_are_kept(subject: KvSubject) -> None:
     kv = subject.kv
     longest, last = b"k" * KEY_BYTES_MAX, KEY_END[:-1]
     big = bytes(range(256)) * (VALUE_BYTES_MAX // 256)
@@ -125,7 +125,7 @@ async def the_longest_keys_and_values_are_kept(subject: Subject) -> None:
 
 
 @check
-async def effects_that_make_no_sense_change_nothing(subject: Subject) -> None:
+async def effects_that_make_no_sense_change_nothing(subject: KvSubject) -> None:
     kv = subject.kv
     kv.apply([(b"a", b"1")])
     for effects in ([(b"", b"x")], [(b"k" * (KEY_BYTES_MAX + 1), b"x")], [(KEY_END, b"x")], [("text", b"x")],
@@ -137,7 +137,7 @@ async def effects_that_make_no_sense_change_nothing(subject: Subject) -> None:
 
 
 @check
-async def an_acknowledged_change_survives_the_death_of_the_process(subject: Subject) -> None:
+async def an_acknowledged_change_survives_the_death_of_the_process(subject: KvSubject) -> None:
     expected = {}
     for round_ in range(4):
         for number in range(10):
@@ -153,7 +153,7 @@ async def an_acknowledged_change_survives_the_death_of_the_process(subject: Subj
 
 
 @check
-async def a_sync_covers_what_was_applied_before_it(subject: Subject) -> None:
+async def a_sync_covers_what_was_applied_before_it(subject: KvSubject) -> None:
     kv = subject.kv
     sequences = [kv.apply([(b"%d" % number, b"v")]) for number in range(20)]
     await asyncio.gather(*(kv.sync(sequence) for sequence in sequences), kv.sync())
@@ -167,7 +167,7 @@ async def a_sync_covers_what_was_applied_before_it(subject: Subject) -> None:
 
 
 @check
-async def a_failed_sync_fences_for_ever(subject: Subject) -> None:
+async def a_failed_sync_fences_for_ever(subject: KvSubject) -> None:
     kv = subject.kv
     kv.apply([(b"before", b"1")])
     await kv.sync()
@@ -186,7 +186,7 @@ async def a_failed_sync_fences_for_ever(subject: Subject) -> None:
 
 
 @check
-async def a_snapshot_is_of_one_moment_while_changes_go_on(subject: Subject) -> None:
+async def a_snapshot_is_of_one_moment_while_changes_go_on(subject: KvSubject) -> None:
     kv = subject.kv
     for number in range(40):
         kv.apply([(b"%04d" % (number * 25 + at), b"%d" % number) for at in range(25)])
@@ -212,7 +212,7 @@ async def a_snapshot_is_of_one_moment_while_changes_go_on(subject: Subject) -> N
 
 
 @check
-async def snapshots_are_bounded_and_end_with_the_store(subject: Subject) -> None:
+async def snapshots_are_bounded_and_end_with_the_store(subject: KvSubject) -> None:
     kv = subject.kv
     kv.apply([(b"%d" % number, b"v") for number in range(10)])
     taken = []
@@ -230,7 +230,7 @@ async def snapshots_are_bounded_and_end_with_the_store(subject: Subject) -> None
 
 
 @check
-async def numbers_are_never_given_twice(subject: Subject) -> None:
+async def numbers_are_never_given_twice(subject: KvSubject) -> None:
     given: set[int] = set()
     for round_ in range(4):
         numbers = NumberBounds(subject.kv, b"bound", first=5, at_once=10)
@@ -252,7 +252,7 @@ async def numbers_are_never_given_twice(subject: Subject) -> None:
 
 
 @check
-async def without_a_synced_bound_no_number_is_given(subject: Subject) -> None:
+async def without_a_synced_bound_no_number_is_given(subject: KvSubject) -> None:
     numbers = NumberBounds(subject.kv, b"bound", at_once=4)
     await numbers.open()
     await subject.fail_next_sync()
@@ -269,7 +269,7 @@ async def without_a_synced_bound_no_number_is_given(subject: Subject) -> None:
 
 
 @check
-async def statistics_and_closing(subject: Subject) -> None:
+async def statistics_and_closing(subject: KvSubject) -> None:
     kv = subject.kv
     kv.apply([(b"a", b"1")])
     found = kv.statistics()

@@ -53,7 +53,7 @@ def echo(call: Call) -> None:
     call.reply(bytes(call.message), [call.payload])
 
 
-class Kept:
+class RecordingHandler:
     """A handler that keeps every call for the check to answer."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Kept:
         return self.calls
 
 
-class Subject:
+class TransportSubject:
     """A transport and a place to listen at."""
 
     def __init__(self, transport: Transport, endpoint: str) -> None:
@@ -115,7 +115,7 @@ async def until(true: Callable[[], bool]) -> None:
 # -- what is carried
 
 
-async def a_request_and_its_answer_arrive_whole(subject: Subject) -> None:
+async def a_request_and_its_answer_arrive_whole(subject: TransportSubject) -> None:
     async with subject.pair() as (connection, _):
         for size in (0, 1, 4096, 65535, 65536, 65537, 1 << 20):
             content = hashlib.shake_128(b"%d" % size).digest(size)
@@ -125,7 +125,7 @@ async def a_request_and_its_answer_arrive_whole(subject: Subject) -> None:
             assert reply.payload == content and isinstance(reply.payload, memoryview)
 
 
-async def the_largest_message_and_payload_are_carried(subject: Subject) -> None:
+async def the_largest_message_and_payload_are_carried(subject: TransportSubject) -> None:
     async with subject.pair() as (connection, _):
         message = hashlib.shake_128(b"large").digest(4096) * (MESSAGE_BYTES_MAX // 4096)
         payload = bytes(range(256)) * (PAYLOAD_BYTES_MAX // 256)
@@ -133,7 +133,7 @@ async def the_largest_message_and_payload_are_carried(subject: Subject) -> None:
         assert reply.message == message and reply.payload == payload
 
 
-async def what_fits_into_no_frame_is_refused_and_the_connection_stays(subject: Subject) -> None:
+async def what_fits_into_no_frame_is_refused_and_the_connection_stays(subject: TransportSubject) -> None:
     def handler(call: Call) -> None:
         if call.method == 2:
             call.reply(bytes(MESSAGE_BYTES_MAX + 1))
@@ -147,8 +147,8 @@ async def what_fits_into_no_frame_is_refused_and_the_connection_stays(subject: S
         assert (await connection.call(1, b"still", deadline_s=soon())).message == b"still"
 
 
-async def the_handler_sees_method_deadline_and_peer(subject: Subject) -> None:
-    kept = Kept()
+async def the_handler_sees_method_deadline_and_peer(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         deadline_s = soon()
         task = asyncio.ensure_future(connection.call(65535, b"m", [b"p"], deadline_s=deadline_s))
@@ -160,8 +160,8 @@ async def the_handler_sees_method_deadline_and_peer(subject: Subject) -> None:
         assert (await task).payload == b""
 
 
-async def answers_may_come_in_any_order(subject: Subject) -> None:
-    kept = Kept()
+async def answers_may_come_in_any_order(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         tasks = [asyncio.ensure_future(connection.call(1, b"%d" % n, deadline_s=soon())) for n in range(50)]
         for call in reversed(await kept.count(50)):
@@ -169,7 +169,7 @@ async def answers_may_come_in_any_order(subject: Subject) -> None:
         assert [reply.message for reply in await asyncio.gather(*tasks)] == [b"to %d" % n for n in range(50)]
 
 
-async def a_payload_is_received_where_the_caller_wants_it_if_it_fits(subject: Subject) -> None:
+async def a_payload_is_received_where_the_caller_wants_it_if_it_fits(subject: TransportSubject) -> None:
     async with subject.pair() as (connection, _):
         for size in (1, 4096, 300_000):
             into = memoryview(bytearray(size + 10))
@@ -181,8 +181,8 @@ async def a_payload_is_received_where_the_caller_wants_it_if_it_fits(subject: Su
             assert reply.payload == content and not any(small)
 
 
-async def what_was_received_is_not_touched_again(subject: Subject) -> None:
-    kept = Kept()
+async def what_was_received_is_not_touched_again(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         replies = []
         for n in range(40):
@@ -196,7 +196,7 @@ async def what_was_received_is_not_touched_again(subject: Subject) -> None:
             assert reply.payload == content == kept.calls[n].payload
 
 
-async def many_requests_of_all_sizes_do_not_mix(subject: Subject) -> None:
+async def many_requests_of_all_sizes_do_not_mix(subject: TransportSubject) -> None:
     def handler(call: Call) -> None:
         call.reply(hashlib.sha256(call.payload).digest(), [call.payload[::-1].tobytes()])
 
@@ -212,7 +212,7 @@ async def many_requests_of_all_sizes_do_not_mix(subject: Subject) -> None:
 # -- errors
 
 
-async def errors_come_back_as_they_were(subject: Subject) -> None:
+async def errors_come_back_as_they_were(subject: TransportSubject) -> None:
     raised = [NotFound("no such thing"), StaleCut("cut 7 is older"), Busy("wait", retry_after_s=0.25),
               Disconnected("the next one", may_be_applied=False)]
 
@@ -226,7 +226,7 @@ async def errors_come_back_as_they_were(subject: Subject) -> None:
                 str(error), error.may_be_applied, error.retry_after_s)
 
 
-async def a_handler_that_raises_has_answered(subject: Subject) -> None:
+async def a_handler_that_raises_has_answered(subject: TransportSubject) -> None:
     def handler(call: Call) -> None:
         if call.method == 1:
             raise NotFound("from the handler")
@@ -238,7 +238,7 @@ async def a_handler_that_raises_has_answered(subject: Subject) -> None:
         await refused(NotFound, connection.call(1, b"", deadline_s=soon()))
 
 
-async def only_the_first_answer_counts(subject: Subject) -> None:
+async def only_the_first_answer_counts(subject: TransportSubject) -> None:
     def handler(call: Call) -> None:
         call.reply(b"first")
         call.reply(b"second")
@@ -252,8 +252,8 @@ async def only_the_first_answer_counts(subject: Subject) -> None:
 # -- deadlines and cancellation
 
 
-async def a_request_ends_with_its_deadline_and_its_late_answer_is_thrown_away(subject: Subject) -> None:
-    kept = Kept()
+async def a_request_ends_with_its_deadline_and_its_late_answer_is_thrown_away(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         began_s = SYSTEM_CLOCK.boottime_s()
         into = memoryview(bytearray(8))
@@ -267,8 +267,8 @@ async def a_request_ends_with_its_deadline_and_its_late_answer_is_thrown_away(su
         assert (await task).message == b"in time" and not any(into)
 
 
-async def each_of_many_deadlines_is_kept(subject: Subject) -> None:
-    kept = Kept()
+async def each_of_many_deadlines_is_kept(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         began_s = SYSTEM_CLOCK.boottime_s()
         ended: list[tuple[float, float]] = []
@@ -286,8 +286,8 @@ async def each_of_many_deadlines_is_kept(subject: Subject) -> None:
         assert (await late).message == b"patient"
 
 
-async def a_deadline_in_the_past_sends_nothing(subject: Subject) -> None:
-    kept = Kept()
+async def a_deadline_in_the_past_sends_nothing(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         error = await refused(DeadlineExceeded, connection.call(1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() - 1))
         assert not error.may_be_applied
@@ -297,8 +297,8 @@ async def a_deadline_in_the_past_sends_nothing(subject: Subject) -> None:
         await task
 
 
-async def a_cancelled_task_stops_the_work_at_the_other_side(subject: Subject) -> None:
-    kept = Kept()
+async def a_cancelled_task_stops_the_work_at_the_other_side(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         task = asyncio.ensure_future(connection.call(1, b"", [bytes(100_000)], deadline_s=soon()))
         call, = await kept.count(1)
@@ -314,7 +314,7 @@ async def a_cancelled_task_stops_the_work_at_the_other_side(subject: Subject) ->
         assert told == [True, True]  # too late to wait for it: told at once
 
 
-async def submit_tells_once_and_never_before_it_returned(subject: Subject) -> None:
+async def submit_tells_once_and_never_before_it_returned(subject: TransportSubject) -> None:
     def handler(call: Call) -> None:
         call.fail(NotFound()) if call.method == 2 else echo(call)
 
@@ -339,8 +339,8 @@ async def submit_tells_once_and_never_before_it_returned(subject: Subject) -> No
         assert told[4] == (None, Disconnected)
 
 
-async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here(subject: Subject) -> None:
-    kept = Kept()
+async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         told: list = []
         request = connection.submit(1, b"", deadline_s=soon(), on_done=lambda *outcome: told.append(outcome))
@@ -357,8 +357,8 @@ async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_h
 # -- bounds
 
 
-async def only_so_many_are_in_flight_and_the_others_wait_for_their_turn(subject: Subject) -> None:
-    kept = Kept()
+async def only_so_many_are_in_flight_and_the_others_wait_for_their_turn(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         more = 300
         tasks = [asyncio.ensure_future(connection.call(1, b"%d" % n, deadline_s=soon())) for n in range(IN_FLIGHT_MAX + more)]
@@ -377,8 +377,8 @@ async def only_so_many_are_in_flight_and_the_others_wait_for_their_turn(subject:
         assert len(kept.calls) == IN_FLIGHT_MAX + more - 1
 
 
-async def what_waits_also_ends_with_its_deadline_and_was_not_applied(subject: Subject) -> None:
-    kept = Kept()
+async def what_waits_also_ends_with_its_deadline_and_was_not_applied(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for _ in range(IN_FLIGHT_MAX)]
         await kept.count(IN_FLIGHT_MAX)
@@ -393,8 +393,8 @@ async def what_waits_also_ends_with_its_deadline_and_was_not_applied(subject: Su
 # -- ends
 
 
-async def closing_fails_what_is_in_flight_and_tells_the_other_side(subject: Subject) -> None:
-    kept = Kept()
+async def closing_fails_what_is_in_flight_and_tells_the_other_side(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
         call, = await kept.count(1)
@@ -407,8 +407,8 @@ async def closing_fails_what_is_in_flight_and_tells_the_other_side(subject: Subj
         await connection.close()
 
 
-async def a_listener_that_closes_ends_its_connections(subject: Subject) -> None:
-    kept = Kept()
+async def a_listener_that_closes_ends_its_connections(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, listener):
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
         call, = await kept.count(1)
@@ -420,8 +420,8 @@ async def a_listener_that_closes_ends_its_connections(subject: Subject) -> None:
         await listener.close()
 
 
-async def a_draining_listener_answers_what_is_in_work_and_takes_nothing_new(subject: Subject) -> None:
-    kept = Kept()
+async def a_draining_listener_answers_what_is_in_work_and_takes_nothing_new(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, listener):
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
         call, = await kept.count(1)
@@ -436,8 +436,8 @@ async def a_draining_listener_answers_what_is_in_work_and_takes_nothing_new(subj
         await until(lambda: connection.closed)
 
 
-async def draining_ends_after_its_time(subject: Subject) -> None:
-    kept = Kept()
+async def draining_ends_after_its_time(subject: TransportSubject) -> None:
+    kept = RecordingHandler()
     async with subject.pair(kept) as (connection, listener):
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
         await kept.count(1)
@@ -450,7 +450,7 @@ async def draining_ends_after_its_time(subject: Subject) -> None:
 # -- greetings and places
 
 
-async def another_pool_is_refused_by_name(subject: Subject) -> None:
+async def another_pool_is_refused_by_name(subject: TransportSubject) -> None:
     listener = await subject.listen()
     stranger = Greeting("the stranger", "pool-b")
     error = await refused(ProtocolMismatch, subject.transport.connect(listener.endpoint, stranger, deadline_s=soon()))
@@ -462,13 +462,13 @@ async def another_pool_is_refused_by_name(subject: Subject) -> None:
     await listener.close()
 
 
-async def where_nobody_listens_is_unreachable(subject: Subject) -> None:
+async def where_nobody_listens_is_unreachable(subject: TransportSubject) -> None:
     listener = await subject.listen()
     await listener.close()
     await refused(Unreachable, subject.transport.connect(listener.endpoint, CLIENT, deadline_s=SYSTEM_CLOCK.boottime_s() + 1))
 
 
-async def a_place_in_use_is_refused_and_free_again_after_close(subject: Subject) -> None:
+async def a_place_in_use_is_refused_and_free_again_after_close(subject: TransportSubject) -> None:
     listener = await subject.listen()
     await refused(InUse, subject.transport.listen(listener.endpoint, SERVER, echo))
     await listener.close()
@@ -479,7 +479,7 @@ async def a_place_in_use_is_refused_and_free_again_after_close(subject: Subject)
     await again.close()
 
 
-async def several_connections_do_not_disturb_one_another(subject: Subject) -> None:
+async def several_connections_do_not_disturb_one_another(subject: TransportSubject) -> None:
     listener = await subject.listen()
     connections = [await subject.transport.connect(listener.endpoint, CLIENT._replace(name=f"client {n}"), deadline_s=soon())
                    for n in range(5)]
@@ -491,7 +491,7 @@ async def several_connections_do_not_disturb_one_another(subject: Subject) -> No
     await listener.close()
 
 
-CHECKS: tuple[Callable[[Subject], Awaitable[None]], ...] = (
+CHECKS: tuple[Callable[[TransportSubject], Awaitable[None]], ...] = (
     a_request_and_its_answer_arrive_whole,
     the_largest_message_and_payload_are_carried,
     what_fits_into_no_frame_is_refused_and_the_connection_stays,
@@ -524,4 +524,4 @@ CHECKS: tuple[Callable[[Subject], Awaitable[None]], ...] = (
 
 async def check_all(transport: Transport, endpoint: Callable[[], str]) -> None:
     for check in CHECKS:
-        await check(Subject(transport, endpoint()))
+        await check(TransportSubject(transport, endpoint()))

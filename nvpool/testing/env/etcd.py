@@ -14,7 +14,7 @@ import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 
-from nvpool.cluster.etcd.client import Certificates, answers_alone
+from nvpool.cluster.etcd.client import EtcdCertificates, answers_alone
 from nvpool.security.ca import Authority, request_certificate
 
 START_S = 30.0
@@ -83,7 +83,7 @@ class RealEtcd:
         until_s = time.monotonic() + START_S
         while True:
             if self.files:
-                shown = Certificates(*(file.read_bytes() for file in self.files))
+                shown = EtcdCertificates(*(file.read_bytes() for file in self.files))
                 if asyncio.run(answers_alone(self.members[number], shown, 2.0)):
                     return
             try:

@@ -7,10 +7,10 @@ import stat
 import time
 
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.testing.env.nodes import Node, Pool
+from nvpool.testing.env.nodes import NodeMachine, Pool
 
 
-def until(holds, what: str, node: Node, wait_s: float = 240.0):
+def until(holds, what: str, node: NodeMachine, wait_s: float = 240.0):
     """What `holds` answers once that is true; AssertionError, with the logs of `node`, after wait_s."""
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     while not (found := holds()):
@@ -19,12 +19,12 @@ def until(holds, what: str, node: Node, wait_s: float = 240.0):
     return found
 
 
-def members(node: Node) -> set[int]:
+def members(node: NodeMachine) -> set[int]:
     """Of etcd that vote, as this node knows it."""
     return {one.node for one in node.map().etcd if one.state == "up"}
 
 
-def has_keys(node: Node) -> bool:
+def has_keys(node: NodeMachine) -> bool:
     """Whether it can let others in: it has the keys of the pool's authorities. AssertionError where others than it may read
     them."""
     keys = [node.path / "secret" / below / "authority.key" for below in (".", "etcd")]
@@ -36,12 +36,12 @@ def has_keys(node: Node) -> bool:
     return True
 
 
-def token_of(node: Node):
+def token_of(node: NodeMachine):
     """A change of the map, asked of this node."""
     return node.nvpool("node", "token", str(node.path), check=False)
 
 
-def told(node: Node) -> str:
+def told(node: NodeMachine) -> str:
     """The problems that its status names."""
     done = node.nvpool("status", str(node.path), "--json", check=False)
     return "; ".join(json.loads(done.stdout).get("problems", ())) if done.stdout.startswith("{") else ""

@@ -1,6 +1,6 @@
 """Pools of several machines for tests and benches on one: real processes and a real etcd in namespaces of their own.
 
-`Pool` makes the pool on the first machine, lets others and clients join, and knows each as a `Node`, whose processes can be
+`Pool` makes the pool on the first machine, lets others and clients join, and knows each as a `NodeMachine`, whose processes can be
 looked at, killed and started. Called by tests and benches; needs what `machines.missing` and `real_etcd.missing` look for.
 """
 
@@ -59,7 +59,7 @@ asyncio.run(main())
 """Chains over all targets, in a pool that holds nothing yet."""
 
 
-class Node:
+class NodeMachine:
     """A machine with a pool directory."""
 
     def __init__(self, machine: Machine, name: str = "pool"):
@@ -124,7 +124,7 @@ class Pool:
     """`nodes[0]` has made it; others join. `drives` of `capacity` for each node."""
 
     def __init__(self, hosts: list[Machine], plain: bool, *, drives: int = 1, capacity: str = CAPACITY):
-        self.nodes = [Node(machine) for machine in hosts]
+        self.nodes = [NodeMachine(machine) for machine in hosts]
         self.plain = ["--plain-text"] if plain else []
         self._drives, self._capacity = drives, capacity
 
@@ -141,11 +141,11 @@ class Pool:
         first.until_all_serve()
         return made["join"]
 
-    def join(self, node: Node, join: dict, check: bool = True):
+    def join(self, node: NodeMachine, join: dict, check: bool = True):
         return node.nvpool("node", "join", join["address"].removeprefix("stream://"), "--dir", str(node.path), "--token",
                            join["token"], *node.drives(self._drives, self._capacity), *self.plain, check=check)
 
-    def client(self, node: Node) -> None:
+    def client(self, node: NodeMachine) -> None:
         token = self.nodes[0].json("client", "token", str(self.nodes[0].path))
         node.nvpool("client", "join", token["address"].removeprefix("stream://"), str(node.path), "--token", token["token"],
                     *self.plain)

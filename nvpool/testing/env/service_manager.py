@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.testing.env.nodes import Node
+from nvpool.testing.env.nodes import NodeMachine
 from nvpool.testing.env.pool import end_process
 
 RESTART_S = 0.2
@@ -27,7 +27,7 @@ RESTART_S = 0.2
 class ServiceManager:
     """Keeps `nvpoold` of one node running from `start` until `stop`, which leaves the last one as it is."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeMachine) -> None:
         self._node = node
         self._stopping = threading.Event()
         # A short path of its own: that of a socket may have 107 bytes, and pools of tests lie deep.

@@ -25,7 +25,7 @@ from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.chains.transitions import sealed
 from nvpool.poolmap.grant_revocation import taken
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Target, encode_map
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Shard, Target, encode_map
 from nvpool.poolmap.shards.members import dealt, primary_began
 from nvpool.poolmap.shards.partition_moves import moved
 from nvpool.rpc.api import Greeting
@@ -87,7 +87,7 @@ class LocalPool:
                         for number, capacity in enumerate(capacities, 1))
         drives = tuple(Drive(t.id, 1, self._path("targets", str(t.id)) or f"memory-{t.id}", t.capacity_bytes) for t in targets)
         return PoolMap(format=MAP_FORMAT, pool_id=self._name, name=self._name, epoch=1,
-                       settings=Settings(chunk_bytes, replicas),
+                       settings=PoolSettings(chunk_bytes, replicas),
                        nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._tells_map else ()),), drives=drives,
                        targets=targets,
                        tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),

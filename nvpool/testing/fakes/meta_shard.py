@@ -14,7 +14,7 @@ from nvpool.core.errors import NvpoolError, Unreachable
 from nvpool.core.posix.byte_ranges import LAST_BYTE, RECORD
 from nvpool.meta.server.service import MetaService
 from nvpool.poolmap.chains.placement import build_table
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, PoolSettings, Shard, Target
 from nvpool.rpc.api import Peer, Reply
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 from nvpool.rpc.v1 import meta_pb2 as pb
@@ -229,5 +229,5 @@ def small_map(targets: int = 2) -> PoolMap:
     """One node, `targets` targets with the endpoints inproc://1, inproc://2, …, one shard, one table."""
     drives = tuple(Drive(number, 1, f"/drive/{number}", 1 << 30) for number in range(1, targets + 1))
     there = tuple(Target(d.id, d.id, 1, d.capacity_bytes, (f"inproc://{d.id}",)) for d in drives)
-    return PoolMap(MAP_FORMAT, "pool", "test", 1, Settings(), (Node(1, "n", "h", ("inproc://n",)),), drives, there,
+    return PoolMap(MAP_FORMAT, "pool", "test", 1, PoolSettings(), (Node(1, "n", "h", ("inproc://n",)),), drives, there,
                    (build_table(there, 1),), (Shard(1, 1, ("inproc://m",)),), (PartitionRange(0, 4096, 1),))

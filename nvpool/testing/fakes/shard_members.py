@@ -20,7 +20,7 @@ from nvpool.kv.replication.member import MemberKv, whole_term, with_term
 from nvpool.kv.replication.primary import Shipping, ShippingOptions
 from nvpool.kv.replication.standby import Done, Group, StandbyKv
 from nvpool.kv.replication_log import Position, Tail
-from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby
+from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, PoolSettings, Shard, StandbyMember
 from nvpool.poolmap.shards import members as shard_members
 
 __all__ = ["OPTIONS", "Group", "Link", "Member", "Members"]
@@ -131,8 +131,8 @@ class Members:
         """Whether nobody changes the map; or the error that says so."""
         self.tasks: set[asyncio.Task] = set()
         node = Node(1, "n", "", ())
-        shard = Shard(SHARD, 1, (), standbys=tuple(Standby(number, 1, ()) for number in range(1, count)))
-        self.pool_map = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (node,), shards=(shard,))
+        shard = Shard(SHARD, 1, (), standbys=tuple(StandbyMember(number, 1, ()) for number in range(1, count)))
+        self.pool_map = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (node,), shards=(shard,))
 
     @property
     def shard(self) -> Shard:

@@ -26,10 +26,10 @@ from nvpool.client.state.types import (
 from nvpool.core import errors
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.ids import ROOT_INODE
-from nvpool.core.posix.byte_ranges import LAST_BYTE, RECORD, UNLOCKED, WHOLE, Span
+from nvpool.core.posix.byte_ranges import LAST_BYTE, RECORD, UNLOCKED, WHOLE, LockRange
 from nvpool.core.units import BLOCK_BYTES, GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX, clamp_time_ns
 from nvpool.meta.state.lock_table import LockTable, Owner, Waiter
-from nvpool.rpc.messages.direntries import Listed, pack_entry
+from nvpool.rpc.messages.direntries import DirectoryPage, pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 HAS_XATTRS = 1
@@ -49,7 +49,7 @@ class _Node:
         self.handles = 0
 
 
-class FileHandle:
+class FakeFileHandle:
     __slots__ = ("inode", "flags", "attr", "node", "file", "flocks", "number")  # as in client/state/types
 
     def __init__(self, node: _Node, flags: int) -> None:
@@ -64,7 +64,7 @@ class FileHandle:
         return len(self.node.content)
 
 
-class DirHandle(NamedTuple):
+class FakeDirHandle(NamedTuple):
     inode: int
 
 
@@ -93,7 +93,7 @@ class MemoryVfs:
 
     begin_unlink = begin_flush = begin_create
 
-    def is_flushed(self, handle: FileHandle) -> bool:
+    def is_flushed(self, handle: FakeFileHandle) -> bool:
         return False
 
     def hold_reads(self) -> None:
@@ -202,7 +202,7 @@ class MemoryVfs:
     async def birth_ns(self, inode: int) -> int:
         return 0
 
-    async def create_unnamed(self, parent: int, mode: int, flags: int, caller) -> tuple[Attr, FileHandle]:
+    async def create_unnamed(self, parent: int, mode: int, flags: int, caller) -> tuple[Attr, FakeFileHandle]:
         raise errors.NotSupported("no files without names")
 
     async def setattr(self, inode: int, *, mode=None, uid=None, gid=None, size=None, atime_ns=None, mtime_ns=None,
@@ -336,7 +336,7 @@ class MemoryVfs:
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
-    async def open(self, inode: int, flags: int, caller) -> FileHandle:
+    async def open(self, inode: int, flags: int, caller) -> FakeFileHandle:
         node = self._node(inode)
         if stat.S_ISDIR(node.attr.mode):
             raise errors.IsADirectory()
@@ -344,43 +344,43 @@ class MemoryVfs:
             self._resize(node, 0)
             self._touch(node)
         node.handles += 1
-        return FileHandle(node, flags)
+        return FakeFileHandle(node, flags)
 
-    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller) -> tuple[Attr, FileHandle]:
+    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller) -> tuple[Attr, FakeFileHandle]:
         directory = self._directory(parent)
         if name in directory.names and not flags & os.O_EXCL:
             handle = await self.open(directory.names[name][0], flags, caller)
             return handle.node.attr, handle
         node = self._birth(parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller)
         node.handles = 1
-        return node.attr, FileHandle(node, flags)
+        return node.attr, FakeFileHandle(node, flags)
 
     def open_now(self, inode: int, flags: int) -> None:
         return None
 
-    def read_now(self, handle: FileHandle, offset: int, size: int) -> None:
+    def read_now(self, handle: FakeFileHandle, offset: int, size: int) -> None:
         return None
 
-    def begin_read(self, handle: FileHandle, offset: int, size: int) -> None:
+    def begin_read(self, handle: FakeFileHandle, offset: int, size: int) -> None:
         return None
 
-    async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | memoryview:
+    async def read(self, handle: FakeFileHandle, offset: int, size: int) -> bytes | memoryview:
         content = handle.node.content
         return bytes(memoryview(content)[offset:offset + size])
 
-    def write_now(self, handle: FileHandle, offset: int, buffer, unique: int = 0) -> bool:
+    def write_now(self, handle: FakeFileHandle, offset: int, buffer, unique: int = 0) -> bool:
         return False
 
     def size_here(self, inode: int) -> int | None:
         node = self._nodes.get(inode)
         return len(node.content) if node is not None and node.handles else None
 
-    async def append(self, handle: FileHandle, buffer) -> int:
+    async def append(self, handle: FakeFileHandle, buffer) -> int:
         place = handle.size
         await self.write(handle, place, buffer, False)
         return place
 
-    async def write(self, handle: FileHandle, offset: int, buffer, append: bool | None = None) -> int:
+    async def write(self, handle: FakeFileHandle, offset: int, buffer, append: bool | None = None) -> int:
         node = handle.node
         if handle.flags & os.O_APPEND and append is not False:
             offset = len(node.content)
@@ -391,7 +391,7 @@ class MemoryVfs:
         self._touch(node)
         return len(buffer)
 
-    async def fallocate(self, handle: FileHandle, offset: int, length: int, mode: int) -> None:
+    async def fallocate(self, handle: FakeFileHandle, offset: int, length: int, mode: int) -> None:
         if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or (mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE):
             raise errors.NotSupported()
         if offset < 0 or length <= 0:
@@ -404,7 +404,7 @@ class MemoryVfs:
             node.content[offset:end] = bytes(max(0, end - offset))
         self._touch(node)
 
-    async def seek(self, handle: FileHandle, offset: int, whence: int) -> int:
+    async def seek(self, handle: FakeFileHandle, offset: int, whence: int) -> int:
         """Blocks of zeros are its holes."""
         content = handle.node.content
         if not 0 <= offset < len(content):
@@ -416,35 +416,35 @@ class MemoryVfs:
             raise errors.BeyondData()
         return len(content)
 
-    async def copy_range(self, source: FileHandle, offset: int, target: FileHandle, to: int, length: int) -> int:
+    async def copy_range(self, source: FakeFileHandle, offset: int, target: FakeFileHandle, to: int, length: int) -> int:
         if source.node is target.node and abs(offset - to) < length:
             raise errors.InvalidRequest()
         data = bytes(memoryview(source.node.content)[offset:offset + length])
         return await self.write(target, to, data) if data else 0
 
-    async def flush(self, handle: FileHandle, owner: int | None = None) -> None:
+    async def flush(self, handle: FakeFileHandle, owner: int | None = None) -> None:
         if owner is not None and handle.inode in self._locks.files:
             await self.setlk(handle, owner, 0, LAST_BYTE, UNLOCKED)
 
-    async def fsync(self, handle: FileHandle, datasync: bool) -> None:
+    async def fsync(self, handle: FakeFileHandle, datasync: bool) -> None:
         pass
 
     def is_locked(self, inode: int) -> bool:
         return inode in self._locks.files
 
-    async def getlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int) -> Span | None:
+    async def getlk(self, handle: FakeFileHandle, owner: int, start: int, end: int, mode: int) -> LockRange | None:
         found = next(self._locks.in_the_way(handle.inode, Owner(RECORD, 0, owner), start, end, mode), None)
         return found.span if found else None
 
-    async def setlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int, pid: int = 0, *,
+    async def setlk(self, handle: FakeFileHandle, owner: int, start: int, end: int, mode: int, pid: int = 0, *,
                     wait: bool = False) -> bool:
         return await self._lock(handle, Owner(RECORD, 0, owner), start, end, mode, pid, wait)
 
-    async def flock(self, handle: FileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False) -> bool:
+    async def flock(self, handle: FakeFileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False) -> bool:
         handle.flocks.add(owner)
         return await self._lock(handle, Owner(WHOLE, 0, owner), 0, LAST_BYTE, mode, pid, wait)
 
-    async def _lock(self, handle: FileHandle, owner: Owner, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
+    async def _lock(self, handle: FakeFileHandle, owner: Owner, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
         ticket = 0
         try:
             while True:
@@ -467,14 +467,14 @@ class MemoryVfs:
         if waiter.ticket in self._turns and not self._turns[waiter.ticket].done():
             self._turns[waiter.ticket].set_result(None)
 
-    def release_now(self, handle: FileHandle) -> bool:
+    def release_now(self, handle: FakeFileHandle) -> bool:
         if handle.flocks:
             return False
         handle.node.handles -= 1
         self._collect(handle.node)
         return True
 
-    async def release(self, handle: FileHandle) -> None:
+    async def release(self, handle: FakeFileHandle) -> None:
         for owner in list(handle.flocks):
             await self.flock(handle, owner, UNLOCKED)
         handle.node.handles -= 1
@@ -482,23 +482,23 @@ class MemoryVfs:
 
     # -- directories -------------------------------------------------------------------------------------------------
 
-    async def opendir(self, inode: int) -> DirHandle:
+    async def opendir(self, inode: int) -> FakeDirHandle:
         self._directory(inode)
-        return DirHandle(inode)
+        return FakeDirHandle(inode)
 
-    async def readdir(self, handle: DirHandle, cursor: int, limit: int, answered=None) -> tuple[Listed, bool]:
+    async def readdir(self, handle: FakeDirHandle, cursor: int, limit: int, answered=None) -> tuple[DirectoryPage, bool]:
         node = self._directory(handle.inode)
         behind = [(place, name) for place, name in node.order.items() if place > cursor]
         more = len(behind) > limit
         if answered is not None:
             answered(behind[limit - 1][0] if more else None)
-        return Listed(b"".join([pack_entry(place, self._nodes[node.names[name][0]].attr, False, name)
+        return DirectoryPage(b"".join([pack_entry(place, self._nodes[node.names[name][0]].attr, False, name)
                                 for place, name in behind[:limit]])), more
 
     def outdated(self, inodes: list[int], since_s: float) -> set[int]:
         return set()
 
-    def unpromised(self, listed: Listed) -> set[int]:
+    def unpromised(self, listed: DirectoryPage) -> set[int]:
         return set()
 
     def name_cover(self, parent: int, name: bytes, inode: int) -> int:
@@ -507,7 +507,7 @@ class MemoryVfs:
     def known_attr(self, inode: int) -> None:
         return None
 
-    async def releasedir(self, handle: DirHandle) -> None:
+    async def releasedir(self, handle: FakeDirHandle) -> None:
         pass
 
     async def fsyncdir(self, inode: int) -> None:

@@ -32,7 +32,7 @@ class MemoryVolume(NamedTuple):
     trash_s: int = 0
 
 
-class _Held(NamedTuple):
+class _FakeMount(NamedTuple):
     read_only: bool
     subpath: str
 
@@ -46,7 +46,7 @@ class MemoryVolumes:
         """Volumes that are used on another host."""
         self._volumes: dict[str, MemoryVolume] = {}
         self._subpaths: dict[str, str] = {}
-        self._held: dict[tuple[str, str], _Held] = {}
+        self._held: dict[tuple[str, str], _FakeMount] = {}
         self._published: dict[str, tuple[str, str, bool]] = {}  # target -> volume, holder, read-only
 
     # -- volumes ---------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class MemoryVolumes:
         there = self._held.get((name, holder))
         if there is not None and (read_only > there.read_only or subpath not in ("", there.subpath)):
             raise AlreadyExists(f"{holder} uses the volume {name} already, in another way")
-        self._held.setdefault((name, holder), _Held(read_only or volume.sealed, subpath or self._subpaths.get(name, "")))
+        self._held.setdefault((name, holder), _FakeMount(read_only or volume.sealed, subpath or self._subpaths.get(name, "")))
         return Path("/nowhere") / name
 
     async def unstage(self, name: str, holder: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from nvpool.host.processes import identity_of
 from nvpool.poolmap.model import PoolMap, Shard
 from nvpool.poolmap.shards.members import process_name
-from nvpool.testing.env.nodes import Node
+from nvpool.testing.env.nodes import NodeMachine
 from nvpool.testing.env.pool import end_process
 from nvpool.testing.loads.mounted_nodes import PoolInUse
 
@@ -33,7 +33,7 @@ class NotNow(Exception):
     """The fault has no victim at this moment: a process that is to be killed does not run."""
 
 
-class Faults:
+class NodeFaults:
     """Chooses victims in a pool as it is now. `leads` is the node whose supervisor leads."""
 
     def __init__(self, pool: PoolInUse, chance: random.Random, leads: int) -> None:
@@ -47,7 +47,7 @@ class Faults:
         self.notes: list[str] = []
         self.supervisors_killed: Counter[int] = Counter()
 
-    def node(self, number: int) -> Node:
+    def node(self, number: int) -> NodeMachine:
         return self.pool.nodes[number - 1]
 
     # -- processes ---------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Faults:
         yield
 
 
-VICTIMS: dict[str, Callable[[Faults], list[int]]] = {
+VICTIMS: dict[str, Callable[[NodeFaults], list[int]]] = {
     "primary": lambda on: [on.member(primary=True)],
     "leader": lambda on: [on.supervisor(on.leads)],
     "primary and leader": lambda on: [on.member(primary=True), on.supervisor(on.leads)],
@@ -227,7 +227,7 @@ VICTIMS: dict[str, Callable[[Faults], list[int]]] = {
     "node of the primary": lambda on: on.whole_node(on.primary),
 }
 
-CONDITIONS: dict[str, Callable[[Faults], contextlib.AbstractContextManager]] = {
+CONDITIONS: dict[str, Callable[[NodeFaults], contextlib.AbstractContextManager]] = {
     "nothing else": lambda on: contextlib.nullcontext(),
     "primary's node cut": lambda on: on.cut(on.primary),
     "leader's node cut": lambda on: on.cut(on.leads),

@@ -27,7 +27,7 @@ OPEN, WRITE, TRUNCATE, RENAME, UNLINK, SYNC_BEGIN, SYNC_END, MKDIR, RMDIR, LINK,
 PAGE = 4096
 
 
-class Record:
+class RecordedCall:
     __slots__ = ("kind", "time_ns", "identity", "offset", "length", "extra", "path", "data", "process")
 
     def __init__(self, kind, time_ns, identity, offset, length, extra, path, data, process):
@@ -35,7 +35,7 @@ class Record:
         self.length, self.extra, self.path, self.data, self.process = length, extra, path, data, process
 
 
-class _File:
+class _RecordedFile:
     """One file through all its names: what was written since the first image, in order."""
 
     def __init__(self, base: Path | None) -> None:
@@ -106,7 +106,7 @@ class _File:
             os.ftruncate(file.fileno(), size)
 
 
-def read_records(log: Path) -> list[Record]:
+def read_records(log: Path) -> list[RecordedCall]:
     """All processes' records in the order of time. A record cut off by a kill is the last of its process and is left out."""
     found = []
     for file in sorted(Path(log).glob("*.log")):
@@ -122,7 +122,7 @@ def read_records(log: Path) -> list[Record]:
             path = raw[place:place + path_bytes].decode("utf-8", "surrogateescape")
             data = raw[place + path_bytes:place + path_bytes + data_bytes]
             place += path_bytes + data_bytes
-            found.append(Record(kind, time_ns, (device, inode), offset, length, extra, path, data, process))
+            found.append(RecordedCall(kind, time_ns, (device, inode), offset, length, extra, path, data, process))
     found.sort(key=lambda r: r.time_ns)
     return found
 
@@ -143,12 +143,12 @@ class PowerLoss:
         chance = random.Random(seed)
         eagerness = chance.choice((0.0, 0.3, 0.7, 1.0))
         into = Path(into)
-        first_names: dict[str, _File] = {}
+        first_names: dict[str, _RecordedFile] = {}
         for directory, _, names in os.walk(self.base):
             for name in names:
                 whole = Path(directory) / name
                 if whole.is_file() and not whole.is_symlink():
-                    first_names[str(self.root / whole.relative_to(self.base))] = _File(whole)
+                    first_names[str(self.root / whole.relative_to(self.base))] = _RecordedFile(whole)
         names, by_identity = dict(first_names), {}
         changes: list[list] = []                              # [durable, kind, path, other, file]
         for record in self.records:
@@ -182,12 +182,12 @@ class PowerLoss:
             file.materialize(place, chance, eagerness)
 
     @staticmethod
-    def _take(record: Record, names: dict, by_identity: dict, changes: list[list]) -> None:
+    def _take(record: RecordedCall, names: dict, by_identity: dict, changes: list[list]) -> None:
         kind, path = record.kind, record.path
         if kind == OPEN:
             file = names.get(path)
             if file is None or record.extra & 1:
-                file = _File(None)
+                file = _RecordedFile(None)
                 names[path] = file
                 file.created_by = len(changes)
                 changes.append([False, OPEN, path, "", file])

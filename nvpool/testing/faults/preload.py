@@ -51,7 +51,7 @@ def build_library() -> Path:
     return library
 
 
-class Faults:
+class PreloadFaults:
     """One watched directory. The rules live in shared memory: arming one acts at once on every process that has them."""
 
     def __init__(self, root: Path, work: Path) -> None:
@@ -63,7 +63,7 @@ class Faults:
             self._rules = mmap.mmap(file.fileno(), _RULE.size * _RULES)
 
     @classmethod
-    def create(cls, root: Path, work: Path) -> Faults:
+    def create(cls, root: Path, work: Path) -> PreloadFaults:
         """Begin with the state of `root` as it is now: a copy of it becomes the first image."""
         work = Path(work)
         (work / "log").mkdir(parents=True)

@@ -102,7 +102,7 @@ class _Transport:
         self._taken(b"".join(pieces))
 
 
-class _Served(StreamServed):
+class _FuzzServed(StreamServed):
     """With the peer that it is told."""
 
     def __init__(self, listener: StreamListener, peer: Peer) -> None:
@@ -143,7 +143,7 @@ class Wire:
         self.open_ones.clear()
         self._coming.clear()
         self._transport = _Transport(self._taken, self._go_on)
-        self._served = _Served(self._listener, self._peer)
+        self._served = _FuzzServed(self._listener, self._peer)
         self._served._at_once = self._at_once
         self._served.connection_made(self._transport)
         self.give(pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("fuzz")), 0))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nvpool.cluster.embedded import EmbeddedCoordinator
-from nvpool.core.config import Access, Config
+from nvpool.core.config import AccessConfig, Config
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.kv.memory import MemoryKv
 from nvpool.kv.options import LmdbOptions
@@ -25,7 +25,7 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.runtime.daemon_process import Stop
 from nvpool.testing.contracts.coordinator import first_map
 from nvpool.testing.fuzz.connections import Trouble
-from nvpool.testing.fuzz.harness import Place
+from nvpool.testing.fuzz.harness import FuzzTarget
 from nvpool.testing.fuzz.messages import REQUESTS
 
 SECRET = b"s" * 32
@@ -40,7 +40,7 @@ SUPERVISOR_METHODS = [method for method in REQUESTS if method >= 200]
 STANDBY_METHODS = (wire.META_SHIP, wire.META_FOLLOW, wire.META_STATUS)
 
 
-class _Daemon(Place):
+class _Daemon(FuzzTarget):
     async def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         self._path = Path(tempfile.mkdtemp(prefix="nvpool-fuzz-"))
         await self._start()
@@ -81,7 +81,7 @@ class SupervisorPlace(_Daemon):
         self._coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked_to_stop = Stop()
-        config = Config(access=Access(operators=str(OPERATORS)))
+        config = Config(access=AccessConfig(operators=str(OPERATORS)))
         self._supervisor = Supervisor(PoolDirectory(self._path), config, self._coordinator, self._asked_to_stop, self._failed)
         here = self.kind == "user"
         self.connect(self._supervisor.handle if here else self._supervisor.handle_secured, PEERS[self.kind])

@@ -18,14 +18,14 @@ from nvpool.rpc.api import Call, Peer
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import DirectCall
 from nvpool.testing.fuzz.connections import Trouble, Wire, Witness, wrong_frame
-from nvpool.testing.fuzz.messages import REQUESTS, Generator, Known
+from nvpool.testing.fuzz.messages import REQUESTS, Generator, KnownValues
 
 CORPUS_MAX = 300
 KEEPING = 50
 """Requests that may wait; with more of them all have to be answered before the next."""
 
 
-class Place:
+class FuzzTarget:
     name = ""
     waits_s = 60.0
     """Time of the loop within which all that was asked has to be answered."""
@@ -41,7 +41,7 @@ class Place:
         """By method: how often something was done. For who wants to know how deep this goes."""
         self._seed = seed
         self._chance = random.Random(seed)
-        self._known = Known()
+        self._known = KnownValues()
         self._generator = Generator(self._chance, self._known)
         self._corpus: list[tuple[int, bytes]] = [(0, b"\x10\x01")]
         self._witness = witness

@@ -1,6 +1,6 @@
 """Messages of every kind from their descriptors: fields at random, numbers at their bounds, and bytes changed on their way.
 
-All is drawn from one seeded generator, so that a case comes again with its seed. `Known` says which values of a service make a
+All is drawn from one seeded generator, so that a case comes again with its seed. `KnownValues` says which values of a service make a
 request that goes deep (inodes, names, sessions, grants); without them nearly all would be refused at the door. Used by the
 places of this package.
 """
@@ -75,7 +75,7 @@ class Field(NamedTuple):
     is_map: bool
 
 
-class Known:
+class KnownValues:
     """Values that mean something to the service, by the names of fields: `draw[name]()`."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Known:
 
 
 class Generator:
-    def __init__(self, chance: random.Random, known: Known) -> None:
+    def __init__(self, chance: random.Random, known: KnownValues) -> None:
         self.chance = chance
         self.known = known
         self._plans: dict[str, list[Field]] = {}

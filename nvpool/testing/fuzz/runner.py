@@ -25,7 +25,7 @@ from pathlib import Path
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.testing.fuzz.connections import RECENT, Trouble, Witness
 from nvpool.testing.fuzz.daemons import StandbyPlace, SupervisorPlace, kinds_of
-from nvpool.testing.fuzz.harness import Place, method_name
+from nvpool.testing.fuzz.harness import FuzzTarget, method_name
 from nvpool.testing.fuzz.shard import KINDS, ShardPlace
 from nvpool.testing.fuzz.store import PEERS, StorePlace
 
@@ -59,7 +59,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
 
 
-class Run:
+class FuzzRun:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._witness = Witness()
@@ -114,7 +114,7 @@ class Run:
     def _progress(self) -> None:
         print(f"done {self.done} {resident_bytes()}", flush=True)
 
-    def _one(self, place: Place, number: int, count: int) -> None:
+    def _one(self, place: FuzzTarget, number: int, count: int) -> None:
         loop = place.loop()
         asyncio.set_event_loop(loop)
         loop.set_exception_handler(self._witness.unhandled)
@@ -153,7 +153,7 @@ class Run:
                     f"TROUBLE: the process has grown from {self._grown_from >> 20} to {now >> 20} MiB in {self.done} cases"
                 )
 
-    def _tell(self, place: Place, number: int, error: Exception) -> None:
+    def _tell(self, place: FuzzTarget, number: int, error: Exception) -> None:
         last = self._recent[-1][0] if self._recent else number
         print(f"TROUBLE at case {last} ({place.name}, {place.kind}); again with: --seed {self._options.seed} --first {number} "
               f"--cases {CASES} --kind {place.name}-{place.kind}")
@@ -166,7 +166,7 @@ class Run:
 def fuzz(kind: str, cases: int, seed: str = "1", only: str = "") -> int:
     """So many cases in this process, which somebody else watches for a standstill: the exit status, and what is wrong on
     stdout."""
-    return Run(argparse.Namespace(seed=seed, first=0, step=1, cases=cases, seconds=0.0, only=only, kind=kind, stats=False,
+    return FuzzRun(argparse.Namespace(seed=seed, first=0, step=1, cases=cases, seconds=0.0, only=only, kind=kind, stats=False,
                                   watched=False)).all()
 
 
@@ -190,7 +190,7 @@ def main() -> int:
     logging.lastResort = None  # what is said below ERROR is of no interest
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return Run(parser.parse_args(namespace=argparse.Namespace(watched=True))).all()
+        return FuzzRun(parser.parse_args(namespace=argparse.Namespace(watched=True))).all()
     except KeyboardInterrupt:
         return 130
 

@@ -19,7 +19,7 @@ from nvpool.core import grants
 from nvpool.core.errors import NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.member_names import SQUASH_ROOT
-from nvpool.core.posix.acl import ACCESS, DEFAULT, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, Entry, encode_acl
+from nvpool.core.posix.acl import ACCESS, DEFAULT, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
 from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
@@ -31,7 +31,7 @@ from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
 from nvpool.testing.fuzz.connections import Trouble, Witness
-from nvpool.testing.fuzz.harness import Place
+from nvpool.testing.fuzz.harness import FuzzTarget
 from nvpool.testing.fuzz.messages import REQUESTS
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
 
@@ -69,7 +69,7 @@ NOT_BY_NODES = {wire.META_LOAD, wire.META_MOMENT, wire.META_HOLD, wire.META_SETT
 """They would do what they say: empty the shard, hold its changes up, write any record."""
 
 
-class ShardPlace(Place):
+class ShardPlace(FuzzTarget):
     name = "shard"
 
     waits_s = 400.0
@@ -150,7 +150,7 @@ class ShardPlace(Place):
         files += [(await root.file(wide, b"n%d" % number)).inode for number in range(8)]
         link = (await root.create(at[b"etc"], b"link", stat.S_IFLNK | 0o777, target=b"/etc/f", exclusive=True)).entry.attr.inode
         self._exempt.add(link)  # of a symlink everybody may set the times to now, as on Linux
-        acl = encode_acl((Entry(USER_OBJ, 6), Entry(USER, 4, UID), Entry(GROUP_OBJ, 4), Entry(MASK, 4), Entry(OTHER, 0)))
+        acl = encode_acl((AclEntry(USER_OBJ, 6), AclEntry(USER, 4, UID), AclEntry(GROUP_OBJ, 4), AclEntry(MASK, 4), AclEntry(OTHER, 0)))
         await root.ask("SETXATTR", pb.SetXattrRequest(change=root.change(), inode=files[1], name=ACCESS, value=acl))
         for name in (b"user.a", b"trusted.b"):
             await root.ask("SETXATTR", pb.SetXattrRequest(change=root.change(), inode=files[0], name=name, value=b"v" * 40))
@@ -585,7 +585,7 @@ class ShardPlace(Place):
 
 def acl_of(chance: random.Random) -> bytes:
     raw = encode_acl(
-        (Entry(USER_OBJ, 6), Entry(USER, chance.randrange(8), UID), Entry(GROUP_OBJ, 4), Entry(MASK, 6), Entry(OTHER, 0))
+        (AclEntry(USER_OBJ, 6), AclEntry(USER, chance.randrange(8), UID), AclEntry(GROUP_OBJ, 4), AclEntry(MASK, 6), AclEntry(OTHER, 0))
     )
     return raw if chance.random() < 0.7 else raw[: chance.randrange(len(raw))]
 

@@ -37,7 +37,7 @@ from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
 from nvpool.store.server.service import StoreService
 from nvpool.testing.fakes.meta_shard import DirectCall, small_map
 from nvpool.testing.fuzz.connections import Trouble, Witness
-from nvpool.testing.fuzz.harness import Place
+from nvpool.testing.fuzz.harness import FuzzTarget
 from nvpool.testing.fuzz.messages import REQUESTS
 
 SECRET = b"k" * 32
@@ -54,7 +54,7 @@ METHODS = [method for method in REQUESTS if 0 < method < 100]
 COMMON = (wire.DATA_READ, wire.DATA_WRITE, wire.DATA_COPY, wire.DATA_LOCATE, wire.DATA_EXTENTS)
 
 
-class StorePlace(Place):
+class StorePlace(FuzzTarget):
     name = "store"
 
     def __init__(self, kind: str, seed: str, witness: Witness) -> None:

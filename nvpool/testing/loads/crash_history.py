@@ -38,7 +38,7 @@ def now_ns() -> int:
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
-class Worker(threading.Thread):
+class HistoryWorker(threading.Thread):
     """Changes files in one directory until told to stop, or until something fails."""
 
     def __init__(self, pool, number: int, seed: int, stop: threading.Event, lock: threading.Lock):
@@ -147,7 +147,7 @@ def main(pool_path: str, seed: int, seconds: float, workers: int) -> None:
     import nvpool
     stop, lock = threading.Event(), threading.Lock()
     with nvpool.connect(pool_path) as pool:
-        threads = [Worker(pool, number, seed, stop, lock) for number in range(workers)]
+        threads = [HistoryWorker(pool, number, seed, stop, lock) for number in range(workers)]
         for thread in threads:
             thread.start()
         stop.wait(seconds)
@@ -163,7 +163,7 @@ def main(pool_path: str, seed: int, seconds: float, workers: int) -> None:
 
 
 @dataclass
-class _File:
+class _FileHistory:
     """What one file has been: (number of the operation, whole content), and the operation that last made it durable."""
 
     versions: list[tuple[int, bytes]] = field(default_factory=list)
@@ -174,7 +174,7 @@ class _File:
     """Of each hole that was answered: the operation, its first block, the one behind its last."""
 
 
-class History:
+class CrashHistory:
     """The operations that a load printed."""
 
     def __init__(self, lines: str):
@@ -194,7 +194,7 @@ class History:
 
     def _worker(self, own: list[dict], found: dict[str, bytes] | None, at_ns: int, least: int) -> str:
         names: list[dict[str, int] | None] = [None]
-        files: dict[int, _File] = {}
+        files: dict[int, _FileHistory] = {}
         for number, op in enumerate(own):
             names.append(_names_after(names[-1], op, files, number, op["end"] <= at_ns))
         reasons = []
@@ -214,14 +214,14 @@ class History:
                 f"{None if names[least] is None else sorted(names[least])}, the next are {own[least - 1:least + 3]}")
 
 
-def _names_after(before: dict[str, int] | None, op: dict, files: dict[int, _File], number: int,
+def _names_after(before: dict[str, int] | None, op: dict, files: dict[int, _FileHistory], number: int,
                  answered: bool) -> dict[str, int]:
     """The names after `op`; enters in `files` what it does to contents."""
     kind = op["kind"]
     if kind == "top":
         return {}
     names = dict(before or {})
-    file = files.setdefault(op["file"], _File())
+    file = files.setdefault(op["file"], _FileHistory())
     if kind == "create":
         names[op["name"]] = op["file"]
         file.versions += [(number, b""), (number, content(op["seed"], op["length"]))]
@@ -251,7 +251,7 @@ def _names_after(before: dict[str, int] | None, op: dict, files: dict[int, _File
     return names
 
 
-def _content_wrong(file: _File, found: bytes, count: int, what: str) -> str:
+def _content_wrong(file: _FileHistory, found: bytes, count: int, what: str) -> str:
     durable = max(file.durable, file.replaced if file.replaced < count else -1)
     floor = max((at for at, (number, _) in enumerate(file.versions) if number <= durable), default=0)
     possible = [version for _, version in file.versions[floor:]]

@@ -13,13 +13,13 @@ from typing import Any
 
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.testing.env.namespaces import Machine, Machines
-from nvpool.testing.env.nodes import Node, Pool
+from nvpool.testing.env.nodes import NodeMachine, Pool
 from nvpool.testing.loads.checking import CheckingLoad, Pauses
 
 WAIT_S = 120.0
 
 
-def until(holds: Callable[[], Any], what: str, *nodes: Node, wait_s: float = WAIT_S) -> Any:
+def until(holds: Callable[[], Any], what: str, *nodes: NodeMachine, wait_s: float = WAIT_S) -> Any:
     """What `holds` answers once that is true; AssertionError, with the logs of `nodes`, after wait_s."""
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     while not (found := holds()):
@@ -51,13 +51,13 @@ class PoolInUse(Pool):
         """As it is seen from here."""
         return Path(f"/proc/{self.client_node.machine.pid}/root{self.client_node.machine.place}/mount")
 
-    def seen_by(self, node: Node) -> dict:
+    def seen_by(self, node: NodeMachine) -> dict:
         """What status tells there; empty while it can not."""
         done = node.nvpool("status", str(node.path), "--json", check=False)
         seen = json.loads(done.stdout) if done.stdout.startswith("{") else {}
         return {} if "error" in seen else seen
 
-    def until_copied(self, *nodes: Node) -> None:
+    def until_copied(self, *nodes: NodeMachine) -> None:
         """Every chain has its copies, where they shall be."""
         def copied():
             seen = self.seen_by(nodes[0])
@@ -77,7 +77,7 @@ class PoolInUse(Pool):
                     and sum(node["etcd"] for node in seen["nodes"]) == 3 and any(node["leads"] for node in seen["nodes"]))
         until(whole, "all is whole", *self.nodes[:3])
 
-    def lead_and_primary(self) -> tuple[Node, Node]:
+    def lead_and_primary(self) -> tuple[NodeMachine, NodeMachine]:
         """Who leads the pool, and where the shard's primary is."""
         def told():
             seen = self.seen_by(self.nodes[1]) or self.seen_by(self.nodes[0])

@@ -17,7 +17,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import Unreachable
 from nvpool.rpc.api import Connection, Greeting, Handler, Listener, Transport
-from nvpool.testing.sim.network import Network, SimTransport
+from nvpool.testing.sim.network import SimulatedNetwork, SimTransport
 
 if TYPE_CHECKING:
     from nvpool.testing.sim.pool import SimPool
@@ -45,7 +45,7 @@ def member_of(place: str) -> str:
 class EndpointTransport(SimTransport):
     """One of the transports to a simulated supervisor. `network.broken` names the endpoints that do not answer."""
 
-    def __init__(self, network: Network, process: str, clock: Clock, scheme: str, rank: int, is_local: bool) -> None:
+    def __init__(self, network: SimulatedNetwork, process: str, clock: Clock, scheme: str, rank: int, is_local: bool) -> None:
         super().__init__(network, process, clock)
         self.scheme = scheme
         self.rank = rank
@@ -77,7 +77,7 @@ def _name(endpoint: str) -> str:
     return f"inproc://{where.path or f'{where.scheme}.{where.host}'}"
 
 
-def transports_of(network: Network, process: str, clock: Clock) -> dict[str, Transport]:
+def transports_of(network: SimulatedNetwork, process: str, clock: Clock) -> dict[str, Transport]:
     kinds = (("inproc+unix", 60, True), ("inproc", 50, False), ("grpc", 10, False))
     return {scheme: EndpointTransport(network, process, clock, scheme, rank, is_local) for scheme, rank, is_local in kinds}
 

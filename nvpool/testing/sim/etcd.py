@@ -20,7 +20,7 @@ from nvpool.cluster.etcd.client import CALL_S, NEXT_S, PAUSE_S
 from nvpool.core.clock import Clock
 from nvpool.core.errors import Unavailable
 from nvpool.testing.sim.loop import VirtualLoop
-from nvpool.testing.sim.network import Network
+from nvpool.testing.sim.network import SimulatedNetwork
 from nvpool.testing.sim.simulated_process import Killed, Process
 
 MEMBERS = 3
@@ -31,7 +31,7 @@ LEADERLESS_S = 1.5
 PUT, DELETE = 0, 1
 
 
-class _Lease:
+class _EtcdLease:
     __slots__ = ("ttl_s", "until_s")
 
     def __init__(self, ttl_s: float, until_s: float) -> None:
@@ -41,7 +41,7 @@ class _Lease:
 class SimEtcd:
     """`members` are its processes, by name; `on_put(key, value)` is told of each change."""
 
-    def __init__(self, loop: VirtualLoop, network: Network, seed: str, on_put: Callable[[bytes, bytes], None]) -> None:
+    def __init__(self, loop: VirtualLoop, network: SimulatedNetwork, seed: str, on_put: Callable[[bytes, bytes], None]) -> None:
         self.loop = loop
         self.chance = random.Random(seed)
         self.members: dict[str, Process] = {}
@@ -52,7 +52,7 @@ class SimEtcd:
         self._revision = 1
         self._values: dict[bytes, SimpleNamespace] = {}
         self._history: list[tuple[int, list[SimpleNamespace]]] = []
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, _EtcdLease] = {}
         self._leader: str | None = None
         self._election_s = 0.0
         self._alone_since_s: dict[str, float] = {}
@@ -199,7 +199,7 @@ class SimEtcd:
 
     def grant_lease(self, ttl_s: float) -> int:
         number = 1 + self.chance.getrandbits(62)
-        self._leases[number] = _Lease(ttl_s, self.loop.time() + ttl_s)
+        self._leases[number] = _EtcdLease(ttl_s, self.loop.time() + ttl_s)
         return number
 
     def keep_alive(self, number: int) -> bool:

@@ -59,7 +59,7 @@ class BrokenLinks:
             pool.network.mend_links()
 
 
-class Faults:
+class SimulatedFaults:
     """`over()` says when no more is to be broken; `done` counts. `kinds`, `of`: only these, of processes named so."""
 
     def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int],

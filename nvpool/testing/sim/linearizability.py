@@ -16,7 +16,7 @@ INITIAL: Hashable = 0
 """What a register holds before anything is written."""
 
 
-class Access(NamedTuple):
+class RegisterOperation(NamedTuple):
     """One write or read of a register. A write whose outcome nobody knows has end = inf; a read that failed is left out."""
 
     kind: str  # "write", "read"
@@ -39,18 +39,18 @@ def without_what_was_seen_too_early(calls: Sequence, losses: Sequence[float],
     return [call for call in calls if changes(call) or not losses or not seen_too_early(call)]
 
 
-def register_problems(accesses: Sequence[Access]) -> list[str]:
+def register_problems(accesses: Sequence[RegisterOperation]) -> list[str]:
     """Why no order explains the history of one register, as sentences; an empty list where one does."""
     if any(access.kind == "write" and access.value == INITIAL for access in accesses):
         return _search([_Step(access.begin, access.end, access.kind == "write" and access.end == inf, access)
                         for access in accesses], INITIAL, _register_step)
-    writes = {INITIAL: Access("write", INITIAL, -inf, -inf)}
+    writes = {INITIAL: RegisterOperation("write", INITIAL, -inf, -inf)}
     for access in accesses:
         if access.kind == "write":
             if access.value in writes:
                 raise ValueError(f"{access.value!r} is written twice; give each write a value of its own")
             writes[access.value] = access
-    clusters: dict[Hashable, list[Access]] = {}
+    clusters: dict[Hashable, list[RegisterOperation]] = {}
     for access in accesses:
         if access.kind == "read":
             write = writes.get(access.value)
@@ -119,7 +119,7 @@ def _search(steps: Sequence[_Step], initial: Hashable, step: Callable[[Hashable,
     return [f"no order of {len(steps)} calls explains {left[0] if left else 'what is there in the end'}"]
 
 
-def _register_step(value: Hashable, access: Access) -> Iterable[Hashable]:
+def _register_step(value: Hashable, access: RegisterOperation) -> Iterable[Hashable]:
     if access.kind == "write":
         return (access.value,)
     return (value,) if value == access.value else ()

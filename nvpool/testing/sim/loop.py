@@ -53,7 +53,7 @@ class _Future(_Numbered, asyncio.Future):
     pass
 
 
-class _Held:
+class _PausedCall:
     """A call that waits while its process is stopped."""
 
     __slots__ = ()
@@ -66,11 +66,11 @@ class _Held:
             super()._run()
 
 
-class _Handle(_Held, asyncio.Handle):
+class _Handle(_PausedCall, asyncio.Handle):
     __slots__ = ()
 
 
-class _TimerHandle(_Held, asyncio.TimerHandle):
+class _TimerHandle(_PausedCall, asyncio.TimerHandle):
     __slots__ = ()
 
 

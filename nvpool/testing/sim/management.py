@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from nvpool.cluster.api import LEASE_S_MIN, Coordinator, Lease
+from nvpool.cluster.api import LEASE_S_MIN, MapCoordinator, CoordinatorLease
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
 from nvpool.cluster.manager import Manager, change
@@ -79,7 +79,7 @@ async def until_changed(managing: Managing, decide: Decide) -> PoolMap:
         await asyncio.sleep(AGAIN_S)
 
 
-async def answer_map(coordinator: Coordinator, call: Call) -> None:
+async def answer_map(coordinator: MapCoordinator, call: Call) -> None:
     request = pool_pb2.MapRequest.FromString(bytes(call.message))
     newest = await coordinator.watch(request.newer_than, min(request.wait_s, FOLLOW_S))
     call.reply(pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString())
@@ -90,7 +90,7 @@ class _Embedded(EmbeddedCoordinator):
 
     truths: Truths
 
-    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+    async def replace(self, new: PoolMap, leader: CoordinatorLease | None = None) -> None:
         await super().replace(new, leader)
         self.truths.map_is(self.pool_map)
 
@@ -159,7 +159,7 @@ class OneManager:
             self.endpoints(0)[0], Greeting(name, pool.first_map.fingerprint), partial(self._answer, process, coordinator))
 
     @staticmethod
-    async def _look(coordinator: Coordinator, manager: Manager) -> None:
+    async def _look(coordinator: MapCoordinator, manager: Manager) -> None:
         epoch = -1
         while True:
             newest = await coordinator.watch(epoch, FOLLOW_S)
@@ -167,7 +167,7 @@ class OneManager:
                 epoch = newest.epoch
                 manager.look()
 
-    def _answer(self, process: Process, coordinator: Coordinator, call: Call) -> None:
+    def _answer(self, process: Process, coordinator: MapCoordinator, call: Call) -> None:
         if call.method == wire_pb2.POOL_ALIVE:
             call.reply(self._manager.alive(pool_pb2.AliveRequest.FromString(bytes(call.message))).SerializeToString())
         elif call.method in ShardKeeper.METHODS:

@@ -21,7 +21,7 @@ from nvpool.testing.sim.loop import VirtualLoop
 KEEPALIVE_S = 10.0
 
 
-class Network:
+class SimulatedNetwork:
     """`places`: which node each process is on; processes of one node are never cut off from one another."""
 
     def __init__(self, loop: VirtualLoop, seed: str) -> None:
@@ -117,7 +117,7 @@ class Network:
 class Pipe:
     """One direction of a connection."""
 
-    def __init__(self, network: Network, source: str, target: str, connection: InprocConnection) -> None:
+    def __init__(self, network: SimulatedNetwork, source: str, target: str, connection: InprocConnection) -> None:
         self.source, self.target = source, target
         self.endpoint = connection.peer.address
         self._network = network
@@ -166,7 +166,7 @@ class Pipe:
 class SimTransport(InprocTransport):
     """The in-process transport as one process sees it."""
 
-    def __init__(self, network: Network, process: str, clock: Clock) -> None:
+    def __init__(self, network: SimulatedNetwork, process: str, clock: Clock) -> None:
         super().__init__(clock)
         self._network = network
         self._process = process

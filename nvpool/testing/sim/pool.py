@@ -32,9 +32,9 @@ from nvpool.poolmap.model import (
     Drive,
     Node,
     PoolMap,
-    Settings,
+    PoolSettings,
     Shard,
-    Standby,
+    StandbyMember,
     Target,
     decode_map,
 )
@@ -53,7 +53,7 @@ from nvpool.testing.sim.invariants import Truths
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
 from nvpool.testing.sim.management import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
-from nvpool.testing.sim.network import Network, SimTransport
+from nvpool.testing.sim.network import SimulatedNetwork, SimTransport
 from nvpool.testing.sim.simulated_process import STORE_STEPS, Door, Killed, Process, is_death
 
 CHUNK_BYTES = 64 * 1024
@@ -72,7 +72,7 @@ def _shard(number: int, standbys: int, nodes: int) -> Shard:
     def place(member: int) -> tuple[int, tuple[str, ...]]:
         return (number + member - 1) % nodes + 1, (f"inproc://{process_name(number, member)}",)
 
-    return Shard(number, *place(0), standbys=tuple(Standby(member, *place(member), "syncing")
+    return Shard(number, *place(0), standbys=tuple(StandbyMember(member, *place(member), "syncing")
                                                    for member in range(1, standbys + 1)))
 
 
@@ -87,7 +87,7 @@ class SimPool:
         self.seed = seed
         self.replicas = replicas
         self.chance = random.Random(f"{seed} faults")
-        self.network = Network(loop, f"{seed} network")
+        self.network = SimulatedNetwork(loop, f"{seed} network")
         self._clocks = 0
         self.clock = self.new_clock("pool")
         self.secret = bytes(range(32))
@@ -128,7 +128,7 @@ class SimPool:
         tables = tuple(build_table(targets, number) for number in range(1, self.replicas + 1))
         all_shards = tuple(_shard(number, standbys, count) for number in range(1, shards + 1))
         return PoolMap(format=MAP_FORMAT, pool_id="simulated", name="simulated", epoch=1,
-                       settings=Settings(CHUNK_BYTES, self.replicas), nodes=nodes, drives=drives, targets=targets,
+                       settings=PoolSettings(CHUNK_BYTES, self.replicas), nodes=nodes, drives=drives, targets=targets,
                        tables=tables, shards=all_shards, partitions=dealt(shards))
 
     @property

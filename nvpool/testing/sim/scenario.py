@@ -35,12 +35,12 @@ from nvpool.testing.sim.faults import (
     KINDS_WITH_FULL,
     KINDS_WITH_POWER,
     BrokenLinks,
-    Faults,
+    SimulatedFaults,
 )
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import SimPool
 from nvpool.testing.sim.workloads.drains import Drains
-from nvpool.testing.sim.workloads.file_data import Appends, Blocks, Locks, Sizes, Work, Worker
+from nvpool.testing.sim.workloads.file_data import AppendWorkload, Blocks, LockWorkload, Sizes, Work, SimulatedClient
 from nvpool.testing.sim.workloads.listing import Listings
 from nvpool.testing.sim.workloads.names import Naming
 from nvpool.testing.sim.workloads.operator import Wishes
@@ -103,7 +103,7 @@ class Scenario:
         self.done = dict.fromkeys(COUNTED, 0)
         told = loop, self.done, self._pool.power_losses
         works = [Blocks(*told, cuts=chance.random() < 0.5),
-                 Naming(*told, shards == 1 and not self._moving), Listings(*told), Sizes(*told), Appends(*told), Locks(*told)]
+                 Naming(*told, shards == 1 and not self._moving), Listings(*told), Sizes(*told), AppendWorkload(*told), LockWorkload(*told)]
         apart = random.Random(f"{seed} volumes")
         if apart.random() < VOLUMES_SHARE if volumes is None else volumes:
             works.append(Quotas(*told, self._pool, apart.randint(1, 2),
@@ -120,7 +120,7 @@ class Scenario:
 
     async def _run(self) -> list[str]:
         async with self._pool as pool:
-            faults = Faults(pool, self._chance, lambda: self._over, self.done, *self._aim)
+            faults = SimulatedFaults(pool, self._chance, lambda: self._over, self.done, *self._aim)
             clients = [await pool.client(f"client-{number}") for number in range(1, self._count + 1)]
             for work in self._works:
                 await work.prepare(clients[0])
@@ -163,7 +163,7 @@ class Scenario:
 
     async def _work(self, client: Client, number: int) -> None:
         """One that only reads blocks is told of no new map by its writes."""
-        worker = Worker(client, f"client-{number + 1}", random.Random(f"{self._seed} client {number}"), {})
+        worker = SimulatedClient(client, f"client-{number + 1}", random.Random(f"{self._seed} client {number}"), {})
         only_reads = not number and self._seed % 2 == 0
         acts = [(share, act) for work in self._works for share, act in work.acts()
                 if not only_reads or not isinstance(work, Blocks) or act == work.read]
@@ -181,7 +181,7 @@ class Scenario:
     # -- judging
 
     async def _look(self, client: Client) -> list[str]:
-        judge = Worker(client, "judge", self._chance, {})
+        judge = SimulatedClient(client, "judge", self._chance, {})
         try:
             for work in self._works:
                 await work.look(judge)

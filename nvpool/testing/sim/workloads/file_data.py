@@ -21,7 +21,7 @@ from nvpool.core.posix.byte_ranges import EXCLUSIVE, UNLOCKED
 from nvpool.meta.sessions.append_order import APPEND_S
 from nvpool.testing.sim.linearizability import (
     INITIAL,
-    Access,
+    RegisterOperation,
     SizeCall,
     register_problems,
     sizes_problems,
@@ -39,7 +39,7 @@ ROUND_S = 6.0
 """After which sizes and records are those of another file: their histories are judged by search, or read as a whole."""
 
 
-class Worker(NamedTuple):
+class SimulatedClient(NamedTuple):
     """A client that works; `handles` are its own, by inode."""
 
     client: Client
@@ -65,7 +65,7 @@ class Worker(NamedTuple):
         return found
 
 
-Act = Callable[[Worker], Awaitable[None]]
+Act = Callable[[SimulatedClient], Awaitable[None]]
 
 
 class Work:
@@ -85,7 +85,7 @@ class Work:
     def acts(self) -> list[tuple[int, Act]]:
         return []
 
-    async def look(self, judge: Worker) -> None:
+    async def look(self, judge: SimulatedClient) -> None:
         """When all is quiet."""
 
     def problems(self) -> list[str]:
@@ -105,7 +105,7 @@ class Blocks(Work):
         super().__init__(loop, done, losses)
         self._cuts = cuts
         self._values = 0
-        self._blocks: dict[int, list[Access]] = {}
+        self._blocks: dict[int, list[RegisterOperation]] = {}
         self._inode = 0
 
     async def prepare(self, client: Client) -> None:
@@ -116,29 +116,29 @@ class Blocks(Work):
     def acts(self) -> list[tuple[int, Act]]:
         return [(8, self._write), (10, self.read), (1 if self._cuts else 0, self._cut), (2 if self._cuts else 0, self._punch)]
 
-    async def _write(self, worker: Worker) -> None:
+    async def _write(self, worker: SimulatedClient) -> None:
         handle = await worker.handle(self._inode)
         self._values += 1
         value, block, begin = self._values, worker.chance.randrange(BLOCKS), self._loop.time()
         history = self._blocks.setdefault(block, [])
         place = len(history)
-        history.append(Access("write", value, begin, inf, worker.name))
+        history.append(RegisterOperation("write", value, begin, inf, worker.name))
         await worker.client.vfs.write(handle, block * BLOCK, value.to_bytes(8, "little") * (BLOCK // 8))
         if worker.chance.random() < 0.2:
             await asyncio.sleep(worker.chance.uniform(0.0, 1.5))
         try:
             await worker.client.vfs.fsync(handle, True)
         except NoSpace:  # nothing of it is there, nor will be
-            history[place] = Access("read", INITIAL, -inf, -inf, worker.name)
+            history[place] = RegisterOperation("read", INITIAL, -inf, -inf, worker.name)
             return
-        history[place] = Access("write", value, begin, self._loop.time(), worker.name)
+        history[place] = RegisterOperation("write", value, begin, self._loop.time(), worker.name)
         self._done["writes"] += 1
 
-    async def read(self, worker: Worker) -> None:
+    async def read(self, worker: SimulatedClient) -> None:
         await self._look_at(worker, worker.chance.randrange(BLOCKS))
         self._done["reads"] += 1
 
-    async def _look_at(self, worker: Worker, block: int) -> None:
+    async def _look_at(self, worker: SimulatedClient, block: int) -> None:
         """What a store says, whatever the client remembers."""
         handle = await worker.handle(self._inode, os.O_RDONLY if worker.name == "judge" else os.O_RDWR)
         begin, offset = self._loop.time(), block * BLOCK
@@ -146,37 +146,37 @@ class Blocks(Work):
         if found != found[:8] * (BLOCK // 8):
             raise InvariantBroken(f"block {block} is a mixture")
         value = int.from_bytes(found[:8], "little")
-        self._blocks.setdefault(block, []).append(Access("read", value, begin, self._loop.time(), worker.name))
+        self._blocks.setdefault(block, []).append(RegisterOperation("read", value, begin, self._loop.time(), worker.name))
 
-    async def _cut(self, worker: Worker) -> None:
+    async def _cut(self, worker: SimulatedClient) -> None:
         """The end of the file, and at once it is as long as before: what was there is zeros."""
         first = worker.chance.randrange(BLOCKS)
         cutting = worker.client.vfs.setattr(self._inode, size=first * BLOCK, caller=CALLER)
         await self._zero(worker, range(first, BLOCKS), cutting)
         await worker.client.vfs.setattr(self._inode, size=BLOCKS * BLOCK, caller=CALLER)
 
-    async def _punch(self, worker: Worker) -> None:
+    async def _punch(self, worker: SimulatedClient) -> None:
         handle = await worker.handle(self._inode)
         first = worker.chance.randrange(BLOCKS)
         blocks = range(first, min(BLOCKS, first + worker.chance.randint(1, 20)))
         await self._zero(worker, blocks, worker.client.vfs.fallocate(handle, first * BLOCK, len(blocks) * BLOCK,
                                                                      PUNCH_HOLE | KEEP_SIZE))
 
-    async def _zero(self, worker: Worker, blocks: range, work: Awaitable) -> None:
+    async def _zero(self, worker: SimulatedClient, blocks: range, work: Awaitable) -> None:
         begin, places = self._loop.time(), {}
         for block in blocks:
             history = self._blocks.setdefault(block, [])
             places[block] = len(history)
-            history.append(Access("write", INITIAL, begin, inf, worker.name))
+            history.append(RegisterOperation("write", INITIAL, begin, inf, worker.name))
         try:
             await work
         except NoSpace:
             raise InvariantBroken("what frees room was refused for want of it") from None
         for block, place in places.items():
-            self._blocks[block][place] = Access("write", INITIAL, begin, self._loop.time(), worker.name)
+            self._blocks[block][place] = RegisterOperation("write", INITIAL, begin, self._loop.time(), worker.name)
         self._done["cuts_made"] += 1
 
-    async def look(self, judge: Worker) -> None:
+    async def look(self, judge: SimulatedClient) -> None:
         for block in range(BLOCKS):
             await self._look_at(judge, block)
 
@@ -196,7 +196,7 @@ class _Rounds(Work):
         self._names: dict[int, bytes] = {}
         self._tries = 0
 
-    async def _newest(self, worker: Worker) -> int | None:
+    async def _newest(self, worker: SimulatedClient) -> int | None:
         """None: now there is one, or another client makes it."""
         if not self._files or self._loop.time() > self._files[-1][1] + ROUND_S:
             self._tries += 1
@@ -207,7 +207,7 @@ class _Rounds(Work):
             return None
         return self._files[-1][0]
 
-    async def _size(self, worker: Worker, inode: int) -> int:
+    async def _size(self, worker: SimulatedClient, inode: int) -> int:
         """As the service has it now. A stat of an open file is answered from memory where the service is silent."""
         return (await worker.client.vfs.look(self._home, self._names[inode])).size
 
@@ -222,7 +222,7 @@ class Sizes(_Rounds):
     def acts(self) -> list[tuple[int, Act]]:
         return [(2, self._act)]
 
-    async def _act(self, worker: Worker) -> None:
+    async def _act(self, worker: SimulatedClient) -> None:
         inode = await self._newest(worker)
         if inode is None:
             return
@@ -244,7 +244,7 @@ class Sizes(_Rounds):
             calls[place] = SizeCall(kind, size, begin, self._loop.time(), worker.name)
         self._done["sizes"] += 1
 
-    async def look(self, judge: Worker) -> None:
+    async def look(self, judge: SimulatedClient) -> None:
         for inode, calls in self._calls.items():
             begin = self._loop.time()
             size = await self._size(judge, inode)
@@ -256,19 +256,19 @@ class Sizes(_Rounds):
                     without_looks_at_unanswered_cuts(calls), self._losses, lambda call: call.kind != "look"))]
 
 
-class Record(NamedTuple):
+class AppendedRecord(NamedTuple):
     content: bytes
     begin: float
     end: float
     who: str
 
 
-class Appends(_Rounds):
+class AppendWorkload(_Rounds):
     """Records that all append to one file never lie over one another, and in the order in which they were told to be there."""
 
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
         super().__init__(loop, done, losses)
-        self._records: dict[int, list[Record]] = {}
+        self._records: dict[int, list[AppendedRecord]] = {}
         self._contents: dict[int, bytes] = {}
         self._number = 0
         self._zeros: list[str] = []
@@ -276,7 +276,7 @@ class Appends(_Rounds):
     def acts(self) -> list[tuple[int, Act]]:
         return [(2, self._append), (1, self._read)]
 
-    async def _read(self, worker: Worker) -> None:
+    async def _read(self, worker: SimulatedClient) -> None:
         """A reader sees a record late or whole. Not where a client died in an append, or was silent for its turn."""
         inode = await self._newest(worker)
         if inode is None:
@@ -290,7 +290,7 @@ class Appends(_Rounds):
         if b"\0" in content and all(one.end < inf or one.begin > now - APPEND_S for one in self._records.get(inode, ())):
             self._zeros.append(f"{worker.name} read zeros at {content.find(0)} of {inode:#x}, at {now:g} s")
 
-    async def _append(self, worker: Worker) -> None:
+    async def _append(self, worker: SimulatedClient) -> None:
         inode = await self._newest(worker)
         if inode is None:
             return
@@ -299,14 +299,14 @@ class Appends(_Rounds):
         content += b"%d " % self._number * worker.chance.choice((1, 50, 1500)) + b">"
         records, begin = self._records.setdefault(inode, []), self._loop.time()
         place = len(records)
-        records.append(Record(content, begin, inf, worker.name))
+        records.append(AppendedRecord(content, begin, inf, worker.name))
         handle = await worker.handle(inode, os.O_RDWR | os.O_APPEND)
         await worker.client.vfs.write(handle, 0, content)
         await worker.client.vfs.fsync(handle, True)
-        records[place] = Record(content, begin, self._loop.time(), worker.name)
+        records[place] = AppendedRecord(content, begin, self._loop.time(), worker.name)
         self._done["appends"] += 1
 
-    async def look(self, judge: Worker) -> None:
+    async def look(self, judge: SimulatedClient) -> None:
         for inode in self._records:
             handle = await judge.handle(inode, os.O_RDONLY)
             size = await self._size(judge, inode)
@@ -323,7 +323,7 @@ class Appends(_Rounds):
                               for problem in records_problems(content, self._records[inode])]
 
 
-def records_problems(content: bytes, records: list[Record]) -> list[str]:
+def records_problems(content: bytes, records: list[AppendedRecord]) -> list[str]:
     """Why `content` can not be what these appends made of an empty file."""
     places, problems = [], []
     for record in records:
@@ -343,7 +343,7 @@ def records_problems(content: bytes, records: list[Record]) -> list[str]:
     return problems
 
 
-class Locks(Work):
+class LockWorkload(Work):
     """Who has the exclusive lock is alone, and sees what the last one wrote under it."""
 
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
@@ -362,7 +362,7 @@ class Locks(Work):
     def acts(self) -> list[tuple[int, Act]]:
         return [(1, self._count_up)]
 
-    async def _count_up(self, worker: Worker) -> None:
+    async def _count_up(self, worker: SimulatedClient) -> None:
         vfs, handle = worker.client.vfs, await worker.handle(self._inode)
         try:
             await asyncio.wait_for(vfs.setlk(handle, 1, 0, 9, EXCLUSIVE, wait=True), worker.chance.choice((0.5, 5.0)))
@@ -379,7 +379,7 @@ class Locks(Work):
             self._holder = ""
             await vfs.setlk(handle, 1, 0, 9, UNLOCKED)
 
-    async def _under_lock(self, worker: Worker, handle) -> None:
+    async def _under_lock(self, worker: SimulatedClient, handle) -> None:
         vfs = worker.client.vfs
         found = int.from_bytes(bytes(await vfs.read(handle, 0, 8)), "little")
         if found not in self._possible:

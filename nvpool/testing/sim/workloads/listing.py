@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from nvpool.client.session import Client
 from nvpool.core.errors import AlreadyExists, DirectoryNotEmpty, InvariantBroken, NotFound, NvpoolError, Refused
-from nvpool.testing.sim.workloads.file_data import CALLER, Act, Work, Worker
+from nvpool.testing.sim.workloads.file_data import CALLER, Act, Work, SimulatedClient
 
 NAMES_EACH = 8
 """Of one client in a directory."""
@@ -76,7 +76,7 @@ class Listings(Work):
         attr = await client.vfs.mkdir(self._home, name, 0o755, CALLER, wide=True)
         self._directories.append(Directory(name, attr.inode))
 
-    async def _act(self, worker: Worker) -> None:
+    async def _act(self, worker: SimulatedClient) -> None:
         chance = worker.chance
         directory = self._directories[-1]
         if directory.calls >= CALLS_PER_DIRECTORY or directory.removed:
@@ -103,7 +103,7 @@ class Listings(Work):
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
-    async def _change(self, worker: Worker, directory: Directory, own: list[bytes]) -> None:
+    async def _change(self, worker: SimulatedClient, directory: Directory, own: list[bytes]) -> None:
         vfs, chance = worker.client.vfs, worker.chance
         name = chance.choice(own)
         one = directory.names[name]
@@ -122,7 +122,7 @@ class Listings(Work):
         else:
             await self._changed(directory, [name], vfs.unlink(directory.inode, name, CALLER))
 
-    async def _birth(self, worker: Worker, directory: Directory, name: bytes, is_directory: bool) -> int:
+    async def _birth(self, worker: SimulatedClient, directory: Directory, name: bytes, is_directory: bool) -> int:
         vfs = worker.client.vfs
         if is_directory:
             return (await vfs.mkdir(directory.inode, name, 0o755, CALLER)).inode
@@ -161,7 +161,7 @@ class Listings(Work):
             for one in some:
                 one.changes += 1
 
-    async def _rmdir(self, worker: Worker, directory: Directory) -> None:
+    async def _rmdir(self, worker: SimulatedClient, directory: Directory) -> None:
         if directory.removed or directory.doubtful:
             return
         before, directory.doubtful = directory.known(), True
@@ -180,25 +180,25 @@ class Listings(Work):
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    async def _look(self, worker: Worker, directory: Directory) -> None:
+    async def _look(self, worker: SimulatedClient, directory: Directory) -> None:
         name = worker.chance.choice(list(directory.names))
         before = directory.known()
         found = await self._found(worker, directory, name)
         self._compare(directory, before, {name: found} if found else {}, [name], "is looked for")
 
-    async def _found(self, worker: Worker, directory: Directory, name: bytes) -> int:
+    async def _found(self, worker: SimulatedClient, directory: Directory, name: bytes) -> int:
         try:
             return (await worker.client.vfs.look(directory.inode, name)).inode
         except NotFound:
             return 0
 
-    async def _list(self, worker: Worker, directory: Directory) -> None:
+    async def _list(self, worker: SimulatedClient, directory: Directory) -> None:
         before = directory.known()
         found = await self._listed(worker, directory)
         if found is not None:
             self._compare(directory, before, found, list(before), "is listed")
 
-    async def _listed(self, worker: Worker, directory: Directory) -> dict[bytes, int] | None:
+    async def _listed(self, worker: SimulatedClient, directory: Directory) -> dict[bytes, int] | None:
         try:
             found = await worker.listed(directory.inode, STEP_MAX)
         except NotFound:
@@ -219,7 +219,7 @@ class Listings(Work):
         if strangers := found.keys() - directory.names.keys():
             self._wrong(directory, f"has names that nobody made: {strangers}")
 
-    async def _stat(self, worker: Worker, directory: Directory) -> None:
+    async def _stat(self, worker: SimulatedClient, directory: Directory) -> None:
         try:
             attr = await worker.client.vfs.getattr(directory.inode)
         except NotFound:
@@ -229,7 +229,7 @@ class Listings(Work):
         if not stat.S_ISDIR(attr.mode):
             self._wrong(directory, f"has mode {attr.mode:o}")
 
-    async def _chmod(self, worker: Worker, directory: Directory) -> None:
+    async def _chmod(self, worker: SimulatedClient, directory: Directory) -> None:
         """What shards keep of the directory goes into its record with that."""
         try:
             await worker.client.vfs.setattr(directory.inode, mode=worker.chance.choice((0o700, 0o755)), caller=CALLER)
@@ -237,7 +237,7 @@ class Listings(Work):
             if not (directory.removed or directory.doubtful):
                 self._wrong(directory, "is not there")
 
-    async def look(self, judge: Worker) -> None:
+    async def look(self, judge: SimulatedClient) -> None:
         for directory in self._directories:
             found = await self._listed(judge, directory)
             if directory.removed:  # its record may wait for the collector

@@ -15,7 +15,7 @@ from nvpool.client.state.types import RENAME_NOREPLACE
 from nvpool.core.errors import AlreadyExists, InvariantBroken, NotFound, NvpoolError, Refused
 from nvpool.testing.sim.linearizability import NOT_LOOKED_AT, NameCall, Names, names_problems, without_what_was_seen_too_early
 from nvpool.testing.sim.loop import VirtualLoop
-from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, Work, Worker
+from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, Work, SimulatedClient
 
 NAMES = [b"0a", b"0b", b"1a", b"1b"]
 """Each in the first or in the second of two directories, which may be two shards'."""
@@ -40,7 +40,7 @@ class Naming(Work):
     def acts(self) -> list[tuple[int, Act]]:
         return [(8, self._act)]
 
-    async def _act(self, worker: Worker) -> None:
+    async def _act(self, worker: SimulatedClient) -> None:
         vfs, chance = worker.client.vfs, worker.chance
         if not self._pairs or len(self._pairs[-1][1]) >= CALLS_PER_DIRECTORY:
             self._tries += 1
@@ -90,7 +90,7 @@ class Naming(Work):
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)
 
-    async def look(self, judge: Worker) -> None:
+    async def look(self, judge: SimulatedClient) -> None:
         for directories, _ in self._pairs:
             there = set()
             for name in NAMES:

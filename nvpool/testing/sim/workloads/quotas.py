@@ -20,7 +20,7 @@ from nvpool.sdk.volumes import AsyncVolumes
 from nvpool.sdk.volumes import Volume as Shown
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import CHUNK_BYTES, SimPool
-from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, Work, Worker
+from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, Work, SimulatedClient
 
 FILES, BYTES = (5, 14), (2 * CHUNK_BYTES, 8 * CHUNK_BYTES)
 """Quotas, small enough to be met all the time."""
@@ -89,7 +89,7 @@ class Quotas(Work):
     def acts(self) -> list[tuple[int, Act]]:
         return [(10, self._act)]
 
-    async def _act(self, worker: Worker) -> None:
+    async def _act(self, worker: SimulatedClient) -> None:
         chance = worker.chance
         volume = chance.choice(self._volumes)
         if self._remove_s is not None and self._loop.time() > self._remove_s:
@@ -120,7 +120,7 @@ class Quotas(Work):
         if size > max(most for _, most in volume.limits):
             self._wrong.append(f"volume {volume.name} has {size} bytes, its quotas were {volume.limits}")
 
-    async def _create(self, worker: Worker, volume: _Volume, name: bytes, _: bytes) -> bool:
+    async def _create(self, worker: SimulatedClient, volume: _Volume, name: bytes, _: bytes) -> bool:
         if name in volume.sure or name in volume.unsure:
             return False
         volume.unsure.add(name)
@@ -141,7 +141,7 @@ class Quotas(Work):
         await worker.client.vfs.release(handle)
         return True
 
-    async def _write(self, worker: Worker, volume: _Volume, name: bytes, _: bytes) -> bool:
+    async def _write(self, worker: SimulatedClient, volume: _Volume, name: bytes, _: bytes) -> bool:
         inode = volume.sure.get(name)
         if inode is None:
             return False
@@ -160,7 +160,7 @@ class Quotas(Work):
             await vfs.release(handle)
         return True
 
-    async def _cut(self, worker: Worker, volume: _Volume, name: bytes, _: bytes) -> bool:
+    async def _cut(self, worker: SimulatedClient, volume: _Volume, name: bytes, _: bytes) -> bool:
         inode = volume.sure.get(name)
         if inode is None:
             return False
@@ -174,7 +174,7 @@ class Quotas(Work):
         volume.least[inode] = size
         return True
 
-    async def _rename(self, worker: Worker, volume: _Volume, name: bytes, other: bytes) -> bool:
+    async def _rename(self, worker: SimulatedClient, volume: _Volume, name: bytes, other: bytes) -> bool:
         inode = volume.sure.get(name)
         if inode is None or other in volume.unsure:
             return False
@@ -189,7 +189,7 @@ class Quotas(Work):
         volume.sure[other], volume.least[inode] = inode, size
         return True
 
-    async def _unlink(self, worker: Worker, volume: _Volume, name: bytes, _: bytes) -> bool:
+    async def _unlink(self, worker: SimulatedClient, volume: _Volume, name: bytes, _: bytes) -> bool:
         inode = volume.sure.pop(name, None)
         if inode is None:
             return False
@@ -199,7 +199,7 @@ class Quotas(Work):
         volume.unsure.discard(name)
         return True
 
-    async def _cross(self, worker: Worker, volume: _Volume, name: bytes, _: bytes) -> bool:
+    async def _cross(self, worker: SimulatedClient, volume: _Volume, name: bytes, _: bytes) -> bool:
         """Over the border: never."""
         if name not in volume.sure:
             return False
@@ -210,7 +210,7 @@ class Quotas(Work):
             return True
         raise InvariantBroken(f"{name!r} of volume {volume.name} was renamed into {place}")
 
-    async def _resize(self, worker: Worker, volume: _Volume, _name: bytes, _other: bytes) -> bool:
+    async def _resize(self, worker: SimulatedClient, volume: _Volume, _name: bytes, _other: bytes) -> bool:
         """One at a time. Refused where more is used: then all may be as before."""
         if volume.resizing or volume.ending:
             return False
@@ -228,7 +228,7 @@ class Quotas(Work):
             volume.limits = [new]
         return True
 
-    async def _remove(self, worker: Worker, volume: _Volume) -> None:
+    async def _remove(self, worker: SimulatedClient, volume: _Volume) -> None:
         """Refused while somebody has something open in it."""
         volume.ending = True
         await told(volumes_of(worker.client).remove(volume.name))
@@ -238,7 +238,7 @@ class Quotas(Work):
 
     # -- judging
 
-    async def look(self, judge: Worker) -> None:
+    async def look(self, judge: SimulatedClient) -> None:
         await asyncio.sleep(SETTLED_S)
         volumes = volumes_of(judge.client)
         there = {shown.inode: shown for shown in await told(volumes.list())}
@@ -253,7 +253,7 @@ class Quotas(Work):
             else:
                 await self._look_for_rests(judge, volume)
 
-    async def _look_into(self, judge: Worker, volume: _Volume, shown: Shown) -> None:
+    async def _look_into(self, judge: SimulatedClient, volume: _Volume, shown: Shown) -> None:
         listed = await judge.listed(volume.inode)
         names = dict(listed)
         if len(names) != len(listed) or any(names.get(name) != inode for name, inode in volume.sure.items()) \
@@ -272,7 +272,7 @@ class Quotas(Work):
                 self._wrong.append(f"inode {inode:#x} of volume {volume.name} has {sizes.get(inode)} bytes, {least} were told")
         await self._fill(judge, volume, shown)
 
-    async def _fill(self, judge: Worker, volume: _Volume, shown: Shown) -> None:
+    async def _fill(self, judge: SimulatedClient, volume: _Volume, shown: Shown) -> None:
         """EDQUOT comes when the quota is reached, not before and not after."""
         vfs, made, grown = judge.client.vfs, 0, 0
         try:
@@ -297,7 +297,7 @@ class Quotas(Work):
         if grown != free:
             self._wrong.append(f"volume {volume.name} takes {grown} bytes more of {free}: {shown}")
 
-    async def _look_for_rests(self, judge: Worker, volume: _Volume) -> None:
+    async def _look_for_rests(self, judge: SimulatedClient, volume: _Volume) -> None:
         for _ in range(REMOVED_S):
             rests = await self._rests(judge, volume)
             if not rests:
@@ -305,7 +305,7 @@ class Quotas(Work):
             await asyncio.sleep(1.0)
         self._wrong.append(f"volume {volume.name} is removed, and {REMOVED_S} s later there are {rests}")
 
-    async def _rests(self, judge: Worker, volume: _Volume) -> list[str]:
+    async def _rests(self, judge: SimulatedClient, volume: _Volume) -> list[str]:
         found = [f"chunk {index} of {inode:#x} on target {target}" for target, store in self._pool.stores.items()
                  for inode, index in store._chunks if inode in volume.ever]
         if await told(volumes_of(judge.client).removing(volume.inode)) is not None:
